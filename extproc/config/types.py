@@ -1,0 +1,186 @@
+"""The configuration that extproc and the controller share: ModelRoute, ModelServer, GatewayConfig, and the Snapshot of them.
+
+The YAML documents of the configuration directory (and, in a cluster, the custom resources of the same names) decode
+into these structs. ``Snapshot`` is one consistent reading of a whole directory. Field names on the wire are camelCase.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from extproc.config.units import parse_duration_s, parse_size_bytes
+
+API_VERSION = "attache.dev/v1alpha1"
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
+NonEmpty = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+
+
+class _Spec(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True, kw_only=True):
+    """Common settings of all that is written in YAML: camelCase, unknown fields refused."""
+
+
+class Metadata(msgspec.Struct, frozen=True, kw_only=True):
+    """Kubernetes object metadata; extproc reads the name only."""
+
+    name: Name
+    namespace: str = "default"
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+class StringMatch(_Spec):
+    """Exactly one of the three is set. ``regex`` must match the whole value (RE2-compatible syntax, as in Envoy)."""
+
+    exact: str | None = None
+    prefix: str | None = None
+    regex: str | None = None
+
+
+class ModelMatch(_Spec):
+    """All given conditions must hold. Header names are case-insensitive."""
+
+    headers: dict[str, StringMatch] = {}
+    uri: StringMatch | None = None
+
+
+class TargetModel(_Spec):
+    """One weighted destination of a rule."""
+
+    model_server_name: Name
+    weight: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 100
+
+
+class RouteRule(_Spec):
+    """The first rule whose match holds decides; a rule without a match always holds."""
+
+    target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=16)]
+    name: str = ""
+    model_match: ModelMatch | None = None
+
+
+class ModelRouteSpec(_Spec):
+    """Which model names a client may ask for, and where such requests go.
+
+    A request for ``model_name`` is sent on under the ModelServer's own model name; one for an adapter keeps its name.
+    """
+
+    rules: Annotated[tuple[RouteRule, ...], msgspec.Meta(min_length=1, max_length=16)]
+    model_name: NonEmpty | None = None
+    lora_adapters: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=1000)] = ()
+
+
+class StaticEndpoint(_Spec):
+    """One engine: ``host:port``, an IP address (``[::1]:8000`` for IPv6)."""
+
+    address: NonEmpty
+
+
+class RetryPolicy(_Spec):
+    """How Envoy goes down the list of endpoints when one fails before its first byte."""
+
+    attempts: Annotated[int, msgspec.Meta(ge=0, le=10)] = 2
+
+
+class OutlierDetection(_Spec):
+    """When Envoy takes an engine out of the set, and for how long at first."""
+
+    consecutive_failures: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 3
+    ejection_time: str = "10s"
+
+
+class TrafficPolicy(_Spec):
+    """Time limits and retries between Envoy and the engines."""
+
+    timeout: str = "30m"
+    connect_timeout: str = "1s"
+    retry: RetryPolicy = RetryPolicy()
+    outlier_detection: OutlierDetection = OutlierDetection()
+
+    @property
+    def timeout_s(self) -> float:
+        """The longest a whole answer may take, in seconds."""
+        return parse_duration_s(self.timeout)
+
+    @property
+    def connect_timeout_s(self) -> float:
+        """How long a connection to an engine may take, in seconds."""
+        return parse_duration_s(self.connect_timeout)
+
+
+class ModelServerSpec(_Spec):
+    """The engines that serve one base model."""
+
+    model: NonEmpty
+    endpoints: Annotated[tuple[StaticEndpoint, ...], msgspec.Meta(max_length=10_000)]
+    engine: Literal["vLLM", "SGLang"] = "vLLM"
+    traffic_policy: TrafficPolicy = TrafficPolicy()
+    # Streamed answers carry token usage only when stream_options.include_usage asks for it. Always: ask for it when the
+    # client did not (the client then sees one more chunk, with usage and no choices). AsRequested: leave bodies alone.
+    stream_usage: Literal["Always", "AsRequested"] = "Always"
+    # How an engine is chosen. RoundRobin is there to compare with.
+    picker: Literal["PrefixAware", "RoundRobin"] = "PrefixAware"
+
+
+class GatewayConfigSpec(_Spec):
+    """How Envoy listens and how it talks to extproc. At most one such document in a directory."""
+
+    listen: str = "127.0.0.1:8080"
+    admin: str = "127.0.0.1:9901"
+    extproc: str = "127.0.0.1:9002"
+    # Open: without extproc, Envoy balances over the engines by itself. Close: it answers 503.
+    failure_mode: Literal["Open", "Close"] = "Open"
+    # The longest that Envoy waits for extproc's answer to one message.
+    message_timeout: str = "5s"
+    max_body_size: str = "64Mi"
+    access_log_flush: str = "200ms"
+
+    @property
+    def message_timeout_s(self) -> float:
+        """The wait for one answer of extproc, in seconds."""
+        return parse_duration_s(self.message_timeout)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest request body that Envoy buffers."""
+        return parse_size_bytes(self.max_body_size)
+
+    @property
+    def access_log_flush_s(self) -> float:
+        """How long Envoy may keep access log entries back, in seconds."""
+        return parse_duration_s(self.access_log_flush)
+
+
+class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):
+    """A ModelRoute document."""
+
+    metadata: Metadata
+    spec: ModelRouteSpec
+
+
+class ModelServer(msgspec.Struct, frozen=True, kw_only=True):
+    """A ModelServer document."""
+
+    metadata: Metadata
+    spec: ModelServerSpec
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A GatewayConfig document."""
+
+    metadata: Metadata
+    spec: GatewayConfigSpec
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One consistent, validated reading of a configuration directory, sorted by name.
+
+    ``version`` is a digest of the content: equal directories have equal versions.
+    """
+
+    version: str
+    routes: tuple[ModelRoute, ...]
+    servers: tuple[ModelServer, ...]
+    gateway: GatewayConfigSpec

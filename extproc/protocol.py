@@ -1,0 +1,35 @@
+"""The names on the wire between Envoy, extproc and the bundle that the controller writes: headers and metadata keys."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# The endpoint picker protocol of the Gateway API Inference Extension: header and metadata key, and its namespace.
+DESTINATION: Final = "x-gateway-destination-endpoint"
+LB_NAMESPACE: Final = "envoy.lb"
+
+# Which ModelServer a request goes to; Envoy's routes match on it.
+SERVER_HEADER: Final = "x-attache-server"
+
+# Headers that belong to the gateway: what a client sends under these prefixes is removed before anything reads it.
+RESERVED_PREFIXES: Final = ("x-gateway-", "x-attache-")
+
+# Our own dynamic metadata: the ticket that joins a decision with its access log entry, and the model asked for.
+NAMESPACE: Final = "attache"
+TICKET: Final = "ticket"
+
+# Token usage as Envoy's json_to_metadata and sse_to_metadata filters read it out of answers.
+USAGE_NAMESPACE: Final = "attache.usage"
+PROMPT_TOKENS: Final = "prompt_tokens"
+COMPLETION_TOKENS: Final = "completion_tokens"
+CACHED_TOKENS: Final = "cached_tokens"
+
+# The host that served, written by the override_host load balancing policy.
+SERVED_NAMESPACE: Final = "attache.served"
+SERVED_HOST: Final = "host"
+
+# Access log custom tag: microseconds from the request's first byte to the answer's first body byte.
+TTFT_TAG: Final = "ttft_us"
+
+# The name under which Envoy reports to the access log service.
+ACCESS_LOG_NAME: Final = "attache"
