@@ -20,7 +20,7 @@ up: $(VENV)/ready $(ENVOY) ## the same stack left running, with a curl line to t
 test: $(VENV)/ready $(ENVOY) ## all tests
 	$(RUN) -m pytest $(ARGS)
 
-check: $(VENV)/ready typings ## lint, format, layers, types
+check: $(VENV)/ready ## lint, format, layers, types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
@@ -33,12 +33,9 @@ fix: $(VENV)/ready ## mend what ruff can mend
 bench: $(VENV)/ready $(ENVOY) ## extproc against a no-op ext_proc server, and micro-benchmarks; JSON under bench/out/
 	$(RUN) -m bench.micro $(ARGS)
 
-generate: $(VENV)/ready ## write the golden bundles under envoy/ anew
+generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles
+	$(RUN) -m extproc.streams.messages_stub
 	$(RUN) -m controller bundle --golden
-
-typings: $(VENV)/ready extproc/streams/wire.py ## stubs of the messages derived from envoy-data-plane
-	$(RUN) -m extproc.streams.wire_stubs typings
-	@touch typings
 
 lock: ## write requirements.lock anew (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --all-extras --group dev \
@@ -57,4 +54,4 @@ $(VENV)/ready: requirements.lock
 	@touch $@
 
 clean: ## remove all that make has made
-	rm -rf $(VENV) .tools .cache typings bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	rm -rf $(VENV) .tools .cache bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

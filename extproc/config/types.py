@@ -31,7 +31,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
     annotations: dict[str, str] = {}
 
 
-class StringMatch(_Spec):
+class StringMatch(_Spec, frozen=True):
     """Exactly one of the three is set. ``regex`` must match the whole value (RE2-compatible syntax, as in Envoy)."""
 
     exact: str | None = None
@@ -39,21 +39,21 @@ class StringMatch(_Spec):
     regex: str | None = None
 
 
-class ModelMatch(_Spec):
+class ModelMatch(_Spec, frozen=True):
     """All given conditions must hold. Header names are case-insensitive."""
 
     headers: dict[str, StringMatch] = {}
     uri: StringMatch | None = None
 
 
-class TargetModel(_Spec):
+class TargetModel(_Spec, frozen=True):
     """One weighted destination of a rule."""
 
     model_server_name: Name
     weight: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 100
 
 
-class RouteRule(_Spec):
+class RouteRule(_Spec, frozen=True):
     """The first rule whose match holds decides; a rule without a match always holds."""
 
     target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=16)]
@@ -61,7 +61,7 @@ class RouteRule(_Spec):
     model_match: ModelMatch | None = None
 
 
-class ModelRouteSpec(_Spec):
+class ModelRouteSpec(_Spec, frozen=True):
     """Which model names a client may ask for, and where such requests go.
 
     A request for ``model_name`` is sent on under the ModelServer's own model name; one for an adapter keeps its name.
@@ -72,26 +72,26 @@ class ModelRouteSpec(_Spec):
     lora_adapters: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=1000)] = ()
 
 
-class StaticEndpoint(_Spec):
+class StaticEndpoint(_Spec, frozen=True):
     """One engine: ``host:port``, an IP address (``[::1]:8000`` for IPv6)."""
 
     address: NonEmpty
 
 
-class RetryPolicy(_Spec):
+class RetryPolicy(_Spec, frozen=True):
     """How Envoy goes down the list of endpoints when one fails before its first byte."""
 
     attempts: Annotated[int, msgspec.Meta(ge=0, le=10)] = 2
 
 
-class OutlierDetection(_Spec):
+class OutlierDetection(_Spec, frozen=True):
     """When Envoy takes an engine out of the set, and for how long at first."""
 
     consecutive_failures: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 3
     ejection_time: str = "10s"
 
 
-class TrafficPolicy(_Spec):
+class TrafficPolicy(_Spec, frozen=True):
     """Time limits and retries between Envoy and the engines."""
 
     timeout: str = "30m"
@@ -110,7 +110,7 @@ class TrafficPolicy(_Spec):
         return parse_duration_s(self.connect_timeout)
 
 
-class ModelServerSpec(_Spec):
+class ModelServerSpec(_Spec, frozen=True):
     """The engines that serve one base model."""
 
     model: NonEmpty
@@ -124,7 +124,7 @@ class ModelServerSpec(_Spec):
     picker: Literal["PrefixAware", "RoundRobin"] = "PrefixAware"
 
 
-class GatewayConfigSpec(_Spec):
+class GatewayConfigSpec(_Spec, frozen=True):
     """How Envoy listens and how it talks to extproc. At most one such document in a directory."""
 
     listen: str = "127.0.0.1:8080"

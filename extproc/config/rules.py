@@ -1,0 +1,99 @@
+"""What must hold of configuration beyond its shape: units, addresses, expressions, and names that refer to something."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import TYPE_CHECKING
+
+from extproc.config.shape import Finding, suggest
+from extproc.config.units import parse_duration_s, parse_size_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from extproc.config.mistakes import Path
+    from extproc.config.types import GatewayConfigSpec, ModelRouteSpec, ModelServerSpec, StringMatch
+
+
+def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
+    """Endpoint addresses are ``ip:port`` and differ; durations parse."""
+    seen: set[str] = set()
+    for index, endpoint in enumerate(spec.endpoints):
+        path: Path = ("spec", "endpoints", index, "address")
+        yield from _check(parse_address, endpoint.address, path)
+        if endpoint.address in seen:
+            yield path, f"'{endpoint.address}' is listed twice; write each engine once"
+        seen.add(endpoint.address)
+    policy: Path = ("spec", "trafficPolicy")
+    yield from _check(parse_duration_s, spec.traffic_policy.timeout, (*policy, "timeout"))
+    yield from _check(parse_duration_s, spec.traffic_policy.connect_timeout, (*policy, "connectTimeout"))
+    ejection = spec.traffic_policy.outlier_detection.ejection_time
+    yield from _check(parse_duration_s, ejection, (*policy, "outlierDetection", "ejectionTime"))
+
+
+def check_route(spec: ModelRouteSpec, server_names: set[str]) -> Iterator[Finding]:
+    """Targets exist, some weight is positive, matches compile, and there is a name that a client can ask for."""
+    if spec.model_name is None and not spec.lora_adapters:
+        yield ("spec",), "no client can ask for this route; write modelName, loraAdapters or both"
+    for number, rule in enumerate(spec.rules):
+        path: Path = ("spec", "rules", number)
+        for index, target in enumerate(rule.target_models):
+            if target.model_server_name not in server_names:
+                name = target.model_server_name
+                message = f"no ModelServer is called '{name}'; {suggest(name, server_names)}"
+                yield (*path, "targetModels", index, "modelServerName"), message
+        if not any(target.weight for target in rule.target_models):
+            yield (*path, "targetModels"), "all weights are 0, so nothing could be chosen; give one a positive weight"
+        if rule.model_match is not None:
+            for header, match in rule.model_match.headers.items():
+                yield from _check_match(match, (*path, "modelMatch", "headers", header))
+            if rule.model_match.uri is not None:
+                yield from _check_match(rule.model_match.uri, (*path, "modelMatch", "uri"))
+        elif number < len(spec.rules) - 1:
+            yield path, "has no modelMatch, so the rules after it are never reached; write it last"
+
+
+def check_gateway(spec: GatewayConfigSpec) -> Iterator[Finding]:
+    """Listening addresses, durations and sizes parse."""
+    yield from _check(parse_address, spec.listen, ("spec", "listen"))
+    yield from _check(parse_address, spec.admin, ("spec", "admin"))
+    if not spec.extproc.startswith("unix:"):
+        yield from _check(parse_address, spec.extproc, ("spec", "extproc"))
+    yield from _check(parse_duration_s, spec.message_timeout, ("spec", "messageTimeout"))
+    yield from _check(parse_duration_s, spec.access_log_flush, ("spec", "accessLogFlush"))
+    yield from _check(parse_size_bytes, spec.max_body_size, ("spec", "maxBodySize"))
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """IP address and port of ``127.0.0.1:8000`` or ``[::1]:8000``."""
+    host, separator, port = text.rpartition(":")
+    advice = f"'{text}' is not an address; write an IP address and a port, such as 127.0.0.1:8000 or [::1]:8000"
+    if not separator or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(advice)
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    try:
+        ip = ipaddress.ip_address(host[1:-1] if is_bracketed else host)
+    except ValueError:
+        raise ValueError(advice) from None
+    if is_bracketed != (ip.version == 6):
+        raise ValueError(advice)
+    return str(ip), int(port)
+
+
+def _check_match(match: StringMatch, path: Path) -> Iterator[Finding]:
+    given = [name for name in ("exact", "prefix", "regex") if getattr(match, name) is not None]
+    if len(given) != 1:
+        yield path, f"has {' and '.join(given) or 'no condition'}; write exactly one of exact, prefix, regex"
+    if match.regex is not None:
+        try:
+            re.compile(match.regex)
+        except re.error as error:
+            yield (*path, "regex"), f"not a regular expression: {error}; mend it or use exact or prefix"
+
+
+def _check(parse: Callable[[str], object], text: str, path: Path) -> Iterator[Finding]:
+    try:
+        parse(text)
+    except ValueError as error:
+        yield path, str(error)
