@@ -37,6 +37,7 @@ def read_documents(file: str, text: str) -> Iterator[Document | Mistake]:
             node = loader.get_node()
             if node is None:
                 break
+            yield from _repeated_keys(file, node)
             value = loader.construct_document(node)
             if value is not None:
                 yield Document(file, value, dict(_lines(node)))
@@ -48,6 +49,23 @@ def read_documents(file: str, text: str) -> Iterator[Document | Mistake]:
         yield Mistake(file, 0, "", f"not YAML: {error}; mend the syntax, nothing of this file was read")
     finally:
         loader.dispose()
+
+
+def _repeated_keys(file: str, node: yaml.Node, path: Path = ()) -> Iterator[Mistake]:
+    """YAML's own readers keep the last of two equal keys without a word; a forgotten ``---`` would lose a document."""
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _repeated_keys(file, item, (*path, index))
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: set[str] = set()
+    for key, value in node.value:
+        name = str(key.value)
+        if name in seen:
+            advice = "is written twice; remove one, or put '---' between two documents"
+            yield Mistake(file, key.start_mark.line + 1, to_text((*path, name)), advice)
+        seen.add(name)
+        yield from _repeated_keys(file, value, (*path, name))
 
 
 def _lines(node: yaml.Node, path: Path = ()) -> Iterator[tuple[Path, int]]:

@@ -1,0 +1,124 @@
+"""A directory of YAML becomes one snapshot, or every mistake with its place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from extproc.config.load import load, load_directory
+from extproc.config.mistakes import ConfigInvalid
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SERVER = b"""
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec:
+  model: llama-3.1-8b
+  endpoints:
+    - address: 127.0.0.1:8001
+    - address: "[::1]:8002"
+"""
+ROUTE = b"""
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: chat}
+spec:
+  modelName: chat
+  loraAdapters: [sql]
+  rules:
+    - targetModels: [{modelServerName: llama}]
+"""
+
+
+def mistakes_of(*files: bytes) -> list[str]:
+    with pytest.raises(ConfigInvalid) as caught:
+        load({f"{number}.yaml": content for number, content in enumerate(files)})
+    return [str(mistake) for mistake in caught.value.mistakes]
+
+
+def test_a_route_and_a_server_make_a_snapshot() -> None:
+    snapshot = load({"server.yaml": SERVER, "route.yaml": ROUTE})
+
+    (route,), (server,) = snapshot.routes, snapshot.servers
+    assert (route.spec.model_name, route.spec.lora_adapters) == ("chat", ("sql",))
+    assert [endpoint.address for endpoint in server.spec.endpoints] == ["127.0.0.1:8001", "[::1]:8002"]
+    assert server.spec.traffic_policy.timeout_s == 1800
+    assert snapshot.gateway.max_body_bytes == 64 << 20
+
+
+def test_several_documents_may_share_a_file() -> None:
+    snapshot = load({"all.yaml": SERVER + b"---\n" + ROUTE})
+
+    assert [server.metadata.name for server in snapshot.servers] == ["llama"]
+    assert [route.metadata.name for route in snapshot.routes] == ["chat"]
+
+
+def test_equal_content_has_an_equal_version_and_any_change_another() -> None:
+    files = {"a.yaml": SERVER, "b.yaml": ROUTE}
+
+    assert load(files).version == load(dict(reversed(files.items()))).version
+    assert load(files).version != load({**files, "b.yaml": ROUTE.replace(b"sql", b"sqm")}).version
+
+
+def test_hidden_files_folders_and_other_suffixes_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(SERVER + b"---\n" + ROUTE)
+    (tmp_path / ".b.yaml").write_bytes(b"{")
+    (tmp_path / "notes.txt").write_bytes(b"{")
+    (tmp_path / "c.yaml").mkdir()
+
+    assert len(load_directory(tmp_path).servers) == 1
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigInvalid, match="is not a directory"):
+        load_directory(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("content", "mistake"),
+    [
+        (SERVER.replace(b"model:", b"modle:"), "0.yaml:6: spec.modle: there is no such field; did you mean 'model'?"),
+        (SERVER.replace(b"127.0.0.1:8001", b"engine:8001"), "write an IP address and a port"),
+        (
+            SERVER.replace(b'"[::1]:8002"', b"127.0.0.1:8001"),
+            "0.yaml:9: spec.endpoints[1].address: '127.0.0.1:8001' is",
+        ),
+        (SERVER + b"  picker: Best\n", "0.yaml:10: spec.picker:"),
+        (SERVER + b"  trafficPolicy: {timeout: 30}\n", "0.yaml:10: spec.trafficPolicy.timeout:"),
+        (SERVER + b"  trafficPolicy: {timeout: 30 minutes}\n", "is not a duration; write a number with a unit"),
+        (SERVER.replace(b"ModelServer", b"ModelSrever"), "did you mean 'ModelServer'?"),
+        (SERVER.replace(b"v1alpha1", b"v1"), "0.yaml:2: apiVersion: write apiVersion: attache.dev/v1alpha1"),
+        (SERVER + ROUTE, "0.yaml:14: spec: is written twice"),
+        (b"[1, 2]", "is not a mapping"),
+        (b"spec: [", "not YAML"),
+        (b"a: \xff", "not UTF-8 at byte 3"),
+    ],
+)
+def test_a_mistake_in_a_document_says_what_to_write(content: bytes, mistake: str) -> None:
+    assert any(mistake in found for found in mistakes_of(content)), mistakes_of(content)
+
+
+@pytest.mark.parametrize(
+    ("route", "mistake"),
+    [
+        (ROUTE.replace(b"Name: llama", b"Name: lama"), "no ModelServer is called 'lama'; did you mean 'llama'?"),
+        (ROUTE.replace(b"llama}", b"llama, weight: 0}"), "all weights are 0"),
+        (ROUTE.replace(b"  modelName: chat\n  loraAdapters: [sql]\n", b""), "no client can ask for this route"),
+        (ROUTE + b"    - targetModels: [{modelServerName: llama}]\n", "are never reached"),
+        (ROUTE + b"      modelMatch: {headers: {x-a: {regex: '('}}}\n", "not a regular expression"),
+        (ROUTE + b"      modelMatch: {uri: {exact: /a, prefix: /b}}\n", "write exactly one of exact, prefix, regex"),
+        (ROUTE + b"---" + ROUTE.replace(b"name: chat", b"name: other"), "is already in 1.yaml"),
+    ],
+)
+def test_a_mistake_between_documents_says_what_to_write(route: bytes, mistake: str) -> None:
+    assert any(mistake in found for found in mistakes_of(SERVER, route)), mistakes_of(SERVER, route)
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    found = mistakes_of(SERVER.replace(b"model:", b"modle:"), ROUTE.replace(b"rules", b"rulez"))
+
+    assert {mistake.partition(":")[0] for mistake in found} == {"0.yaml", "1.yaml"}
