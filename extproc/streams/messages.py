@@ -15,6 +15,10 @@ _derived = derive(ROOTS)
 
 ProcessingRequest = _derived["ProcessingRequest"]
 ProcessingResponse = _derived["ProcessingResponse"]
+AccessLogCommon = _derived["AccessLogCommon"]
+Duration = _derived["Duration"]
+HeadersResponse = _derived["HeadersResponse"]
+HttpBody = _derived["HttpBody"]
 HttpHeaders = _derived["HttpHeaders"]
 HeaderMap = _derived["HeaderMap"]
 HttpAccessLogEntry = _derived["HttpAccessLogEntry"]

@@ -1,0 +1,111 @@
+"""Puts the parts together and runs them until a signal: pipeline, gRPC server, directory feed, metrics page."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from extproc.config.load import load_directory
+from extproc.feeds.directory import DirectoryFeed
+from extproc.observe import Metrics
+from extproc.pipeline import Pipeline
+from extproc.streams.exchange import Exchange
+from extproc.streams.server import GrpcServer
+
+log = logging.getLogger(__name__)
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """``listen``: ``ip:port`` or ``unix:path``. ``metrics``: host and port of /metrics and /readyz, or None."""
+
+    config: Path
+    listen: str
+    metrics: tuple[str, int] | None
+    drain_s: float
+
+
+class App:
+    """One extproc process. The edges (clocks, randomness) are chosen here and nowhere else."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        snapshot = load_directory(settings.config)
+        clock = time.monotonic  # noqa: TID251 - the edge
+        wall_clock = time.time  # noqa: TID251 - the edge
+        self._is_ready = False
+        self._pipeline = Pipeline(snapshot, rng=random.Random(), ticket_prefix=secrets.token_hex(6))
+        self._metrics = Metrics(lambda: list(self._pipeline.pools.values()), wall_clock)
+        self._feed = DirectoryFeed(settings.config, self._pipeline, self._metrics)
+        self._feed.started_with(snapshot)
+        started_s = int(wall_clock())
+        self._server = GrpcServer(
+            self._pipeline,
+            self._metrics,
+            new_exchange=lambda: Exchange(self._pipeline, self._metrics, clock, started_s=started_s),
+            clock=clock,
+        )
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT, then drain. A second signal ends the drain."""
+        stop = _on_signals()
+        pages = await self._serve_pages()
+        await self._server.start(self._settings.listen)
+        self._is_ready = True
+        log.info("listening on %s", self._settings.listen)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(self._feed.watch())
+                await stop.wait()
+                self._is_ready = False
+                await self._drain(stop)
+                watching.cancel()
+        finally:
+            if pages is not None:
+                await pages.cleanup()
+
+    async def _drain(self, stop: asyncio.Event) -> None:
+        log.info("draining: running streams may take up to %g s", self._settings.drain_s)
+        stop.clear()
+        draining = asyncio.create_task(self._server.stop(self._settings.drain_s))
+        hurried = asyncio.create_task(stop.wait())
+        await asyncio.wait({draining, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done():
+            await self._server.stop(0)
+        await draining
+        hurried.cancel()
+        log.info("drained")
+
+    async def _serve_pages(self) -> web.AppRunner | None:
+        if self._settings.metrics is None:
+            return None
+        app = web.Application()
+        app.add_routes([web.get("/metrics", self._show_metrics), web.get("/readyz", self._show_readiness)])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        host, port = self._settings.metrics
+        await web.TCPSite(runner, host, port).start()
+        return runner
+
+    async def _show_metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _show_readiness(self, _: web.Request) -> web.Response:
+        return web.Response(text="ready\n") if self._is_ready else web.Response(text="not ready\n", status=503)
+
+
+def _on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop

@@ -1,0 +1,44 @@
+"""The in-flight ledger: a request counts for its endpoint from the pick to the end of its stream.
+
+Counted at the pick, not at the answer: between the two, others are picked. Waiting prefill work is a leaky bucket of
+tokens: a pick pours in what the engine will have to compute, the engine's learned prefill rate drains it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from extproc.endpoints.table import EndpointTable, Floats, Place
+
+
+def charge(table: EndpointTable, row: int, *, prefill_tokens: float, now: float) -> Place:
+    """A request with this much uncached input goes to ``row``."""
+    table.in_flight[row] += 1
+    table.backlog_tokens[row] = backlog_of(table, row, now) + prefill_tokens
+    table.backlog_at_s[row] = now
+    return table.place(row)
+
+
+def release(table: EndpointTable, place: Place) -> None:
+    """The request is over, however it ended. Nothing to do if its endpoint is no longer configured."""
+    if not table.holds(place):
+        return
+    table.in_flight[place.row] -= 1
+    if table.in_flight[place.row] == 0:
+        # no request, no work: the estimate starts from the truth again
+        table.backlog_tokens[place.row] = 0.0
+
+
+def backlog_of(table: EndpointTable, row: int, now: float) -> float:
+    """Tokens that wait for prefill at one endpoint."""
+    drained = (now - table.backlog_at_s[row]) * table.prefill_rate[row]
+    return max(0.0, float(table.backlog_tokens[row] - drained))
+
+
+def backlogs(table: EndpointTable, now: float) -> Floats:
+    """Tokens that wait for prefill, by row."""
+    drained = (now - table.backlog_at_s) * table.prefill_rate
+    return np.maximum(table.backlog_tokens - drained, 0.0)

@@ -1,0 +1,119 @@
+"""What the end of a request teaches: Envoy's access log entry, joined with the assignment by its ticket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from extproc.endpoints.learning import learn_prefill_rate, note_failure, note_success
+from extproc.scheduling.pool import Assignment, Pool
+
+_WEIGHT: Final = 0.05
+_MIN_TOKENS_FOR_RATIO: Final = 64
+_BYTES_PER_TOKEN_BOUNDS: Final = (0.5, 16.0)
+# Statuses by which an engine, or Envoy on its behalf, says that it could not take the request at all.
+_UNAVAILABLE: Final = frozenset({502, 503, 504})
+# A prediction may be off by the blocks of both sides: ours grow with the prompt, the engine's are 16 tokens or more.
+_TOLERATED_SHARE: Final = 0.1
+_TOLERATED_TOKENS: Final = 64.0
+# A prefix is in the cache once its prefill is done, not when it was sent.
+_PREFILL_GRACE_S: Final = 1.0
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """One access log entry. What Envoy did not see is None; ``status`` 0: the client left before there was one."""
+
+    ticket: str
+    status: int
+    served: str
+    duration_s: float
+    ttfb_s: float | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    cached_tokens: int | None
+
+
+class Sent(msgspec.Struct):
+    """A request between its pick and its access log entry."""
+
+    pool: Pool
+    assignment: Assignment
+    chain: Sequence[int]
+    prompt_bytes: int
+    is_streamed: bool
+    sent_at_s: float
+    is_settled: bool = False
+
+
+def learn(sent: Sent, outcome: Outcome, now: float) -> None:
+    """Correct what is known of the pool and its endpoints."""
+    _learn_place(sent, outcome, now)
+    if not 200 <= outcome.status < 300:
+        return
+    _count_tokens(sent, outcome)
+    _learn_bytes_per_token(sent, outcome)
+    if outcome.served == sent.assignment.place.address:
+        _learn_rate(sent, outcome)
+        _learn_prefix(sent, outcome)
+
+
+def _learn_place(sent: Sent, outcome: Outcome, now: float) -> None:
+    table, first = sent.pool.table, sent.assignment.place
+    was_passed_over = bool(outcome.served) and outcome.served != first.address
+    if table.holds(first):
+        if was_passed_over or outcome.status in _UNAVAILABLE:
+            note_failure(table, first.row, now)
+        elif outcome.status:
+            note_success(table, first.row)
+    served_row = table.row_of(outcome.served)
+    if was_passed_over and served_row is not None:
+        sent.pool.index.record(served_row, sent.chain, now)
+
+
+def _count_tokens(sent: Sent, outcome: Outcome) -> None:
+    if outcome.cached_tokens is not None:
+        sent.pool.reports_cached_tokens = True
+    row = sent.pool.table.row_of(outcome.served)
+    if row is not None and outcome.prompt_tokens is not None:
+        sent.pool.table.prompt_tokens[row] += outcome.prompt_tokens
+        sent.pool.table.cached_tokens[row] += outcome.cached_tokens or 0
+
+
+def _learn_bytes_per_token(sent: Sent, outcome: Outcome) -> None:
+    tokens = outcome.prompt_tokens
+    if tokens is not None and tokens >= _MIN_TOKENS_FOR_RATIO:
+        low, high = _BYTES_PER_TOKEN_BOUNDS
+        ratio = min(high, max(low, sent.prompt_bytes / tokens))
+        sent.pool.bytes_per_token *= (ratio / sent.pool.bytes_per_token) ** _WEIGHT
+
+
+def _learn_rate(sent: Sent, outcome: Outcome) -> None:
+    # a plain answer's first byte comes with its last
+    if not sent.is_streamed or outcome.ttfb_s is None or not sent.pool.table.holds(sent.assignment.place):
+        return
+    pool, assignment = sent.pool, sent.assignment
+    pool.typical_ttft_s += _WEIGHT * (outcome.ttfb_s - pool.typical_ttft_s)
+    ahead = assignment.tokens_ahead
+    if outcome.prompt_tokens is not None:
+        predicted = assignment.input_tokens - assignment.cached_tokens
+        ahead += outcome.prompt_tokens - (outcome.cached_tokens or 0) - predicted
+    learn_prefill_rate(pool.table, assignment.place.row, tokens_ahead=ahead, ttft_s=outcome.ttfb_s)
+
+
+def _learn_prefix(sent: Sent, outcome: Outcome) -> None:
+    """Compare the predicted cached tokens with the reported ones.
+
+    vLLM leaves the field out when it is 0, so silence counts as 0 once the pool's engines are known to report it.
+    """
+    pool, assignment = sent.pool, sent.assignment
+    if not pool.reports_cached_tokens or outcome.prompt_tokens is None or assignment.cached_since_s is None:
+        return
+    if not pool.table.holds(assignment.place):
+        return
+    missing = assignment.cached_tokens - (outcome.cached_tokens or 0)
+    if missing <= max(_TOLERATED_TOKENS, _TOLERATED_SHARE * assignment.cached_tokens):
+        pool.index.confirm(assignment.place.row)
+    elif sent.sent_at_s - assignment.cached_since_s > _PREFILL_GRACE_S + 2 * pool.typical_ttft_s:
+        pool.index.correct(assignment.place.row, assignment.cached_since_s)

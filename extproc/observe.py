@@ -1,0 +1,177 @@
+"""Decisions, refusals and outcomes as Prometheus metrics.
+
+Labels come from the configuration and from fixed sets, never from what a client sends: its model name, path or headers
+cannot add a series. Series of an endpoint end when it leaves the configuration.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from prometheus_client.metrics_core import Metric
+
+    from extproc.errors import Refusal
+    from extproc.pipeline import Decision, Settled
+    from extproc.scheduling.pool import Pool
+
+_PICK_BUCKETS: Final = (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2, 0.1, 1.0)
+_STREAM_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_LAG_BUCKETS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
+
+
+class Metrics:
+    """All series of one extproc process, in a registry of their own."""
+
+    def __init__(self, pools: Callable[[], Iterable[Pool]], wall_clock: Callable[[], float]) -> None:
+        self.registry = CollectorRegistry()
+        self._wall_clock = wall_clock
+        self._requests = Counter(
+            "attache_requests", "Requests by what was decided.", ["outcome"], registry=self.registry
+        )
+        self._picks = Counter("attache_picks", "Requests sent to a ModelServer.", ["server"], registry=self.registry)
+        self._answers = Counter(
+            "attache_answers",
+            "Answers by ModelServer, class of status, and whether the first choice served.",
+            ["server", "status_class", "first_choice"],
+            registry=self.registry,
+        )
+        self._pick_seconds = Histogram(
+            "attache_pick_seconds",
+            "Parse, route, pick: from a whole body to the decision.",
+            buckets=_PICK_BUCKETS,
+            registry=self.registry,
+        )
+        self._stream_seconds = Histogram(
+            "attache_stream_seconds",
+            "Life of an ext_proc stream, which is that of the request.",
+            buckets=_STREAM_BUCKETS,
+            registry=self.registry,
+        )
+        self._open_streams = Gauge("attache_open_streams", "ext_proc streams open now.", registry=self.registry)
+        self._log_entries = Counter(
+            "attache_access_log_entries", "Access log entries by use.", ["result"], registry=self.registry
+        )
+        self._log_lag = Histogram(
+            "attache_access_log_lag_seconds",
+            "From the end of a request to its access log entry.",
+            buckets=_LAG_BUCKETS,
+            registry=self.registry,
+        )
+        self._config_reloads = Counter(
+            "attache_config_reloads", "Readings of the configuration by result.", ["result"], registry=self.registry
+        )
+        self._config_valid = Gauge(
+            "attache_config_valid", "1 if the directory as it is now could be applied.", registry=self.registry
+        )
+        self._config_applied = Gauge(
+            "attache_config_applied_timestamp_seconds",
+            "When the configuration in use was read.",
+            registry=self.registry,
+        )
+        self.registry.register(_EndpointSeries(pools))
+        age = Gauge("attache_config_age_seconds", "Age of the configuration in use.", registry=self.registry)
+        # client_golang's idiom; prometheus_client keeps the value of a set gauge where no function computes it
+        age.set_function(self._config_age)
+        self._applied_at: float = wall_clock()
+
+    def stream_opened(self) -> None:
+        """A request's stream begins."""
+        self._open_streams.inc()
+
+    def stream_closed(self, seconds: float) -> None:
+        """A request's stream is over."""
+        self._open_streams.dec()
+        self._stream_seconds.observe(seconds)
+
+    def decided(self, decision: Decision, seconds: float) -> None:
+        """A request was sent on its way."""
+        self._requests.labels("picked").inc()
+        self._picks.labels(decision.server).inc()
+        self._pick_seconds.observe(seconds)
+
+    def answered_models(self) -> None:
+        """The list of models was given."""
+        self._requests.labels("models_listed").inc()
+
+    def refused(self, refusal: Refusal) -> None:
+        """A client was told why not."""
+        self._requests.labels(refusal.outcome).inc()
+
+    def failed(self) -> None:
+        """A decision ended in an error of ours; Envoy goes on by its failure mode."""
+        self._requests.labels("internal_error").inc()
+
+    def settled(self, settled: Settled, ended_at: float) -> None:
+        """An access log entry found its decision. ``ended_at``: wall clock."""
+        self._log_entries.labels("settled").inc()
+        self._log_lag.observe(max(0.0, self._wall_clock() - ended_at))
+        outcome = settled.outcome
+        status_class = f"{outcome.status // 100}xx" if 100 <= outcome.status < 600 else "none"
+        first = "yes" if outcome.served == settled.assignment.place.address else "no"
+        self._answers.labels(settled.server, status_class, first).inc()
+
+    def unmatched_entry(self, *, has_ticket: bool) -> None:
+        """An access log entry without a ticket, or with one that this process did not give or has settled."""
+        self._log_entries.labels("unknown_ticket" if has_ticket else "no_ticket").inc()
+
+    def config_applied(self) -> None:
+        """A new configuration is in use."""
+        self._config_reloads.labels("applied").inc()
+        self._config_valid.set(1)
+        self._applied_at = self._wall_clock()
+        self._config_applied.set(self._applied_at)
+
+    def config_refused(self) -> None:
+        """The directory is broken; the last good state stays."""
+        self._config_reloads.labels("refused").inc()
+        self._config_valid.set(0)
+
+    def config_mended(self) -> None:
+        """The directory is again what is in use."""
+        self._config_valid.set(1)
+
+    def _config_age(self) -> float:
+        return self._wall_clock() - self._applied_at
+
+
+class _EndpointSeries(Collector):
+    """Series by endpoint, read from the tables when Prometheus asks."""
+
+    def __init__(self, pools: Callable[[], Iterable[Pool]]) -> None:
+        self._pools = pools
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing to check for clashes; asking would need the pools."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """One sample an endpoint and family."""
+        labels = ["server", "endpoint"]
+        in_flight = GaugeMetricFamily("attache_in_flight", "Requests picked and not over.", labels=labels)
+        rate = GaugeMetricFamily("attache_prefill_tokens_per_second", "Learned speed of prefill.", labels=labels)
+        prompt = CounterMetricFamily("attache_prompt_tokens", "Prompt tokens, as engines report.", labels=labels)
+        cached = CounterMetricFamily("attache_cached_tokens", "Prompt tokens found in the cache.", labels=labels)
+        ratio = GaugeMetricFamily("attache_cached_token_ratio", "Cached share of all prompt tokens.", labels=labels)
+        blocks = GaugeMetricFamily("attache_prefix_blocks", "Blocks in the prefix index.", labels=labels)
+        for pool in self._pools():
+            table = pool.table
+            for address in table.active_addresses:
+                row = table.row_of(address)
+                if row is None:
+                    continue
+                key = [pool.name, address]
+                prompt_tokens, cached_tokens = int(table.prompt_tokens[row]), int(table.cached_tokens[row])
+                in_flight.add_metric(key, float(table.in_flight[row]))
+                rate.add_metric(key, float(table.prefill_rate[row]))
+                prompt.add_metric(key, prompt_tokens)
+                cached.add_metric(key, cached_tokens)
+                ratio.add_metric(key, cached_tokens / prompt_tokens if prompt_tokens else 0.0)
+                blocks.add_metric(key, pool.index.blocks_held(row))
+        yield from (in_flight, rate, prompt, cached, ratio, blocks)

@@ -1,0 +1,39 @@
+"""Conditions on headers and paths, compiled once."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from extproc.config.types import ModelMatch, StringMatch
+
+    Condition = Callable[[Mapping[str, str], str], bool]
+
+
+def compile_match(match: ModelMatch | None) -> Condition:
+    """A predicate over headers (lower-case names) and path; without conditions it always holds."""
+    if match is None:
+        return lambda _headers, _path: True
+    headers = [(name.lower(), compile_string(condition)) for name, condition in match.headers.items()]
+    uri = compile_string(match.uri) if match.uri is not None else None
+
+    def holds(given: Mapping[str, str], path: str) -> bool:
+        if uri is not None and not uri(path):
+            return False
+        return all(name in given and condition(given[name]) for name, condition in headers)
+
+    return holds
+
+
+def compile_string(match: StringMatch) -> Callable[[str], bool]:
+    """A predicate over a whole value."""
+    if match.exact is not None:
+        return match.exact.__eq__
+    if match.prefix is not None:
+        prefix = match.prefix
+        return lambda value: value.startswith(prefix)
+    pattern = re.compile(match.regex or "")
+    return lambda value: pattern.fullmatch(value) is not None

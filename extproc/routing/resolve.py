@@ -1,0 +1,100 @@
+"""From the model that a client asks for to the ModelServer that answers: ModelRoutes, their rules, their weights."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from extproc.errors import UnknownModel
+from extproc.routing.match import Condition, compile_match
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Mapping
+
+    from extproc.config.types import ModelRoute, RouteRule, Snapshot
+
+_SHOWN_CHARACTERS = 100
+
+
+class Destination(msgspec.Struct, frozen=True):
+    """Where a request goes: the ModelServer, and the model name that its engines know (base model or adapter)."""
+
+    server: str
+    model: str
+
+
+class ListedModel(msgspec.Struct, frozen=True):
+    """A name that clients can ask for; ``parent`` is the base model's name if it is an adapter."""
+
+    name: str
+    parent: str | None
+
+
+class _Rule(msgspec.Struct, frozen=True):
+    holds: Condition
+    destinations: tuple[Destination, ...]
+    cumulative_weights: tuple[int, ...]
+
+
+class _Route(msgspec.Struct, frozen=True):
+    name: str
+    rules: tuple[_Rule, ...]
+
+
+class RoutingTable:
+    """All ModelRoutes of a snapshot, by the names that clients ask for."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        served = {server.metadata.name: server.spec.model for server in snapshot.servers}
+        self._routes: dict[str, _Route] = {}
+        self.models: list[ListedModel] = []
+        for route in snapshot.routes:
+            base = route.spec.model_name
+            if base is not None:
+                self._routes[base] = _compile(route, served, adapter=None)
+                self.models.append(ListedModel(base, None))
+            for adapter in route.spec.lora_adapters:
+                self._routes[adapter] = _compile(route, served, adapter=adapter)
+                self.models.append(ListedModel(adapter, base))
+
+    def resolve(self, model: str, headers: Mapping[str, str], path: str, rng: random.Random) -> Destination:
+        """The destination that the first matching rule's weights choose; raises UnknownModel."""
+        route = self._routes.get(model)
+        if route is None:
+            shown = model if len(model) <= _SHOWN_CHARACTERS else model[:_SHOWN_CHARACTERS] + "..."
+            message = f"The model '{shown}' does not exist; GET /v1/models lists those that do."
+            raise UnknownModel(message, param="model")
+        for rule in route.rules:
+            if rule.holds(headers, path):
+                return _choose(rule, rng)
+        raise UnknownModel(f"No rule of the route '{route.name}' takes this request's headers and path.", param="model")
+
+
+def _choose(rule: _Rule, rng: random.Random) -> Destination:
+    if len(rule.destinations) == 1:
+        return rule.destinations[0]
+    drawn = rng.randrange(rule.cumulative_weights[-1])
+    return next(
+        destination
+        for destination, bound in zip(rule.destinations, rule.cumulative_weights, strict=True)
+        if drawn < bound
+    )
+
+
+def _compile(route: ModelRoute, served: Mapping[str, str], *, adapter: str | None) -> _Route:
+    rules = tuple(_compile_rule(rule, served, adapter) for rule in route.spec.rules)
+    return _Route(route.metadata.name, rules)
+
+
+def _compile_rule(rule: RouteRule, served: Mapping[str, str], adapter: str | None) -> _Rule:
+    targets = [target for target in rule.target_models if target.weight]
+    return _Rule(
+        holds=compile_match(rule.model_match),
+        destinations=tuple(
+            Destination(target.model_server_name, adapter or served[target.model_server_name]) for target in targets
+        ),
+        cumulative_weights=tuple(accumulate(target.weight for target in targets)),
+    )

@@ -1,0 +1,37 @@
+"""The baseline: each endpoint in turn, whatever it holds or does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from extproc.errors import NoEndpoint
+from extproc.scheduling.picker import Pick
+
+if TYPE_CHECKING:
+    import random
+
+    from extproc.endpoints.table import EndpointTable, Floats
+
+
+class RoundRobin:
+    """Turns over the endpoints in the order of their rows; those that just failed come last."""
+
+    def __init__(self, choices: int) -> None:
+        self._choices = choices
+        self._turn = 0
+
+    def pick(
+        self, table: EndpointTable, *, input_tokens: float, cached_tokens: Floats, now: float, rng: random.Random
+    ) -> Pick:
+        """The next endpoint, then those after it."""
+        del input_tokens, cached_tokens, rng  # the baseline's point
+        rows: list[int] = np.flatnonzero(table.is_active).tolist()
+        if not rows:
+            raise NoEndpoint("No engine is configured for this model; add endpoints to its ModelServer.")
+        start = self._turn % len(rows)
+        self._turn += 1
+        turned = rows[start:] + rows[:start]
+        turned.sort(key=lambda row: bool(table.avoid_until_s[row] > now))
+        return Pick(turned[: self._choices], 0.0)

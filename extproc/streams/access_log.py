@@ -1,0 +1,85 @@
+"""Envoy's access log entries to outcomes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from extproc.learning import Outcome
+from extproc.protocol import (
+    CACHED_TOKENS,
+    COMPLETION_TOKENS,
+    NAMESPACE,
+    PROMPT_TOKENS,
+    SERVED_HOST,
+    SERVED_NAMESPACE,
+    TICKET,
+    TTFT_TAG,
+    USAGE_NAMESPACE,
+)
+
+if TYPE_CHECKING:
+    from extproc.observe import Metrics
+    from extproc.pipeline import Pipeline
+    from extproc.streams.messages import (
+        AccessLogCommon,
+        Duration,
+        HttpAccessLogEntry,
+        Metadata,
+        StreamAccessLogsMessage,
+    )
+
+
+def receive_entries(message: StreamAccessLogsMessage, pipeline: Pipeline, metrics: Metrics, now: float) -> None:
+    """Settle every entry of a batch. Entries without a ticket (refusals, balanced without us) teach nothing."""
+    for entry in message.http_logs.log_entry:
+        outcome = read_outcome(entry)
+        settled = pipeline.settle(outcome, now) if outcome.ticket else None
+        if settled is None:
+            metrics.unmatched_entry(has_ticket=bool(outcome.ticket))
+        else:
+            start = entry.common_properties.start_time
+            ended_at = start.seconds + start.nanos * 1e-9 + outcome.duration_s
+            metrics.settled(settled, ended_at)
+
+
+def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
+    """What an entry says of a request; an empty ticket if extproc had no part in it."""
+    common = entry.common_properties
+    metadata = common.metadata
+    return Outcome(
+        ticket=_text(metadata, NAMESPACE, TICKET),
+        status=entry.response.response_code.value,
+        served=_text(metadata, SERVED_NAMESPACE, SERVED_HOST),
+        duration_s=_seconds(common.duration),
+        ttfb_s=_ttfb_s(common),
+        prompt_tokens=_whole(metadata, USAGE_NAMESPACE, PROMPT_TOKENS),
+        completion_tokens=_whole(metadata, USAGE_NAMESPACE, COMPLETION_TOKENS),
+        cached_tokens=_whole(metadata, USAGE_NAMESPACE, CACHED_TOKENS),
+    )
+
+
+def _text(metadata: Metadata, namespace: str, key: str) -> str:
+    # reading a missing key of a protobuf map would add it
+    if namespace not in metadata.filter_metadata:
+        return ""
+    fields = metadata.filter_metadata[namespace].fields
+    return fields[key].string_value if key in fields else ""
+
+
+def _whole(metadata: Metadata, namespace: str, key: str) -> int | None:
+    if namespace not in metadata.filter_metadata:
+        return None
+    fields = metadata.filter_metadata[namespace].fields
+    if key not in fields:
+        return None
+    value = fields[key]
+    return int(value.number_value) if value.WhichOneof("kind") == "number_value" else None
+
+
+def _ttfb_s(common: AccessLogCommon) -> float | None:
+    text = common.custom_tags.get(TTFT_TAG, "")
+    return int(text) * 1e-6 if text.isdigit() else None
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos * 1e-9

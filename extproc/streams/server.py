@@ -1,0 +1,124 @@
+"""The gRPC shell: external processing, access logs and health on one grpc.aio server."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+
+from extproc.streams.access_log import receive_entries
+from extproc.streams.messages import ProcessingRequest, StreamAccessLogsMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from extproc.observe import Metrics
+    from extproc.pipeline import Pipeline
+    from extproc.streams.exchange import Exchange
+
+log = logging.getLogger(__name__)
+
+EXTERNAL_PROCESSOR: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+ACCESS_LOG: Final = "envoy.service.accesslog.v3.AccessLogService"
+LIVENESS: Final = "liveness"
+READINESS: Final = "readiness"
+
+_OPTIONS: Final = (
+    # the largest prompt is Envoy's to limit
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # a second process on the same port would share its connections without a word
+    ("grpc.so_reuseport", 0),
+    # a request holds its stream for as long as its answer takes
+    ("grpc.max_concurrent_streams", 1_000_000),
+    # whole prompts at once instead of 64 KiB a round trip
+    ("grpc.http2.lookahead_bytes", 4 * 1024 * 1024),
+    ("grpc.http2.max_frame_size", 1024 * 1024),
+)
+
+
+class GrpcServer:
+    """Owns the listening socket and answers with what ``new_exchange`` and the pipeline decide."""
+
+    def __init__(
+        self, pipeline: Pipeline, metrics: Metrics, *, new_exchange: Callable[[], Exchange], clock: Callable[[], float]
+    ) -> None:
+        self._pipeline = pipeline
+        self._metrics = metrics
+        self._new_exchange = new_exchange
+        self._clock = clock
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._health = health_aio.HealthServicer()
+        add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_generic_rpc_handlers((self._external_processor(), self._access_log()))
+
+    async def start(self, address: str) -> None:
+        """Listen on ``ip:port`` or ``unix:path``; raises ListenFailed."""
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError:
+            port = 0
+        if not port:
+            raise ListenFailed(address)
+        await self._server.start()
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        for service in ("", READINESS, EXTERNAL_PROCESSOR):
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    async def stop(self, drain_s: float) -> None:
+        """Report not ready, take no new streams, and wait up to ``drain_s`` for those that run."""
+        for service in ("", READINESS, EXTERNAL_PROCESSOR):
+            await self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._server.stop(drain_s)
+
+    def _external_processor(self) -> grpc.GenericRpcHandler:
+        handler: grpc.RpcMethodHandler[ProcessingRequest, bytes] = grpc.stream_stream_rpc_method_handler(
+            self._process, request_deserializer=ProcessingRequest.FromString, response_serializer=None
+        )
+        return grpc.method_handlers_generic_handler(EXTERNAL_PROCESSOR, {"Process": handler})
+
+    def _access_log(self) -> grpc.GenericRpcHandler:
+        handler: grpc.RpcMethodHandler[StreamAccessLogsMessage, bytes] = grpc.stream_unary_rpc_method_handler(
+            self._stream_access_logs, request_deserializer=StreamAccessLogsMessage.FromString, response_serializer=None
+        )
+        return grpc.method_handlers_generic_handler(ACCESS_LOG, {"StreamAccessLogs": handler})
+
+    async def _process(self, _: object, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> None:
+        exchange = self._new_exchange()
+        try:
+            # grpc.aio's read and write cost half of its async iterators
+            while not _is_end(message := await context.read()):
+                await context.write(exchange.receive(message))
+        except Exception:
+            self._metrics.failed()
+            log.exception("a request could not be decided; Envoy goes on by its failure mode")
+            raise
+        finally:
+            exchange.close()
+
+    async def _stream_access_logs(
+        self, _: object, context: grpc.aio.ServicerContext[StreamAccessLogsMessage, bytes]
+    ) -> bytes:
+        while not _is_end(message := await context.read()):
+            try:
+                receive_entries(message, self._pipeline, self._metrics, self._clock())
+            except Exception:
+                # one odd entry must not cut off the log stream and with it all learning
+                log.exception("access log entries could not be read")
+        return b""
+
+
+def _is_end(message: object) -> bool:
+    # of a type of its own, which grpc's annotations leave out
+    return message is grpc.aio.EOF
+
+
+class ListenFailed(Exception):
+    """The address is taken or not ours."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(f"cannot listen on {address}; is it in use, or not an address of this machine?")
