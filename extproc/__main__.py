@@ -58,13 +58,13 @@ def _serve(words: list[str]) -> int:
         parser.error(str(error))
 
     # `check` answers without loading gRPC and Envoy's schema
-    from extproc.app import App, Settings  # noqa: PLC0415
+    from extproc.app import Settings, serve  # noqa: PLC0415
     from extproc.streams.server import ListenFailed  # noqa: PLC0415
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    app = App(Settings(options.config, options.listen, metrics, drain_s))
+    snapshot = load_directory(options.config)
     try:
-        uvloop.run(app.run())
+        uvloop.run(serve(Settings(options.config, options.listen, metrics, drain_s), snapshot))
     except (ListenFailed, OSError) as error:
         print(error, file=sys.stderr)
         return 2

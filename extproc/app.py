@@ -9,18 +9,21 @@ import secrets
 import signal
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from extproc.config.load import load_directory
 from extproc.feeds.directory import DirectoryFeed
 from extproc.observe import Metrics
 from extproc.pipeline import Pipeline
 from extproc.streams.exchange import Exchange
 from extproc.streams.server import GrpcServer
+
+if TYPE_CHECKING:
+    from extproc.config.types import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +37,16 @@ class Settings(msgspec.Struct, frozen=True):
     drain_s: float
 
 
-class App:
-    """One extproc process. The edges (clocks, randomness) are chosen here and nowhere else."""
+async def serve(settings: Settings, snapshot: Snapshot) -> None:
+    """Run one process, beginning with ``snapshot``, until it is told to stop."""
+    await App(settings, snapshot).run()
 
-    def __init__(self, settings: Settings) -> None:
+
+class App:
+    """One extproc process, made inside the event loop. The edges (clocks, randomness) are chosen here, nowhere else."""
+
+    def __init__(self, settings: Settings, snapshot: Snapshot) -> None:
         self._settings = settings
-        snapshot = load_directory(settings.config)
         clock = time.monotonic  # noqa: TID251 - the edge
         wall_clock = time.time  # noqa: TID251 - the edge
         self._is_ready = False

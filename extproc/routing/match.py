@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from extproc.config.types import ModelMatch, StringMatch
 
-    Condition = Callable[[Mapping[str, str], str], bool]
+Condition = Callable[[Mapping[str, str], str], bool]
 
 
 def compile_match(match: ModelMatch | None) -> Condition:

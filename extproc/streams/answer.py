@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from extproc.pipeline import Decision
     from extproc.routing.resolve import ListedModel
 
+_OVERWRITE: Final = 2  # HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 CONTINUE_HEADERS: Final = ProcessingResponse(request_headers=HeadersResponse()).SerializeToString()
 
 
@@ -27,10 +28,9 @@ def decision_answer(decision: Decision) -> bytes:
     common = answer.request_body.response
     common.clear_route_cache = True
     set_headers = common.header_mutation.set_headers
-    server = set_headers.add().header
-    server.key, server.raw_value = SERVER_HEADER, decision.server.encode()
-    endpoint = set_headers.add().header
-    endpoint.key, endpoint.raw_value = DESTINATION, destination.encode()
+    for name, value in ((SERVER_HEADER, decision.server), (DESTINATION, destination)):
+        option = set_headers.add(append_action=_OVERWRITE)
+        option.header.key, option.header.raw_value = name, value.encode()
     if decision.body is not None:
         common.body_mutation.body = decision.body
     metadata = answer.dynamic_metadata.fields
