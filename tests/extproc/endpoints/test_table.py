@@ -1,0 +1,99 @@
+"""Rows of endpoints across changes of the configuration."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.endpoints.learning import learn_prefill_rate, note_failure, note_success
+from extproc.endpoints.ledger import backlog_of, backlogs, charge, release
+from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointTable
+
+
+def table_of(*addresses: str) -> EndpointTable:
+    table = EndpointTable()
+    table.replace(addresses)
+    return table
+
+
+def test_endpoints_that_stay_keep_their_row_and_what_is_known() -> None:
+    table = table_of("a", "b", "c")
+    row = table.row_of("b")
+    assert row is not None
+    charge(table, row, prefill_tokens=100, now=0.0)
+
+    gone = table.replace(["c", "b", "d"])
+
+    assert gone == [0]
+    assert table.row_of("b") == row
+    assert table.in_flight[row] == 1
+    assert table.row_of("d") == 0
+    assert table.in_flight[0] == 0
+
+
+def test_a_release_from_an_earlier_use_of_the_row_changes_nothing() -> None:
+    table = table_of("a")
+    place = charge(table, 0, prefill_tokens=1, now=0.0)
+    table.replace([])
+    table.replace(["a"])
+    charge(table, 0, prefill_tokens=1, now=0.0)
+
+    release(table, place)
+
+    assert table.in_flight[0] == 1
+
+
+@given(st.lists(st.sets(st.sampled_from([f"e{n}" for n in range(40)])), max_size=12))
+def test_rows_are_distinct_and_only_the_configured_are_active(configurations: list[set[str]]) -> None:
+    table = EndpointTable()
+    for addresses in configurations:
+        table.replace(sorted(addresses))
+        rows = [table.row_of(address) for address in addresses]
+        assert len(set(rows)) == len(addresses) == len(table) == table.is_active.sum()
+        assert {table.addresses[row] for row in rows if row is not None} == addresses
+    assert len(table.addresses) <= 64  # rows are used again
+
+
+def test_waiting_prefill_drains_at_the_learned_rate_and_is_gone_with_the_last_request() -> None:
+    table = table_of("a")
+    table.prefill_rate[0] = 1000.0
+    first = charge(table, 0, prefill_tokens=3000, now=10.0)
+    second = charge(table, 0, prefill_tokens=500, now=11.0)
+
+    assert backlog_of(table, 0, 11.0) == 2500
+    assert backlogs(table, 12.0)[0] == 1500
+    release(table, first)
+    assert backlog_of(table, 0, 12.0) == 1500
+    release(table, second)
+    assert backlog_of(table, 0, 12.0) == 0
+    assert table.in_flight[0] == 0
+
+
+def test_the_prefill_rate_is_learned_from_long_prompts_only() -> None:
+    table = table_of("a")
+    learn_prefill_rate(table, 0, tokens_ahead=100, ttft_s=0.5)
+    assert table.prefill_rate[0] == INITIAL_PREFILL_RATE
+    for _ in range(100):
+        learn_prefill_rate(table, 0, tokens_ahead=8000, ttft_s=0.4)
+    assert 19_900 < table.prefill_rate[0] <= 20_000
+
+
+def test_a_newcomer_is_taken_to_be_like_its_peers() -> None:
+    table = table_of("a", "b", "c")
+    table.prefill_rate[:3] = [5_000, 20_000, 21_000]
+    table.replace(["a", "b", "c", "d"])
+
+    row = table.row_of("d")
+    assert row is not None
+    assert table.prefill_rate[row] == 20_000
+
+
+def test_an_endpoint_that_keeps_failing_is_avoided_longer_each_time_up_to_a_bound() -> None:
+    table = table_of("a")
+    pauses = []
+    for _ in range(8):
+        note_failure(table, 0, now=100.0)
+        pauses.append(table.avoid_until_s[0] - 100.0)
+    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
+    note_success(table, 0)
+    assert table.avoid_until_s[0] == 0

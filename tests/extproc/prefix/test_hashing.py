@@ -1,0 +1,49 @@
+"""Prompts as chains of blocks that grow with the position."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.prefix.hashing import block_bytes, covered_bytes, hash_blocks
+
+
+def test_blocks_are_64_of_64_bytes_then_64_of_128() -> None:
+    chain = hash_blocks(bytes(64 * 64 + 3 * 128 + 127), "m")
+
+    assert [block_bytes(block) for block in chain] == [64] * 64 + [128] * 3
+
+
+def test_four_hundred_kilobytes_are_some_four_hundred_blocks() -> None:
+    assert len(hash_blocks(bytes(400_000), "m")) == 418
+
+
+def test_a_prompt_shorter_than_a_block_has_none() -> None:
+    assert hash_blocks(bytes(63), "m") == []
+
+
+def test_another_model_shares_nothing() -> None:
+    assert not set(hash_blocks(bytes(1000), "base")) & set(hash_blocks(bytes(1000), "adapter"))
+
+
+@given(st.binary(max_size=20_000), st.binary(max_size=2_000), st.binary(max_size=2_000))
+def test_chains_are_equal_exactly_as_far_as_prompts_are(shared: bytes, one: bytes, other: bytes) -> None:
+    first, second = hash_blocks(shared + one, "m"), hash_blocks(shared + other, "m")
+    common = 0
+    while common < min(len(first), len(second)) and first[common] == second[common]:
+        common += 1
+
+    end = covered_bytes(common)
+    assert (shared + one)[:end] == (shared + other)[:end]
+    if common < min(len(first), len(second)):
+        further = covered_bytes(common + 1)
+        assert (shared + one)[:further] != (shared + other)[:further]
+    assert not set(first[common:]) & set(second[common:])
+
+
+@given(st.integers(0, 700))
+def test_covered_bytes_add_up(count: int) -> None:
+    chain = hash_blocks(bytes(covered_bytes(count)), "m")
+
+    assert len(chain) == count
+    assert sum(map(block_bytes, chain)) == covered_bytes(count)

@@ -1,0 +1,143 @@
+"""The prefix index against a plain model of it: a list of block lists, searched from the front."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from extproc.prefix.hashing import block_bytes, hash_blocks
+from extproc.prefix.index import Match, PrefixIndex
+
+CAPACITY = 64 * 1024
+ROWS = st.integers(0, 70)  # more than fit a machine word
+
+
+def chain_of(*parts: int) -> list[int]:
+    """Equal leading parts give equal leading blocks; a part is 1 KiB."""
+    return hash_blocks(b"".join(bytes([part]) * 1024 for part in parts), "m")
+
+
+def matched(index: PrefixIndex, row: int, chain: list[int]) -> int:
+    return max((match.blocks for match in index.match(chain) if match.holders >> row & 1), default=0)
+
+
+def test_an_empty_index_matches_nothing() -> None:
+    assert PrefixIndex(CAPACITY).match(chain_of(1)) == []
+
+
+def test_endpoints_are_told_apart_by_how_much_they_hold() -> None:
+    index = PrefixIndex(CAPACITY)
+    index.record(0, chain_of(1, 2), 0.0)
+    index.record(3, chain_of(1, 9), 0.0)
+
+    assert index.match(chain_of(1, 2, 3)) == [Match(16, 0b1001), Match(32, 0b0001)]
+
+
+def test_the_tail_of_the_least_recent_prompt_goes_first() -> None:
+    index = PrefixIndex(CAPACITY)
+    old, recent = chain_of(*range(1, 33)), chain_of(*range(101, 133))
+    index.record(0, old, 0.0)
+    index.record(0, recent, 1.0)
+    index.record(0, chain_of(201, 202), 2.0)
+
+    assert 0 < matched(index, 0, old) < len(old)
+    assert matched(index, 0, recent) == len(recent)
+
+
+def test_a_prefix_in_use_outlives_what_is_not() -> None:
+    index = PrefixIndex(CAPACITY)
+    shared = chain_of(1, 2, 3, 4)
+    for turn in range(40):
+        index.record(0, chain_of(1, 2, 3, 4, 100 + turn, 100 + turn), float(turn))
+
+    assert matched(index, 0, shared) == len(shared)
+    assert matched(index, 0, chain_of(1, 2, 3, 4, 100, 100)) == len(shared)
+
+
+def test_of_a_prompt_larger_than_the_cache_the_head_is_kept() -> None:
+    index = PrefixIndex(CAPACITY)
+    chain = chain_of(*range(200))
+    index.record(0, chain, 0.0)
+
+    kept = matched(index, 0, chain)
+    assert sum(map(block_bytes, chain[:kept])) <= CAPACITY < sum(map(block_bytes, chain[: kept + 1]))
+
+
+def test_a_reported_miss_clears_all_that_was_used_no_later() -> None:
+    index = PrefixIndex(CAPACITY)
+    index.record(0, chain_of(1), 1.0)
+    index.record(0, chain_of(2), 2.0)
+    index.record(0, chain_of(3), 3.0)
+    index.correct(0, missed_since=2.0)
+
+    assert [matched(index, 0, chain_of(part)) for part in (1, 2, 3)] == [0, 0, 16]
+
+
+def test_a_miss_lowers_the_bound_and_confirmed_hits_raise_it_again() -> None:
+    index = PrefixIndex(4 * CAPACITY)
+    long = chain_of(*range(1, 129))
+    index.record(0, long, 1.0)
+    index.record(0, long[: len(long) // 2], 2.0)
+    index.correct(0, missed_since=1.0)
+    index.record(0, long, 3.0)
+    lowered = matched(index, 0, long)
+    for _ in range(100):
+        index.record(0, long, 4.0)
+        index.confirm(0)
+
+    assert lowered < len(long)
+    assert matched(index, 0, long) == len(long)
+
+
+class AgainstAPlainModel(RuleBasedStateMachine):
+    """Never longer than recorded; equal to LRU by blocks; bounded; nothing left of what is forgotten."""
+
+    @initialize()
+    def start(self) -> None:
+        self.index = PrefixIndex(CAPACITY)
+        self.recorded: dict[int, list[list[int]]] = {}
+        self.lru: dict[int, list[int]] = {}
+        self.now = 0.0
+
+    @rule(row=ROWS, parts=st.lists(st.integers(0, 2), min_size=1, max_size=60))
+    def record(self, row: int, parts: list[int]) -> None:
+        self.now += 1
+        chain = chain_of(*parts)
+        self.index.record(row, chain, self.now)
+        self.recorded.setdefault(row, []).append(chain)
+        kept = self.lru.setdefault(row, [])
+        for block in reversed(chain):
+            if block in kept:
+                kept.remove(block)
+            kept.append(block)
+        while sum(map(block_bytes, kept)) > CAPACITY:
+            kept.pop(0)
+
+    @rule(row=ROWS)
+    def forget(self, row: int) -> None:
+        self.index.forget(row)
+        self.recorded.pop(row, None)
+        self.lru.pop(row, None)
+
+    @rule(parts=st.lists(st.integers(0, 2), min_size=1, max_size=60))
+    def match(self, parts: list[int]) -> None:
+        chain = chain_of(*parts)
+        for row, recorded in self.recorded.items():
+            length = matched(self.index, row, chain)
+            assert any(chain[:length] == known[:length] for known in recorded)
+            kept = set(self.lru[row])
+            assert length == next((n for n, block in enumerate(chain) if block not in kept), len(chain))
+
+    @invariant()
+    def is_bounded(self) -> None:
+        held = self.index._held
+        for row, kept in self.lru.items():
+            assert list(held[row].last_use) == kept
+            assert held[row].bytes == sum(map(block_bytes, kept)) <= CAPACITY
+        union = {block for kept in self.lru.values() for block in kept}
+        assert self.index._holders.keys() == union
+
+
+TestAgainstAPlainModel = AgainstAPlainModel.TestCase
+TestAgainstAPlainModel.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

@@ -1,0 +1,146 @@
+"""OpenAI bodies: what is read, what is refused and how, what is changed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.errors import BadRequest, Refusal
+from extproc.request.model import Api
+from extproc.request.openai import parse, with_changes
+
+HELLO = {"role": "user", "content": "hello"}
+
+
+def body(**fields: object) -> bytes:
+    return json.dumps({"model": "m", **fields}).encode()
+
+
+def test_a_chat_request_is_read() -> None:
+    request = parse(Api.CHAT, body(messages=[HELLO], stream=True, max_tokens=7, temperature=0.5, unknown={"a": [1]}))
+
+    assert (request.model, request.is_streamed, request.max_output_tokens) == ("m", True, 7)
+    assert b"hello" in request.prompt
+
+
+def test_the_newer_name_of_the_output_limit_wins() -> None:
+    request = parse(Api.CHAT, body(messages=[HELLO], max_tokens=7, max_completion_tokens=9))
+
+    assert request.max_output_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("api", "fields"),
+    [
+        (Api.COMPLETIONS, {"prompt": "hello"}),
+        (Api.COMPLETIONS, {"prompt": ["hello", "there"]}),
+        (Api.COMPLETIONS, {"prompt": [1, 2, 3]}),
+        (Api.EMBEDDINGS, {"input": "hello"}),
+        (Api.EMBEDDINGS, {"input": ["hello"]}),
+        (Api.RESPONSES, {"input": "hello", "instructions": "be kind"}),
+        (Api.RESPONSES, {"input": [HELLO], "max_output_tokens": 3}),
+        (Api.CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]}),
+        (Api.CHAT, {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}),
+    ],
+)
+def test_all_forms_of_input_are_taken(api: Api, fields: dict[str, Any]) -> None:
+    assert parse(api, body(**fields)).api is api
+
+
+def test_a_longer_conversation_extends_the_prompt_of_the_shorter() -> None:
+    turns = [HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "bye"}]
+
+    assert parse(Api.CHAT, body(messages=turns)).prompt.startswith(parse(Api.CHAT, body(messages=turns[:1])).prompt)
+
+
+def test_a_longer_text_extends_the_prompt_of_the_shorter() -> None:
+    for api, field in ((Api.COMPLETIONS, "prompt"), (Api.EMBEDDINGS, "input"), (Api.RESPONSES, "input")):
+        short, long = (parse(api, body(**{field: text})).prompt for text in ("once", "once upon"))
+        assert long.startswith(short)
+
+
+def test_tools_stand_before_the_messages_as_in_chat_templates() -> None:
+    request = parse(Api.CHAT, body(messages=[HELLO], tools=[{"type": "function"}]))
+
+    assert request.prompt.index(b"function") < request.prompt.index(b"hello")
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "param"),
+    [
+        (b"", "has no body", None),
+        (b"{", "is not JSON", None),
+        (b"hello", "is not JSON", None),
+        (b"[]", "Expected 'object', got 'array' as the body", None),
+        (b'{"messages":[]}', "The field 'model' is missing", "model"),
+        (b'{"model":"m"}', "The field 'messages' is missing", "messages"),
+        (b'{"model":"","messages":[]}', "'model' is empty", "model"),
+        (b'{"model":1,"messages":[]}', "Expected 'str', got 'int' in model", "model"),
+        (b'{"model":"m","messages":"hi"}', "Expected 'array', got 'str' in messages", "messages"),
+        (b'{"model":"m","messages":["hi"]}', "in messages[0]", "messages[0]"),
+        (b'{"model":"m","messages":[{"content":"hi"}]}', "'messages[0].role' is missing", "messages[0].role"),
+        (b'{"model":"m","messages":[],"stream":"yes"}', "in stream", "stream"),
+        (b'{"model":"m","messages":[],"x":' + b"[" * 50_000, "nested too deeply", None),
+        (b'{"model":"m","messages":[{"role":"user","content":"\xff"}]}', "not UTF-8 at byte 51", None),
+        (b'{"model":"m","x":"\xff","messages":[]}', "not UTF-8", None),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_what_to_mend(content: bytes, message: str, param: str | None) -> None:
+    with pytest.raises(BadRequest) as caught:
+        parse(Api.CHAT, content)
+
+    assert message in caught.value.message
+    assert caught.value.param == param
+
+
+@given(st.binary(max_size=300) | st.text(max_size=100).map(str.encode))
+def test_no_bytes_raise_anything_but_a_refusal(content: bytes) -> None:
+    for api in Api:
+        try:
+            parse(api, content)
+        except Refusal:
+            continue
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=20,
+    )
+)
+def test_no_json_raises_anything_but_a_refusal(value: object) -> None:
+    for api in Api:
+        for field in ("model", "messages", "prompt", "input", "stream_options", "tools"):
+            content = {"model": "m", "messages": [HELLO], "prompt": "p", "input": "i", field: value}
+            try:
+                parse(api, json.dumps(content).encode())
+            except Refusal:
+                continue
+
+
+def test_usage_is_left_out_only_where_a_stream_was_not_asked_for_it() -> None:
+    def leaves_out(api: Api = Api.CHAT, **fields: object) -> bool:
+        return parse(api, body(messages=[HELLO], input="i", **fields)).leaves_usage_out
+
+    assert leaves_out(stream=True)
+    assert leaves_out(stream=True, stream_options={})
+    assert leaves_out(stream=True, stream_options=None)
+    assert not leaves_out()
+    assert not leaves_out(stream=True, stream_options={"include_usage": True})
+    assert not leaves_out(stream=True, stream_options={"include_usage": False})
+    assert not leaves_out(Api.RESPONSES, stream=True)
+
+
+def test_changes_keep_all_other_fields_to_the_byte() -> None:
+    original = b'{"model": "a", "n": 1.50, "messages": [ {"role":"user"} ]}'
+
+    changed = with_changes(original, {"model": "b", "stream_options": {"include_usage": True}})
+
+    assert b"1.50" in changed
+    assert b'[ {"role":"user"} ]' in changed
+    assert json.loads(changed) == {**json.loads(original), "model": "b", "stream_options": {"include_usage": True}}

@@ -1,0 +1,144 @@
+"""Picks over tables with numbers worked out by hand."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.endpoints.learning import note_failure
+from extproc.endpoints.ledger import charge
+from extproc.endpoints.table import EndpointTable
+from extproc.errors import NoEndpoint
+from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
+from extproc.scheduling.round_robin import RoundRobin
+
+PICKER = PrefixAware(PrefixAwareParameters(request_cost_s=0.02))
+
+
+def table_of(count: int, rate: float = 10_000.0) -> EndpointTable:
+    table = EndpointTable()
+    table.replace(f"e{number}" for number in range(count))
+    table.prefill_rate[:count] = rate
+    return table
+
+
+def cached(table: EndpointTable, **tokens: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    column = np.zeros(len(table.addresses))
+    for address, count in tokens.items():
+        column[table.row_of(address)] = count
+    return column
+
+
+def test_cost_is_uncached_and_waiting_tokens_over_the_rate_plus_requests() -> None:
+    table = table_of(3)
+    charge(table, 1, prefill_tokens=5_000, now=0.0)
+    costs = PICKER.costs(table, input_tokens=2_000, cached_tokens=cached(table, e2=1_500), now=0.1)
+
+    # e0: 2000/10000; e1: (2000 + 5000 - 0.1 s * 10000)/10000 + 1 * 0.02; e2: 500/10000
+    assert costs[:3].tolist() == pytest.approx([0.2, 0.62, 0.05])
+    assert np.isinf(costs[3:]).all()
+
+
+def test_a_cached_prefix_wins_until_its_endpoint_is_busier_than_it_saves() -> None:
+    table = table_of(2)
+    hit = cached(table, e0=8_000)
+
+    def first() -> int:
+        pick = PICKER.pick(table, input_tokens=10_000, cached_tokens=hit, now=0.0, rng=random.Random(0))
+        return pick.rows[0]
+
+    assert first() == 0
+    charge(table, 0, prefill_tokens=7_000, now=0.0)
+    assert first() == 0  # 2000 + 7000 against 10000
+    charge(table, 0, prefill_tokens=2_000, now=0.0)
+    assert first() == 1
+
+
+def test_a_faster_engine_gets_the_work() -> None:
+    table = table_of(2)
+    table.prefill_rate[1] = 30_000
+
+    assert (
+        PICKER.pick(table, input_tokens=9_000, cached_tokens=cached(table), now=0.0, rng=random.Random(0)).rows[0] == 1
+    )
+
+
+def test_equal_endpoints_share_by_chance() -> None:
+    table, rng = table_of(4), random.Random(0)
+    firsts = [
+        PICKER.pick(table, input_tokens=10, cached_tokens=cached(table), now=0.0, rng=rng).rows[0] for _ in range(400)
+    ]
+
+    assert all(70 < firsts.count(row) < 130 for row in range(4))
+
+
+def test_fallbacks_follow_in_order_of_cost_and_are_bounded() -> None:
+    table = table_of(6)
+    for row, requests in enumerate([3, 1, 5, 0, 2, 4]):
+        for _ in range(requests):
+            charge(table, row, prefill_tokens=0, now=0.0)
+
+    pick = PICKER.pick(table, input_tokens=10, cached_tokens=cached(table), now=0.0, rng=random.Random(0))
+    assert pick.rows == [3, 1, 4, 0]
+
+
+def test_an_endpoint_that_just_failed_comes_last_though_it_is_idle() -> None:
+    table = table_of(3)
+    charge(table, 0, prefill_tokens=50_000, now=0.0)
+    charge(table, 1, prefill_tokens=60_000, now=0.0)
+    note_failure(table, 2, now=0.0)
+
+    assert PICKER.pick(table, input_tokens=10, cached_tokens=cached(table), now=0.5, rng=random.Random(0)).rows == [
+        0,
+        1,
+        2,
+    ]
+    assert PICKER.pick(table, input_tokens=10, cached_tokens=cached(table), now=1.5, rng=random.Random(0)).rows[0] == 2
+
+
+def test_where_all_failed_one_is_picked_all_the_same() -> None:
+    table = table_of(2)
+    for row in range(2):
+        note_failure(table, row, now=0.0)
+
+    assert len(PICKER.pick(table, input_tokens=1, cached_tokens=cached(table), now=0.0, rng=random.Random(0)).rows) == 2
+
+
+@pytest.mark.parametrize("picker", [PICKER, RoundRobin(4)])
+def test_without_endpoints_there_is_no_pick(picker: PrefixAware | RoundRobin) -> None:
+    table = EndpointTable()
+    with pytest.raises(NoEndpoint, match="add endpoints"):
+        picker.pick(table, input_tokens=1, cached_tokens=cached(table), now=0.0, rng=random.Random(0))
+
+
+def test_round_robin_takes_turns_and_passes_over_what_just_failed() -> None:
+    table, picker = table_of(3), RoundRobin(2)
+
+    def pick() -> list[int]:
+        return picker.pick(table, input_tokens=1, cached_tokens=cached(table), now=0.0, rng=random.Random(0)).rows
+
+    assert [pick() for _ in range(4)] == [[0, 1], [1, 2], [2, 0], [0, 1]]
+    note_failure(table, 1, now=0.0)
+    assert pick() == [2, 0]
+
+
+@given(
+    loads=st.lists(st.tuples(st.integers(0, 20), st.floats(0, 1e5), st.floats(0, 2000)), min_size=1, max_size=30),
+    seed=st.integers(0, 100),
+)
+def test_the_first_choice_costs_least_and_no_row_comes_twice(loads: list[tuple[int, float, float]], seed: int) -> None:
+    table = table_of(len(loads))
+    hits = cached(table)
+    for row, (requests, tokens, hit) in enumerate(loads):
+        table.in_flight[row], table.backlog_tokens[row], hits[row] = requests, tokens, hit
+    costs = PICKER.costs(table, input_tokens=2000, cached_tokens=hits, now=0.0)
+    pick = PICKER.pick(table, input_tokens=2000, cached_tokens=hits, now=0.0, rng=random.Random(seed))
+
+    assert costs[pick.rows[0]] <= costs.min() + 0.001
+    assert len(set(pick.rows)) == len(pick.rows) == min(4, len(loads))
+    others = [costs[row] for row in pick.rows[1:]]
+    assert others == sorted(others)
