@@ -1,10 +1,10 @@
-"""The default picker: the endpoint where the first token is expected soonest.
+"""The default picker: the endpoint where the first token is expected soonest, at least expense to those who come after.
 
-    cost_s(e) = (input - cached(e) + backlog(e)) / prefill_rate(e) + in_flight(e) * request_cost_s
+    cost_s(e) = (backlog(e) + (1 + others) * (input - cached(e))) / prefill_rate(e) + in_flight(e) * request_cost_s
 
-A cached prefix saves its own prefill; a busy endpoint costs the prefill of those ahead. Both are seconds, so the two need
-no weights against each other, and unequal GPUs are told apart by their learned rates. The last term stands for what
-each running request adds to everyone's decode steps. Counting uncached tokens in seconds instead of requests follows
+This request waits for the prefill of those ahead and for its own; those behind wait for its own too, which is why that
+counts again. All is in seconds, so load and prefix need no weights against each other, and unequal GPUs are told apart
+by their learned rates. The last term stands for what each running request adds to everyone's decode steps. Counting uncached tokens in seconds instead of requests follows
 Preble's E2 (ICLR 2025) and Mooncake's Conductor (FAST 2025), both of which choose by the estimated time to first token.
 """
 
@@ -29,11 +29,13 @@ _AVOIDED_S: Final = 1e6
 
 
 class PrefixAwareParameters(msgspec.Struct, frozen=True):
-    """``request_cost_s``: 0.1 ms a decode step (batch 1 to 64 on an H100, 8B) times some 200 tokens.
+    """``others``: how many of those behind wait for a request's prefill. ``request_cost_s``: 0.1 ms a decode step (batch 1
+    to 64 on an H100, 8B) times some 200 tokens.
 
     ``tie_s``: costs this close are equal, and chance decides. ``choices``: the length of the list, fallbacks included.
     """
 
+    others: float = 1.0
     request_cost_s: float = 0.02
     tie_s: float = 0.001
     choices: int = 4
@@ -60,7 +62,8 @@ class PrefixAware:
 
     def costs(self, table: EndpointTable, *, input_tokens: float, cached_tokens: Floats, now: float) -> Floats:
         """Seconds by row; infinite where there is no endpoint."""
-        waiting = np.maximum(input_tokens - cached_tokens, 1.0) + backlogs(table, now)
+        own = np.maximum(input_tokens - cached_tokens, 1.0)
+        waiting = backlogs(table, now) + (1 + self._parameters.others) * own
         cost: Floats = waiting / np.maximum(table.prefill_rate, 1.0) + self._parameters.request_cost_s * table.in_flight
         cost[table.avoid_until_s > now] += _AVOIDED_S
         cost[~table.is_active] = np.inf

@@ -16,7 +16,7 @@ from extproc.errors import NoEndpoint
 from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.round_robin import RoundRobin
 
-PICKER = PrefixAware(PrefixAwareParameters(request_cost_s=0.02))
+PICKER = PrefixAware(PrefixAwareParameters(others=0.5, request_cost_s=0.02))
 
 
 def table_of(count: int, rate: float = 10_000.0) -> EndpointTable:
@@ -38,8 +38,8 @@ def test_cost_is_uncached_and_waiting_tokens_over_the_rate_plus_requests() -> No
     charge(table, 1, prefill_tokens=5_000, now=0.0)
     costs = PICKER.costs(table, input_tokens=2_000, cached_tokens=cached(table, e2=1_500), now=0.1)
 
-    # e0: 2000/10000; e1: (2000 + 5000 - 0.1 s * 10000)/10000 + 1 * 0.02; e2: 500/10000
-    assert costs[:3].tolist() == pytest.approx([0.2, 0.62, 0.05])
+    # e0: 1.5 * 2000/10000; e1: (1.5 * 2000 + 5000 - 0.1 s * 10000)/10000 + 1 * 0.02; e2: 1.5 * 500/10000
+    assert costs[:3].tolist() == pytest.approx([0.3, 0.72, 0.075])
     assert np.isinf(costs[3:]).all()
 
 
@@ -52,9 +52,9 @@ def test_a_cached_prefix_wins_until_its_endpoint_is_busier_than_it_saves() -> No
         return pick.rows[0]
 
     assert first() == 0
-    charge(table, 0, prefill_tokens=7_000, now=0.0)
-    assert first() == 0  # 2000 + 7000 against 10000
-    charge(table, 0, prefill_tokens=2_000, now=0.0)
+    charge(table, 0, prefill_tokens=11_000, now=0.0)
+    assert first() == 0  # 1.5 * 2000 + 11000 + a request, 200, against 1.5 * 10000
+    charge(table, 0, prefill_tokens=1_000, now=0.0)
     assert first() == 1
 
 

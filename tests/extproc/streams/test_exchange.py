@@ -1,0 +1,156 @@
+"""One request's messages, without a network."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from extproc.observe import Metrics
+from extproc.streams.exchange import Exchange, UnexpectedMessage
+from extproc.streams.messages import ImmediateResponse, ProcessingRequest, ProcessingResponse
+
+if TYPE_CHECKING:
+    from extproc.pipeline import Pipeline
+
+CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello"}]}).encode()
+
+
+class Conversation:
+    """Envoy's side of one stream."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.metrics = Metrics(pipeline.pools.values, lambda: 1000.0)
+        self.exchange = Exchange(pipeline, self.metrics, lambda: 5.0, started_s=77)
+
+    def send_headers(
+        self, path: str = "/v1/chat/completions", *, method: str = "POST", end: bool = False
+    ) -> ProcessingResponse:
+        message = ProcessingRequest()
+        message.request_headers.end_of_stream = end
+        for key, value in ((":method", method), (":path", path), ("x-odd", "caf\u00e9")):
+            header = message.request_headers.headers.headers.add()
+            header.key, header.raw_value = key, value.encode()
+        return ProcessingResponse.FromString(self.exchange.receive(message))
+
+    def send_body(self, body: bytes, *, end: bool = True) -> ProcessingResponse:
+        message = ProcessingRequest()
+        message.request_body.body, message.request_body.end_of_stream = body, end
+        return ProcessingResponse.FromString(self.exchange.receive(message))
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name, labels)
+
+
+@pytest.fixture
+def conversation(pipeline: Pipeline) -> Conversation:
+    return Conversation(pipeline)
+
+
+def test_headers_pass_and_the_body_brings_the_decision(conversation: Conversation, pipeline: Pipeline) -> None:
+    assert conversation.send_headers("/v1/chat/completions?x=1").WhichOneof("response") == "request_headers"
+    answer = conversation.send_body(CHAT)
+
+    common = answer.request_body.response
+    assert common.clear_route_cache
+    headers = {option.header.key: option.header.raw_value.decode() for option in common.header_mutation.set_headers}
+    metadata = {name: value.struct_value.fields for name, value in answer.dynamic_metadata.fields.items()}
+    destination = metadata["envoy.lb"]["x-gateway-destination-endpoint"].string_value
+    assert headers == {"x-attache-server": "llama", "x-gateway-destination-endpoint": destination}
+    assert len(destination.split(",")) == 3
+    assert metadata["attache"]["ticket"].string_value == "t-1"
+    assert json.loads(common.body_mutation.body)["model"] == "llama-3.1-8b"
+    conversation.exchange.close()
+    assert pipeline.pools["llama"].table.in_flight.sum() == 0
+    assert conversation.sample("attache_requests_total", outcome="picked") == 1
+
+
+def test_a_body_that_need_not_change_is_not_sent_back(conversation: Conversation) -> None:
+    conversation.send_headers()
+
+    answer = conversation.send_body(CHAT.replace(b'"chat"', b'"sql"'))
+    assert not answer.request_body.response.HasField("body_mutation")
+
+
+def refusal_of(answer: ProcessingResponse) -> tuple[int, dict[str, object]]:
+    immediate: ImmediateResponse = answer.immediate_response
+    assert [(o.header.key, o.header.raw_value) for o in immediate.headers.set_headers] == [
+        ("content-type", b"application/json")
+    ]
+    return immediate.status.code, json.loads(immediate.body)["error"]
+
+
+def test_a_refusal_is_an_openai_error_object(conversation: Conversation) -> None:
+    conversation.send_headers()
+    status, error = refusal_of(conversation.send_body(CHAT.replace(b'"chat"', b'"gpt-9"')))
+
+    assert status == 404
+    assert error == {
+        "message": "The model 'gpt-9' does not exist; GET /v1/models lists those that do.",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
+    assert conversation.sample("attache_requests_total", outcome="unknown_model") == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/nothing", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/embeddings", 400),
+        ("POST", "/v1/models", 405),
+        ("GET", "/v1/models/none", 404),
+    ],
+)
+def test_requests_without_a_body_are_refused_at_their_headers(
+    conversation: Conversation, method: str, path: str, status: int
+) -> None:
+    assert refusal_of(conversation.send_headers(path, method=method, end=True))[0] == status
+
+
+def test_models_are_listed_and_shown(conversation: Conversation, pipeline: Pipeline) -> None:
+    listed = conversation.send_headers("/v1/models", method="GET", end=True).immediate_response
+    shown = Conversation(pipeline).send_headers("/v1/models/sql", method="GET", end=True).immediate_response
+
+    assert listed.status.code == 200
+    assert [model["id"] for model in json.loads(listed.body)["data"]] == ["chat", "sql"]
+    assert json.loads(shown.body) == {
+        "id": "sql",
+        "created": 77,
+        "parent": "chat",
+        "object": "model",
+        "owned_by": "attache",
+    }
+
+
+def test_another_processing_mode_is_named_as_the_mistake(conversation: Conversation) -> None:
+    with pytest.raises(UnexpectedMessage, match="got a body without its headers"):
+        conversation.send_body(CHAT)
+    conversation.send_headers()
+    with pytest.raises(UnexpectedMessage, match="in parts"):
+        conversation.send_body(CHAT, end=False)
+    message = ProcessingRequest()
+    message.response_headers.end_of_stream = False
+    with pytest.raises(UnexpectedMessage, match="got response_headers; set"):
+        conversation.exchange.receive(message)
+
+
+def test_what_clients_send_adds_no_series(conversation: Conversation, pipeline: Pipeline) -> None:
+    before = len(list(conversation.metrics.registry.collect()))
+    for number in range(50):
+        one = Conversation(pipeline)
+        one.metrics, one.exchange._metrics = conversation.metrics, conversation.metrics
+        one.send_headers()
+        one.send_body(CHAT.replace(b'"chat"', f'"model-{number}"'.encode()))
+
+    samples = [
+        s
+        for family in conversation.metrics.registry.collect()
+        for s in family.samples
+        if s.name == "attache_requests_total"
+    ]
+    assert len(list(conversation.metrics.registry.collect())) == before
+    assert len(samples) == 1
