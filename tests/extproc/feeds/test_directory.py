@@ -1,0 +1,84 @@
+"""The directory is followed; what is broken is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from extproc.config.load import load_directory
+from extproc.feeds.directory import DirectoryFeed
+from extproc.observe import Metrics
+from extproc.pipeline import Pipeline
+from tests.extproc.conftest import CONFIG
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+
+class Watched:
+    def __init__(self, directory: Path) -> None:
+        self.file = directory / "all.yaml"
+        self.file.write_bytes(CONFIG)
+        snapshot = load_directory(directory)
+        self.pipeline = Pipeline(snapshot, rng=random.Random(0), ticket_prefix="t")
+        self.metrics = Metrics(self.pipeline.pools.values, lambda: 0.0)
+        self.feed = DirectoryFeed(directory, self.pipeline, self.metrics)
+        self.feed.started_with(snapshot)
+
+    def names(self) -> list[str]:
+        return [model.name for model in self.pipeline.models]
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name, labels)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async def answer() -> bool:
+            return holds()
+
+        await eventually(answer)
+
+
+@pytest.fixture
+async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
+    one = Watched(tmp_path)
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(one.feed.watch())
+        yield one
+        watching.cancel()
+
+
+async def test_a_replaced_file_is_applied(watched: Watched) -> None:
+    fresh = watched.file.with_suffix(".new")
+    fresh.write_bytes(CONFIG.replace(b"modelName: chat", b"modelName: talk"))
+    fresh.replace(watched.file)
+
+    await watched.until(lambda: watched.names() == ["talk", "sql"])
+    assert watched.sample("attache_config_reloads_total", result="applied") == 2
+
+
+@pytest.mark.parametrize("content", [b"kind: [", CONFIG[: len(CONFIG) // 2], b"kind: ModelRoot\n"])
+async def test_a_broken_or_half_written_file_changes_nothing_until_it_is_mended(
+    watched: Watched, content: bytes
+) -> None:
+    watched.file.write_bytes(content)
+    await watched.until(lambda: watched.sample("attache_config_valid") == 0)
+    assert watched.names() == ["chat", "sql"]
+
+    watched.file.write_bytes(CONFIG)
+    await watched.until(lambda: watched.sample("attache_config_valid") == 1)
+    assert watched.names() == ["chat", "sql"]
+
+
+async def test_a_directory_that_is_gone_for_a_while_changes_nothing(watched: Watched) -> None:
+    directory = watched.file.parent
+    directory.rename(directory.with_name("away"))
+    await watched.until(lambda: watched.sample("attache_config_valid") == 0)
+    assert watched.names() == ["chat", "sql"]
+
+    directory.with_name("away").rename(directory)
+    await watched.until(lambda: watched.sample("attache_config_valid") == 1)

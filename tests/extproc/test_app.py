@@ -1,0 +1,248 @@
+"""extproc as a process: it starts, is asked over gRPC, drains and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from extproc.__main__ import main
+from extproc.streams.messages import ProcessingRequest, ProcessingResponse, StreamAccessLogsMessage
+from tests.extproc.conftest import CONFIG
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+LOGS = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
+CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello " * 100}]}).encode()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class ExtprocProcess:
+    def __init__(self, process: asyncio.subprocess.Process, target: str, metrics: str) -> None:
+        self.process = process
+        self.metrics = metrics
+        self.channel = grpc.aio.insecure_channel(target)
+
+    async def health(self, service: str) -> int:
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+        status: int = answer.status
+        return status
+
+    def open_stream(self) -> grpc.aio.StreamStreamCall[ProcessingRequest, ProcessingResponse]:
+        return self.channel.stream_stream(
+            PROCESS,
+            request_serializer=ProcessingRequest.SerializeToString,
+            response_deserializer=ProcessingResponse.FromString,
+        )()
+
+    async def page(self, path: str) -> httpx.Response:
+        async with httpx.AsyncClient() as client:
+            return await client.get(f"http://{self.metrics}{path}")
+
+    async def is_draining(self) -> bool:
+        return (await self.page("/readyz")).status_code == 503
+
+
+async def start(config: Path, listen: str) -> ExtprocProcess:
+    metrics = f"127.0.0.1:{free_port()}"
+    arguments = ["--config", str(config), "--listen", listen, "--metrics", metrics, "--drain", "20s"]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "extproc", *arguments)
+    one = ExtprocProcess(process, listen, metrics)
+    async with asyncio.timeout(30):
+        await one.channel.channel_ready()
+    return one
+
+
+@pytest.fixture
+async def extproc(tmp_path: Path) -> AsyncIterator[ExtprocProcess]:
+    (tmp_path / "all.yaml").write_bytes(CONFIG)
+    one = await start(tmp_path, f"127.0.0.1:{free_port()}")
+    yield one
+    await one.channel.close()
+    if one.process.returncode is None:
+        one.process.kill()
+    await one.process.wait()
+
+
+async def decide(
+    stream: grpc.aio.StreamStreamCall[ProcessingRequest, ProcessingResponse], body: bytes
+) -> ProcessingResponse:
+    headers = ProcessingRequest()
+    for key, value in ((":method", b"POST"), (":path", b"/v1/chat/completions")):
+        headers.request_headers.headers.headers.add(key=key, raw_value=value)
+    await stream.write(headers)
+    await stream.read()
+    whole = ProcessingRequest()
+    whole.request_body.body, whole.request_body.end_of_stream = body, True
+    await stream.write(whole)
+    answer = await stream.read()
+    assert isinstance(answer, ProcessingResponse)
+    return answer
+
+
+async def test_it_is_ready_decides_and_shows_it(extproc: ExtprocProcess) -> None:
+    for service in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
+        assert await extproc.health(service) == health_pb2.HealthCheckResponse.SERVING
+    assert (await extproc.page("/readyz")).status_code == 200
+    stream = extproc.open_stream()
+    answer = await decide(stream, CHAT)
+    assert (
+        "10.0.0.1:8000"
+        in answer.dynamic_metadata.fields["envoy.lb"].struct_value.fields["x-gateway-destination-endpoint"].string_value
+    )
+
+    assert 'attache_in_flight{endpoint="10.0.0.' in (text := (await extproc.page("/metrics")).text)
+    assert sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("attache_in_flight{")) == 1
+    await stream.done_writing()
+    await stream.read()
+    assert 'attache_requests_total{outcome="picked"} 1.0' in text
+
+
+async def test_a_client_that_leaves_frees_its_place(extproc: ExtprocProcess) -> None:
+    stream = extproc.open_stream()
+    await decide(stream, CHAT)
+    stream.cancel()
+
+    async def is_gone() -> bool:
+        return "attache_open_streams 0.0" in (await extproc.page("/metrics")).text
+
+    await eventually(is_gone)
+    in_flight = [
+        line for line in (await extproc.page("/metrics")).text.splitlines() if line.startswith("attache_in_flight{")
+    ]
+    assert [line.split()[-1] for line in in_flight] == ["0.0"] * 3
+
+
+async def test_sigterm_lets_running_streams_finish_and_takes_no_new_ones(extproc: ExtprocProcess) -> None:
+    running = extproc.open_stream()
+    await decide(running, CHAT)
+    extproc.process.send_signal(signal.SIGTERM)
+    await eventually(extproc.is_draining)
+    refused = extproc.open_stream()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await decide(refused, CHAT)
+    assert extproc.process.returncode is None
+
+    await running.done_writing()
+    await running.read()
+    async with asyncio.timeout(10):
+        assert await extproc.process.wait() == 0
+
+
+async def test_a_second_signal_ends_the_drain(extproc: ExtprocProcess) -> None:
+    running = extproc.open_stream()
+    await decide(running, CHAT)
+    extproc.process.send_signal(signal.SIGTERM)
+    await eventually(extproc.is_draining)
+    extproc.process.send_signal(signal.SIGTERM)
+
+    async with asyncio.timeout(10):
+        assert await extproc.process.wait() == 0
+
+
+async def test_a_stream_of_a_wrong_mode_fails_and_the_next_one_is_served(extproc: ExtprocProcess) -> None:
+    odd = extproc.open_stream()
+    message = ProcessingRequest()
+    message.response_headers.end_of_stream = True
+    await odd.write(message)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await odd.read()
+
+    assert (await decide(extproc.open_stream(), CHAT)).WhichOneof("response") == "request_body"
+    assert 'attache_requests_total{outcome="internal_error"} 1.0' in (await extproc.page("/metrics")).text
+
+
+async def test_access_log_entries_are_taken_whatever_is_in_them(extproc: ExtprocProcess) -> None:
+    ticket = (
+        (await decide(extproc.open_stream(), CHAT))
+        .dynamic_metadata.fields["attache"]
+        .struct_value.fields["ticket"]
+        .string_value
+    )
+    message = StreamAccessLogsMessage()
+    message.http_logs.log_entry.add()
+    entry = message.http_logs.log_entry.add()
+    entry.response.response_code.value = 200
+    for name, key, value in (("attache", "ticket", ticket), ("attache", "ticket", "of-another")):
+        metadata = entry.common_properties.metadata.filter_metadata[name]
+        metadata.fields[key].string_value = value
+        message.http_logs.log_entry.add().CopyFrom(entry)
+    entry.common_properties.metadata.filter_metadata["attache"].fields["ticket"].number_value = 7
+    logs = extproc.channel.stream_unary(LOGS, request_serializer=StreamAccessLogsMessage.SerializeToString)()
+    await logs.write(message)
+    await logs.done_writing()
+    await logs
+
+    text = (await extproc.page("/metrics")).text
+    assert 'attache_access_log_entries_total{result="settled"} 1.0' in text
+    assert 'attache_access_log_entries_total{result="unknown_ticket"} 1.0' in text
+    assert 'attache_access_log_entries_total{result="no_ticket"} 2.0' in text
+
+
+async def test_a_unix_socket_will_do(tmp_path: Path) -> None:
+    (tmp_path / "all.yaml").write_bytes(CONFIG)
+    one = await start(tmp_path, f"unix:{tmp_path}/extproc.sock")
+    assert (await decide(one.open_stream(), CHAT)).WhichOneof("response") == "request_body"
+    one.process.send_signal(signal.SIGKILL)
+    await one.process.wait()
+    # a socket file left behind by a process that was killed is no obstacle
+    again = await start(tmp_path, f"unix:{tmp_path}/extproc.sock")
+    again.process.send_signal(signal.SIGTERM)
+    assert await again.process.wait() == 0
+    await one.channel.close()
+    await again.channel.close()
+
+
+async def test_an_address_in_use_is_said_and_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "all.yaml").write_bytes(CONFIG)
+    taken = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+    port = taken.sockets[0].getsockname()[1]
+    arguments = ["--config", str(tmp_path), "--listen", f"127.0.0.1:{port}", "--metrics", "off"]
+    second = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "extproc", *arguments, stderr=asyncio.subprocess.PIPE
+    )
+    _, stderr = await asyncio.wait_for(second.communicate(), 30)
+    taken.close()
+    assert second.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in stderr.decode()
+
+
+def test_check_says_every_mistake_and_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "all.yaml").write_bytes(CONFIG)
+    assert main(["check", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "good: 1 routes, 1 servers\n"
+
+    (tmp_path / "all.yaml").write_bytes(
+        CONFIG.replace(b"Name: llama}", b"Name: lama}").replace(b"modelName:", b"modelNam:")
+    )
+    assert main(["check", str(tmp_path)]) == 2
+    assert "did you mean" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--listen", "nowhere"], ["--metrics", "80"], ["--drain", "5"]])
+def test_an_argument_that_does_not_parse_is_explained(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--config", str(tmp_path), *arguments])
+    assert caught.value.code == 2
+    assert "; write" in capsys.readouterr().err
