@@ -48,12 +48,18 @@ def _serve(words: list[str]) -> int:
     parser.add_argument("--listen", default="127.0.0.1:9002", help="IP:PORT or unix:PATH (default: %(default)s)")
     parser.add_argument("--metrics", default="127.0.0.1:9003", help="IP:PORT of /metrics and /readyz, or 'off'")
     parser.add_argument("--drain", default="5m", help="how long running streams may take after SIGTERM (default: 5m)")
+    parser.add_argument(
+        "--settle",
+        default="1500ms",
+        help="how long a new ModelServer waits for Envoy to know it as well (default: %(default)s)",
+    )
     options = parser.parse_args(words)
     try:
         if not options.listen.startswith("unix:"):
             parse_address(options.listen)
         metrics = None if options.metrics == "off" else parse_address(options.metrics)
         drain_s = parse_duration_s(options.drain)
+        settle_s = parse_duration_s(options.settle)
     except ValueError as error:
         parser.error(str(error))
 
@@ -64,7 +70,7 @@ def _serve(words: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     snapshot = load_directory(options.config)
     try:
-        uvloop.run(serve(Settings(options.config, options.listen, metrics, drain_s), snapshot))
+        uvloop.run(serve(Settings(options.config, options.listen, metrics, drain_s, settle_s), snapshot))
     except (ListenFailed, OSError) as error:
         print(error, file=sys.stderr)
         return 2

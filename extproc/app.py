@@ -35,6 +35,7 @@ class Settings(msgspec.Struct, frozen=True):
     listen: str
     metrics: tuple[str, int] | None
     drain_s: float
+    settle_s: float
 
 
 async def serve(settings: Settings, snapshot: Snapshot) -> None:
@@ -52,7 +53,7 @@ class App:
         self._is_ready = False
         self._pipeline = Pipeline(snapshot, rng=random.Random(), ticket_prefix=secrets.token_hex(6))
         self._metrics = Metrics(lambda: list(self._pipeline.pools.values()), wall_clock)
-        self._feed = DirectoryFeed(settings.config, self._pipeline, self._metrics)
+        self._feed = DirectoryFeed(settings.config, self._pipeline, self._metrics, settle_s=settings.settle_s)
         self._feed.started_with(snapshot)
         started_s = int(wall_clock())
         self._server = GrpcServer(

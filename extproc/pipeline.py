@@ -15,6 +15,7 @@ from extproc.endpoints.ledger import release
 from extproc.errors import BadRequest, MethodNotAllowed, UnknownPath
 from extproc.learning import Outcome, Sent, learn
 from extproc.prefix.hashing import hash_blocks
+from extproc.protocol import MODELS_PATH
 from extproc.request.openai import INFERENCE_PATHS, parse, with_changes
 from extproc.routing.resolve import RoutingTable
 from extproc.scheduling.pool import Assignment, Pool
@@ -92,7 +93,7 @@ class Pipeline:
         if api is None:
             known = ", ".join(INFERENCE_PATHS)
             raise UnknownPath(
-                f"Nothing is served under {head.method} {head.path[:100]}; there are {known}, /v1/models."
+                f"Nothing is served under {head.method} {head.path[:100]}; there are {known}, {MODELS_PATH}."
             )
         if head.method != "POST":
             raise MethodNotAllowed(f"{head.path} takes POST, not {head.method[:20]}.")

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+# What is routed to engines, and what the gateway answers by itself. All else that engines serve stays out of reach.
+CHAT_PATH: Final = "/v1/chat/completions"
+COMPLETIONS_PATH: Final = "/v1/completions"
+EMBEDDINGS_PATH: Final = "/v1/embeddings"
+RESPONSES_PATH: Final = "/v1/responses"
+MODELS_PATH: Final = "/v1/models"
+
 # The endpoint picker protocol of the Gateway API Inference Extension: header and metadata key, and its namespace.
 DESTINATION: Final = "x-gateway-destination-endpoint"
 LB_NAMESPACE: Final = "envoy.lb"
@@ -30,6 +37,9 @@ SERVED_HOST: Final = "host"
 
 # Access log custom tag: microseconds from the request's first byte to the answer's first body byte.
 TTFT_TAG: Final = "ttft_us"
+
+# extproc's own answers name themselves so in Envoy's response code details; what is so named is sent as it is.
+DETAILS_PREFIX: Final = "attache_"
 
 # The name under which Envoy reports to the access log service.
 ACCESS_LOG_NAME: Final = "attache"

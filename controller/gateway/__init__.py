@@ -1,0 +1,1 @@
+"""Routing snapshots to what Envoy reads."""

@@ -14,6 +14,7 @@ from extproc.config.shape import find_mistakes, suggest
 from extproc.config.types import API_VERSION, GatewayConfig, GatewayConfigSpec, ModelRoute, ModelServer, Snapshot
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
@@ -35,6 +36,25 @@ def read_directory(directory: Path) -> dict[str, bytes]:
         raise ConfigInvalid([Mistake(str(directory), 0, "", "is not a directory; name one that holds YAML files")])
     files = (file for file in sorted(directory.iterdir()) if file.suffix in {".yaml", ".yml"})
     return {file.name: file.read_bytes() for file in files if not file.name.startswith(".") and file.is_file()}
+
+
+def signature(directory: Path) -> object:
+    """Something that is equal as long as no file of ``directory`` has come, gone, or been written or replaced."""
+    try:
+        return sorted(
+            (entry.name, stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            for entry in directory.iterdir()
+            if entry.suffix in {".yaml", ".yml"} and (stat := _stat(entry)) is not None
+        )
+    except OSError as error:
+        return str(error)
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:  # replaced between listing and asking
+        return None
 
 
 def load_directory(directory: Path) -> Snapshot:
@@ -77,6 +97,9 @@ def _read(files: Mapping[str, bytes], mistakes: list[Mistake]) -> Iterator[Docum
         except UnicodeDecodeError as error:
             mistakes.append(Mistake(name, 0, "", f"not UTF-8 at byte {error.start}; save the file as UTF-8"))
             continue
+        if not text.strip():
+            # what another program's open-and-write looks like from here, in the middle of it
+            mistakes.append(Mistake(name, 0, "", "is empty; write a document, or remove the file"))
         for found in read_documents(name, text):
             if isinstance(found, Mistake):
                 mistakes.append(found)

@@ -6,11 +6,10 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from extproc.config.load import load_directory
+from extproc.config.load import load_directory, signature
 from extproc.config.mistakes import ConfigInvalid
 
 if TYPE_CHECKING:
-    import os
     from pathlib import Path
 
     from extproc.config.types import Snapshot
@@ -26,8 +25,13 @@ _POLL_S: Final = 0.1
 class DirectoryFeed:
     """Feeds a directory's snapshots to the pipeline."""
 
-    def __init__(self, directory: Path, pipeline: Pipeline, metrics: Metrics) -> None:
+    def __init__(self, directory: Path, pipeline: Pipeline, metrics: Metrics, *, settle_s: float) -> None:
+        """``settle_s``: how long a ModelServer that is new waits before requests may go there.
+
+        Envoy is told of it by another process, and would have no route for it yet.
+        """
         self._directory = directory
+        self._settle_s = settle_s
         self._pipeline = pipeline
         self._metrics = metrics
         self._seen: object = None
@@ -41,10 +45,11 @@ class DirectoryFeed:
     async def watch(self) -> None:
         """Until cancelled, follow the directory."""
         while True:
-            signature = _signature(self._directory)
-            if signature != self._seen:
-                self._seen = signature
+            now_seen = signature(self._directory)
+            if now_seen != self._seen:
                 await self._reload()
+                # what changed while it was read has not been read
+                self._seen = now_seen if signature(self._directory) == now_seen else None
             await asyncio.sleep(_POLL_S)
 
     async def _reload(self) -> None:
@@ -58,6 +63,8 @@ class DirectoryFeed:
         if snapshot.version == self._version:
             self._metrics.config_mended()
             return
+        if any(server.metadata.name not in self._pipeline.pools for server in snapshot.servers):
+            await asyncio.sleep(self._settle_s)
         self._pipeline.apply(snapshot)
         self._version = snapshot.version
         self._metrics.config_applied()
@@ -67,22 +74,3 @@ class DirectoryFeed:
             len(snapshot.routes),
             len(snapshot.servers),
         )
-
-
-def _signature(directory: Path) -> object:
-    """Changes when a file comes, goes, or is written or replaced."""
-    try:
-        return sorted(
-            (entry.name, stat.st_ino, stat.st_mtime_ns, stat.st_size)
-            for entry in directory.iterdir()
-            if entry.suffix in {".yaml", ".yml"} and (stat := _stat(entry)) is not None
-        )
-    except OSError as error:
-        return str(error)
-
-
-def _stat(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat()
-    except FileNotFoundError:  # replaced between listing and asking
-        return None

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import msgspec
 
 from extproc.errors import BadRequest
+from extproc.protocol import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH
 from extproc.request.model import Api, InferenceRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 INFERENCE_PATHS: Final = {
-    "/v1/chat/completions": Api.CHAT,
-    "/v1/completions": Api.COMPLETIONS,
-    "/v1/embeddings": Api.EMBEDDINGS,
-    "/v1/responses": Api.RESPONSES,
+    CHAT_PATH: Api.CHAT,
+    COMPLETIONS_PATH: Api.COMPLETIONS,
+    EMBEDDINGS_PATH: Api.EMBEDDINGS,
+    RESPONSES_PATH: Api.RESPONSES,
 }
 _NOTHING: Final = msgspec.Raw(b"")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.errors import to_openai_body
-from extproc.protocol import DESTINATION, LB_NAMESPACE, NAMESPACE, SERVER_HEADER, TICKET
+from extproc.protocol import DESTINATION, DETAILS_PREFIX, LB_NAMESPACE, NAMESPACE, SERVER_HEADER, TICKET
 from extproc.streams.messages import HeadersResponse, ProcessingResponse
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def decision_answer(decision: Decision) -> bytes:
 def refusal_answer(refusal: Refusal) -> bytes:
     """An OpenAI error object instead of an answer from an engine."""
     headers = {} if refusal.retry_after_s is None else {"retry-after": str(refusal.retry_after_s)}
-    return _immediate(refusal.status, to_openai_body(refusal), headers, details=f"attache_{refusal.outcome}")
+    return _immediate(refusal.status, to_openai_body(refusal), headers, details=DETAILS_PREFIX + refusal.outcome)
 
 
 class _Model(msgspec.Struct):
@@ -61,13 +61,13 @@ class _Models(msgspec.Struct):
 def models_answer(models: Iterable[ListedModel], created: int) -> bytes:
     """OpenAI's list of models, in vLLM's form (``parent``: an adapter's base model). ``created``: Unix time in seconds."""
     listed = _Models([_Model(model.name, created, model.parent) for model in models])
-    return _immediate(200, msgspec.json.encode(listed), {}, details="attache_models")
+    return _immediate(200, msgspec.json.encode(listed), {}, details=DETAILS_PREFIX + "models")
 
 
 def model_answer(model: ListedModel, created: int) -> bytes:
     """One model of the list."""
     body = msgspec.json.encode(_Model(model.name, created, model.parent))
-    return _immediate(200, body, {}, details="attache_model")
+    return _immediate(200, body, {}, details=DETAILS_PREFIX + "model")
 
 
 def _immediate(status: int, body: bytes, headers: dict[str, str], *, details: str) -> bytes:

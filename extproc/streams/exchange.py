@@ -6,10 +6,11 @@ of the stream is the end of the request.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from extproc.errors import MethodNotAllowed, Refusal, UnknownModel
 from extproc.pipeline import Head
+from extproc.protocol import MODELS_PATH
 from extproc.streams.answer import CONTINUE_HEADERS, decision_answer, model_answer, models_answer, refusal_answer
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from extproc.pipeline import Pipeline
     from extproc.request.model import Api
     from extproc.streams.messages import HttpBody, HttpHeaders, ProcessingRequest
-
-_MODELS: Final = "/v1/models"
 
 
 class UnexpectedMessage(Exception):
@@ -62,7 +61,7 @@ class Exchange:
 
     def _receive_headers(self, message: HttpHeaders) -> bytes:
         head = _read_head(message)
-        if head.path == _MODELS or head.path.startswith(_MODELS + "/"):
+        if head.path == MODELS_PATH or head.path.startswith(MODELS_PATH + "/"):
             return self._answer_models(head)
         self._admitted = self._pipeline.admit(head), head
         return CONTINUE_HEADERS
@@ -82,11 +81,11 @@ class Exchange:
         if head.method != "GET":
             raise MethodNotAllowed(f"{head.path[:100]} takes GET, not {head.method[:20]}.")
         models = self._pipeline.models
-        name = head.path.removeprefix(_MODELS).removeprefix("/")
+        name = head.path.removeprefix(MODELS_PATH).removeprefix("/")
         model = next((model for model in models if model.name == name), None)
         if name and model is None:
             raise UnknownModel(
-                f"The model '{name[:100]}' does not exist; GET {_MODELS} lists those that do.", param="model"
+                f"The model '{name[:100]}' does not exist; GET {MODELS_PATH} lists those that do.", param="model"
             )
         self._metrics.answered_models()
         return model_answer(model, self._started_s) if model else models_answer(models, self._started_s)

@@ -27,7 +27,7 @@ class Watched:
         snapshot = load_directory(directory)
         self.pipeline = Pipeline(snapshot, rng=random.Random(0), ticket_prefix="t")
         self.metrics = Metrics(self.pipeline.pools.values, lambda: 0.0)
-        self.feed = DirectoryFeed(directory, self.pipeline, self.metrics)
+        self.feed = DirectoryFeed(directory, self.pipeline, self.metrics, settle_s=0.3)
         self.feed.started_with(snapshot)
 
     def names(self) -> list[str]:
@@ -61,7 +61,7 @@ async def test_a_replaced_file_is_applied(watched: Watched) -> None:
     assert watched.sample("attache_config_reloads_total", result="applied") == 2
 
 
-@pytest.mark.parametrize("content", [b"kind: [", CONFIG[: len(CONFIG) // 2], b"kind: ModelRoot\n"])
+@pytest.mark.parametrize("content", [b"", b"kind: [", CONFIG[: len(CONFIG) // 2], b"kind: ModelRoot\n"])
 async def test_a_broken_or_half_written_file_changes_nothing_until_it_is_mended(
     watched: Watched, content: bytes
 ) -> None:
@@ -82,3 +82,22 @@ async def test_a_directory_that_is_gone_for_a_while_changes_nothing(watched: Wat
 
     directory.with_name("away").rename(directory)
     await watched.until(lambda: watched.sample("attache_config_valid") == 1)
+
+
+async def test_a_new_server_waits_until_envoy_knows_it_too(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[float, list[str]]] = []
+    real_sleep = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        waits.append((seconds, sorted(watched.pipeline.pools)))
+        await real_sleep(0.01)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    watched.file.write_bytes(CONFIG.split(b"---")[0].replace(b"name: llama}", b"name: other}") + b"---" + CONFIG)
+    await watched.until(lambda: "other" in watched.pipeline.pools)
+    assert (0.3, ["llama"]) in waits
+
+    waits.clear()
+    watched.file.write_bytes(CONFIG.replace(b"modelName: chat", b"modelName: talk"))
+    await watched.until(lambda: watched.names() == ["talk", "sql"])
+    assert 0.3 not in {seconds for seconds, _ in waits}

@@ -1,0 +1,61 @@
+"""The bundle command: reads the configuration directory, writes the bundle, and follows changes if asked to."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+from controller.gateway.publish import remove_orphans, steps, write
+from extproc.config.load import load_directory, signature
+from extproc.config.mistakes import ConfigInvalid
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from extproc.config.types import Snapshot
+
+_POLL_S: Final = 0.2
+
+# Where the golden bundles expect to be mounted.
+GOLDEN_PATH: Final = "/etc/attache/envoy"
+
+
+def write_once(config: Path, out: Path, path: str) -> Snapshot:
+    """Write the bundle of ``config`` into ``out``; raises ConfigInvalid."""
+    snapshot = load_directory(config)
+    for step in steps(None, snapshot, path):
+        write(out, step)
+    remove_orphans(out, snapshot)
+    return snapshot
+
+
+def follow(config: Path, out: Path, path: str, current: Snapshot) -> None:
+    """Until interrupted, write again on every change. A broken configuration is said, and the last good bundle stays."""
+    seen: object = None
+    while True:
+        now_seen = signature(config)
+        if now_seen != seen:
+            current = _follow_change(config, out, path, current)
+            # what changed while it was read has not been read
+            seen = now_seen if signature(config) == now_seen else None
+        time.sleep(_POLL_S)
+
+
+def _follow_change(config: Path, out: Path, path: str, current: Snapshot) -> Snapshot:
+    try:
+        snapshot = load_directory(config)
+    except (ConfigInvalid, OSError):
+        return current
+    if snapshot.version != current.version:
+        for step in steps(current, snapshot, path):
+            time.sleep(step.wait_s)
+            write(out, step)
+        if snapshot.gateway.admin != current.gateway.admin:
+            pass
+    return snapshot
+
+
+def write_golden(folder: Path) -> None:
+    """Write ``bundles/NAME`` for every directory ``sources/NAME`` of ``folder``."""
+    for source in sorted((folder / "sources").iterdir()):
+        write_once(source, folder / "bundles" / source.name, GOLDEN_PATH)

@@ -1,0 +1,222 @@
+"""Clusters: one for extproc, one for the engines of each ModelServer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from envoy_data_plane.envoy.config.cluster.v3 import (
+    CircuitBreakers,
+    CircuitBreakersThresholds,
+    CircuitBreakersThresholdsRetryBudget,
+    Cluster,
+    ClusterCommonLbConfig,
+    ClusterDiscoveryType,
+    ClusterEdsClusterConfig,
+    LoadBalancingPolicy,
+    LoadBalancingPolicyPolicy,
+    OutlierDetection,
+    UpstreamConnectionOptions,
+)
+from envoy_data_plane.envoy.config.core.v3 import (
+    HealthCheck,
+    HealthCheckGrpcHealthCheck,
+    Http1ProtocolOptions,
+    Http2ProtocolOptions,
+    HttpProtocolOptions,
+    KeepaliveSettings,
+    TcpKeepalive,
+)
+from envoy_data_plane.envoy.config.endpoint.v3 import (
+    ClusterLoadAssignment,
+    Endpoint,
+    LbEndpoint,
+    LocalityLbEndpoints,
+)
+from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request.v3 import LeastRequest
+from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import (
+    OverrideHost,
+    OverrideHostOverrideHostSource,
+)
+from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
+    HttpProtocolOptions as UpstreamOptions,
+)
+from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
+    HttpProtocolOptionsExplicitHttpConfig as ExplicitHttp,
+)
+from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
+from envoy_data_plane.envoy.type.v3 import Percent
+from envoy_data_plane.google.protobuf import Any
+
+from controller.gateway.bootstrap import ENDPOINTS_FOLDER, file_source
+from controller.gateway.envoy_json import address, seconds, typed
+from extproc.config.units import parse_duration_s
+from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE
+
+if TYPE_CHECKING:
+    from betterproto2 import Message
+
+    from extproc.config.types import GatewayConfigSpec, ModelServer
+    from extproc.config.types import OutlierDetection as OutlierPolicy
+
+EXTPROC_CLUSTER: Final = "attache-extproc"
+_UPSTREAM_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+
+# Streams live as long as answers do: Envoy's defaults of 1,024 would cut requests off long before engines are full.
+# What limits load is the engines' own queue and, before it, extproc.
+_UNLIMITED: Final = 1_000_000
+
+# vLLM's server closes idle connections after 5 s; a request sent at that moment would meet a reset.
+_ENGINE_IDLE_S: Final = 4.0
+
+
+def server_cluster_name(server: str) -> str:
+    """The cluster of a ModelServer; the prefix keeps user's names and ours apart."""
+    return f"server/{server}"
+
+
+def endpoints_file(server: str) -> str:
+    """Where a ModelServer's endpoints are: a file of its own, because Envoy takes one cluster from an EDS file."""
+    return f"{ENDPOINTS_FOLDER}/{server}.json"
+
+
+def server_cluster(server: ModelServer, directory: str) -> Cluster:
+    """extproc's list decides, going down it on retries; without one, the engine with the fewest requests."""
+    policy = server.spec.traffic_policy
+    name = server_cluster_name(server.metadata.name)
+    return Cluster(
+        name=name,
+        type=ClusterDiscoveryType.EDS,
+        eds_cluster_config=ClusterEdsClusterConfig(
+            eds_config=file_source(directory, endpoints_file(server.metadata.name)), service_name=name
+        ),
+        connect_timeout=seconds(policy.connect_timeout_s),
+        load_balancing_policy=_override_host(),
+        # When every engine is ejected, trying them beats refusing; while one is left, the ejected are left alone.
+        common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=1.0)),
+        outlier_detection=_outlier_detection(policy.outlier_detection),
+        circuit_breakers=_circuit_breakers(),
+        upstream_connection_options=_keepalive(),
+        typed_extension_protocol_options={
+            _UPSTREAM_OPTIONS: Any.pack(
+                UpstreamOptions(
+                    common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(_ENGINE_IDLE_S)),
+                    explicit_http_config=ExplicitHttp(http_protocol_options=Http1ProtocolOptions()),
+                )
+            )
+        },
+    )
+
+
+def server_endpoints(server: ModelServer) -> ClusterLoadAssignment:
+    """The engines of a ModelServer."""
+    return _assignment(
+        server_cluster_name(server.metadata.name), [endpoint.address for endpoint in server.spec.endpoints]
+    )
+
+
+def extproc_cluster(gateway: GatewayConfigSpec) -> Cluster:
+    """extproc over HTTP/2. Its readiness is asked every second, so that one that hangs is passed over soon."""
+    return Cluster(
+        name=EXTPROC_CLUSTER,
+        type=ClusterDiscoveryType.STATIC,
+        load_assignment=_assignment(EXTPROC_CLUSTER, [gateway.extproc]),
+        connect_timeout=seconds(1),
+        circuit_breakers=_circuit_breakers(),
+        # An unready extproc is none at all: what happens then is the failure mode's to say.
+        common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0)),
+        health_checks=[
+            HealthCheck(
+                grpc_health_check=HealthCheckGrpcHealthCheck(service_name="readiness"),
+                interval=seconds(1),
+                no_traffic_interval=seconds(1),
+                timeout=seconds(2),
+                unhealthy_threshold=2,
+                healthy_threshold=1,
+            )
+        ],
+        typed_extension_protocol_options={
+            _UPSTREAM_OPTIONS: Any.pack(
+                UpstreamOptions(
+                    explicit_http_config=ExplicitHttp(
+                        http2_protocol_options=Http2ProtocolOptions(
+                            max_concurrent_streams=_UNLIMITED,
+                            connection_keepalive=KeepaliveSettings(interval=seconds(30), timeout=seconds(10)),
+                        )
+                    )
+                )
+            )
+        },
+    )
+
+
+def _override_host() -> LoadBalancingPolicy:
+    def key(namespace: str, name: str) -> MetadataKey:
+        return MetadataKey(key=namespace, path=[MetadataKeyPathSegment(key=name)])
+
+    return _policy(
+        "envoy.load_balancing_policies.override_host",
+        OverrideHost(
+            # Metadata only: a header could be a client's.
+            override_host_sources=[OverrideHostOverrideHostSource(metadata=key(LB_NAMESPACE, DESTINATION))],
+            selected_host_key=key(SERVED_NAMESPACE, SERVED_HOST),
+            fallback_policy=_policy("envoy.load_balancing_policies.least_request", LeastRequest()),
+        ),
+    )
+
+
+def _policy(name: str, message: Message) -> LoadBalancingPolicy:
+    return LoadBalancingPolicy(policies=[LoadBalancingPolicyPolicy(typed_extension_config=typed(name, message))])
+
+
+def _outlier_detection(policy: OutlierPolicy) -> OutlierDetection:
+    """Failures to connect and 502, 503, 504 count. A plain 500 does not: one bad prompt must not take engines out."""
+    ejection_s = parse_duration_s(policy.ejection_time)
+    return OutlierDetection(
+        interval=seconds(1),
+        base_ejection_time=seconds(ejection_s),
+        max_ejection_time=seconds(10 * ejection_s),
+        max_ejection_percent=100,
+        split_external_local_origin_errors=True,
+        consecutive_local_origin_failure=policy.consecutive_failures,
+        enforcing_consecutive_local_origin_failure=100,
+        consecutive_gateway_failure=policy.consecutive_failures,
+        enforcing_consecutive_gateway_failure=100,
+        enforcing_consecutive_5xx=0,
+        enforcing_success_rate=0,
+        enforcing_local_origin_success_rate=0,
+        enforcing_failure_percentage=0,
+        enforcing_failure_percentage_local_origin=0,
+    )
+
+
+def _circuit_breakers() -> CircuitBreakers:
+    return CircuitBreakers(
+        thresholds=[
+            CircuitBreakersThresholds(
+                max_connections=_UNLIMITED,
+                max_pending_requests=_UNLIMITED,
+                max_requests=_UNLIMITED,
+                # An engine that dies with many requests waiting sends them all to its neighbours at once: let them go,
+                # and hold only a storm back in which half of everything is a retry.
+                retry_budget=CircuitBreakersThresholdsRetryBudget(
+                    budget_percent=Percent(value=50.0), min_retry_concurrency=100
+                ),
+            )
+        ]
+    )
+
+
+def _keepalive() -> UpstreamConnectionOptions:
+    """A silent engine is asked after 30 s, and again three times: a machine that vanished is noticed within a minute."""
+    return UpstreamConnectionOptions(
+        tcp_keepalive=TcpKeepalive(keepalive_time=30, keepalive_interval=10, keepalive_probes=3)
+    )
+
+
+def _assignment(cluster: str, addresses: list[str]) -> ClusterLoadAssignment:
+    return ClusterLoadAssignment(
+        cluster_name=cluster,
+        endpoints=[
+            LocalityLbEndpoints(lb_endpoints=[LbEndpoint(endpoint=Endpoint(address=address(one))) for one in addresses])
+        ],
+    )

@@ -1,0 +1,55 @@
+"""Small words for Envoy's configuration: durations, addresses, typed extensions, and messages as JSON."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import TYPE_CHECKING, cast
+
+from envoy_data_plane.envoy.config.core.v3 import Address, Pipe, SocketAddress, TypedExtensionConfig
+from envoy_data_plane.google.protobuf import Any
+
+from extproc.config.rules import parse_address
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from betterproto2 import Casing, Message
+
+
+def _as_it_is(name: str) -> str:
+    """Envoy's own field names: the default camel case breaks those with digits, such as consecutive_5xx."""
+    return name
+
+
+# the parameter is annotated as an enum of callables; any callable will do
+_PROTO_NAMES = cast("Casing", _as_it_is)
+
+
+def typed(name: str, message: Message) -> TypedExtensionConfig:
+    """An extension called ``name`` with its configuration."""
+    return TypedExtensionConfig(name=name, typed_config=Any.pack(message))
+
+
+def seconds(value: float) -> timedelta:
+    """Envoy's durations are timedeltas here and strings such as ``0.250s`` in JSON."""
+    return timedelta(seconds=value)
+
+
+def address(text: str) -> Address:
+    """``ip:port`` or ``unix:path``."""
+    if text.startswith("unix:"):
+        return Address(pipe=Pipe(path=text.removeprefix("unix:")))
+    ip, port = parse_address(text)
+    return Address(socket_address=SocketAddress(address=ip, port_value=port))
+
+
+def to_json(message: Message) -> str:
+    """A whole message as a file."""
+    return json.dumps(message.to_dict(casing=_PROTO_NAMES), indent=1) + "\n"
+
+
+def to_resources(version: str, messages: Iterable[Message]) -> str:
+    """A file of xDS: a DiscoveryResponse with ``messages`` as its resources."""
+    resources = [Any.pack(message).to_dict(casing=_PROTO_NAMES) for message in messages]
+    return json.dumps({"version_info": version, "resources": resources}, indent=1) + "\n"

@@ -1,0 +1,198 @@
+"""The HTTP filters, in their order: ask extproc, read the model when extproc is down, read usage out of answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRules
+from envoy_data_plane.envoy.config.core.v3 import GrpcService, GrpcServiceEnvoyGrpc, TypedExtensionConfig
+from envoy_data_plane.envoy.extensions.common.matching.v3 import ExtensionWithMatcher
+from envoy_data_plane.envoy.extensions.content_parsers.json.v3 import JsonContentParser, JsonContentParserRuleConfig
+from envoy_data_plane.envoy.extensions.filters.common.matcher.action.v3 import SkipFilter
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ExternalProcessor,
+    MetadataOptions,
+    MetadataOptionsMetadataNamespaces,
+    ProcessingMode,
+    ProcessingModeBodySendMode,
+    ProcessingModeHeaderSendMode,
+)
+from envoy_data_plane.envoy.extensions.filters.http.json_to_metadata.v3 import (
+    JsonToMetadata,
+    JsonToMetadataKeyValuePair,
+    JsonToMetadataMatchRules,
+    JsonToMetadataRule,
+    JsonToMetadataSelector,
+    JsonToMetadataValueType,
+)
+from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
+from envoy_data_plane.envoy.extensions.filters.http.sse_to_metadata.v3 import (
+    SseToMetadata,
+    SseToMetadataProcessingRules,
+)
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
+from envoy_data_plane.envoy.type.matcher.v3 import HttpRequestHeaderMatchInput
+from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher as EnvoyRegex
+from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
+from envoy_data_plane.google.protobuf import Any
+from envoy_data_plane.xds.core.v3 import TypedExtensionConfig as XdsTypedExtensionConfig
+from envoy_data_plane.xds.type.matcher.v3 import (
+    Matcher,
+    MatcherMatcherList,
+    MatcherMatcherListFieldMatcher,
+    MatcherMatcherListPredicate,
+    MatcherMatcherListPredicateSinglePredicate,
+    MatcherOnMatch,
+    RegexMatcher,
+    RegexMatcherGoogleRe2,
+    StringMatcher,
+)
+
+from controller.gateway.clusters import EXTPROC_CLUSTER
+from controller.gateway.envoy_json import seconds, typed
+from extproc.protocol import (
+    CACHED_TOKENS,
+    COMPLETION_TOKENS,
+    EMBEDDINGS_PATH,
+    LB_NAMESPACE,
+    NAMESPACE,
+    PROMPT_TOKENS,
+    SERVER_HEADER,
+    USAGE_NAMESPACE,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from betterproto2 import Message
+
+    from extproc.config.types import GatewayConfigSpec
+
+# Where the model's name lies for the routes that work without extproc.
+FALLBACK_NAMESPACE: Final = "attache.fallback"
+FALLBACK_MODEL: Final = "model"
+
+# The last event of the responses API repeats the whole answer beside its usage.
+_MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
+
+_USAGE_PATHS: Final = (
+    (PROMPT_TOKENS, ("usage", "prompt_tokens")),
+    (COMPLETION_TOKENS, ("usage", "completion_tokens")),
+    (CACHED_TOKENS, ("usage", "prompt_tokens_details", "cached_tokens")),
+    # the responses API
+    (PROMPT_TOKENS, ("usage", "input_tokens")),
+    (COMPLETION_TOKENS, ("usage", "output_tokens")),
+    (CACHED_TOKENS, ("usage", "input_tokens_details", "cached_tokens")),
+)
+
+
+def http_filters(gateway: GatewayConfigSpec) -> list[HttpFilter]:
+    """The chain of the HTTP connection manager."""
+    chain = [_filter("envoy.filters.http.ext_proc", _ask_extproc(gateway))]
+    if gateway.failure_mode == "Open":
+        chain.append(_filter("attache.model_without_extproc", _read_model_without_extproc()))
+    chain.append(_filter("attache.usage_of_streams", _read_usage_of_streams()))
+    chain.append(_filter("attache.usage", _read_usage()))
+    chain.append(_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
+    return chain
+
+
+def extproc_service(*, timeout_s: float | None = None) -> GrpcService:
+    """How Envoy calls extproc; without a timeout a stream may live as long as it likes."""
+    return GrpcService(
+        envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER),
+        timeout=None if timeout_s is None else seconds(timeout_s),
+    )
+
+
+def _ask_extproc(gateway: GatewayConfigSpec) -> ExternalProcessor:
+    """Headers, then the whole body; of the answer extproc sees nothing. A header mode of SKIP would not hold requests."""
+    header, body = ProcessingModeHeaderSendMode, ProcessingModeBodySendMode
+    return ExternalProcessor(
+        grpc_service=extproc_service(),
+        failure_mode_allow=gateway.failure_mode == "Open",
+        processing_mode=ProcessingMode(
+            request_header_mode=header.SEND,
+            request_body_mode=body.BUFFERED,
+            request_trailer_mode=header.SKIP,
+            response_header_mode=header.SKIP,
+            response_body_mode=body.NONE,
+            response_trailer_mode=header.SKIP,
+        ),
+        message_timeout=seconds(gateway.message_timeout_s),
+        mutation_rules=HeaderMutationRules(disallow_system=True, disallow_is_error=True),
+        metadata_options=MetadataOptions(
+            receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, NAMESPACE])
+        ),
+        status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
+    )
+
+
+def _read_model_without_extproc() -> ExtensionWithMatcher:
+    """Reads ``model`` out of the body, unless extproc has already said which server the request goes to."""
+    rule = _rule(FALLBACK_NAMESPACE, FALLBACK_MODEL, ("model",), JsonToMetadataValueType.STRING)
+    reads = JsonToMetadata(
+        request_rules=JsonToMetadataMatchRules(
+            rules=[rule],
+            # extproc parses a body whatever its content type claims: the same here
+            allow_content_types_regex=EnvoyRegex(regex=".*"),
+            allow_empty_content_type=True,
+        )
+    )
+    return _skipped_if(SERVER_HEADER, ".+", typed("envoy.filters.http.json_to_metadata", reads))
+
+
+def _read_usage() -> ExtensionWithMatcher:
+    """Usage of plain answers. They are held until whole for that, so embeddings, which can be huge, are left out."""
+    reads = JsonToMetadata(response_rules=JsonToMetadataMatchRules(rules=list(_usage_rules())))
+    return _skipped_if(":path", f"{EMBEDDINGS_PATH}(\\?.*)?", typed("envoy.filters.http.json_to_metadata", reads))
+
+
+def _read_usage_of_streams() -> SseToMetadata:
+    """Usage of streamed answers: of the last event that has one. Events pass through as they come."""
+    rules = [*_usage_rules(), *_usage_rules(under=("response",))]
+    parser = JsonContentParser(rules=[JsonContentParserRuleConfig(rule=rule) for rule in rules])
+    return SseToMetadata(
+        response_rules=SseToMetadataProcessingRules(
+            content_parser=typed("envoy.content_parsers.json", parser), max_event_size=_MAX_EVENT_BYTES
+        )
+    )
+
+
+def _usage_rules(under: tuple[str, ...] = ()) -> Iterator[JsonToMetadataRule]:
+    for name, path in _USAGE_PATHS:
+        yield _rule(USAGE_NAMESPACE, name, (*under, *path), JsonToMetadataValueType.NUMBER)
+
+
+def _rule(namespace: str, key: str, path: tuple[str, ...], kind: JsonToMetadataValueType) -> JsonToMetadataRule:
+    return JsonToMetadataRule(
+        selectors=[JsonToMetadataSelector(key=step) for step in path],
+        on_present=JsonToMetadataKeyValuePair(metadata_namespace=namespace, key=key, type=kind),
+    )
+
+
+def _skipped_if(header: str, regex: str, extension: TypedExtensionConfig) -> ExtensionWithMatcher:
+    """``extension``, but not for requests whose ``header`` matches ``regex`` as a whole."""
+    predicate = MatcherMatcherListPredicateSinglePredicate(
+        input=XdsTypedExtensionConfig(
+            name="request-header", typed_config=Any.pack(HttpRequestHeaderMatchInput(header_name=header))
+        ),
+        value_match=StringMatcher(safe_regex=RegexMatcher(google_re2=RegexMatcherGoogleRe2(), regex=regex)),
+    )
+    skip = MatcherOnMatch(action=XdsTypedExtensionConfig(name="skip", typed_config=Any.pack(SkipFilter())))
+    return ExtensionWithMatcher(
+        xds_matcher=Matcher(
+            matcher_list=MatcherMatcherList(
+                matchers=[
+                    MatcherMatcherListFieldMatcher(
+                        predicate=MatcherMatcherListPredicate(single_predicate=predicate), on_match=skip
+                    )
+                ]
+            )
+        ),
+        extension_config=extension,
+    )
+
+
+def _filter(name: str, config: Message) -> HttpFilter:
+    return HttpFilter(name=name, typed_config=Any.pack(config))

@@ -1,0 +1,130 @@
+"""The listener: its connection manager, what it strips from clients' requests, and its access log."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from envoy_data_plane.envoy.config.accesslog.v3 import AccessLog
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation, HeaderMutationRemoveOnMatch
+from envoy_data_plane.envoy.config.core.v3 import (
+    ApiVersion,
+    Http1ProtocolOptions,
+    Http2ProtocolOptions,
+    HttpProtocolOptions,
+    HttpProtocolOptionsHeadersWithUnderscoresAction,
+    TypedExtensionConfig,
+)
+from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
+from envoy_data_plane.envoy.extensions.access_loggers.grpc.v3 import (
+    CommonGrpcAccessLogConfig,
+    HttpGrpcAccessLogConfig,
+)
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
+    HttpConnectionManager,
+    HttpConnectionManagerPathWithEscapedSlashesAction,
+    HttpConnectionManagerServerHeaderTransformation,
+    Rds,
+)
+from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import (
+    HeaderMutation as EarlyHeaderMutation,
+)
+from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
+from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
+from envoy_data_plane.google.protobuf import Any
+
+from controller.gateway.bootstrap import ROUTES_FILE, file_source
+from controller.gateway.envoy_json import address, seconds, typed
+from controller.gateway.filters import extproc_service, http_filters
+from controller.gateway.local_replies import local_replies
+from controller.gateway.routes import ROUTES_NAME
+from extproc.protocol import ACCESS_LOG_NAME, RESERVED_PREFIXES, TTFT_TAG
+
+if TYPE_CHECKING:
+    from extproc.config.types import GatewayConfigSpec
+
+# Beside our own: a client could set timeouts and retries with Envoy's.
+_STRIPPED_PREFIXES: Final = (*RESERVED_PREFIXES, "x-envoy-")
+
+
+def listener(gateway: GatewayConfigSpec, directory: str) -> Listener:
+    """Where clients connect."""
+    return Listener(
+        name="attache",
+        address=address(gateway.listen),
+        per_connection_buffer_limit_bytes=gateway.max_body_bytes,
+        filter_chains=[
+            FilterChain(
+                filters=[
+                    Filter(
+                        name="envoy.filters.network.http_connection_manager",
+                        typed_config=Any.pack(_connection_manager(gateway, directory)),
+                    )
+                ]
+            )
+        ],
+    )
+
+
+def _connection_manager(gateway: GatewayConfigSpec, directory: str) -> HttpConnectionManager:
+    return HttpConnectionManager(
+        stat_prefix="attache",
+        rds=Rds(route_config_name=ROUTES_NAME, config_source=file_source(directory, ROUTES_FILE)),
+        early_header_mutation_extensions=[_strip_reserved_headers()],
+        http_filters=http_filters(gateway),
+        local_reply_config=local_replies(gateway),
+        access_log=[_access_log(gateway)],
+        use_remote_address=True,
+        normalize_path=True,
+        merge_slashes=True,
+        path_with_escaped_slashes_action=HttpConnectionManagerPathWithEscapedSlashesAction.REJECT_REQUEST,
+        common_http_protocol_options=HttpProtocolOptions(
+            idle_timeout=seconds(3600),
+            headers_with_underscores_action=HttpProtocolOptionsHeadersWithUnderscoresAction.ALLOW,
+        ),
+        http_protocol_options=Http1ProtocolOptions(),
+        http2_protocol_options=Http2ProtocolOptions(
+            max_concurrent_streams=1000,
+            initial_stream_window_size=1024 * 1024,
+            initial_connection_window_size=16 * 1024 * 1024,
+        ),
+        # A malformed request ends its stream, not the connection that others share.
+        stream_error_on_invalid_http_message=True,
+        request_headers_timeout=seconds(30),
+        server_header_transformation=HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH,
+    )
+
+
+def _strip_reserved_headers() -> TypedExtensionConfig:
+    """Before routing, filters or tracing read anything: only the gateway writes these."""
+    return typed(
+        "envoy.http.early_header_mutation.header_mutation",
+        EarlyHeaderMutation(
+            mutations=[
+                HeaderMutation(
+                    remove_on_match=HeaderMutationRemoveOnMatch(
+                        key_matcher=StringMatcher(prefix=prefix, ignore_case=True)
+                    )
+                )
+                for prefix in _STRIPPED_PREFIXES
+            ]
+        ),
+    )
+
+
+def _access_log(gateway: GatewayConfigSpec) -> AccessLog:
+    """What came of each request, to extproc in batches. Dynamic metadata (ticket, usage, host) goes with every entry."""
+    return AccessLog(
+        name="envoy.access_loggers.http_grpc",
+        typed_config=Any.pack(
+            HttpGrpcAccessLogConfig(
+                common_config=CommonGrpcAccessLogConfig(
+                    log_name=ACCESS_LOG_NAME,
+                    grpc_service=extproc_service(),
+                    transport_api_version=ApiVersion.V3,
+                    buffer_flush_interval=seconds(gateway.access_log_flush_s),
+                    # Engines that stream send headers before they compute: the first byte of the body is what counts.
+                    custom_tags=[CustomTag(tag=TTFT_TAG, value="%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%")],
+                )
+            )
+        ),
+    )

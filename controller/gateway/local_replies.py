@@ -1,0 +1,75 @@
+"""What Envoy itself answers (no engine, too large, too late), in the shape that OpenAI's clients parse."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from envoy_data_plane.envoy.config.accesslog.v3 import AccessLogFilter, ExtensionFilter
+from envoy_data_plane.envoy.config.core.v3 import DataSource, SubstitutionFormatString
+from envoy_data_plane.envoy.extensions.access_loggers.filters.cel.v3 import ExpressionFilter
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
+    LocalReplyConfig,
+    ResponseMapper,
+)
+from envoy_data_plane.google.protobuf import Any, NullValue, Struct, Value
+
+from extproc.protocol import DETAILS_PREFIX
+
+if TYPE_CHECKING:
+    from extproc.config.types import GatewayConfigSpec
+
+
+def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
+    """The first case that holds decides. extproc's own answers are sent as they are."""
+    too_large = (
+        f"The request body is larger than the gateway takes ({gateway.max_body_size}); "
+        "send a shorter prompt or ask for a higher maxBodySize."
+    )
+    no_route = "No model, or none that is served, was asked for; GET /v1/models lists those that are."
+    no_picker = "The gateway cannot choose an engine at the moment; try again soon."
+    no_engine = "No engine could take the request; try again soon."
+    too_late = "The engine did not finish in the time allowed; ask for a shorter answer or a higher timeout."
+    return LocalReplyConfig(
+        mappers=[
+            ResponseMapper(
+                filter=_when(f"response.code_details.startsWith('{DETAILS_PREFIX}')"),
+                body_format_override=SubstitutionFormatString(
+                    text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"), content_type="application/json"
+                ),
+            ),
+            _mapper("response.code == 413", too_large, "invalid_request_error", "request_too_large"),
+            _mapper("response.code == 404", no_route, "invalid_request_error", "model_not_found"),
+            _mapper(
+                "response.code_details.startsWith('ext_proc')", no_picker, "service_unavailable_error", "no_picker"
+            ),
+            _mapper("response.code == 503", no_engine, "service_unavailable_error", "no_engine"),
+            _mapper("response.code == 504", too_late, "timeout_error", "timeout"),
+            _mapper("response.code >= 500", "%LOCAL_REPLY_BODY%", "server_error", "%RESPONSE_CODE_DETAILS%"),
+        ],
+        body_format=_error_object("%LOCAL_REPLY_BODY%", "invalid_request_error", "%RESPONSE_CODE_DETAILS%"),
+    )
+
+
+def _mapper(condition: str, message: str, kind: str, code: str) -> ResponseMapper:
+    return ResponseMapper(filter=_when(condition), body_format_override=_error_object(message, kind, code))
+
+
+def _when(condition: str) -> AccessLogFilter:
+    return AccessLogFilter(
+        extension_filter=ExtensionFilter(
+            name="envoy.access_loggers.extension_filters.cel",
+            typed_config=Any.pack(ExpressionFilter(expression=condition)),
+        )
+    )
+
+
+def _error_object(message: str, kind: str, code: str) -> SubstitutionFormatString:
+    error = Struct(
+        fields={
+            "message": Value(string_value=message),
+            "type": Value(string_value=kind),
+            "param": Value(null_value=NullValue.NULL_VALUE),
+            "code": Value(string_value=code),
+        }
+    )
+    return SubstitutionFormatString(json_format=Struct(fields={"error": Value(struct_value=error)}))

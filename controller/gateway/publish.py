@@ -1,0 +1,89 @@
+"""From one bundle to the next while Envoy runs: in an order in which nothing refers to what is not there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.gateway.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER, ROUTES_FILE
+from controller.gateway.bundle import build, with_leaving
+
+if TYPE_CHECKING:
+    from extproc.config.types import Snapshot
+
+# Envoy reads a file within some milliseconds of its being moved into place; clusters then connect and warm up.
+_TAKEN_UP_S: Final = 0.3
+# Requests on their way to a server that leaves have been decided by extproc with the configuration before.
+_LEAVING_S: Final = 2.0
+
+
+class Step(msgspec.Struct, frozen=True):
+    """After ``wait_s`` seconds, replace ``files`` in their order, then remove ``gone``."""
+
+    wait_s: float
+    files: Mapping[str, str]
+    gone: tuple[str, ...] = ()
+
+
+def steps(before: Snapshot | None, after: Snapshot, directory: str) -> list[Step]:
+    """How to replace the bundle of ``before`` by that of ``after``: make before break, as xDS asks for.
+
+    Source: Envoy's xDS protocol, "Eventual consistency considerations": clusters and endpoints come before the routes
+    that name them, and go after them.
+    """
+    final = build(after, directory)
+    if before is None:
+        return [Step(0.0, final)]
+    both = build(with_leaving(after, before), directory)
+    endpoints_and_clusters = {name: text for name, text in both.items() if _comes_first(name)}
+    others = {name: text for name, text in both.items() if not _comes_first(name)}
+    planned = [Step(0.0, endpoints_and_clusters), Step(_TAKEN_UP_S, others)]
+    gone = tuple(name for name in both if name not in final)
+    if gone:
+        planned.append(Step(_LEAVING_S, {ROUTES_FILE: final[ROUTES_FILE]}))
+        planned.append(Step(_TAKEN_UP_S, {CLUSTERS_FILE: final[CLUSTERS_FILE]}, gone))
+    return planned
+
+
+def _comes_first(name: str) -> bool:
+    return name == CLUSTERS_FILE or name.startswith(ENDPOINTS_FOLDER + "/")
+
+
+def write(out: Path, step: Step) -> None:
+    """Carry out the files of ``step`` in ``out``. Files that would not change are left alone: Envoy need not read them."""
+    for name, text in step.files.items():
+        _replace(out / name, text)
+    for name in step.gone:
+        (out / name).unlink(missing_ok=True)
+
+
+def remove_orphans(out: Path, snapshot: Snapshot) -> None:
+    """Endpoint files of servers that are no more, left behind by an earlier writer."""
+    known = {f"{server.metadata.name}.json" for server in snapshot.servers}
+    for file in (out / ENDPOINTS_FOLDER).glob("*.json"):
+        if file.name not in known:
+            file.unlink()
+
+
+def _replace(file: Path, text: str) -> None:
+    """Whole or not at all: a reader, or a crash, never meets half a file."""
+    if file.is_file() and file.read_text() == text:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    draft = Path(name)
+    try:
+        with os.fdopen(descriptor, "w") as opened:
+            opened.write(text)
+            os.fchmod(descriptor, 0o644)
+            opened.flush()
+            os.fsync(descriptor)
+        draft.replace(file)
+    except BaseException:
+        draft.unlink()
+        raise

@@ -1,0 +1,222 @@
+"""Routes: by extproc's word, and, where the failure mode allows it, by the model's name when extproc is down."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Final
+
+from envoy_data_plane.envoy.config.core.v3 import DataSource, HeaderValue, HeaderValueOption
+from envoy_data_plane.envoy.config.route.v3 import (
+    DirectResponseAction,
+    HeaderMatcher,
+    RetryPolicy,
+    RetryPolicyRetryBackOff,
+    RetryPolicyRetryHostPredicate,
+    Route,
+    RouteAction,
+    RouteConfiguration,
+    RouteMatch,
+    VirtualHost,
+    WeightedCluster,
+    WeightedClusterClusterWeight,
+)
+from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
+from envoy_data_plane.envoy.type.matcher.v3 import (
+    MetadataMatcher,
+    MetadataMatcherPathSegment,
+    OrMatcher,
+    RegexMatcher,
+    StringMatcher,
+    ValueMatcher,
+)
+from envoy_data_plane.google.protobuf import Any
+
+from controller.gateway.clusters import server_cluster_name
+from controller.gateway.envoy_json import seconds
+from controller.gateway.filters import FALLBACK_MODEL, FALLBACK_NAMESPACE
+from extproc.protocol import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    DESTINATION,
+    EMBEDDINGS_PATH,
+    MODELS_PATH,
+    RESPONSES_PATH,
+    SERVER_HEADER,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from extproc.config.types import (
+        ModelMatch,
+        ModelRoute,
+        ModelServer,
+        RouteRule,
+        Snapshot,
+        StringMatch,
+    )
+
+ROUTES_NAME: Final = "attache"
+
+_INFERENCE_PATHS: Final = (CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH)
+# ``reset`` covers an engine that dies while a request waits for its first byte; after that byte Envoy retries nothing.
+_RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes"
+
+
+def route_configuration(snapshot: Snapshot) -> RouteConfiguration:
+    """First what extproc decided; the rest is only reached when it did not."""
+    servers = {server.metadata.name: server for server in snapshot.servers}
+    routes = [_route_to(server) for server in snapshot.servers]
+    if snapshot.gateway.failure_mode == "Open":
+        routes.extend(_routes_without_extproc(snapshot, servers))
+    return RouteConfiguration(
+        name=ROUTES_NAME,
+        virtual_hosts=[
+            VirtualHost(
+                name="attache",
+                domains=["*"],
+                routes=routes,
+                request_headers_to_remove=[DESTINATION, SERVER_HEADER],
+                request_body_buffer_limit=snapshot.gateway.max_body_bytes,
+            )
+        ],
+    )
+
+
+def _route_to(server: ModelServer) -> Route:
+    name = server.metadata.name
+    return Route(
+        name=f"server/{name}",
+        match=RouteMatch(
+            prefix="/", headers=[HeaderMatcher(name=SERVER_HEADER, string_match=StringMatcher(exact=name))]
+        ),
+        route=_action([(server, 1)]),
+    )
+
+
+def _routes_without_extproc(snapshot: Snapshot, servers: dict[str, ModelServer]) -> Iterator[Route]:
+    """Balancing by model name, rules and weights as in extproc; names are not rewritten, bodies are left alone."""
+    yield _models_list(snapshot)
+    for route in snapshot.routes:
+        for number, rule in enumerate(route.spec.rules):
+            yield _route_of_rule(route, rule, number, servers)
+    if len(snapshot.servers) == 1:
+        # nothing to choose: a body that Envoy could not read a model from goes to the engines, which will say why
+        match = RouteMatch(prefix="/", headers=[_is_inference(), _is_method("POST")])
+        yield Route(name="only-server", match=match, route=_action([(snapshot.servers[0], 1)]))
+
+
+def _route_of_rule(route: ModelRoute, rule: RouteRule, number: int, servers: dict[str, ModelServer]) -> Route:
+    match = _match(rule.model_match)
+    match.headers = [*match.headers, _is_inference(), _is_method("POST")]
+    match.dynamic_metadata = [_asks_for(route)]
+    targets = [(servers[target.model_server_name], target.weight) for target in rule.target_models if target.weight]
+    return Route(name=f"without-extproc/{route.metadata.name}/{number}", match=match, route=_action(targets))
+
+
+def _action(targets: list[tuple[ModelServer, int]]) -> RouteAction:
+    """Time limits and retries are the first target's: one request has one policy."""
+    policy = targets[0][0].spec.traffic_policy
+    action = RouteAction(
+        timeout=seconds(policy.timeout_s),
+        # A prompt may wait long for its first token: only the time limit of the whole ends it.
+        idle_timeout=seconds(policy.timeout_s),
+        retry_policy=_retries(policy.retry.attempts),
+    )
+    if len(targets) == 1:
+        action.cluster = server_cluster_name(targets[0][0].metadata.name)
+    else:
+        action.weighted_clusters = WeightedCluster(
+            clusters=[
+                WeightedClusterClusterWeight(name=server_cluster_name(server.metadata.name), weight=weight)
+                for server, weight in targets
+            ]
+        )
+    return action
+
+
+def _retries(attempts: int) -> RetryPolicy | None:
+    if attempts == 0:
+        return None
+    return RetryPolicy(
+        retry_on=_RETRY_ON,
+        # an engine that is overloaded or shutting down says 503; its neighbour may not be
+        retriable_status_codes=[503],
+        num_retries=attempts,
+        retry_back_off=RetryPolicyRetryBackOff(base_interval=seconds(0.01), max_interval=seconds(0.25)),
+        # for balancing without extproc: not the same engine again
+        retry_host_predicate=[
+            RetryPolicyRetryHostPredicate(
+                name="envoy.retry_host_predicates.previous_hosts", typed_config=Any.pack(PreviousHostsPredicate())
+            )
+        ],
+        host_selection_retry_max_attempts=5,
+    )
+
+
+def _match(match: ModelMatch | None) -> RouteMatch:
+    if match is None:
+        return RouteMatch(prefix="/")
+    found = _match_path(match.uri)
+    found.headers = [
+        HeaderMatcher(name=name.lower(), string_match=_string_matcher(value)) for name, value in match.headers.items()
+    ]
+    return found
+
+
+def _match_path(uri: StringMatch | None) -> RouteMatch:
+    if uri is None:
+        return RouteMatch(prefix="/")
+    if uri.exact is not None:
+        return RouteMatch(path=uri.exact)
+    if uri.prefix is not None:
+        return RouteMatch(prefix=uri.prefix)
+    return RouteMatch(safe_regex=RegexMatcher(regex=uri.regex or ""))
+
+
+def _string_matcher(match: StringMatch) -> StringMatcher:
+    if match.exact is not None:
+        return StringMatcher(exact=match.exact)
+    if match.prefix is not None:
+        return StringMatcher(prefix=match.prefix)
+    return StringMatcher(safe_regex=RegexMatcher(regex=match.regex or ""))
+
+
+def _is_inference() -> HeaderMatcher:
+    """Engines serve more than inference (loading adapters, metrics): none of that is for clients."""
+    paths = "|".join(re.escape(path) for path in _INFERENCE_PATHS)
+    return HeaderMatcher(name=":path", string_match=StringMatcher(safe_regex=RegexMatcher(regex=f"({paths})(\\?.*)?")))
+
+
+def _is_method(method: str) -> HeaderMatcher:
+    return HeaderMatcher(name=":method", string_match=StringMatcher(exact=method))
+
+
+def _asks_for(route: ModelRoute) -> MetadataMatcher:
+    names = [route.spec.model_name] if route.spec.model_name is not None else []
+    values = [ValueMatcher(string_match=StringMatcher(exact=name)) for name in [*names, *route.spec.lora_adapters]]
+    return MetadataMatcher(
+        filter=FALLBACK_NAMESPACE,
+        path=[MetadataMatcherPathSegment(key=FALLBACK_MODEL)],
+        value=values[0] if len(values) == 1 else ValueMatcher(or_match=OrMatcher(value_matchers=values)),
+    )
+
+
+def _models_list(snapshot: Snapshot) -> Route:
+    """GET /v1/models, as extproc would list them."""
+    names = [
+        name
+        for route in snapshot.routes
+        for name in [route.spec.model_name, *route.spec.lora_adapters]
+        if name is not None
+    ]
+    models = [{"id": name, "object": "model", "created": 0, "owned_by": "attache"} for name in sorted(names)]
+    return Route(
+        name="models-without-extproc",
+        match=RouteMatch(path=MODELS_PATH, headers=[_is_method("GET")]),
+        direct_response=DirectResponseAction(
+            status=200, body=DataSource(inline_string=json.dumps({"object": "list", "data": models}))
+        ),
+        response_headers_to_add=[HeaderValueOption(header=HeaderValue(key="content-type", value="application/json"))],
+    )
