@@ -27,12 +27,15 @@ def decision_answer(decision: Decision) -> bytes:
     answer = ProcessingResponse()
     common = answer.request_body.response
     common.clear_route_cache = True
-    set_headers = common.header_mutation.set_headers
-    for name, value in ((SERVER_HEADER, decision.server), (DESTINATION, destination)):
-        option = set_headers.add(append_action=_OVERWRITE)
-        option.header.key, option.header.raw_value = name, value.encode()
+    headers = {SERVER_HEADER: decision.server, DESTINATION: destination}
     if decision.body is not None:
         common.body_mutation.body = decision.body
+        # Envoy refuses a changed body whose length is not the header's
+        headers["content-length"] = str(len(decision.body))
+    set_headers = common.header_mutation.set_headers
+    for name, value in headers.items():
+        option = set_headers.add(append_action=_OVERWRITE)
+        option.header.key, option.header.raw_value = name, value.encode()
     metadata = answer.dynamic_metadata.fields
     metadata[LB_NAMESPACE].struct_value.fields[DESTINATION].string_value = destination
     metadata[NAMESPACE].struct_value.fields[TICKET].string_value = decision.ticket

@@ -1,0 +1,83 @@
+"""What is read of requests to OpenAI's APIs, as vLLM reads them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from bench.engine.text import Message, render_chat
+
+Tokens = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class StreamOptions(msgspec.Struct):
+    """Of a streamed request."""
+
+    include_usage: bool = False
+
+
+class ChatRequest(msgspec.Struct):
+    """POST /v1/chat/completions."""
+
+    model: str
+    messages: list[Message]
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+
+
+class CompletionRequest(msgspec.Struct):
+    """POST /v1/completions."""
+
+    model: str
+    prompt: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Tokens | None = 16
+
+
+class ResponsesRequest(msgspec.Struct):
+    """POST /v1/responses."""
+
+    model: str
+    input: str | list[Message]
+    stream: bool = False
+    max_output_tokens: Tokens | None = None
+
+
+class EmbeddingsRequest(msgspec.Struct):
+    """POST /v1/embeddings."""
+
+    model: str
+    input: str | list[str]
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What the engine is to do, whatever API asked."""
+
+    model: str
+    prompt: bytes
+    max_tokens: int | None
+    is_streamed: bool
+    wants_usage: bool
+
+
+def chat_job(body: ChatRequest) -> Job:
+    """A chat as a job."""
+    wants_usage = body.stream_options is not None and body.stream_options.include_usage
+    limit = body.max_completion_tokens or body.max_tokens
+    return Job(body.model, render_chat(body.messages), limit, body.stream, wants_usage)
+
+
+def completion_job(body: CompletionRequest) -> Job:
+    """A completion as a job."""
+    wants_usage = body.stream_options is not None and body.stream_options.include_usage
+    return Job(body.model, body.prompt.encode(), body.max_tokens, body.stream, wants_usage)
+
+
+def responses_job(body: ResponsesRequest) -> Job:
+    """A response as a job; its stream always ends with usage."""
+    messages = [Message("user", body.input)] if isinstance(body.input, str) else body.input
+    return Job(body.model, render_chat(messages), body.max_output_tokens, body.stream, wants_usage=True)

@@ -1,0 +1,78 @@
+"""The KV cache: blocks that requests hold, blocks that are only remembered, and which of those goes first.
+
+As in vLLM V1 (``vllm/v1/core/block_pool.py``, ``kv_cache_manager.py``): a full block is known by the hash of everything up
+to its end; a request whose prompt begins with known blocks shares them; a block that nobody holds stays known until it is
+needed, the least recently used first, and of one request the last of its blocks before the first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class BlockPool:
+    """``total`` blocks, every one of them either in use or free; some of the free ones are still known by their hash."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
+        self._holders = [0] * total
+        self._hash_of: dict[int, int] = {}
+        self._known: dict[int, int] = {}
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    @property
+    def in_use(self) -> int:
+        """Blocks that some request holds."""
+        return sum(1 for holders in self._holders if holders)
+
+    def match(self, hashes: Sequence[int]) -> list[int]:
+        """The blocks of the longest known beginning of ``hashes``."""
+        found: list[int] = []
+        for value in hashes:
+            block = self._known.get(value)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def take(self, shared: Sequence[int], new: int) -> list[int] | None:
+        """Hold the ``shared`` blocks and ``new`` more; None, with nothing changed, if there are not enough."""
+        revived = sum(1 for block in shared if not self._holders[block])
+        if new > len(self._free) - revived:
+            return None
+        for block in shared:
+            if not self._holders[block]:
+                del self._free[block]
+            self._holders[block] += 1
+        fresh = [self._evict() for _ in range(new)]
+        return [*shared, *fresh]
+
+    def name(self, block: int, value: int) -> None:
+        """``block`` is full and known by ``value`` from now on, unless another block is already."""
+        if value not in self._known:
+            self._known[value] = block
+            self._hash_of[block] = value
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """A request lets go of its blocks, given in the order of its text; its tail will be reused first."""
+        for block in reversed(blocks):
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                self._free[block] = None
+
+    def _evict(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        value = self._hash_of.pop(block, None)
+        if value is not None:
+            del self._known[value]
+        self._holders[block] = 1
+        return block

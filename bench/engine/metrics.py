@@ -1,0 +1,98 @@
+"""``GET /metrics`` under vLLM's names, so that whoever reads engines reads this one."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client.metrics_core import Metric
+
+    from bench.engine.scheduler import Limits, Scheduler
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_BETWEEN = (0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+
+
+class Metrics:
+    """Counters of requests, beside a collector that reads the scheduler when asked. Times are engine seconds."""
+
+    def __init__(self, scheduler: Scheduler, limits: Limits, *, model: str, adapters: list[str]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_SchedulerCollector(scheduler, limits, model, adapters))
+        names = ["model_name", "engine"]
+        self._finished = Counter(
+            "vllm:request_success",
+            "Requests by how they finished.",
+            [*names, "finished_reason"],
+            registry=self.registry,
+        )
+        ttft = Histogram(
+            "vllm:time_to_first_token_seconds", "Time to first token.", names, buckets=_SECONDS, registry=self.registry
+        )
+        between = Histogram(
+            "vllm:inter_token_latency_seconds", "Time between tokens.", names, buckets=_BETWEEN, registry=self.registry
+        )
+        whole = Histogram(
+            "vllm:e2e_request_latency_seconds", "Whole request.", names, buckets=_SECONDS, registry=self.registry
+        )
+        self._model = model
+        self.ttft = ttft.labels(model, "0")
+        self.between = between.labels(model, "0")
+        self.whole = whole.labels(model, "0")
+
+    def finished(self, reason: str) -> None:
+        """``length``, ``stop`` or ``abort``."""
+        self._finished.labels(self._model, "0", reason).inc()
+
+
+class _SchedulerCollector(Collector):
+    def __init__(self, scheduler: Scheduler, limits: Limits, model: str, adapters: list[str]) -> None:
+        self._scheduler = scheduler
+        self._limits = limits
+        self._labels = [model, "0"]
+        self._adapters = adapters
+        self._clock = time.time  # noqa: TID251 - the edge
+
+    def collect(self) -> Iterator[Metric]:
+        scheduler, pool, counted = self._scheduler, self._scheduler.pool, self._scheduler.counters
+        yield self._gauge("vllm:num_requests_running", "Requests in the batch.", len(scheduler.running))
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", len(scheduler.waiting))
+        usage = 1 - pool.free / pool.total
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
+        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", counted.queries)
+        yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", counted.hits)
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens.", counted.prompt_tokens)
+        yield self._counter("vllm:generation_tokens", "Generated tokens.", counted.generation_tokens)
+        yield self._counter("vllm:num_preemptions", "Preemptions.", counted.preemptions)
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV cache.", labels=["block_size", "num_gpu_blocks", "engine"]
+        )
+        info.add_metric([str(self._limits.block_size), str(self._limits.num_gpu_blocks), "0"], 1)
+        yield info
+        yield self._adapters_info()
+
+    def _adapters_info(self) -> Metric:
+        """Its value is the time of reading: of several series the newest counts."""
+        names = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        info = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of the requests in the engine.", labels=names)
+        running = {request.model for request in self._scheduler.running}.intersection(self._adapters)
+        waiting = {request.model for request in self._scheduler.waiting}.intersection(self._adapters)
+        info.add_metric([str(len(self._adapters)), ",".join(sorted(running)), ",".join(sorted(waiting))], self._clock())
+        return info
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=["model_name", "engine"])
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["model_name", "engine"])
+        family.add_metric(self._labels, value)
+        return family

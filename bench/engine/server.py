@@ -1,0 +1,275 @@
+"""The HTTP server around the engine core, with aiohttp."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from aiohttp import web
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from bench.engine.api import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    Job,
+    ResponsesRequest,
+    chat_job,
+    completion_job,
+    responses_job,
+)
+from bench.engine.driver import Driver
+from bench.engine.faults import Fault, Plan, Refuse, Stall
+from bench.engine.formats import ChatFormat, CompletionFormat, Format, ResponsesFormat, error_body
+from bench.engine.hardware import Hardware
+from bench.engine.metrics import Metrics
+from bench.engine.scheduler import Limits
+from bench.engine.text import count_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from bench.engine.scheduler import Request
+
+_MAX_BODY: Final = 256 * 1024 * 1024
+_EMBEDDING_SIZE: Final = 64
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """The command line, read."""
+
+    host: str
+    port: int
+    model: str
+    adapters: tuple[str, ...]
+    hardware: Hardware
+    limits: Limits
+    max_model_len: int
+    default_max_tokens: int
+    speed: float
+    seed: int
+    # vLLM sends a stream's headers at once; SGLang and others with the first token, and only then can Envoy still retry.
+    headers_first: bool
+
+
+class EngineServer:
+    """One engine: routes, the core that computes, and the faults that are asked for."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._driver = Driver(settings.hardware, settings.limits, speed=settings.speed, seed=settings.seed)
+        self._metrics = Metrics(
+            self._driver.scheduler, settings.limits, model=settings.model, adapters=list(settings.adapters)
+        )
+        self._faults = Plan()
+        self._site: web.TCPSite | None = None
+        self._runner: web.AppRunner | None = None
+        self._mends: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        app = web.Application(client_max_size=_MAX_BODY)
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._generating(ChatRequest, chat_job, ChatFormat)),
+                web.post("/v1/completions", self._generating(CompletionRequest, completion_job, CompletionFormat)),
+                web.post("/v1/responses", self._generating(ResponsesRequest, responses_job, ResponsesFormat)),
+                web.post("/v1/embeddings", self._embed),
+                web.get("/v1/models", self._list_models),
+                web.get("/health", self._health),
+                web.get("/metrics", self._show_metrics),
+                web.post("/faults", self._fault),
+            ]
+        )
+        # a client that leaves cancels its handler, and with it the request in the engine
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        await self._runner.setup()
+        await self._listen()
+        try:
+            await self._driver.run()
+        finally:
+            await self._runner.cleanup()
+
+    async def _listen(self) -> None:
+        assert self._runner is not None
+        self._site = web.TCPSite(self._runner, self._settings.host, self._settings.port, reuse_address=True)
+        await self._site.start()
+
+    def _generating(
+        self, kind: type[Any], to_job: Callable[[Any], Job], new_format: Callable[[str, int, str], Format]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        decoder = msgspec.json.Decoder(kind)
+
+        async def handle(http: web.Request) -> web.StreamResponse:
+            status = self._faults.next_status()
+            if status is not None:
+                return _error(status, "The engine is asked to fail.", "service_unavailable_error")
+            try:
+                job = to_job(decoder.decode(await http.read()))
+            except msgspec.DecodeError as error:
+                return _error(400, str(error), "BadRequestError")
+            refused = self._refuse(job)
+            if refused is not None:
+                return refused
+            request = self._driver.new_request(job.prompt, self._answer_length(job), model=job.model)
+            form = new_format(secrets.token_hex(8), int(_wall_clock()), job.model)
+            if job.is_streamed:
+                return await self._stream(http, request, form, wants_usage=job.wants_usage)
+            return await self._answer_whole(http, request, form)
+
+        return handle
+
+    def _refuse(self, job: Job) -> web.Response | None:
+        if job.model != self._settings.model and job.model not in self._settings.adapters:
+            return _error(404, f"The model `{job.model}` does not exist.", "NotFoundError", param="model")
+        tokens = count_tokens(job.prompt) + 1
+        longest = self._settings.max_model_len
+        if tokens > longest:
+            message = f"This model's maximum context length is {longest} tokens, the prompt has {tokens - 1}."
+            return _error(400, message, "BadRequestError", param="input_tokens")
+        return None
+
+    def _answer_length(self, job: Job) -> int:
+        room = self._settings.max_model_len - count_tokens(job.prompt)
+        return min(job.max_tokens or self._settings.default_max_tokens, room)
+
+    async def _stream(
+        self, http: web.Request, request: Request, form: Format, *, wants_usage: bool
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+        if self._settings.headers_first:
+            await response.prepare(http)
+        cut_after = self._faults.next_cut()
+        with self._observed(request) as observe:
+            async for token in self._driver.tokens(request):
+                if request.produced == 1 or not response.prepared:
+                    if not response.prepared:
+                        await response.prepare(http)
+                    await response.write(form.opening() + form.chunk(token))
+                else:
+                    await response.write(form.chunk(token))
+                observe()
+                if cut_after is not None and request.produced >= cut_after:
+                    _cut(http)
+                    break
+            else:
+                await response.write(form.closing(request, wants_usage=wants_usage))
+        return response
+
+    async def _answer_whole(self, http: web.Request, request: Request, form: Format) -> web.Response:
+        cut_after = self._faults.next_cut()
+        with self._observed(request) as observe:
+            async for _ in self._driver.tokens(request):
+                observe()
+                if cut_after is not None and request.produced >= cut_after:
+                    _cut(http)
+                    break
+        return web.Response(body=form.whole(request), content_type="application/json")
+
+    def _observed(self, request: Request) -> _Observation:
+        return _Observation(self._metrics, request, self._settings.speed)
+
+    async def _embed(self, http: web.Request) -> web.Response:
+        """Vectors without a model behind them: equal texts have equal vectors. Prefill alone, so one token is computed."""
+        status = self._faults.next_status()
+        if status is not None:
+            return _error(status, "The engine is asked to fail.", "service_unavailable_error")
+        try:
+            body = msgspec.json.decode(await http.read(), type=EmbeddingsRequest)
+        except msgspec.DecodeError as error:
+            return _error(400, str(error), "BadRequestError")
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        prompt = "".join(texts).encode()
+        refused = self._refuse(Job(body.model, prompt, 1, is_streamed=False, wants_usage=False))
+        if refused is not None:
+            return refused
+        request = self._driver.new_request(prompt, 1, model=body.model)
+        async for _ in self._driver.tokens(request):
+            pass
+        vectors = [
+            {"object": "embedding", "index": index, "embedding": _vector(text)} for index, text in enumerate(texts)
+        ]
+        usage = {"prompt_tokens": request.prompt_tokens, "total_tokens": request.prompt_tokens}
+        return web.json_response({"object": "list", "data": vectors, "model": body.model, "usage": usage})
+
+    async def _list_models(self, _: web.Request) -> web.Response:
+        base = {"object": "model", "created": 0, "owned_by": "vllm", "max_model_len": self._settings.max_model_len}
+        models = [{**base, "id": self._settings.model, "parent": None}]
+        models.extend({**base, "id": name, "parent": self._settings.model} for name in self._settings.adapters)
+        return web.json_response({"object": "list", "data": models})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _show_metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _fault(self, http: web.Request) -> web.Response:
+        try:
+            fault = msgspec.json.decode(await http.read(), type=Fault)
+        except msgspec.DecodeError as error:
+            return _error(400, f"{error}; faults are refuse, stall, cut and unavailable", "BadRequestError")
+        if isinstance(fault, Stall):
+            self._driver.stall(fault.for_s)
+        elif isinstance(fault, Refuse):
+            assert self._site is not None
+            await self._site.stop()
+            task = asyncio.create_task(self._listen_again(fault.for_s))
+            self._mends.add(task)
+            task.add_done_callback(self._mends.discard)
+        else:
+            self._faults.set(fault)
+        return web.json_response({"set": msgspec.to_builtins(fault)})
+
+    async def _listen_again(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        await self._listen()
+
+
+class _Observation:
+    """Times of one answer, in engine seconds, into the metrics."""
+
+    def __init__(self, metrics: Metrics, request: Request, speed: float) -> None:
+        self._metrics = metrics
+        self._request = request
+        self._speed = speed
+        self._clock = asyncio.get_running_loop().time
+        self._began = self._last = self._clock()
+
+    def __enter__(self) -> Callable[[], None]:
+        return self._token_came
+
+    def __exit__(self, *_: object) -> None:
+        is_whole = self._request.produced == len(self._request.words)
+        self._metrics.finished("length" if is_whole else "abort")
+        self._metrics.whole.observe((self._clock() - self._began) * self._speed)
+
+    def _token_came(self) -> None:
+        now = self._clock()
+        observe = self._metrics.ttft.observe if self._request.produced == 1 else self._metrics.between.observe
+        observe((now - self._last) * self._speed)
+        self._last = now
+
+
+def _error(status: int, message: str, kind: str, *, param: str | None = None) -> web.Response:
+    body = error_body(message, status=status, kind=kind, param=param)
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+def _cut(http: web.Request) -> None:
+    """End the connection without a word, as a process that is killed."""
+    if http.transport is not None:
+        http.transport.abort()
+
+
+def _vector(text: str) -> list[float]:
+    padded = text.encode().ljust(_EMBEDDING_SIZE, b" ")
+    return [byte / 255 for byte in padded[:_EMBEDDING_SIZE]]
+
+
+def _wall_clock() -> float:
+    return time.time()  # noqa: TID251 - the edge: answers carry their time of creation

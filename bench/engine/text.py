@@ -1,0 +1,75 @@
+"""Text as the engine sees it: four bytes are a token, 16 tokens a block, and every block has a hash of all before it.
+
+A real tokenizer makes about four bytes of English a token. Messages are padded to whole tokens, so that a conversation's
+next prompt begins with exactly the tokens of this prompt and its answer, as with real chat templates.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import xxhash
+
+if TYPE_CHECKING:
+    import random
+
+BYTES_PER_TOKEN: Final = 4
+
+
+class Message(msgspec.Struct):
+    """One message of a chat; ``content`` is text, or OpenAI's list of parts, of which text counts."""
+
+    role: str
+    content: str | list[dict[str, object]] | None = None
+
+
+def render_chat(messages: list[Message]) -> bytes:
+    """The prompt of a chat: its messages and the beginning of the answer."""
+    return b"".join([*(_render(message) for message in messages), _opening("assistant")])
+
+
+def _render(message: Message) -> bytes:
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "")) for part in content)
+    return _opening(message.role) + _padded((content or "").encode() + b"<|eot|>\n")
+
+
+def _opening(role: str) -> bytes:
+    return _padded(f"<|{role}|>".encode())
+
+
+def _padded(text: bytes) -> bytes:
+    return text + b" " * (-len(text) % BYTES_PER_TOKEN)
+
+
+def count_tokens(text: bytes) -> int:
+    """Tokens of ``text``, at least one."""
+    return max(1, -(-len(text) // BYTES_PER_TOKEN))
+
+
+class BlockHashes:
+    """Chained hashes of a growing text's full blocks; ``model`` keeps models and adapters apart."""
+
+    def __init__(self, model: str, block_size: int) -> None:
+        self._bytes_per_block = block_size * BYTES_PER_TOKEN
+        self._last = xxhash.xxh3_64_intdigest(model.encode())
+        self._pending = bytearray()
+        self.hashes: list[int] = []
+
+    def extend(self, text: bytes) -> None:
+        """Take more text; every block that it fills gets its hash."""
+        self._pending += text
+        size = self._bytes_per_block
+        filled = len(self._pending) // size
+        for start in range(0, filled * size, size):
+            self._last = xxhash.xxh3_64_intdigest(bytes(self._pending[start : start + size]), self._last)
+            self.hashes.append(self._last)
+        del self._pending[: filled * size]
+
+
+def answer_words(rng: random.Random, count: int) -> list[str]:
+    """``count`` words of an answer, one token each: three letters and a space."""
+    letters = rng.choices("abcdefghijklmnopqrstuvwxyz", k=3 * count)
+    return ["".join(letters[index : index + 3]) + " " for index in range(0, 3 * count, 3)]
