@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRules
-from envoy_data_plane.envoy.config.core.v3 import GrpcService, GrpcServiceEnvoyGrpc, TypedExtensionConfig
+from envoy_data_plane.envoy.config.core.v3 import (
+    GrpcService,
+    GrpcServiceEnvoyGrpc,
+    SubstitutionFormatString,
+    TypedExtensionConfig,
+)
 from envoy_data_plane.envoy.extensions.common.matching.v3 import ExtensionWithMatcher
 from envoy_data_plane.envoy.extensions.content_parsers.json.v3 import JsonContentParser, JsonContentParserRuleConfig
 from envoy_data_plane.envoy.extensions.filters.common.matcher.action.v3 import SkipFilter
@@ -30,11 +35,17 @@ from envoy_data_plane.envoy.extensions.filters.http.sse_to_metadata.v3 import (
     SseToMetadata,
     SseToMetadataProcessingRules,
 )
+from envoy_data_plane.envoy.extensions.filters.http.transform.v3 import (
+    BodyTransformation,
+    BodyTransformationTransformAction,
+    Transformation,
+    TransformConfig,
+)
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 from envoy_data_plane.envoy.type.matcher.v3 import HttpRequestHeaderMatchInput
 from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher as EnvoyRegex
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
-from envoy_data_plane.google.protobuf import Any
+from envoy_data_plane.google.protobuf import Any, Struct, Value
 from envoy_data_plane.xds.core.v3 import TypedExtensionConfig as XdsTypedExtensionConfig
 from envoy_data_plane.xds.type.matcher.v3 import (
     Matcher,
@@ -71,6 +82,8 @@ if TYPE_CHECKING:
 # Where the model's name lies for the routes that work without extproc.
 FALLBACK_NAMESPACE: Final = "attache.fallback"
 FALLBACK_MODEL: Final = "model"
+# Does nothing by itself; the routes that work without extproc say what it writes.
+RENAME_FILTER: Final = "attache.rename_without_extproc"
 
 # The last event of the responses API repeats the whole answer beside its usage.
 _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
@@ -91,6 +104,7 @@ def http_filters(gateway: GatewayConfigSpec) -> list[HttpFilter]:
     chain = [_filter("envoy.filters.http.ext_proc", _ask_extproc(gateway))]
     if gateway.failure_mode == "Open":
         chain.append(_filter("attache.model_without_extproc", _read_model_without_extproc()))
+        chain.append(_filter(RENAME_FILTER, TransformConfig()))
     chain.append(_filter("attache.usage_of_streams", _read_usage_of_streams()))
     chain.append(_filter("attache.usage", _read_usage()))
     chain.append(_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
@@ -103,6 +117,13 @@ def extproc_service(*, timeout_s: float | None = None) -> GrpcService:
         envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER),
         timeout=None if timeout_s is None else seconds(timeout_s),
     )
+
+
+def rename_model(name: str) -> TransformConfig:
+    """For the rename filter: put ``name`` in place of the model that the client asked for."""
+    renamed = SubstitutionFormatString(json_format=Struct(fields={"model": Value(string_value=name)}))
+    merge = BodyTransformation(body_format=renamed, action=BodyTransformationTransformAction.MERGE)
+    return TransformConfig(request_transformation=Transformation(body_transformation=merge))
 
 
 def _ask_extproc(gateway: GatewayConfigSpec) -> ExternalProcessor:

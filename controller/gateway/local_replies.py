@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
-    """The first case that holds decides. extproc's own answers are sent as they are."""
+    """The first case that holds decides. extproc's own answers, and the bundle's, are sent as they are."""
     too_large = (
         f"The request body is larger than the gateway takes ({gateway.max_body_size}); "
         "send a shorter prompt or ask for a higher maxBodySize."
@@ -32,7 +32,9 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
     return LocalReplyConfig(
         mappers=[
             ResponseMapper(
-                filter=_when(f"response.code_details.startsWith('{DETAILS_PREFIX}')"),
+                filter=_when(
+                    f"response.code_details.startsWith('{DETAILS_PREFIX}') || response.code_details == 'direct_response'"
+                ),
                 body_format_override=SubstitutionFormatString(
                     text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"), content_type="application/json"
                 ),

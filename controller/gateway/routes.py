@@ -34,7 +34,7 @@ from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.clusters import server_cluster_name
 from controller.gateway.envoy_json import seconds
-from controller.gateway.filters import FALLBACK_MODEL, FALLBACK_NAMESPACE
+from controller.gateway.filters import FALLBACK_MODEL, FALLBACK_NAMESPACE, RENAME_FILTER, rename_model
 from extproc.protocol import (
     CHAT_PATH,
     COMPLETIONS_PATH,
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
     from extproc.config.types import (
         ModelMatch,
-        ModelRoute,
         ModelServer,
         RouteRule,
         Snapshot,
@@ -96,23 +95,41 @@ def _route_to(server: ModelServer) -> Route:
 
 
 def _routes_without_extproc(snapshot: Snapshot, servers: dict[str, ModelServer]) -> Iterator[Route]:
-    """Balancing by model name, rules and weights as in extproc; names are not rewritten, bodies are left alone."""
+    """Balancing by model name, with the rules and weights that extproc applies, and the same renaming."""
     yield _models_list(snapshot)
     for route in snapshot.routes:
         for number, rule in enumerate(route.spec.rules):
-            yield _route_of_rule(route, rule, number, servers)
+            targets = [(servers[one.model_server_name], one.weight) for one in rule.target_models if one.weight]
+            name = f"without-extproc/{route.metadata.name}/{number}"
+            if route.spec.model_name is not None:
+                match = _match_without_extproc(rule, [route.spec.model_name])
+                yield _renaming(Route(name=name, match=match, route=_action(targets)), targets)
+            if route.spec.lora_adapters:
+                match = _match_without_extproc(rule, list(route.spec.lora_adapters))
+                yield Route(name=f"{name}/adapters", match=match, route=_action(targets))
     if len(snapshot.servers) == 1:
         # nothing to choose: a body that Envoy could not read a model from goes to the engines, which will say why
         match = RouteMatch(prefix="/", headers=[_is_inference(), _is_method("POST")])
-        yield Route(name="only-server", match=match, route=_action([(snapshot.servers[0], 1)]))
+        yield Route(name="without-extproc/only-server", match=match, route=_action([(snapshot.servers[0], 1)]))
 
 
-def _route_of_rule(route: ModelRoute, rule: RouteRule, number: int, servers: dict[str, ModelServer]) -> Route:
+def _match_without_extproc(rule: RouteRule, names: list[str]) -> RouteMatch:
     match = _match(rule.model_match)
     match.headers = [*match.headers, _is_inference(), _is_method("POST")]
-    match.dynamic_metadata = [_asks_for(route)]
-    targets = [(servers[target.model_server_name], target.weight) for target in rule.target_models if target.weight]
-    return Route(name=f"without-extproc/{route.metadata.name}/{number}", match=match, route=_action(targets))
+    match.dynamic_metadata = [_asks_for(names)]
+    return match
+
+
+def _renaming(route: Route, targets: list[tuple[ModelServer, int]]) -> Route:
+    """``route``, writing the engines' name of the model into bodies: of the target that the weights choose."""
+    configs = [{RENAME_FILTER: Any.pack(rename_model(server.spec.model))} for server, _ in targets]
+    weighted = route.route.weighted_clusters if route.route is not None else None
+    if weighted is None:
+        route.typed_per_filter_config = configs[0]
+    else:
+        for cluster, config in zip(weighted.clusters, configs, strict=True):
+            cluster.typed_per_filter_config = config
+    return route
 
 
 def _action(targets: list[tuple[ModelServer, int]]) -> RouteAction:
@@ -193,9 +210,8 @@ def _is_method(method: str) -> HeaderMatcher:
     return HeaderMatcher(name=":method", string_match=StringMatcher(exact=method))
 
 
-def _asks_for(route: ModelRoute) -> MetadataMatcher:
-    names = [route.spec.model_name] if route.spec.model_name is not None else []
-    values = [ValueMatcher(string_match=StringMatcher(exact=name)) for name in [*names, *route.spec.lora_adapters]]
+def _asks_for(names: list[str]) -> MetadataMatcher:
+    values = [ValueMatcher(string_match=StringMatcher(exact=name)) for name in names]
     return MetadataMatcher(
         filter=FALLBACK_NAMESPACE,
         path=[MetadataMatcherPathSegment(key=FALLBACK_MODEL)],
