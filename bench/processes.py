@@ -1,0 +1,103 @@
+"""Processes that belong together: started one by one, watched while they come up, all ended whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from typing import TYPE_CHECKING, Final, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+_READY_S: Final = 60.0
+_END_S: Final = 10.0
+
+
+class StartFailed(Exception):
+    """A process did not come up; the message has the end of its log."""
+
+
+class Processes:
+    """An async context: what was started in it is ended with it, last first, first politely, then not."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._running: list[tuple[str, asyncio.subprocess.Process]] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # a second Ctrl-C must not leave processes behind
+        await asyncio.shield(self._end_all())
+
+    async def start(self, name: str, command: Sequence[str], *, env: dict[str, str] | None = None) -> int:
+        """Run ``command`` with its output in ``NAME.log``; its process id. Ctrl-C in the terminal does not reach it."""
+        with (self._logs / f"{name}.log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **(env or {})},
+            )
+        self._running.append((name, process))
+        return process.pid
+
+    async def wait_ready(self, name: str, is_ready: Callable[[], Awaitable[bool]]) -> None:
+        """Until ``name`` is ready; StartFailed if it ends or takes longer than a minute."""
+        process = next(process for known, process in self._running if known == name)
+        deadline = asyncio.get_running_loop().time() + _READY_S
+        while not await is_ready():
+            if process.returncode is not None:
+                raise StartFailed(
+                    f"{name} ended with status {process.returncode}; its log ends so:\n{self._tail(name)}"
+                )
+            if asyncio.get_running_loop().time() > deadline:
+                raise StartFailed(f"{name} is not ready after {_READY_S:g} s; its log ends so:\n{self._tail(name)}")
+            await asyncio.sleep(0.05)
+
+    async def end(self, name: str, number: signal.Signals = signal.SIGTERM) -> None:
+        """End one process and wait for it."""
+        entry = next(entry for entry in self._running if entry[0] == name)
+        self._running.remove(entry)
+        await _end(entry[1], number)
+
+    async def _end_all(self) -> None:
+        while self._running:
+            _, process = self._running.pop()
+            await _end(process, signal.SIGTERM)
+
+    def _tail(self, name: str) -> str:
+        lines = (self._logs / f"{name}.log").read_text(errors="replace").splitlines()
+        return "\n".join(line[:500] for line in lines[-15:]) or "(empty)"
+
+
+async def _end(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+        process.send_signal(number)
+    try:
+        await asyncio.wait_for(process.wait(), _END_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports that nobody listens on. All are held until all are found, so that they differ."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()

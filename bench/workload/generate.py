@@ -1,0 +1,59 @@
+"""Conversations of many users with a few assistants: shared system prompts, several turns, pauses to think."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from bench.workload.sessions import Session, Turn, Workload
+from bench.workload.text import text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Conversations(msgspec.Struct, frozen=True):
+    """``sessions_per_s``: a Poisson process. Lengths in tokens; user turns, answers and pauses vary by half their mean.
+
+    The shape (groups that share a long prompt, multi-turn chats, Poisson arrivals) is that of inference-perf's
+    ``shared_prefix`` generator, with which llm-d's published comparisons were made.
+    """
+
+    sessions: int = 90
+    sessions_per_s: float = 1.5
+    system_prompts: int = 12
+    system_tokens: int = 2500
+    turns: int = 4
+    user_tokens: int = 300
+    output_tokens: int = 60
+    think_s: float = 4.0
+    seed: int = 0
+
+
+def conversations(shape: Conversations) -> Workload:
+    """The workload of ``shape``; equal shapes give equal workloads."""
+    name = f"{shape.sessions} generated conversations of {shape.turns} turns over {shape.system_prompts} system prompts"
+    return Workload(name, tuple(_sessions(shape)))
+
+
+def _sessions(shape: Conversations) -> Iterator[Session]:
+    rng = random.Random(shape.seed)
+    systems = [text_of(f"{shape.seed}/system/{number}", shape.system_tokens) for number in range(shape.system_prompts)]
+    begins_s = 0.0
+    for number in range(shape.sessions):
+        begins_s += rng.expovariate(shape.sessions_per_s)
+        turns = tuple(
+            Turn(
+                text=text_of(f"{shape.seed}/{number}/{turn}", _around(rng, shape.user_tokens)),
+                output_tokens=_around(rng, shape.output_tokens),
+                think_s=rng.uniform(0.5, 1.5) * shape.think_s if turn else 0.0,
+            )
+            for turn in range(shape.turns)
+        )
+        yield Session(begins_s, turns, rng.choice(systems))
+
+
+def _around(rng: random.Random, mean: int) -> int:
+    return max(1, round(rng.uniform(0.5, 1.5) * mean))
