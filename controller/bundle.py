@@ -36,7 +36,7 @@ def follow(config: Path, out: Path, path: str, current: Snapshot) -> None:
         now_seen = signature(config)
         if now_seen != seen:
             current = _follow_change(config, out, path, current)
-            # what changed while it was read has not been read
+            # what has changed since may not have been read
             seen = now_seen if signature(config) == now_seen else None
         time.sleep(_POLL_S)
 

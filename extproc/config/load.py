@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 import xxhash
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Kind = ModelRoute | ModelServer | GatewayConfig
 T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig)
+
+_TRIES: Final = 10
 
 _KINDS: Mapping[str, type[Kind]] = {
     "ModelRoute": ModelRoute,
@@ -58,8 +60,26 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def load_directory(directory: Path) -> Snapshot:
-    """The snapshot of ``directory``; raises ConfigInvalid with all mistakes."""
-    return load(read_directory(directory))
+    """The snapshot of ``directory``; raises ConfigInvalid with all mistakes.
+
+    What changed while it was read is read again: a directory that is just being replaced can look empty.
+    """
+    before, found = signature(directory), _try_load(directory)
+    for _ in range(_TRIES):
+        after = signature(directory)
+        if after == before:
+            break
+        before, found = after, _try_load(directory)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _try_load(directory: Path) -> Snapshot | ConfigInvalid | OSError:
+    try:
+        return load(read_directory(directory))
+    except (ConfigInvalid, OSError) as error:
+        return error
 
 
 def load(files: Mapping[str, bytes]) -> Snapshot:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from extproc.endpoints.table import EndpointTable
 
-_WEIGHT: Final = 0.1
+# The weight of one more answer: the mean of the first ones, then slowly forgetting.
+_LEAST_WEIGHT: Final = 0.03
 # Below this, time to first token is overhead and says nothing about the rate of prefill.
 _MIN_TOKENS: Final = 512.0
 _RATE_BOUNDS: Final = (200.0, 1_000_000.0)
@@ -21,8 +22,11 @@ def learn_prefill_rate(table: EndpointTable, row: int, *, tokens_ahead: float, t
         return
     low, high = _RATE_BOUNDS
     rate = min(high, max(low, tokens_ahead / ttft_s))
-    # in the logarithm: a rate twice too high and one twice too low weigh the same
-    table.prefill_rate[row] *= (rate / table.prefill_rate[row]) ** _WEIGHT
+    # the first answer and what was assumed weigh the same; in the logarithm: twice too high is as wrong as twice too low
+    weight = max(_LEAST_WEIGHT, 1 / (2 + int(table.rate_samples[row])))
+    table.prefill_rate[row] *= (rate / table.prefill_rate[row]) ** weight
+    table.rate_samples[row] += 1
+    table.assume_peers_rates()
 
 
 def note_failure(table: EndpointTable, row: int, now: float) -> None:

@@ -30,6 +30,7 @@ _COLUMNS: Final = (
     "backlog_tokens",
     "backlog_at_s",
     "prefill_rate",
+    "rate_samples",
     "avoid_until_s",
     "failures",
     "prompt_tokens",
@@ -47,7 +48,7 @@ class Place(msgspec.Struct, frozen=True):
 
 class EndpointTable:
     """Columns by row: ``is_active``, ``in_flight`` requests, ``backlog_tokens`` waiting for prefill as of ``backlog_at_s``,
-    ``prefill_rate`` in tokens/s, ``avoid_until_s`` and the ``failures`` in a row that led to it; ``prompt_tokens`` and
+    ``prefill_rate`` in tokens/s, learned from ``rate_samples`` answers, ``avoid_until_s`` and the ``failures`` in a row that led to it; ``prompt_tokens`` and
     ``cached_tokens`` as reported since the endpoint came.
     """
 
@@ -59,6 +60,7 @@ class EndpointTable:
         self.backlog_tokens: Floats = np.zeros(0)
         self.backlog_at_s: Floats = np.zeros(0)
         self.prefill_rate: Floats = np.zeros(0)
+        self.rate_samples: Ints = np.zeros(0, np.int64)
         self.avoid_until_s: Floats = np.zeros(0)
         self.failures: Ints = np.zeros(0, np.int64)
         self.prompt_tokens: Ints = np.zeros(0, np.int64)
@@ -107,13 +109,19 @@ class EndpointTable:
         self.epochs[row] += 1
         self.is_active[row] = True
         self.in_flight[row] = self.failures[row] = self.prompt_tokens[row] = self.cached_tokens[row] = 0
+        self.rate_samples[row] = 0
         self.backlog_tokens[row] = self.backlog_at_s[row] = self.avoid_until_s[row] = 0.0
-        self.prefill_rate[row] = self._typical_prefill_rate()
+        self.prefill_rate[row] = INITIAL_PREFILL_RATE
+        self.assume_peers_rates()
 
-    def _typical_prefill_rate(self) -> float:
-        """A newcomer is taken to be like its peers."""
-        known = self.prefill_rate[self.is_active & (self.prefill_rate > 0)]
-        return float(np.median(known)) if known.size else INITIAL_PREFILL_RATE
+    def assume_peers_rates(self) -> None:
+        """Endpoints of which nothing is known are taken to be like those of which something is.
+
+        Otherwise the first endpoint that turns out faster than the assumption would get all that is new, for ever.
+        """
+        measured = self.is_active & (self.rate_samples > 0)
+        if measured.any():
+            self.prefill_rate[self.is_active & ~measured] = np.median(self.prefill_rate[measured])
 
     def _grow(self, rows: int) -> None:
         more = rows - len(self.addresses)

@@ -48,7 +48,7 @@ class DirectoryFeed:
             now_seen = signature(self._directory)
             if now_seen != self._seen:
                 await self._reload()
-                # what changed while it was read has not been read
+                # what has changed since may not have been read
                 self._seen = now_seen if signature(self._directory) == now_seen else None
             await asyncio.sleep(_POLL_S)
 

@@ -4,8 +4,9 @@
 
 This request waits for the prefill of those ahead and for its own; those behind wait for its own too, which is why that
 counts again. All is in seconds, so load and prefix need no weights against each other, and unequal GPUs are told apart
-by their learned rates. The last term stands for what each running request adds to everyone's decode steps. Counting uncached tokens in seconds instead of requests follows
-Preble's E2 (ICLR 2025) and Mooncake's Conductor (FAST 2025), both of which choose by the estimated time to first token.
+by their learned rates. The last term stands for what each running request adds to everyone's decode steps. Counting
+uncached tokens in seconds instead of requests follows Preble's E2 (ICLR 2025) and Mooncake's Conductor (FAST 2025), both
+of which choose by the estimated time to first token.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ class PrefixAwareParameters(msgspec.Struct, frozen=True):
     """``others``: how many of those behind wait for a request's prefill. ``request_cost_s``: 0.1 ms a decode step (batch 1
     to 64 on an H100, 8B) times some 200 tokens.
 
-    ``tie_s``: costs this close are equal, and chance decides. ``choices``: the length of the list, fallbacks included.
+    ``tie_s`` and ``tie_share``: costs this close to the least are equal, and chance decides between endpoints that hold
+    as much of the prompt. Learned rates differ by as much between equal engines, and the one that seems fastest must not
+    get everything. ``choices``: the length of the list, fallbacks included.
     """
 
     others: float = 1.0
     request_cost_s: float = 0.02
     tie_s: float = 0.001
+    tie_share: float = 0.1
     choices: int = 4
 
 
@@ -54,8 +58,10 @@ class PrefixAware:
         if not len(table):
             raise NoEndpoint("No engine is configured for this model; add endpoints to its ModelServer.")
         cost = self.costs(table, input_tokens=input_tokens, cached_tokens=cached_tokens, now=now)
-        best = float(cost.min())
-        equal = np.flatnonzero(cost <= best + self._parameters.tie_s)
+        cheapest = int(cost.argmin())
+        best = float(cost[cheapest])
+        is_equal = cost <= best * (1 + self._parameters.tie_share) + self._parameters.tie_s
+        equal = np.flatnonzero(is_equal & (cached_tokens >= cached_tokens[cheapest]))
         first = int(equal[rng.randrange(equal.size)]) if equal.size > 1 else int(equal[0])
         rows = [first, *(row for row in self._cheapest(cost, len(table)) if row != first)]
         return Pick(rows[: self._parameters.choices], best)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,6 +70,17 @@ def test_waiting_prefill_drains_at_the_learned_rate_and_is_gone_with_the_last_re
     assert table.in_flight[0] == 0
 
 
+def test_what_one_endpoint_teaches_is_assumed_of_its_peers_until_they_teach_better() -> None:
+    table = table_of("a", "b", "c")
+    for _ in range(200):
+        learn_prefill_rate(table, 0, tokens_ahead=30_000, ttft_s=1.0)
+    assert table.prefill_rate[1] == table.prefill_rate[2] == pytest.approx(table.prefill_rate[0])
+    for _ in range(200):
+        learn_prefill_rate(table, 1, tokens_ahead=5_000, ttft_s=1.0)
+    assert table.prefill_rate[1] == pytest.approx(5_000, rel=0.05)
+    assert table.prefill_rate[0] == pytest.approx(30_000, rel=0.05)
+
+
 def test_the_prefill_rate_is_learned_from_long_prompts_only() -> None:
     table = table_of("a")
     learn_prefill_rate(table, 0, tokens_ahead=100, ttft_s=0.5)
@@ -80,7 +92,7 @@ def test_the_prefill_rate_is_learned_from_long_prompts_only() -> None:
 
 def test_a_newcomer_is_taken_to_be_like_its_peers() -> None:
     table = table_of("a", "b", "c")
-    table.prefill_rate[:3] = [5_000, 20_000, 21_000]
+    table.prefill_rate[:3], table.rate_samples[:3] = [5_000, 20_000, 21_000], 1
     table.replace(["a", "b", "c", "d"])
 
     row = table.row_of("d")

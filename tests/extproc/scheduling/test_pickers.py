@@ -138,7 +138,9 @@ def test_the_first_choice_costs_least_and_no_row_comes_twice(loads: list[tuple[i
     costs = PICKER.costs(table, input_tokens=2000, cached_tokens=hits, now=0.0)
     pick = PICKER.pick(table, input_tokens=2000, cached_tokens=hits, now=0.0, rng=random.Random(seed))
 
-    assert costs[pick.rows[0]] <= costs.min() + 0.001
+    cheapest = costs.argmin()
+    assert costs[pick.rows[0]] <= costs.min() * 1.1 + 0.001
+    assert hits[pick.rows[0]] >= hits[cheapest]
     assert len(set(pick.rows)) == len(pick.rows) == min(4, len(loads))
     others = [costs[row] for row in pick.rows[1:]]
     assert others == sorted(others)

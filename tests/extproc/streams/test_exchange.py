@@ -57,7 +57,12 @@ def test_headers_pass_and_the_body_brings_the_decision(conversation: Conversatio
     headers = {option.header.key: option.header.raw_value.decode() for option in common.header_mutation.set_headers}
     metadata = {name: value.struct_value.fields for name, value in answer.dynamic_metadata.fields.items()}
     destination = metadata["envoy.lb"]["x-gateway-destination-endpoint"].string_value
-    assert headers == {"x-attache-server": "llama", "x-gateway-destination-endpoint": destination}
+    length = str(len(common.body_mutation.body))
+    assert headers == {
+        "x-attache-server": "llama",
+        "x-gateway-destination-endpoint": destination,
+        "content-length": length,
+    }
     assert len(destination.split(",")) == 3
     assert metadata["attache"]["ticket"].string_value == "t-1"
     assert json.loads(common.body_mutation.body)["model"] == "llama-3.1-8b"
