@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from extproc.endpoints.learning import learn_prefill_rate, note_failure, note_success
+from extproc.endpoints.ledger import prefill_work
 from extproc.scheduling.pool import Assignment, Pool
 
 _WEIGHT: Final = 0.05
@@ -97,8 +98,9 @@ def _learn_rate(sent: Sent, outcome: Outcome) -> None:
     pool.typical_ttft_s += _WEIGHT * (outcome.ttfb_s - pool.typical_ttft_s)
     ahead = assignment.tokens_ahead
     if outcome.prompt_tokens is not None:
-        predicted = assignment.input_tokens - assignment.cached_tokens
-        ahead += outcome.prompt_tokens - (outcome.cached_tokens or 0) - predicted
+        predicted = prefill_work(assignment.input_tokens - assignment.cached_tokens, assignment.cached_tokens)
+        cached = outcome.cached_tokens or 0
+        ahead += prefill_work(outcome.prompt_tokens - cached, cached) - predicted
     learn_prefill_rate(pool.table, assignment.place.row, tokens_ahead=ahead, ttft_s=outcome.ttfb_s)
 
 

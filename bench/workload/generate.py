@@ -21,13 +21,13 @@ class Conversations(msgspec.Struct, frozen=True):
     ``shared_prefix`` generator, with which llm-d's published comparisons were made.
     """
 
-    sessions: int = 90
-    sessions_per_s: float = 1.5
-    system_prompts: int = 12
-    system_tokens: int = 2500
+    sessions: int = 240
+    sessions_per_s: float = 4.5
+    system_prompts: int = 24
+    system_tokens: int = 4000
     turns: int = 4
     user_tokens: int = 300
-    output_tokens: int = 60
+    output_tokens: int = 80
     think_s: float = 4.0
     seed: int = 0
 

@@ -31,6 +31,7 @@ _COLUMNS: Final = (
     "backlog_at_s",
     "prefill_rate",
     "rate_samples",
+    "own_log_rate",
     "avoid_until_s",
     "failures",
     "prompt_tokens",
@@ -48,7 +49,7 @@ class Place(msgspec.Struct, frozen=True):
 
 class EndpointTable:
     """Columns by row: ``is_active``, ``in_flight`` requests, ``backlog_tokens`` waiting for prefill as of ``backlog_at_s``,
-    ``prefill_rate`` in tokens/s, learned from ``rate_samples`` answers, ``avoid_until_s`` and the ``failures`` in a row that led to it; ``prompt_tokens`` and
+    ``prefill_rate`` in tokens of work a second, agreed on from ``own_log_rate`` and ``rate_samples`` of all, ``avoid_until_s`` and the ``failures`` in a row that led to it; ``prompt_tokens`` and
     ``cached_tokens`` as reported since the endpoint came.
     """
 
@@ -61,6 +62,9 @@ class EndpointTable:
         self.backlog_at_s: Floats = np.zeros(0)
         self.prefill_rate: Floats = np.zeros(0)
         self.rate_samples: Ints = np.zeros(0, np.int64)
+        self.own_log_rate: Floats = np.zeros(0)
+        # variance of the logarithm of one answer's rate, over all endpoints
+        self.rate_noise = 1.0
         self.avoid_until_s: Floats = np.zeros(0)
         self.failures: Ints = np.zeros(0, np.int64)
         self.prompt_tokens: Ints = np.zeros(0, np.int64)
@@ -112,16 +116,11 @@ class EndpointTable:
         self.rate_samples[row] = 0
         self.backlog_tokens[row] = self.backlog_at_s[row] = self.avoid_until_s[row] = 0.0
         self.prefill_rate[row] = INITIAL_PREFILL_RATE
-        self.assume_peers_rates()
-
-    def assume_peers_rates(self) -> None:
-        """Endpoints of which nothing is known are taken to be like those of which something is.
-
-        Otherwise the first endpoint that turns out faster than the assumption would get all that is new, for ever.
-        """
         measured = self.is_active & (self.rate_samples > 0)
         if measured.any():
-            self.prefill_rate[self.is_active & ~measured] = np.median(self.prefill_rate[measured])
+            # a newcomer is taken to be like its peers
+            self.prefill_rate[row] = np.median(self.prefill_rate[measured])
+        self.own_log_rate[row] = np.log(self.prefill_rate[row])
 
     def _grow(self, rows: int) -> None:
         more = rows - len(self.addresses)

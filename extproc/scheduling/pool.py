@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from extproc.endpoints.ledger import backlog_of, charge
+from extproc.endpoints.ledger import backlog_of, charge, prefill_work
 from extproc.endpoints.table import EndpointTable, Place
 from extproc.prefix.hashing import covered_bytes
 from extproc.prefix.index import PrefixIndex
@@ -33,8 +33,8 @@ _CHOICES: Final = 4
 class Assignment(msgspec.Struct, frozen=True):
     """A pick and its explanation. ``addresses``: first choice, then fallbacks.
 
-    ``cached_since_s``: when the last block that is thought to be cached was last used there. ``tokens_ahead``: uncached
-    input of this request and of those before it.
+    ``cached_since_s``: when the last block that is thought to be cached was last used there. ``tokens_ahead``: prefill
+    work of this request and of those before it.
     """
 
     place: Place
@@ -76,11 +76,12 @@ class Pool:
         pick = self._picker.pick(self.table, input_tokens=input_tokens, cached_tokens=cached_tokens, now=now, rng=rng)
         first = pick.rows[0]
         cached = float(cached_tokens[first])
-        tokens_ahead = backlog_of(self.table, first, now) + input_tokens - cached
+        work = prefill_work(input_tokens - cached, cached)
+        tokens_ahead = backlog_of(self.table, first, now) + work
         cached_since_s = self._cached_since(matches, chain, first)
         self.index.record(first, chain, now)
         return Assignment(
-            place=charge(self.table, first, prefill_tokens=input_tokens - cached, now=now),
+            place=charge(self.table, first, prefill_tokens=work, now=now),
             addresses=tuple(self.table.addresses[row] for row in pick.rows),
             input_tokens=input_tokens,
             cached_tokens=cached,

@@ -1,6 +1,6 @@
 """The default picker: the endpoint where the first token is expected soonest, at least expense to those who come after.
 
-    cost_s(e) = (backlog(e) + (1 + others) * (input - cached(e))) / prefill_rate(e) + in_flight(e) * request_cost_s
+    cost_s(e) = (backlog(e) + (1 + others) * work(input - cached(e))) / prefill_rate(e) + in_flight(e) * request_cost_s
 
 This request waits for the prefill of those ahead and for its own; those behind wait for its own too, which is why that
 counts again. All is in seconds, so load and prefix need no weights against each other, and unequal GPUs are told apart
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from extproc.endpoints.ledger import backlogs
+from extproc.endpoints.ledger import backlogs, prefill_work
 from extproc.errors import NoEndpoint
 from extproc.scheduling.picker import Pick
 
@@ -68,7 +68,7 @@ class PrefixAware:
 
     def costs(self, table: EndpointTable, *, input_tokens: float, cached_tokens: Floats, now: float) -> Floats:
         """Seconds by row; infinite where there is no endpoint."""
-        own = np.maximum(input_tokens - cached_tokens, 1.0)
+        own = prefill_work(np.maximum(input_tokens - cached_tokens, 1.0), cached_tokens)
         waiting = backlogs(table, now) + (1 + self._parameters.others) * own
         cost: Floats = waiting / np.maximum(table.prefill_rate, 1.0) + self._parameters.request_cost_s * table.in_flight
         cost[table.avoid_until_s > now] += _AVOIDED_S

@@ -38,8 +38,9 @@ def test_cost_is_uncached_and_waiting_tokens_over_the_rate_plus_requests() -> No
     charge(table, 1, prefill_tokens=5_000, now=0.0)
     costs = PICKER.costs(table, input_tokens=2_000, cached_tokens=cached(table, e2=1_500), now=0.1)
 
-    # e0: 1.5 * 2000/10000; e1: (1.5 * 2000 + 5000 - 0.1 s * 10000)/10000 + 1 * 0.02; e2: 1.5 * 500/10000
-    assert costs[:3].tolist() == pytest.approx([0.3, 0.72, 0.075])
+    # the work of 2000 tokens is 2000 * (1 + 1000/20000) = 2100, that of 500 after 1500 is 500 * (1 + 1750/20000) = 543.75
+    # e0: 1.5 * 2100/10000; e1: (1.5 * 2100 + 5000 - 0.1 s * 10000)/10000 + 1 * 0.02; e2: 1.5 * 543.75/10000
+    assert costs[:3].tolist() == pytest.approx([0.315, 0.735, 0.0815625])
     assert np.isinf(costs[3:]).all()
 
 
@@ -52,9 +53,9 @@ def test_a_cached_prefix_wins_until_its_endpoint_is_busier_than_it_saves() -> No
         return pick.rows[0]
 
     assert first() == 0
-    charge(table, 0, prefill_tokens=11_000, now=0.0)
-    assert first() == 0  # 1.5 * 2000 + 11000 + a request, 200, against 1.5 * 10000
-    charge(table, 0, prefill_tokens=1_000, now=0.0)
+    charge(table, 0, prefill_tokens=14_000, now=0.0)
+    assert first() == 0  # 1.5 * 2900 + 14000 + a request, 200, against 1.5 * 12500
+    charge(table, 0, prefill_tokens=3_000, now=0.0)
     assert first() == 1
 
 

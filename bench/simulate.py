@@ -1,0 +1,157 @@
+"""The same decisions and the same engine model in virtual time: a comparison of policies in seconds instead of minutes.
+
+No Envoy, no HTTP: a request reaches its engine at the moment of its pick, and the access log entry comes ``LOG_DELAY_S``
+after its end. What is decided is decided by extproc's own pipeline.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from bench.engine.hardware import API_S, Hardware
+from bench.engine.scheduler import Limits, Request, Scheduler, Step
+from bench.engine.text import Message, answer_words, render_chat
+from bench.load.client import Result
+from extproc.learning import Outcome
+from extproc.pipeline import Head, Pipeline
+from extproc.request.model import Api
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bench.workload.sessions import Session, Workload
+    from extproc.config.types import Snapshot
+
+LOG_DELAY_S: Final = 0.2
+_HEAD: Final = Head("POST", "/v1/chat/completions", {}, has_body=True)
+
+
+class _Flight(msgspec.Struct):
+    """A request from its pick to its last token."""
+
+    ticket: str
+    address: str
+    due_s: float
+    done: Callable[[float, str], None]
+    first_token_s: float = 0.0
+
+
+class Simulation:
+    """Engines under one pipeline. ``run`` plays a workload and returns its results, in engine time."""
+
+    def __init__(self, snapshot: Snapshot, hardware: Hardware, limits: Limits, *, seed: int = 0) -> None:
+        self._pipeline = Pipeline(snapshot, rng=random.Random(seed), ticket_prefix="s")
+        self._rng = random.Random(seed)
+        self._limits = limits
+        (server,) = snapshot.servers
+        self._model = server.spec.model
+        self._asked = snapshot.routes[0].spec.model_name or self._model
+        self.engines = {one.address: Scheduler(hardware, limits) for one in server.spec.endpoints}
+        self._busy: set[str] = set()
+        self._flights: dict[int, _Flight] = {}
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = itertools.count()
+        self._results: list[Result] = []
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The decisions under test."""
+        return self._pipeline
+
+    def run(self, workload: Workload) -> Sequence[Result]:
+        """Play ``workload`` to its end."""
+        for session in workload.sessions:
+            self._begin(session)
+        while self._events:
+            now, _, act = heapq.heappop(self._events)
+            act(now)
+        return self._results
+
+    def _at(self, when: float, act: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), act))
+
+    def _begin(self, session: Session) -> None:
+        messages = [Message("system", session.system)] if session.system else []
+
+        def turn(number: int, now: float) -> None:
+            one = session.turns[number]
+            messages.append(Message("user", one.text))
+
+            def done(ended: float, text: str) -> None:
+                messages.append(Message("assistant", text))
+                if number + 1 < len(session.turns):
+                    self._at(ended + session.turns[number + 1].think_s, lambda later: turn(number + 1, later))
+
+            self._send(messages, one.output_tokens, now, done)
+
+        self._at(session.begins_s, lambda now: turn(0, now))
+
+    def _send(
+        self, messages: list[Message], output_tokens: int, now: float, done: Callable[[float, str], None]
+    ) -> None:
+        said = [{"role": message.role, "content": message.content} for message in messages]
+        body = msgspec.json.encode({"model": self._asked, "messages": said, "stream": True})
+        decision = self._pipeline.arrive(Api.CHAT, _HEAD, body, now)
+        address = decision.assignment.place.address
+        words = answer_words(self._rng, output_tokens)
+        request = Request(
+            next(self._order), render_chat(messages), words, model=self._model, block_size=self._limits.block_size
+        )
+        self._flights[request.key] = _Flight(decision.ticket, address, now, done)
+
+        def enter(later: float) -> None:
+            self.engines[address].add(request)
+            self._step(address, later)
+
+        self._at(now + API_S, enter)
+
+    def _step(self, address: str, now: float) -> None:
+        if address in self._busy:
+            return
+        step = self.engines[address].begin_step()
+        if step is not None:
+            self._busy.add(address)
+            self._at(now + step.seconds, lambda later: self._end_step(address, step, later))
+
+    def _end_step(self, address: str, step: Step, now: float) -> None:
+        for token in self.engines[address].end_step(step):
+            flight = self._flights[token.request.key]
+            flight.first_token_s = flight.first_token_s or now
+            if token.is_last:
+                self._finish(token.request, self._flights.pop(token.request.key), now)
+        self._busy.discard(address)
+        self._step(address, now)
+
+    def _finish(self, request: Request, flight: _Flight, now: float) -> None:
+        self._pipeline.finish(flight.ticket)
+        outcome = Outcome(
+            ticket=flight.ticket,
+            status=200,
+            served=flight.address,
+            duration_s=now - flight.due_s,
+            ttfb_s=flight.first_token_s - flight.due_s,
+            prompt_tokens=request.prompt_tokens,
+            completion_tokens=request.produced,
+            cached_tokens=request.cached_tokens or None,
+        )
+        self._at(now + LOG_DELAY_S, lambda later: self._settle(outcome, later))
+        self._results.append(
+            Result(
+                due_s=flight.due_s,
+                first_token_s=flight.first_token_s,
+                last_token_s=now,
+                prompt_tokens=request.prompt_tokens,
+                cached_tokens=request.cached_tokens or 0,
+                output_tokens=request.produced,
+            )
+        )
+        flight.done(now, "".join(request.words))
+
+    def _settle(self, outcome: Outcome, now: float) -> None:
+        self._pipeline.settle(outcome, now)
