@@ -133,11 +133,11 @@ def _read(arguments: list[str] | None) -> Settings:
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="replay Mooncake JSONL or Azure CSV, plain or .gz")
     parser.add_argument("--skip", type=int, default=0, help="rows of the trace to pass over")
-    parser.add_argument("--limit", type=int, default=400, help="rows of the trace to replay (default: 400)")
+    parser.add_argument("--limit", type=int, default=800, help="rows of the trace to replay (default: 800)")
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--hardware", default="h100-llama-3.1-8b", help="see python -m bench.engine --help")
     parser.add_argument("--kv-blocks", type=int, help="default: 3000 for generated conversations, a GPU's for traces")
-    parser.add_argument("--speed", type=float, help="engine seconds in a second (default: 1; 2 for traces)")
+    parser.add_argument("--speed", type=float, help="engine seconds in a second (default: 1; 4 for traces)")
     parser.add_argument("--policies", default=",".join(POLICIES), help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of generated conversations")
     parser.add_argument("--out", type=Path, help="default: bench/out/run-NAME")
@@ -153,7 +153,7 @@ def _read(arguments: list[str] | None) -> Settings:
     flags = EngineFlags(
         count=options.engines,
         hardware=options.hardware,
-        speed=options.speed or (2.0 if is_trace else 1.0),
+        speed=options.speed or (4.0 if is_trace else 1.0),
         kv_blocks=options.kv_blocks or (None if is_trace else 3000),
     )
     name = options.trace.name.partition(".")[0] if is_trace else "conversations"

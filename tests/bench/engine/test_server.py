@@ -1,0 +1,183 @@
+"""The engine as a client sees it: vLLM's answers, metrics and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+import httpx
+import openai
+import pytest
+
+from bench.engine.hardware import PRESETS
+from bench.engine.scheduler import Limits
+from bench.engine.server import EngineServer, Settings
+from bench.processes import free_ports
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+MODEL = "llama"
+PROMPT = "once upon a time " * 40
+
+
+class Engine:
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.http = httpx.AsyncClient(base_url=url, timeout=20)
+        self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+    async def complete(self, prompt: str = PROMPT, **fields: object) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": prompt, **fields})
+
+    async def metric(self, name: str) -> float:
+        text = (await self.http.get("/metrics")).text
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+@pytest.fixture(params=[True])
+async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
+    (port,) = free_ports(1)
+    settings = Settings(
+        host="127.0.0.1",
+        port=port,
+        model=MODEL,
+        adapters=("sql",),
+        hardware=PRESETS["h100-llama-3.1-8b"],
+        limits=Limits(num_gpu_blocks=1000),
+        max_model_len=4000,
+        default_max_tokens=8,
+        speed=20.0,
+        seed=0,
+        headers_first=request.param,
+    )
+    async with asyncio.TaskGroup() as tasks:
+        server = tasks.create_task(EngineServer(settings).run())
+        one = Engine(f"http://127.0.0.1:{port}")
+
+        async def is_up() -> bool:
+            try:
+                return (await one.http.get("/health")).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        await eventually(is_up)
+        yield one
+        await one.http.aclose()
+        await one.openai.close()
+        server.cancel()
+
+
+async def test_a_repeated_prompt_is_reported_as_cached(engine: Engine) -> None:
+    first = (await engine.complete()).json()["usage"]
+    assert first["prompt_tokens_details"] is None
+    assert first["completion_tokens"] == 16
+    second = (await engine.complete()).json()["usage"]
+    assert second["prompt_tokens"] == 170
+    assert second["prompt_tokens_details"]["cached_tokens"] == 160
+    assert await engine.metric("vllm:prefix_cache_hits_total") == 160
+    assert await engine.metric("vllm:request_success_total") == 2
+    assert await engine.metric("vllm:num_requests_running") == 0
+
+
+async def test_a_streamed_chat_carries_its_usage_only_if_asked(engine: Engine) -> None:
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": True}
+    plain = (await engine.http.post("/v1/chat/completions", json=asked)).text
+    assert '"usage"' not in plain
+    events = [json.loads(line[6:]) for line in plain.splitlines() if line.startswith("data: {")]
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None, None, None, "length"]
+    assert plain.endswith("data: [DONE]\n\n")
+
+    with_usage = await engine.http.post(
+        "/v1/chat/completions", json={**asked, "stream_options": {"include_usage": True}}
+    )
+    last = [json.loads(line[6:]) for line in with_usage.text.splitlines() if line.startswith("data: {")][-1]
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 3
+
+
+async def test_the_openai_client_reads_every_api(engine: Engine) -> None:
+    chat = await engine.openai.chat.completions.create(
+        model="sql", messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}], max_tokens=2
+    )
+    assert chat.choices[0].message.content
+    response = await engine.openai.responses.create(model=MODEL, input="hi", max_output_tokens=2)
+    assert response.usage is not None
+    assert response.usage.output_tokens == 2
+    stream = await engine.openai.responses.create(model=MODEL, input="hi", max_output_tokens=2, stream=True)
+    kinds = [event.type async for event in stream]
+    assert kinds == ["response.created", *["response.output_text.delta"] * 2, "response.completed"]
+    vectors = await engine.openai.embeddings.create(model=MODEL, input=["a", "a", "b"], encoding_format="float")
+    first, second, third = (one.embedding for one in vectors.data)
+    assert first == second != third
+    assert [model.id async for model in engine.openai.models.list()] == [MODEL, "sql"]
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"{", 400),
+        (b'{"model": "llama"}', 400),
+        (b'{"model": "other", "prompt": "x"}', 404),
+        (json.dumps({"model": "llama", "prompt": "abc " * 5000}).encode(), 400),
+    ],
+)
+async def test_what_it_cannot_serve_is_refused(engine: Engine, content: bytes, status: int) -> None:
+    answer = await engine.http.post("/v1/completions", content=content)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+
+
+async def test_a_client_that_leaves_frees_its_place(engine: Engine) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        await engine.http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 3000}, timeout=0.3)
+
+    async def is_idle() -> bool:
+        return await engine.metric("vllm:num_requests_running") == 0
+
+    await eventually(is_idle)
+    assert await engine.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 1
+
+
+async def test_faults_come_as_often_as_asked(engine: Engine) -> None:
+    await engine.http.post("/faults", json={"fault": "unavailable", "times": 2})
+    assert [(await engine.complete()).status_code for _ in range(3)] == [503, 503, 200]
+
+    await engine.http.post("/faults", json={"fault": "cut", "after_tokens": 2})
+    with pytest.raises(httpx.RemoteProtocolError):
+        await engine.complete(stream=True)
+    assert (await engine.complete(stream=True)).text.endswith("[DONE]\n\n")
+
+    refused = await engine.http.post("/faults", json={"fault": "explode"})
+    assert refused.status_code == 400
+    assert "refuse, stall, cut and unavailable" in refused.text
+
+
+async def test_it_refuses_connections_for_a_while_and_comes_back(engine: Engine) -> None:
+    await engine.http.post("/faults", json={"fault": "refuse", "for_s": 0.3})
+
+    async def new_connection_is_taken() -> bool:
+        async with httpx.AsyncClient() as fresh:
+            try:
+                return (await fresh.get(f"{engine.url}/health")).status_code == 200
+            except httpx.ConnectError:
+                return False
+
+    assert not await new_connection_is_taken()
+    await eventually(new_connection_is_taken)
+
+
+@pytest.mark.parametrize("engine", [True, False], indirect=True, ids=["headers at once", "headers with a token"])
+async def test_headers_of_a_stream_come_when_they_are_told_to(engine: Engine, request: pytest.FixtureRequest) -> None:
+    headers_first = request.node.callspec.params["engine"]
+    await engine.http.post("/faults", json={"fault": "stall", "for_s": 30})
+    body = {"model": MODEL, "prompt": "x", "stream": True}
+    asking = engine.http.stream("POST", "/v1/completions", json=body, timeout=0.5)
+    if headers_first:
+        async with asking as answer:
+            assert answer.status_code == 200
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            await asking.__aenter__()

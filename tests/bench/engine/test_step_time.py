@@ -1,0 +1,53 @@
+"""Step times against numbers worked out by hand, and against published measurements."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.engine.hardware import PRESETS, Gpu, Hardware, ModelShape
+from bench.engine.step_time import Work, step_seconds
+
+# Round numbers: 1e9 parameters, 2e9 bytes; 10 layers; 2 * 10 * 1 * 50 * 2 = 2,000 bytes of KV a token.
+SHAPE = ModelShape(parameters=1e9, layers=10, hidden=100, heads=2, kv_heads=1, head_dim=50)
+ONE = Hardware(SHAPE, Gpu(flops=100e12, bandwidth=1e12, memory=10e9))
+OVERHEAD = 10 * 32e-6 + 126e-6
+
+
+def test_one_decode_waits_for_the_weights_and_its_history() -> None:
+    # 2e9 bytes at 0.75e12/s; 1,000 tokens * 2,000 bytes at 0.5e12/s
+    expected = 2e9 / 0.75e12 + 2e6 / 0.5e12 + OVERHEAD + 4.4e-6
+    assert step_seconds(ONE, [Work(1, 1000)]) == pytest.approx(expected)
+
+
+def test_a_large_prefill_is_computation() -> None:
+    # 2 * 1e9 * 8,000 at 65e12/s; pairs 8,000 * 4,000, each 4 * 10 * 2 * 50 FLOPs, at 40e12/s
+    expected = 16e12 / 65e12 + 32e6 * 4000 / 40e12 + OVERHEAD + 4.4e-6
+    assert step_seconds(ONE, [Work(8000, 0)]) == pytest.approx(expected)
+
+
+def test_history_makes_a_chunk_slower_and_several_gpus_make_it_faster_less_what_they_exchange() -> None:
+    assert step_seconds(ONE, [Work(1000, 50_000)]) > step_seconds(ONE, [Work(1000, 0)])
+    two = Hardware(SHAPE, ONE.gpu, gpus=2)
+    exchange = 2 * 10 * 8000 * 100 * 2 * (2 * 1 / 2) / 600e9
+    alone = step_seconds(ONE, [Work(8000, 0)]) - OVERHEAD - 4.4e-6
+    assert step_seconds(two, [Work(8000, 0)]) == pytest.approx(alone / 2 + exchange + OVERHEAD + 4.4e-6)
+
+
+@pytest.mark.parametrize(
+    ("preset", "batch", "measured_s"),
+    [
+        # Vidur's kernels of Llama-3-8B on an A100, attention left out: decode of 1 and 64, prefill of 512 and 2,048
+        ("a100-llama-3.1-8b", [Work(1, 0)], 9.8e-3),
+        ("a100-llama-3.1-8b", [Work(1, 0)] * 64, 11.4e-3),
+        ("a100-llama-3.1-8b", [Work(512, 0)], 35.5e-3),
+        ("a100-llama-3.1-8b", [Work(2048, 0)], 150e-3),
+    ],
+)
+def test_published_kernel_times_are_met_within_a_fifth(preset: str, batch: list[Work], measured_s: float) -> None:
+    assert step_seconds(PRESETS[preset], batch) == pytest.approx(measured_s, rel=0.2)
+
+
+def test_kv_capacities_are_those_that_memory_leaves() -> None:
+    # 72 GB less 2 GiB less 16.06 GB of weights, at 131,072 bytes a token
+    assert PRESETS["h100-llama-3.1-8b"].kv_tokens() == pytest.approx(410_000, rel=0.01)
+    assert PRESETS["h100x4-llama-3.1-70b"].model.kv_bytes_per_token == 327_680
