@@ -1,7 +1,7 @@
 """``make run``: Envoy, extproc and engines under load, prefix-aware picking against round robin.
 
 Every policy meets the same workload with cold caches. Exit status: 0, 1 if a request failed, 2 if something could not be
-started or read, 130 after Ctrl-C.
+started or read, 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import os
 import re
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (StartFailed, EnvoyMissing, TraceInvalid) as error:
         console.print(str(error), style="red", markup=False)
         return 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("stopped; all processes are ended")
         return 130
     console.print(table(comparison))
@@ -81,6 +82,9 @@ def _verdict(comparison: Comparison, console: Console) -> int:
 
 
 async def _compare(settings: Settings, console: Console) -> Comparison:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     runs = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[state]}"), console=console) as progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from controller.gateway.publish import remove_orphans, steps, write
+from controller.gateway.publish import Lingering, remove_orphans, steps, write
 from extproc.config.load import load_directory, signature
 from extproc.config.mistakes import ConfigInvalid
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from extproc.config.types import Snapshot
 
 _POLL_S: Final = 0.2
+# extproc takes up to two seconds to follow a change that names a new server, and sends requests to the old one until then.
+_LINGER_S: Final = 5.0
 
 # Where the golden bundles expect to be mounted.
 GOLDEN_PATH: Final = "/etc/attache/envoy"
@@ -29,30 +31,36 @@ def write_once(config: Path, out: Path, path: str) -> Snapshot:
     return snapshot
 
 
-def follow(config: Path, out: Path, path: str, current: Snapshot) -> None:
+def follow(config: Path, out: Path, path: str, snapshot: Snapshot) -> None:
     """Until interrupted, write again on every change. A broken configuration is said, and the last good bundle stays."""
+    clock = time.monotonic  # noqa: TID251 - the edge
+    lingering = Lingering(_LINGER_S)
     seen: object = None
+    written = snapshot
     while True:
         now_seen = signature(config)
         if now_seen != seen:
-            current = _follow_change(config, out, path, current)
+            fresh = _read(config) or snapshot
+            lingering.follow(snapshot, fresh, clock())
+            if fresh.gateway.admin != snapshot.gateway.admin:
+                pass
+            snapshot = fresh
             # what has changed since may not have been read
             seen = now_seen if signature(config) == now_seen else None
+        wanted = lingering.added_to(snapshot, clock())
+        if wanted != written:
+            for step in steps(written, wanted, path):
+                time.sleep(step.wait_s)
+                write(out, step)
+            written = wanted
         time.sleep(_POLL_S)
 
 
-def _follow_change(config: Path, out: Path, path: str, current: Snapshot) -> Snapshot:
+def _read(config: Path) -> Snapshot | None:
     try:
-        snapshot = load_directory(config)
+        return load_directory(config)
     except (ConfigInvalid, OSError):
-        return current
-    if snapshot.version != current.version:
-        for step in steps(current, snapshot, path):
-            time.sleep(step.wait_s)
-            write(out, step)
-        if snapshot.gateway.admin != current.gateway.admin:
-            pass
-    return snapshot
+        return None
 
 
 def write_golden(folder: Path) -> None:

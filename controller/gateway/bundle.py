@@ -13,9 +13,9 @@ from controller.gateway.listener import listener
 from controller.gateway.routes import route_configuration
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-    from extproc.config.types import Snapshot
+    from extproc.config.types import ModelServer, Snapshot
 
 BOOTSTRAP_FILE = "bootstrap.json"
 
@@ -25,21 +25,19 @@ def build(snapshot: Snapshot, directory: str) -> Mapping[str, str]:
 
     Equal snapshots give equal files. In writing order: what is referred to comes before what refers to it.
     """
-    version = snapshot.version
     files = {
-        endpoints_file(server.metadata.name): to_resources(version, [server_endpoints(server)])
-        for server in snapshot.servers
+        endpoints_file(server.metadata.name): to_resources([server_endpoints(server)]) for server in snapshot.servers
     }
     clusters = [extproc_cluster(snapshot.gateway), *(server_cluster(server, directory) for server in snapshot.servers)]
-    files[CLUSTERS_FILE] = to_resources(version, clusters)
-    files[ROUTES_FILE] = to_resources(version, [route_configuration(snapshot)])
-    files[LISTENERS_FILE] = to_resources(version, [listener(snapshot.gateway, directory)])
+    files[CLUSTERS_FILE] = to_resources(clusters)
+    files[ROUTES_FILE] = to_resources([route_configuration(snapshot)])
+    files[LISTENERS_FILE] = to_resources([listener(snapshot.gateway, directory)])
     files[BOOTSTRAP_FILE] = to_json(bootstrap(snapshot.gateway, directory))
     return files
 
 
-def with_leaving(snapshot: Snapshot, before: Snapshot) -> Snapshot:
-    """``snapshot`` and the servers of ``before`` that it no longer has: what Envoy needs while requests still go there."""
+def with_servers(snapshot: Snapshot, more: Iterable[ModelServer]) -> Snapshot:
+    """``snapshot`` with those of ``more`` that it does not have; no rule sends new requests there."""
     names = {server.metadata.name for server in snapshot.servers}
-    leaving = tuple(server for server in before.servers if server.metadata.name not in names)
-    return msgspec.structs.replace(snapshot, servers=(*snapshot.servers, *leaving))
+    added = tuple(server for server in more if server.metadata.name not in names)
+    return msgspec.structs.replace(snapshot, servers=(*snapshot.servers, *added)) if added else snapshot

@@ -6,6 +6,7 @@ import json
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
+import xxhash
 from envoy_data_plane.envoy.config.core.v3 import Address, Pipe, SocketAddress, TypedExtensionConfig
 from envoy_data_plane.google.protobuf import Any
 
@@ -49,7 +50,8 @@ def to_json(message: Message) -> str:
     return json.dumps(message.to_dict(casing=_PROTO_NAMES), indent=1) + "\n"
 
 
-def to_resources(version: str, messages: Iterable[Message]) -> str:
-    """A file of xDS: a DiscoveryResponse with ``messages`` as its resources."""
+def to_resources(messages: Iterable[Message]) -> str:
+    """A file of xDS: a DiscoveryResponse with ``messages`` as its resources, its version a digest of them."""
     resources = [Any.pack(message).to_dict(casing=_PROTO_NAMES) for message in messages]
+    version = xxhash.xxh3_64_hexdigest(json.dumps(resources).encode())
     return json.dumps({"version_info": version, "resources": resources}, indent=1) + "\n"

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.gateway.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER, ROUTES_FILE
-from controller.gateway.bundle import build, with_leaving
+from controller.gateway.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
+from controller.gateway.bundle import build, with_servers
 
 if TYPE_CHECKING:
-    from extproc.config.types import Snapshot
+    from extproc.config.types import ModelServer, Snapshot
 
 # Envoy reads a file within some milliseconds of its being moved into place; clusters then connect and warm up.
 _TAKEN_UP_S: Final = 0.3
-# Requests on their way to a server that leaves have been decided by extproc with the configuration before.
-_LEAVING_S: Final = 2.0
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -39,15 +37,46 @@ def steps(before: Snapshot | None, after: Snapshot, directory: str) -> list[Step
     final = build(after, directory)
     if before is None:
         return [Step(0.0, final)]
-    both = build(with_leaving(after, before), directory)
-    endpoints_and_clusters = {name: text for name, text in both.items() if _comes_first(name)}
-    others = {name: text for name, text in both.items() if not _comes_first(name)}
-    planned = [Step(0.0, endpoints_and_clusters), Step(_TAKEN_UP_S, others)]
+    both = build(with_servers(after, before.servers), directory)
+    clusters = {name: text for name, text in both.items() if _comes_first(name)}
+    others = {name: text for name, text in final.items() if not _comes_first(name)}
+    planned = [Step(0.0, clusters), Step(_TAKEN_UP_S, others)]
     gone = tuple(name for name in both if name not in final)
     if gone:
-        planned.append(Step(_LEAVING_S, {ROUTES_FILE: final[ROUTES_FILE]}))
         planned.append(Step(_TAKEN_UP_S, {CLUSTERS_FILE: final[CLUSTERS_FILE]}, gone))
     return planned
+
+
+class Lingering:
+    """Servers that the configuration no longer has, but to which requests may still be on their way.
+
+    extproc follows the configuration at its own pace: until it has surely forgotten a server, Envoy keeps its route.
+    """
+
+    def __init__(self, linger_s: float) -> None:
+        self._linger_s = linger_s
+        self._left_at_s: dict[str, float] = {}
+        self._servers: dict[str, ModelServer] = {}
+
+    def follow(self, before: Snapshot, after: Snapshot, now: float) -> None:
+        """The configuration has changed."""
+        names = {server.metadata.name for server in after.servers}
+        for server in before.servers:
+            if server.metadata.name not in names:
+                self._servers[server.metadata.name] = server
+                self._left_at_s[server.metadata.name] = now
+        for name in names & set(self._servers):
+            self._forget(name)
+
+    def added_to(self, snapshot: Snapshot, now: float) -> Snapshot:
+        """``snapshot`` with those that linger at ``now``."""
+        for name, left_at_s in list(self._left_at_s.items()):
+            if now - left_at_s >= self._linger_s:
+                self._forget(name)
+        return with_servers(snapshot, self._servers.values())
+
+    def _forget(self, name: str) -> None:
+        del self._servers[name], self._left_at_s[name]
 
 
 def _comes_first(name: str) -> bool:

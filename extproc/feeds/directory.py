@@ -26,9 +26,9 @@ class DirectoryFeed:
     """Feeds a directory's snapshots to the pipeline."""
 
     def __init__(self, directory: Path, pipeline: Pipeline, metrics: Metrics, *, settle_s: float) -> None:
-        """``settle_s``: how long a ModelServer that is new waits before requests may go there.
+        """``settle_s``: how long a configuration with a new ModelServer must stand before it is applied.
 
-        Envoy is told of it by another process, and would have no route for it yet.
+        Envoy is told of the server by another process, and would have no route for it yet.
         """
         self._directory = directory
         self._settle_s = settle_s
@@ -64,7 +64,10 @@ class DirectoryFeed:
             self._metrics.config_mended()
             return
         if any(server.metadata.name not in self._pipeline.pools for server in snapshot.servers):
+            before = signature(self._directory)
             await asyncio.sleep(self._settle_s)
+            if signature(self._directory) != before:
+                return  # and begin again with what is there now
         self._pipeline.apply(snapshot)
         self._version = snapshot.version
         self._metrics.config_applied()

@@ -1,0 +1,68 @@
+"""``make up``: the whole system on loopback, left running until Ctrl-C, with a line to try."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from bench.processes import StartFailed
+from bench.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, running_stack
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 after Ctrl-C or SIGTERM, 2 if something did not come up."""
+    parser = argparse.ArgumentParser(prog="bench.up", description=__doc__)
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--hardware", default="h100-llama-3.1-8b", help="see python -m bench.engine --help")
+    parser.add_argument("--listen", default="127.0.0.1:8080", help="where Envoy listens (default: %(default)s)")
+    parser.add_argument("--picker", choices=["PrefixAware", "RoundRobin"], default="PrefixAware")
+    options = parser.parse_args(arguments)
+    flags = EngineFlags(count=options.engines, hardware=options.hardware)
+    console = Console(highlight=False)
+    try:
+        uvloop.run(_stay(flags, options.picker, options.listen, console))
+    except (StartFailed, EnvoyMissing) as error:
+        console.print(str(error), style="red", markup=False)
+        return 2
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+async def _stay(flags: EngineFlags, picker: str, listen: str, console: Console) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    with tempfile.TemporaryDirectory(prefix="attache-up-") as directory, contextlib.suppress(asyncio.CancelledError):
+        async with running_stack(Path(directory), flags, picker=picker, watch=True, listen=listen) as stack:
+            console.print(_welcome(stack), markup=False, soft_wrap=True)
+            await asyncio.Event().wait()
+    console.print("all processes are ended")
+
+
+def _welcome(stack: Stack) -> str:
+    question = f'{{"model": "{ALIAS}", "stream": true, "messages": [{{"role": "user", "content": "Who are you?"}}]}}'
+    return f"""\
+{len(stack.engines)} engines ({", ".join(stack.engines)}), extproc and Envoy are up. Try
+
+  curl -N {stack.url}/v1/chat/completions -H 'content-type: application/json' -d '{question}'
+
+configuration  {stack.config}  (edit it: it is followed)
+metrics        {stack.metrics}/metrics of extproc, /metrics of every engine, {stack.admin} of Envoy
+logs           {stack.directory}
+faults         curl {stack.engines[0]}/faults -d '{{"fault": "stall", "for_s": 5}}'  (also refuse, cut, unavailable)
+
+Ctrl-C ends it all."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""The bundle as data, and the way from one bundle to the next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from controller.__main__ import main
+from controller.bundle import GOLDEN_PATH
+from controller.gateway.bundle import build, with_servers
+from controller.gateway.publish import Lingering, Step, remove_orphans, steps, write
+from extproc.config.load import load, load_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from extproc.config.types import Snapshot
+
+ENVOY = Path(__file__).parent.parent.parent / "envoy"
+SERVER = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: NAME}
+spec:
+  model: engines-name
+  endpoints: [{address: "10.0.0.1:8000"}, {address: "[fd00::2]:8000"}]
+---
+"""
+ROUTE = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: chat}
+spec:
+  modelName: chat
+  loraAdapters: [sql, law]
+  rules:
+    - modelMatch: {headers: {X-Tester: {exact: "yes"}}, uri: {prefix: /v1/chat}}
+      targetModels: [{modelServerName: one}]
+    - targetModels: [{modelServerName: one, weight: 3}, {modelServerName: SECOND, weight: 1}]
+---
+"""
+
+
+def snapshot_of(*servers: str, gateway: str = "{}", second: str = "two") -> Snapshot:
+    documents = "".join(SERVER.replace("NAME", name) for name in servers) + ROUTE.replace("SECOND", second)
+    gateway_document = (
+        f"apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {{name: g}}\nspec: {gateway}\n"
+    )
+    return load({"all.yaml": (documents + gateway_document).encode()})
+
+
+def resources(files: Mapping[str, str], name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(files[name])["resources"]
+    return found
+
+
+def routes(files: Mapping[str, str]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = resources(files, "rds.json")[0]["virtual_hosts"][0]["routes"]
+    return found
+
+
+def test_a_server_is_a_cluster_with_a_file_of_endpoints_and_a_route_by_header() -> None:
+    files = build(snapshot_of("one", "two"), "/x")
+    clusters = {cluster["name"]: cluster for cluster in resources(files, "cds.json")}
+    assert set(clusters) == {"attache-extproc", "server/one", "server/two"}
+    source = clusters["server/one"]["eds_cluster_config"]["eds_config"]["path_config_source"]
+    assert source["path"] == "/x/eds/one.json"
+    (assignment,) = resources(files, "eds/one.json")
+    addresses = [one["endpoint"]["address"]["socket_address"] for one in assignment["endpoints"][0]["lb_endpoints"]]
+    assert addresses == [
+        {"address": "10.0.0.1", "port_value": 8000},
+        {"address": "fd00::2", "port_value": 8000},
+    ]
+    first = routes(files)[0]
+    assert first["match"]["headers"] == [{"name": "x-attache-server", "string_match": {"exact": "one"}}]
+    assert first["route"]["cluster"] == "server/one"
+
+
+def test_no_cluster_keeps_envoys_limit_of_1024_streams() -> None:
+    for cluster in resources(build(snapshot_of("one", "two"), "/x"), "cds.json"):
+        (limits,) = cluster["circuit_breakers"]["thresholds"]
+        assert min(limits[name] for name in ("max_connections", "max_requests", "max_pending_requests")) >= 1_000_000
+
+
+def test_rules_weights_and_names_hold_without_extproc() -> None:
+    found = {route["name"]: route for route in routes(build(snapshot_of("one", "two"), "/x"))}
+    testers, rest = found["without-extproc/chat/0"], found["without-extproc/chat/1"]
+    assert testers["match"]["prefix"] == "/v1/chat"
+    assert {"name": "x-tester", "string_match": {"exact": "yes"}} in testers["match"]["headers"]
+    assert testers["route"]["cluster"] == "server/one"
+    weighted = rest["route"]["weighted_clusters"]["clusters"]
+    assert [(one["name"], one["weight"]) for one in weighted] == [("server/one", 3), ("server/two", 1)]
+    renamed = "engines-name"
+    assert all(renamed in json.dumps(one["typed_per_filter_config"]) for one in weighted)
+    adapters = found["without-extproc/chat/1/adapters"]
+    assert renamed not in json.dumps(adapters)
+    assert {"law", "sql"} <= set(json.dumps(adapters["match"]["dynamic_metadata"]).replace('"', " ").split())
+
+
+def test_a_closed_gateway_has_no_way_around_extproc() -> None:
+    files = build(snapshot_of("one", "two", gateway="{failureMode: Close}"), "/x")
+    assert [route["name"] for route in routes(files)] == ["server/one", "server/two"]
+    assert "failure_mode_allow" not in files["lds.json"]
+    assert "without_extproc" not in files["lds.json"]
+
+
+def test_equal_snapshots_give_equal_files_and_endpoints_change_their_own_file_alone() -> None:
+    before = snapshot_of("one", "two")
+    assert build(before, "/x") == build(snapshot_of("one", "two"), "/x")
+    documents = "".join(SERVER.replace("NAME", name) for name in ("one", "two")) + ROUTE.replace("SECOND", "two")
+    after = load({"all.yaml": documents.replace("10.0.0.1", "10.0.0.9", 1).encode()})
+    changed = {name for name, text in build(after, "/x").items() if build(before, "/x")[name] != text}
+    assert changed == {"eds/one.json"}
+
+
+@pytest.mark.parametrize("name", sorted(source.name for source in (ENVOY / "sources").iterdir()))
+def test_golden_bundles_are_what_their_sources_give(name: str) -> None:
+    snapshot = load_directory(ENVOY / "sources" / name)
+    fresh = build(snapshot, GOLDEN_PATH)
+    kept = ENVOY / "bundles" / name
+    files = {str(file.relative_to(kept)): file.read_text() for file in kept.rglob("*.json")}
+    assert files == fresh, "run `make generate`"
+
+
+def names_by_step(planned: list[Step], file: str) -> list[set[str]]:
+    return [{one["name"] for one in resources(step.files, file)} for step in planned if file in step.files]
+
+
+def test_clusters_come_before_the_routes_that_name_them_and_go_after_them() -> None:
+    before, after = snapshot_of("one", "two"), snapshot_of("one", "three", second="three")
+    planned = steps(before, after, "/x")
+    assert [sorted(step.files) for step in planned] == [
+        ["cds.json", "eds/one.json", "eds/three.json", "eds/two.json"],
+        ["bootstrap.json", "lds.json", "rds.json"],
+        ["cds.json"],
+    ]
+    assert names_by_step(planned, "cds.json") == [
+        {"attache-extproc", "server/one", "server/two", "server/three"},
+        {"attache-extproc", "server/one", "server/three"},
+    ]
+    assert list(planned[0].files)[-1] == "cds.json"
+    assert planned[-1].gone == ("eds/two.json",)
+    assert all(step.wait_s > 0 for step in planned[1:])
+
+
+def test_a_server_that_leaves_lingers_for_a_while_unless_it_comes_back() -> None:
+    both, one = snapshot_of("one", "two"), snapshot_of("one", second="one")
+    lingering = Lingering(5.0)
+    lingering.follow(both, one, now=100.0)
+    assert lingering.added_to(one, now=104.9) == with_servers(one, both.servers)
+    assert lingering.added_to(one, now=105.0) == one
+
+    lingering.follow(both, one, now=200.0)
+    lingering.follow(one, both, now=201.0)
+    assert lingering.added_to(both, now=201.0) == both
+    lingering.follow(both, one, now=204.0)
+    assert lingering.added_to(one, now=208.9) != one
+
+
+def test_files_are_replaced_whole_and_only_if_they_change(tmp_path: Path) -> None:
+    write(tmp_path, Step(0, {"eds/one.json": "1", "rds.json": "a"}))
+    inode = (tmp_path / "rds.json").stat().st_ino
+    write(tmp_path, Step(0, {"eds/one.json": "2", "rds.json": "a"}, gone=("eds/none.json",)))
+    assert (tmp_path / "rds.json").stat().st_ino == inode
+    assert (tmp_path / "eds/one.json").read_text() == "2"
+    assert {file.name for file in tmp_path.rglob("*")} == {"eds", "one.json", "rds.json"}
+
+
+def test_what_an_earlier_writer_left_behind_is_removed(tmp_path: Path) -> None:
+    write(tmp_path, Step(0, {"eds/one.json": "1", "eds/old.json": "1"}))
+    remove_orphans(tmp_path, snapshot_of("one", second="one"))
+    assert [file.name for file in (tmp_path / "eds").iterdir()] == ["one.json"]
+
+
+def test_the_command_says_every_mistake_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "a.yaml").write_text(SERVER.replace("NAME", "one").replace("10.0.0.1:8000", "nowhere") + ROUTE.replace("SECOND", "gone"))
+    assert main(["bundle", "--config", str(config), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "'nowhere' is not an address" in said
+    assert "no ModelServer is called 'gone'" in said
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit):
+        main(["bundle"])
+    assert "write --config DIR and --out DIR" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").write_text("a file")
+    source = str(ENVOY / "sources" / "one-model")
+    assert main(["bundle", "--config", source, "--out", str(tmp_path / "out")]) == 2
+    assert "cannot write the bundle" in capsys.readouterr().err
