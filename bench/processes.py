@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
 from typing import TYPE_CHECKING, Final, Self
@@ -28,6 +27,7 @@ class Processes:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._running: list[tuple[str, asyncio.subprocess.Process]] = []
+        self._commands: dict[str, Sequence[str]] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -38,18 +38,18 @@ class Processes:
         # a second Ctrl-C must not leave processes behind
         await asyncio.shield(self._end_all())
 
-    async def start(self, name: str, command: Sequence[str], *, env: dict[str, str] | None = None) -> int:
+    async def start(self, name: str, command: Sequence[str]) -> int:
         """Run ``command`` with its output in ``NAME.log``; its process id. Ctrl-C in the terminal does not reach it."""
-        with (self._logs / f"{name}.log").open("wb") as log:
+        with (self._logs / f"{name}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **(env or {})},
             )
         self._running.append((name, process))
+        self._commands[name] = command
         return process.pid
 
     async def wait_ready(self, name: str, is_ready: Callable[[], Awaitable[bool]]) -> None:
@@ -70,6 +70,11 @@ class Processes:
         entry = next(entry for entry in self._running if entry[0] == name)
         self._running.remove(entry)
         await _end(entry[1], number)
+
+    async def restart(self, name: str, number: signal.Signals) -> int:
+        """End one process with a signal and start it again; its new process id."""
+        await self.end(name, number)
+        return await self.start(name, self._commands[name])
 
     async def _end_all(self) -> None:
         while self._running:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,7 +17,7 @@ from bench.processes import Processes, free_ports
 from extproc.config.types import API_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 MODEL: Final = "meta-llama/Llama-3.1-8B-Instruct"
@@ -32,6 +33,7 @@ class EngineFlags(msgspec.Struct, frozen=True):
     speed: float = 1.0
     kv_blocks: int | None = None
     stream_headers: str = "immediate"
+    adapters: tuple[str, ...] = ()
 
     def arguments(self, port: int, seed: int) -> list[str]:
         """Of the engine on ``port``."""
@@ -40,6 +42,7 @@ class EngineFlags(msgspec.Struct, frozen=True):
             *("--port", str(port), "--model", MODEL, "--hardware", self.hardware, "--speed", str(self.speed)),
             *("--stream-headers", self.stream_headers, "--seed", str(seed)),
             *blocks,
+            *(word for name in self.adapters for word in ("--lora", name)),
         ]
 
 
@@ -54,6 +57,7 @@ class Stack(msgspec.Struct, frozen=True):
     metrics: str
     engines: tuple[str, ...]
     pids: dict[str, int]
+    gateway: Mapping[str, str]
 
     @property
     def config(self) -> Path:
@@ -74,18 +78,25 @@ def envoy_binary() -> str:
     return str(found[-1].resolve())
 
 
-def documents(engines: Sequence[str], *, picker: str, gateway: Mapping[str, str]) -> str:
+def documents(
+    engines: Sequence[str],
+    *,
+    picker: str = "PrefixAware",
+    gateway: Mapping[str, str],
+    adapters: Sequence[str] = (),
+    server: str = "llama",
+) -> str:
     """A configuration directory's only file: one model under a short name, on all engines."""
 
     def document(kind: str, name: str, spec: Mapping[str, object]) -> dict[str, object]:
         return {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": spec}
 
-    server = {"model": MODEL, "picker": picker, "endpoints": [{"address": address} for address in engines]}
-    rule = {"targetModels": [{"modelServerName": "llama"}]}
+    spec = {"model": MODEL, "picker": picker, "endpoints": [{"address": address} for address in engines]}
+    rule = {"targetModels": [{"modelServerName": server}]}
     return yaml.safe_dump_all(
         [
-            document("ModelServer", "llama", server),
-            document("ModelRoute", "llama", {"modelName": ALIAS, "rules": [rule]}),
+            document("ModelServer", server, spec),
+            document("ModelRoute", "llama", {"modelName": ALIAS, "loraAdapters": list(adapters), "rules": [rule]}),
             document("GatewayConfig", "gateway", dict(gateway)),
         ],
         sort_keys=False,
@@ -94,21 +105,30 @@ def documents(engines: Sequence[str], *, picker: str, gateway: Mapping[str, str]
 
 @contextlib.asynccontextmanager
 async def running_stack(
-    directory: Path, flags: EngineFlags, *, picker: str, watch: bool = False, listen: str | None = None
+    directory: Path,
+    flags: EngineFlags,
+    *,
+    picker: str = "PrefixAware",
+    watch: bool = False,
+    gateway: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Stack]:
-    """Start it all in ``directory`` and wait until it serves; end it all on the way out. Raises StartFailed."""
+    """Start it all in ``directory`` and wait until it serves; end it all on the way out. Raises StartFailed.
+
+    ``gateway``: of the GatewayConfig's fields, those that are not to be as they come.
+    """
     ports = free_ports(flags.count + 4)
     envoy_port, admin_port, extproc_port, metrics_port, *engine_ports = ports
     engines = [f"127.0.0.1:{port}" for port in engine_ports]
     gateway = {
-        "listen": listen or f"127.0.0.1:{envoy_port}",
+        "listen": f"127.0.0.1:{envoy_port}",
         "admin": f"127.0.0.1:{admin_port}",
         "extproc": f"127.0.0.1:{extproc_port}",
+        **(gateway or {}),
     }
     binary = envoy_binary()
     config, bundle = directory / "config", directory / "envoy"
     config.mkdir(parents=True)
-    (config / "attache.yaml").write_text(documents(engines, picker=picker, gateway=gateway))
+    (config / "attache.yaml").write_text(documents(engines, picker=picker, gateway=gateway, adapters=flags.adapters))
     python = [sys.executable, "-m"]
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
 
@@ -143,6 +163,7 @@ async def running_stack(
             metrics=f"http://{metrics}",
             engines=tuple(f"http://{address}" for address in engines),
             pids=pids,
+            gateway=gateway,
         )
 
 

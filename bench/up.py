@@ -43,7 +43,9 @@ async def _stay(flags: EngineFlags, picker: str, listen: str, console: Console) 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     with tempfile.TemporaryDirectory(prefix="attache-up-") as directory, contextlib.suppress(asyncio.CancelledError):
-        async with running_stack(Path(directory), flags, picker=picker, watch=True, listen=listen) as stack:
+        async with running_stack(
+            Path(directory), flags, picker=picker, watch=True, gateway={"listen": listen}
+        ) as stack:
             console.print(_welcome(stack), markup=False, soft_wrap=True)
             await asyncio.Event().wait()
     console.print("all processes are ended")

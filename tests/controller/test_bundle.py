@@ -178,7 +178,9 @@ def test_what_an_earlier_writer_left_behind_is_removed(tmp_path: Path) -> None:
 def test_the_command_says_every_mistake_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config"
     config.mkdir()
-    (config / "a.yaml").write_text(SERVER.replace("NAME", "one").replace("10.0.0.1:8000", "nowhere") + ROUTE.replace("SECOND", "gone"))
+    (config / "a.yaml").write_text(
+        SERVER.replace("NAME", "one").replace("10.0.0.1:8000", "nowhere") + ROUTE.replace("SECOND", "gone")
+    )
     assert main(["bundle", "--config", str(config), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert "'nowhere' is not an address" in said
