@@ -61,8 +61,11 @@ def _agree_on_rates(table: EndpointTable) -> None:
 def note_failure(table: EndpointTable, row: int, now: float) -> None:
     """The endpoint did not serve what it was given: avoid it, twice as long each time.
 
-    A dead engine has no load, so it would look like the best choice for every request.
+    A dead engine has no load, so it would look like the best choice for every request. Failures while it is avoided
+    already are those of requests that were on their way: one event, told many times.
     """
+    if now < table.avoid_until_s[row]:
+        return
     table.avoid_until_s[row] = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(int(table.failures[row]), 10))
     table.failures[row] += 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
@@ -51,6 +52,9 @@ class GrpcServer:
         self._metrics = metrics
         self._new_exchange = new_exchange
         self._clock = clock
+        self._open = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self._server = grpc.aio.server(options=_OPTIONS)
         self._health = health_aio.HealthServicer()
         add_HealthServicer_to_server(self._health, self._server)
@@ -70,10 +74,18 @@ class GrpcServer:
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self, drain_s: float) -> None:
-        """Report not ready, take no new streams, and wait up to ``drain_s`` for those that run."""
+        """Report not ready, take no new streams, and wait up to ``drain_s`` for the requests that run.
+
+        Nobody waits for access log streams, which Envoy keeps open for ever.
+        """
         for service in ("", READINESS, EXTERNAL_PROCESSOR):
             await self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self._server.stop(drain_s)
+        draining = asyncio.create_task(self._server.stop(drain_s))
+        idle = asyncio.create_task(self._is_idle.wait())
+        await asyncio.wait({draining, idle}, return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        await self._server.stop(0)
+        await draining
 
     def _external_processor(self) -> grpc.GenericRpcHandler:
         handler: grpc.RpcMethodHandler[ProcessingRequest, bytes] = grpc.stream_stream_rpc_method_handler(
@@ -89,6 +101,8 @@ class GrpcServer:
 
     async def _process(self, _: object, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> None:
         exchange = self._new_exchange()
+        self._open += 1
+        self._is_idle.clear()
         try:
             # grpc.aio's read and write cost half of its async iterators
             while not _is_end(message := await context.read()):
@@ -99,6 +113,9 @@ class GrpcServer:
             raise
         finally:
             exchange.close()
+            self._open -= 1
+            if not self._open:
+                self._is_idle.set()
 
     async def _stream_access_logs(
         self, _: object, context: grpc.aio.ServicerContext[StreamAccessLogsMessage, bytes]

@@ -148,6 +148,14 @@ async def test_sigterm_lets_running_streams_finish_and_takes_no_new_ones(extproc
         assert await extproc.process.wait() == 0
 
 
+async def test_an_open_access_log_stream_does_not_hold_up_the_end(extproc: ExtprocProcess) -> None:
+    logs = extproc.channel.stream_unary(LOGS, request_serializer=StreamAccessLogsMessage.SerializeToString)()
+    await logs.write(StreamAccessLogsMessage())
+    extproc.process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(5):
+        assert await extproc.process.wait() == 0
+
+
 async def test_a_second_signal_ends_the_drain(extproc: ExtprocProcess) -> None:
     running = extproc.open_stream()
     await decide(running, CHAT)

@@ -101,11 +101,14 @@ def test_a_newcomer_is_taken_to_be_like_its_peers() -> None:
 
 
 def test_an_endpoint_that_keeps_failing_is_avoided_longer_each_time_up_to_a_bound() -> None:
-    table = table_of("a")
+    table, now = table_of("a"), 100.0
     pauses = []
     for _ in range(8):
-        note_failure(table, 0, now=100.0)
-        pauses.append(table.avoid_until_s[0] - 100.0)
+        note_failure(table, 0, now=now)
+        pauses.append(table.avoid_until_s[0] - now)
+        # of requests that were on their way
+        note_failure(table, 0, now=now + 0.5)
+        now = table.avoid_until_s[0]
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
     note_success(table, 0)
     assert table.avoid_until_s[0] == 0
