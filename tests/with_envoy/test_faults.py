@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from bench.stack import ALIAS, MODEL, EngineFlags, Stack, documents, running_stack
 from tests.waiting import eventually
@@ -20,12 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-pytestmark = pytest.mark.asyncio
 
 FLAGS = EngineFlags(count=3, speed=5.0, stream_headers="first-token")
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def fresh(envoy: str, tmp_path: Path) -> AsyncIterator[Stack]:
     """A stack of this test's own, to break."""
     del envoy
@@ -33,7 +31,7 @@ async def fresh(envoy: str, tmp_path: Path) -> AsyncIterator[Stack]:
         yield running
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def closed(envoy: str, tmp_path: Path) -> AsyncIterator[Stack]:
     """The same for those who prefer errors."""
     del envoy

@@ -1,0 +1,38 @@
+"""The tree says what the architecture is: every module has its line in ARCHITECTURE.md, none outgrows a screen or five."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted(
+    path.relative_to(ROOT)
+    for package in ("extproc", "controller", "bench")
+    for path in (ROOT / package).rglob("*.py")
+)
+LONGEST = 300
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_a_module_says_what_it_is_and_stays_small(module: Path) -> None:
+    text = (ROOT / module).read_text()
+    if not text.strip():
+        return
+    said = ast.get_docstring(ast.parse(text))
+    assert said, "begin with a sentence that says what this module is"
+    assert len(text.splitlines()) <= LONGEST, "more than one idea? split it"
+
+
+def test_the_architecture_page_names_every_module() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    missing = [str(module) for module in MODULES if module.name != "__init__.py" and module.name not in page]
+    assert missing == []
+
+
+def test_envoys_folder_holds_files_and_is_no_package() -> None:
+    # site-packages has an envoy of its own
+    assert not list((ROOT / "envoy").rglob("*.py"))
+    assert not list((ROOT / "tests").rglob("__init__.py"))
