@@ -85,6 +85,7 @@ def documents(
     gateway: Mapping[str, str],
     adapters: Sequence[str] = (),
     server: str = "llama",
+    alias: str = ALIAS,
 ) -> str:
     """A configuration directory's only file: one model under a short name, on all engines."""
 
@@ -96,7 +97,7 @@ def documents(
     return yaml.safe_dump_all(
         [
             document("ModelServer", server, spec),
-            document("ModelRoute", "llama", {"modelName": ALIAS, "loraAdapters": list(adapters), "rules": [rule]}),
+            document("ModelRoute", "llama", {"modelName": alias, "loraAdapters": list(adapters), "rules": [rule]}),
             document("GatewayConfig", "gateway", dict(gateway)),
         ],
         sort_keys=False,

@@ -9,9 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(
-    path.relative_to(ROOT)
-    for package in ("extproc", "controller", "bench")
-    for path in (ROOT / package).rglob("*.py")
+    path.relative_to(ROOT) for package in ("extproc", "controller", "bench") for path in (ROOT / package).rglob("*.py")
 )
 LONGEST = 300
 

@@ -28,7 +28,7 @@ ACCESS_LOG: Final = "envoy.service.accesslog.v3.AccessLogService"
 LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
 
-_OPTIONS: Final = (
+OPTIONS: Final = (
     # the largest prompt is Envoy's to limit
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -55,7 +55,7 @@ class GrpcServer:
         self._open = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = grpc.aio.server(options=OPTIONS)
         self._health = health_aio.HealthServicer()
         add_HealthServicer_to_server(self._health, self._server)
         self._server.add_generic_rpc_handlers((self._external_processor(), self._access_log()))
@@ -105,7 +105,7 @@ class GrpcServer:
         self._is_idle.clear()
         try:
             # grpc.aio's read and write cost half of its async iterators
-            while not _is_end(message := await context.read()):
+            while not is_end(message := await context.read()):
                 await context.write(exchange.receive(message))
         except Exception:
             self._metrics.failed()
@@ -120,7 +120,7 @@ class GrpcServer:
     async def _stream_access_logs(
         self, _: object, context: grpc.aio.ServicerContext[StreamAccessLogsMessage, bytes]
     ) -> bytes:
-        while not _is_end(message := await context.read()):
+        while not is_end(message := await context.read()):
             try:
                 receive_entries(message, self._pipeline, self._metrics, self._clock())
             except Exception:
@@ -129,7 +129,8 @@ class GrpcServer:
         return b""
 
 
-def _is_end(message: object) -> bool:
+def is_end(message: object) -> bool:
+    """Whether the peer has said all it has to say."""
     # of a type of its own, which grpc's annotations leave out
     return message is grpc.aio.EOF
 

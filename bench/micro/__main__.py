@@ -1,0 +1,88 @@
+"""``make bench``: prints what the request path costs, and writes it to ``bench/out/overhead.json``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from bench.micro import overhead, streams
+from bench.processes import StartFailed
+from bench.stack import EnvoyMissing
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All of it."""
+
+    overhead: list[overhead.Overhead]
+    streams: streams.Streams
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0, 2 if something could not be started."""
+    parser = argparse.ArgumentParser(prog="bench.micro", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("bench/out"))
+    out = parser.parse_args(arguments).out
+    console = Console()
+    try:
+        report = uvloop.run(_measure(console))
+    except (StartFailed, EnvoyMissing) as error:
+        console.print(str(error), style="red", markup=False)
+        return 2
+    console.print(_table(report.overhead))
+    found = report.streams
+    console.print(
+        f"extproc's processor time for an answer of 1 token {found.one_token_us:.0f} µs, for a streamed one of 1,000 "
+        f"{found.thousand_tokens_us:.0f} µs: ratio {found.ratio:.2f} (at most 1.1)"
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "overhead.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    console.print(f"written: {out / 'overhead.json'}", highlight=False)
+    return 0
+
+
+async def _measure(console: Console) -> Report:
+    found = []
+    for number, case in enumerate(overhead.CASES):
+        console.print(f"{number + 1} of {len(overhead.CASES)}: {_describe(case)}", highlight=False)
+        with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
+            found.append(await overhead.measure(case, Path(directory)))
+    console.print("answers of 1 and of 1,000 tokens")
+    with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
+        return Report(found, await streams.measure(Path(directory)))
+
+
+def _describe(case: overhead.Case) -> str:
+    renamed = ", model renamed" if case.renamed else ""
+    return f"{case.prompt_bytes // 1000} KB, {case.endpoints} endpoints{renamed}"
+
+
+def _table(found: list[overhead.Overhead]) -> Table:
+    table = Table(
+        title="one extproc process against an ext_proc server that does nothing, behind Envoy, alternating",
+        caption="goals: rate at least 0.6 of the no-op's at 2 KB, CPU at most 2.5 times the no-op's at 400 KB",
+    )
+    for column in ("", "no-op req/s", "extproc req/s", "ratio", "no-op CPU", "extproc CPU", "ratio", "busy"):
+        table.add_column(column, justify="right")
+    for one in found:
+        table.add_row(
+            _describe(one.case),
+            f"{one.noop.requests_per_s:,.0f}",
+            f"{one.extproc.requests_per_s:,.0f}",
+            f"{one.rate_ratio:.2f}",
+            f"{one.noop.cpu_us_per_request:,.0f} µs",
+            f"{one.extproc.cpu_us_per_request:,.0f} µs",
+            f"{one.cpu_ratio:.2f}",
+            f"{one.noop.busy:.0%} / {one.extproc.busy:.0%}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())
