@@ -32,6 +32,7 @@ fix: $(VENV)/ready ## mend what ruff can mend
 
 bench: $(VENV)/ready $(ENVOY) ## extproc against a no-op ext_proc server, and micro-benchmarks; JSON under bench/out/
 	$(RUN) -m bench.micro $(ARGS)
+	$(RUN) -m pytest bench/micro --benchmark-enable --benchmark-columns=median,ops --benchmark-sort=name --benchmark-json=bench/out/core.json -q
 
 generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles
 	$(RUN) -m extproc.streams.messages_stub

@@ -35,7 +35,10 @@ class Metrics:
         self._requests = Counter(
             "attache_requests", "Requests by what was decided.", ["outcome"], registry=self.registry
         )
+        # looking labels up costs as much as counting
+        self._picked = self._requests.labels("picked")
         self._picks = Counter("attache_picks", "Requests sent to a ModelServer.", ["server"], registry=self.registry)
+        self._picks_of: dict[str, Counter] = {}
         self._answers = Counter(
             "attache_answers",
             "Answers by ModelServer, class of status, and whether the first choice served.",
@@ -92,8 +95,12 @@ class Metrics:
 
     def decided(self, decision: Decision, seconds: float) -> None:
         """A request was sent on its way."""
-        self._requests.labels("picked").inc()
-        self._picks.labels(decision.server).inc()
+        self._picked.inc()
+        picks = self._picks_of.get(decision.server)
+        if picks is None:
+            # as many as the configuration names
+            picks = self._picks_of[decision.server] = self._picks.labels(decision.server)
+        picks.inc()
         self._pick_seconds.observe(seconds)
 
     def answered_models(self) -> None:

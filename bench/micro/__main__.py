@@ -59,8 +59,7 @@ async def _measure(console: Console) -> Report:
 
 
 def _describe(case: overhead.Case) -> str:
-    renamed = ", model renamed" if case.renamed else ""
-    return f"{case.prompt_bytes // 1000} KB, {case.endpoints} endpoints{renamed}"
+    return f"{case.prompt_bytes // 1000} KB, {case.endpoints}{', renamed' if case.renamed else ''}"
 
 
 def _table(found: list[overhead.Overhead]) -> Table:
@@ -68,18 +67,18 @@ def _table(found: list[overhead.Overhead]) -> Table:
         title="one extproc process against an ext_proc server that does nothing, behind Envoy, alternating",
         caption="goals: rate at least 0.6 of the no-op's at 2 KB, CPU at most 2.5 times the no-op's at 400 KB",
     )
-    for column in ("", "no-op req/s", "extproc req/s", "ratio", "no-op CPU", "extproc CPU", "ratio", "busy"):
+    for column in ("prompt, endpoints", "req/s", "no-op's", "ratio", "CPU, µs", "no-op's", "ratio", "busy"):
         table.add_column(column, justify="right")
     for one in found:
         table.add_row(
             _describe(one.case),
-            f"{one.noop.requests_per_s:,.0f}",
             f"{one.extproc.requests_per_s:,.0f}",
+            f"{one.noop.requests_per_s:,.0f}",
             f"{one.rate_ratio:.2f}",
-            f"{one.noop.cpu_us_per_request:,.0f} µs",
-            f"{one.extproc.cpu_us_per_request:,.0f} µs",
+            f"{one.extproc.cpu_us_per_request:,.0f}",
+            f"{one.noop.cpu_us_per_request:,.0f}",
             f"{one.cpu_ratio:.2f}",
-            f"{one.noop.busy:.0%} / {one.extproc.busy:.0%}",
+            f"{one.extproc.busy:.0%}",
         )
     return table
 

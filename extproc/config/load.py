@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -14,7 +15,6 @@ from extproc.config.shape import find_mistakes, suggest
 from extproc.config.types import API_VERSION, GatewayConfig, GatewayConfigSpec, ModelRoute, ModelServer, Snapshot
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
@@ -43,20 +43,20 @@ def read_directory(directory: Path) -> dict[str, bytes]:
 def signature(directory: Path) -> object:
     """Something that is equal as long as no file of ``directory`` has come, gone, or been written or replaced."""
     try:
-        return sorted(
-            (entry.name, stat.st_ino, stat.st_mtime_ns, stat.st_size)
-            for entry in directory.iterdir()
-            if entry.suffix in {".yaml", ".yml"} and (stat := _stat(entry)) is not None
-        )
+        with os.scandir(directory) as entries:
+            return sorted(found for entry in entries if (found := _identity(entry)) is not None)
     except OSError as error:
         return str(error)
 
 
-def _stat(path: Path) -> os.stat_result | None:
+def _identity(entry: os.DirEntry[str]) -> tuple[str, int, int, int] | None:
+    if not entry.name.endswith((".yaml", ".yml")):
+        return None
     try:
-        return path.stat()
+        stat = entry.stat()
     except FileNotFoundError:  # replaced between listing and asking
         return None
+    return entry.name, stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def load_directory(directory: Path) -> Snapshot:

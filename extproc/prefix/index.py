@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.prefix.hashing import block_bytes
+from extproc.prefix.hashing import block_bytes, covered_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,6 +145,8 @@ class PrefixIndex:
 
 def _head(chain: Sequence[int], capacity_bytes: float) -> Sequence[int]:
     """The longest head of ``chain`` that fits: a longer one would evict its own beginning's descendants at once."""
+    if covered_bytes(len(chain)) <= capacity_bytes and len(chain) <= _MAX_BLOCKS:
+        return chain
     total = 0
     for position, block in enumerate(chain):
         total += block_bytes(block)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Larger than any real cost: an endpoint that is avoided comes after all others, one that is gone never.
 _AVOIDED_S: Final = 1e6
+# Up to here sorting all is cheaper than finding the least first.
+_SORTED_WHOLE: Final = 512
 
 
 class PrefixAwareParameters(msgspec.Struct, frozen=True):
@@ -61,7 +63,7 @@ class PrefixAware:
         cheapest = int(cost.argmin())
         best = float(cost[cheapest])
         is_equal = cost <= best * (1 + self._parameters.tie_share) + self._parameters.tie_s
-        equal = np.flatnonzero(is_equal & (cached_tokens >= cached_tokens[cheapest]))
+        equal = (is_equal & (cached_tokens >= cached_tokens[cheapest])).nonzero()[0]
         first = int(equal[rng.randrange(equal.size)]) if equal.size > 1 else int(equal[0])
         rows = [first, *(row for row in self._cheapest(cost, len(table)) if row != first)]
         return Pick(rows[: self._parameters.choices], best)
@@ -76,7 +78,11 @@ class PrefixAware:
         return cost
 
     def _cheapest(self, cost: Floats, endpoints: int) -> list[int]:
+        """One more than is needed: the first choice may be among them."""
         count = min(self._parameters.choices + 1, endpoints)
-        nearest = np.argpartition(cost, count - 1)[:count]
-        order: list[int] = nearest[np.argsort(cost[nearest], kind="stable")].tolist()
-        return order
+        if cost.size <= _SORTED_WHOLE:
+            nearest = cost.argsort()[:count]
+        else:
+            nearest = cost.argpartition(count - 1)[:count]
+            nearest = nearest[cost[nearest].argsort()]
+        return [int(row) for row in nearest]
