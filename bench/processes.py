@@ -22,7 +22,10 @@ class StartFailed(Exception):
 
 
 class Processes:
-    """An async context: what was started in it is ended with it, last first, first politely, then not."""
+    """An async context: what was started in it is ended with it, last first, first politely, then not.
+
+    SIGTERM cancels the task that entered it, as Ctrl-C does, so that it too leaves no process behind.
+    """
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -30,6 +33,9 @@ class Processes:
         self._commands: dict[str, Sequence[str]] = {}
 
     async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         return self
 
     async def __aexit__(
@@ -37,6 +43,7 @@ class Processes:
     ) -> None:
         # a second Ctrl-C must not leave processes behind
         await asyncio.shield(self._end_all())
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
     async def start(self, name: str, command: Sequence[str]) -> int:
         """Run ``command`` with its output in ``NAME.log``; its process id. Ctrl-C in the terminal does not reach it."""

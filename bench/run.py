@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import os
 import re
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -82,9 +81,6 @@ def _verdict(comparison: Comparison, console: Console) -> int:
 
 
 async def _compare(settings: Settings, console: Console) -> Comparison:
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     runs = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[state]}"), console=console) as progress:

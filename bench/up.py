@@ -40,8 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 async def _stay(flags: EngineFlags, picker: str, listen: str, console: Console) -> None:
     task = asyncio.current_task()
     assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
     with tempfile.TemporaryDirectory(prefix="attache-up-") as directory, contextlib.suppress(asyncio.CancelledError):
         async with running_stack(
             Path(directory), flags, picker=picker, watch=True, gateway={"listen": listen}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
-from prometheus_client import generate_latest
+from prometheus_client import disable_created_metrics, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from extproc.feeds.directory import DirectoryFeed
@@ -70,6 +70,8 @@ class App:
         pages = await self._serve_pages()
         await self._server.start(self._settings.listen)
         self._is_ready = True
+        # a third of all series, and nobody asks for them
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # the library leaves its annotation out
         _spare_the_collector()
         log.info("listening on %s", self._settings.listen)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 import tempfile
 from pathlib import Path
@@ -25,7 +26,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0, 2 if something could not be started."""
+    """Exit status: 0, 2 if something could not be started, 130 after Ctrl-C or SIGTERM."""
     parser = argparse.ArgumentParser(prog="bench.micro", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/out"))
     out = parser.parse_args(arguments).out
@@ -35,6 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (StartFailed, EnvoyMissing) as error:
         console.print(str(error), style="red", markup=False)
         return 2
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        console.print("stopped; all processes are ended")
+        return 130
     console.print(_table(report.overhead))
     found = report.streams
     console.print(

@@ -67,6 +67,27 @@ async def test_they_end_when_the_task_is_cancelled(tmp_path: Path) -> None:
     assert not is_running(pids[0])
 
 
+async def test_sigterm_ends_them_too(tmp_path: Path) -> None:
+    script = (
+        "import asyncio, pathlib, sys\n"
+        "from bench.processes import Processes\n"
+        "async def main():\n"
+        f"    async with Processes(pathlib.Path({str(tmp_path)!r})) as processes:\n"
+        "        print(await processes.start('one', [sys.executable, '-c', 'import time; time.sleep(60)']), flush=True)\n"
+        "        await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    outer = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    assert outer.stdout is not None
+    pid = int(await outer.stdout.readline())
+    assert is_running(pid)
+    outer.terminate()
+    await asyncio.wait_for(outer.wait(), 20)
+    assert not is_running(pid)
+
+
 async def test_one_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.processes._END_S", 0.3)
     async with Processes(tmp_path) as processes:
