@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One policy's run. ``busy``: share of all processors that were at work; near 1 the times measure this machine."""
+    """One policy's run. ``busy``: share of all processors that were at work; near 1 the times measure this machine.
+
+    In virtual time ``busy`` is 0 and ``cpu_s`` is empty.
+    """
 
     policy: str
     summary: Summary
@@ -52,7 +55,7 @@ def rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
         line("prompt tokens", lambda one: f"{one.prompt_tokens:,}"),
         line("output tokens per second", lambda one: f"{one.output_tokens_per_s:,.0f}"),
         ("requests per engine", [" ".join(map(str, run.requests_by_engine)) for run in comparison.runs]),
-        ("processors busy", [f"{run.busy:.0%}" for run in comparison.runs]),
+        *([("processors busy", [f"{run.busy:.0%}" for run in comparison.runs])] if comparison.runs[0].busy else []),
     ]
 
 
@@ -79,6 +82,7 @@ def write_report(comparison: Comparison, directory: Path) -> Path:
 
 def _page(comparison: Comparison) -> str:
     policies = [run.policy for run in comparison.runs]
+    used = [(run.policy, sorted(run.cpu_s.items())) for run in comparison.runs if run.cpu_s]
     lines = [
         f"# {comparison.workload}",
         "",
@@ -90,12 +94,8 @@ def _page(comparison: Comparison) -> str:
         "",
         "![TTFT, TPOT and requests per engine](latency.png)",
         "",
-        "Processor seconds by process:",
-        "",
-        *(
-            f"- {run.policy}: " + ", ".join(f"{name} {used:.1f}" for name, used in sorted(run.cpu_s.items()))
-            for run in comparison.runs
-        ),
+        *(["Processor seconds by process:", ""] if used else []),
+        *(f"- {policy}: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in one) for policy, one in used),
     ]
     return "\n".join(lines) + "\n"
 

@@ -21,15 +21,19 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench.engine.hardware import PRESETS
+from bench.engine.scheduler import Limits
 from bench.load.client import Client
 from bench.load.summary import summarize, ttfts
 from bench.processes import StartFailed
 from bench.report import Comparison, Run, table, write_report
-from bench.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, running_stack
+from bench.simulate import Simulation
+from bench.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, documents, running_stack
 from bench.usage import busy_share, cpu_seconds, machine_time
 from bench.workload.generate import Conversations, conversations
 from bench.workload.sessions import Workload
 from bench.workload.traces import Part, TraceInvalid, read_trace
+from extproc.config.load import load
 
 if TYPE_CHECKING:
     from bench.load.client import Result
@@ -46,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True):
     flags: EngineFlags
     policies: tuple[str, ...]
     out: Path
+    is_virtual: bool
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,7 +58,10 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     try:
         settings = _read(arguments)
-        comparison = uvloop.run(_compare(settings, console))
+        if settings.is_virtual:
+            comparison = _compare_in_virtual_time(settings)
+        else:
+            comparison = uvloop.run(_compare(settings, console))
     except (StartFailed, EnvoyMissing, TraceInvalid) as error:
         console.print(str(error), style="red", markup=False)
         return 2
@@ -90,11 +98,28 @@ async def _compare(settings: Settings, console: Console) -> Comparison:
                 async with running_stack(Path(directory), settings.flags, picker=policy) as stack:
                     progress.reset(bar, description=policy)
                     runs.append(await _run(policy, stack, settings, progress, bar))
+    return Comparison(settings.workload.name, _describe(settings.flags), settings.flags.speed, tuple(runs))
+
+
+def _compare_in_virtual_time(settings: Settings) -> Comparison:
+    """The same without Envoy and HTTP: seconds instead of minutes, and no machine to wait for."""
     flags = settings.flags
-    engines = f"{flags.count} engines of {flags.hardware}"
-    if flags.kv_blocks is not None:
-        engines += f" with {flags.kv_blocks} KV blocks of 16 tokens"
-    return Comparison(settings.workload.name, engines, flags.speed, tuple(runs))
+    hardware = PRESETS[flags.hardware]
+    limits = Limits(num_gpu_blocks=flags.kv_blocks or hardware.kv_tokens() // Limits().block_size)
+    addresses = [f"10.0.{number // 250}.{number % 250 + 1}:8000" for number in range(flags.count)]
+    runs = []
+    for policy in settings.policies:
+        snapshot = load({"all.yaml": documents(addresses, picker=policy, gateway={}).encode()})
+        simulation = Simulation(snapshot, hardware, limits)
+        results = simulation.run(settings.workload)
+        served = tuple(simulation.served.values())
+        runs.append(Run(policy, summarize(results, 1.0), served, 0.0, {}, tuple(results)))
+    return Comparison(settings.workload.name, f"{_describe(flags)} in virtual time", 1.0, tuple(runs))
+
+
+def _describe(flags: EngineFlags) -> str:
+    blocks = "" if flags.kv_blocks is None else f" with {flags.kv_blocks} KV blocks of 16 tokens"
+    return f"{flags.count} engines of {flags.hardware}{blocks}"
 
 
 async def _run(policy: str, stack: Stack, settings: Settings, progress: Progress, bar: object) -> Run:
@@ -135,11 +160,14 @@ def _read(arguments: list[str] | None) -> Settings:
     parser.add_argument("--skip", type=int, default=0, help="rows of the trace to pass over")
     parser.add_argument("--limit", type=int, default=800, help="rows of the trace to replay (default: 800)")
     parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--hardware", default="h100-llama-3.1-8b", help="see python -m bench.engine --help")
+    parser.add_argument("--hardware", choices=sorted(PRESETS), default="h100-llama-3.1-8b")
     parser.add_argument("--kv-blocks", type=int, help="default: 3000 for generated conversations, a GPU's for traces")
     parser.add_argument("--speed", type=float, help="engine seconds in a second (default: 1; 4 for traces)")
     parser.add_argument("--policies", default=",".join(POLICIES), help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of generated conversations")
+    parser.add_argument(
+        "--virtual", action="store_true", help="in virtual time: the same decisions without Envoy and HTTP"
+    )
     parser.add_argument("--out", type=Path, help="default: bench/out/run-NAME")
     options = parser.parse_args(arguments)
     policies = tuple(options.policies.split(","))
@@ -157,7 +185,7 @@ def _read(arguments: list[str] | None) -> Settings:
         kv_blocks=options.kv_blocks or (None if is_trace else 3000),
     )
     name = options.trace.name.partition(".")[0] if is_trace else "conversations"
-    return Settings(workload, flags, policies, options.out or Path("bench/out") / f"run-{name}")
+    return Settings(workload, flags, policies, options.out or Path("bench/out") / f"run-{name}", options.virtual)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ class Simulation:
         self._model = server.spec.model
         self._asked = snapshot.routes[0].spec.model_name or self._model
         self.engines = {one.address: Scheduler(hardware, limits) for one in server.spec.endpoints}
+        self.served = dict.fromkeys(self.engines, 0)
         self._busy: set[str] = set()
         self._flights: dict[int, _Flight] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -130,6 +131,7 @@ class Simulation:
 
     def _finish(self, request: Request, flight: _Flight, now: float) -> None:
         self._pipeline.finish(flight.ticket)
+        self.served[flight.address] += 1
         outcome = Outcome(
             ticket=flight.ticket,
             status=200,
