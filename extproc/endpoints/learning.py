@@ -66,11 +66,14 @@ def note_failure(table: EndpointTable, row: int, now: float) -> None:
     """
     if now < table.avoid_until_s[row]:
         return
+    table.has_failures = True
     table.avoid_until_s[row] = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(int(table.failures[row]), 10))
     table.failures[row] += 1
 
 
 def note_success(table: EndpointTable, row: int) -> None:
     """The endpoint serves."""
-    table.failures[row] = 0
-    table.avoid_until_s[row] = 0.0
+    if table.failures[row]:
+        table.failures[row] = 0
+        table.avoid_until_s[row] = 0.0
+        table.has_failures = bool(table.failures.any())

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from numpy.typing import NDArray
 
-    Floats = NDArray[np.float64]
-    Ints = NDArray[np.int64]
-    Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 # What is assumed of an engine before anything is known: llm-d measured 15,000 to 39,000 tokens/s on H100 pairs and
 # singles, profiles of smaller GPUs say 6,000 to 14,000.
@@ -29,7 +29,6 @@ _COLUMNS: Final = (
     "in_flight",
     "backlog_tokens",
     "backlog_at_s",
-    "prefill_rate",
     "rate_samples",
     "own_log_rate",
     "avoid_until_s",
@@ -48,8 +47,11 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class EndpointTable:
-    """Columns by row: ``is_active``, ``in_flight`` requests, ``backlog_tokens`` waiting for prefill as of ``backlog_at_s``,
-    ``prefill_rate`` in tokens of work a second, agreed on from ``own_log_rate`` and ``rate_samples`` of all, ``avoid_until_s`` and the ``failures`` in a row that led to it; ``prompt_tokens`` and
+    """Columns by row.
+
+    ``is_active``; ``absence_s``: infinite where there is no endpoint, else 0. ``in_flight`` requests; ``backlog_tokens`` of
+    prefill work waiting as of ``backlog_at_s``. ``prefill_rate``: tokens of work a second, agreed on from ``own_log_rate``
+    and ``rate_samples`` of all. ``avoid_until_s``, and the ``failures`` in a row that led to it. ``prompt_tokens`` and
     ``cached_tokens`` as reported since the endpoint came.
     """
 
@@ -61,6 +63,9 @@ class EndpointTable:
         self.backlog_tokens: Floats = np.zeros(0)
         self.backlog_at_s: Floats = np.zeros(0)
         self.prefill_rate: Floats = np.zeros(0)
+        self.absence_s: Floats = np.zeros(0)
+        # whether any endpoint is, or was lately, to be avoided
+        self.has_failures = False
         self.rate_samples: Ints = np.zeros(0, np.int64)
         self.own_log_rate: Floats = np.zeros(0)
         # variance of the logarithm of one answer's rate, over all endpoints
@@ -99,6 +104,7 @@ class EndpointTable:
         for row in gone:
             del self._rows[self.addresses[row]]
             self.is_active[row] = False
+            self.absence_s[row] = np.inf
         for address in wanted:
             if address not in self._rows:
                 self._add(address)
@@ -112,6 +118,7 @@ class EndpointTable:
         self.addresses[row] = address
         self.epochs[row] += 1
         self.is_active[row] = True
+        self.absence_s[row] = 0.0
         self.in_flight[row] = self.failures[row] = self.prompt_tokens[row] = self.cached_tokens[row] = 0
         self.rate_samples[row] = 0
         self.backlog_tokens[row] = self.backlog_at_s[row] = self.avoid_until_s[row] = 0.0
@@ -128,3 +135,5 @@ class EndpointTable:
         self.epochs += [0] * more
         for column in _COLUMNS:
             setattr(self, column, np.pad(getattr(self, column), (0, more)))
+        self.absence_s = np.pad(self.absence_s, (0, more), constant_values=np.inf)
+        self.prefill_rate = np.pad(self.prefill_rate, (0, more), constant_values=INITIAL_PREFILL_RATE)

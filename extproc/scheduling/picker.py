@@ -6,10 +6,19 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from extproc.endpoints.table import Floats
+
 if TYPE_CHECKING:
     import random
 
-    from extproc.endpoints.table import EndpointTable, Floats
+    from extproc.endpoints.table import EndpointTable
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What a request asks of each endpoint, by row: the tokens that its cache probably holds, and the prefill work left."""
+
+    cached_tokens: Floats
+    work: Floats
 
 
 class Pick(msgspec.Struct, frozen=True):
@@ -22,8 +31,6 @@ class Pick(msgspec.Struct, frozen=True):
 class Picker(Protocol):
     """Chooses endpoints for one request. Raises NoEndpoint when there is none."""
 
-    def pick(
-        self, table: EndpointTable, *, input_tokens: float, cached_tokens: Floats, now: float, rng: random.Random
-    ) -> Pick:
-        """``cached_tokens``: by row, how much of ``input_tokens`` the endpoint's cache probably holds."""
+    def pick(self, table: EndpointTable, demand: Demand, *, now: float, rng: random.Random) -> Pick:
+        """Who takes the request, at ``now`` in seconds."""
         ...

@@ -11,6 +11,7 @@ from extproc.endpoints.ledger import backlog_of, charge, prefill_work
 from extproc.endpoints.table import EndpointTable, Place
 from extproc.prefix.hashing import covered_bytes
 from extproc.prefix.index import PrefixIndex
+from extproc.scheduling.picker import Demand
 from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.round_robin import RoundRobin
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from extproc.config.types import ModelServerSpec
-    from extproc.endpoints.table import Floats
     from extproc.prefix.index import Match
     from extproc.scheduling.picker import Picker
 
@@ -28,6 +28,7 @@ _INITIAL_BYTES_PER_TOKEN: Final = 4.0
 # About what an 80 GB GPU with an 8B model, or four with a 70B one, hold; corrected by what engines report.
 _INITIAL_CACHE_TOKENS: Final = 400_000
 _CHOICES: Final = 4
+_FEW: Final = 12
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -72,11 +73,10 @@ class Pool:
         """Choose endpoints for a prompt and count it as theirs; raises NoEndpoint."""
         input_tokens = prompt_bytes / self.bytes_per_token
         matches = self.index.match(chain)
-        cached_tokens = self._cached_tokens(matches)
-        pick = self._picker.pick(self.table, input_tokens=input_tokens, cached_tokens=cached_tokens, now=now, rng=rng)
+        demand = self._demand(matches, input_tokens)
+        pick = self._picker.pick(self.table, demand, now=now, rng=rng)
         first = pick.rows[0]
-        cached = float(cached_tokens[first])
-        work = prefill_work(input_tokens - cached, cached)
+        cached, work = float(demand.cached_tokens[first]), float(demand.work[first])
         tokens_ahead = backlog_of(self.table, first, now) + work
         cached_since_s = self._cached_since(matches, chain, first)
         self.index.record(first, chain, now)
@@ -90,22 +90,32 @@ class Pool:
             cost_s=pick.cost_s,
         )
 
-    def _cached_tokens(self, matches: list[Match]) -> Floats:
+    def _demand(self, matches: list[Match], input_tokens: float) -> Demand:
         rows = len(self.table.addresses)
-        cached = np.zeros(rows)
+        cached_tokens, work = np.zeros(rows), np.full(rows, prefill_work(input_tokens, 0.0))
         for match in matches:
-            cached[_rows_of(match.holders, rows)] = covered_bytes(match.blocks) / self.bytes_per_token
-        return cached
+            held = min(covered_bytes(match.blocks) / self.bytes_per_token, input_tokens - 1.0)
+            holders = _rows_of(match.holders, rows)
+            cached_tokens[holders] = held
+            work[holders] = prefill_work(input_tokens - held, held)
+        return Demand(cached_tokens, work)
 
     def _cached_since(self, matches: list[Match], chain: Sequence[int], row: int) -> float | None:
         longest = max((match.blocks for match in matches if match.holders >> row & 1), default=0)
         return self.index.last_use(row, chain[longest - 1]) if longest else None
 
 
-def _rows_of(holders: int, rows: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """A bit mask as a boolean column."""
-    raw = np.frombuffer(holders.to_bytes((rows + 7) // 8, "little"), np.uint8)
-    return np.unpackbits(raw, count=rows, bitorder="little").view(np.bool_)
+def _rows_of(holders: int, rows: int) -> list[int] | np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """A bit mask as an index of columns: one by one while they are few."""
+    if holders.bit_count() > _FEW:
+        raw = np.frombuffer(holders.to_bytes((rows + 7) // 8, "little"), np.uint8)
+        return np.unpackbits(raw, count=rows, bitorder="little").view(np.bool_)
+    found = []
+    while holders:
+        lowest = holders & -holders
+        found.append(lowest.bit_length() - 1)
+        holders ^= lowest
+    return found
 
 
 def _make_picker(spec: ModelServerSpec) -> Picker:

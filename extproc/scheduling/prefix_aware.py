@@ -14,9 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-import numpy as np
 
-from extproc.endpoints.ledger import backlogs, prefill_work
+from extproc.endpoints.ledger import backlogs
 from extproc.errors import NoEndpoint
 from extproc.scheduling.picker import Pick
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     import random
 
     from extproc.endpoints.table import EndpointTable, Floats
+    from extproc.scheduling.picker import Demand
 
 # Larger than any real cost: an endpoint that is avoided comes after all others, one that is gone never.
 _AVOIDED_S: Final = 1e6
@@ -53,28 +53,31 @@ class PrefixAware:
     def __init__(self, parameters: PrefixAwareParameters) -> None:
         self._parameters = parameters
 
-    def pick(
-        self, table: EndpointTable, *, input_tokens: float, cached_tokens: Floats, now: float, rng: random.Random
-    ) -> Pick:
+    def pick(self, table: EndpointTable, demand: Demand, *, now: float, rng: random.Random) -> Pick:
         """See the module's formula."""
         if not len(table):
             raise NoEndpoint("No engine is configured for this model; add endpoints to its ModelServer.")
-        cost = self.costs(table, input_tokens=input_tokens, cached_tokens=cached_tokens, now=now)
+        cost = self.costs(table, demand, now)
         cheapest = int(cost.argmin())
         best = float(cost[cheapest])
-        is_equal = cost <= best * (1 + self._parameters.tie_share) + self._parameters.tie_s
-        equal = (is_equal & (cached_tokens >= cached_tokens[cheapest])).nonzero()[0]
-        first = int(equal[rng.randrange(equal.size)]) if equal.size > 1 else int(equal[0])
+        equal = (cost <= best * (1 + self._parameters.tie_share) + self._parameters.tie_s).nonzero()[0]
+        first = cheapest
+        if equal.size > 1:
+            holding = demand.cached_tokens[equal] >= demand.cached_tokens[cheapest]
+            equal = equal[holding]
+            first = int(equal[rng.randrange(equal.size)])
         rows = [first, *(row for row in self._cheapest(cost, len(table)) if row != first)]
         return Pick(rows[: self._parameters.choices], best)
 
-    def costs(self, table: EndpointTable, *, input_tokens: float, cached_tokens: Floats, now: float) -> Floats:
-        """Seconds by row; infinite where there is no endpoint."""
-        own = prefill_work(np.maximum(input_tokens - cached_tokens, 1.0), cached_tokens)
-        waiting = backlogs(table, now) + (1 + self._parameters.others) * own
-        cost: Floats = waiting / np.maximum(table.prefill_rate, 1.0) + self._parameters.request_cost_s * table.in_flight
-        cost[table.avoid_until_s > now] += _AVOIDED_S
-        cost[~table.is_active] = np.inf
+    def costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
+        """Seconds by row; infinite where there is no endpoint. Few calls: each costs more than its arithmetic."""
+        cost: Floats = (1 + self._parameters.others) * demand.work
+        cost += backlogs(table, now)
+        cost /= table.prefill_rate
+        cost += self._parameters.request_cost_s * table.in_flight
+        cost += table.absence_s
+        if table.has_failures:
+            cost[table.avoid_until_s > now] += _AVOIDED_S
         return cost
 
     def _cheapest(self, cost: Floats, endpoints: int) -> list[int]:

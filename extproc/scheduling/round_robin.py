@@ -12,7 +12,8 @@ from extproc.scheduling.picker import Pick
 if TYPE_CHECKING:
     import random
 
-    from extproc.endpoints.table import EndpointTable, Floats
+    from extproc.endpoints.table import EndpointTable
+    from extproc.scheduling.picker import Demand
 
 
 class RoundRobin:
@@ -22,11 +23,9 @@ class RoundRobin:
         self._choices = choices
         self._turn = 0
 
-    def pick(
-        self, table: EndpointTable, *, input_tokens: float, cached_tokens: Floats, now: float, rng: random.Random
-    ) -> Pick:
+    def pick(self, table: EndpointTable, demand: Demand, *, now: float, rng: random.Random) -> Pick:
         """The next endpoint, then those after it."""
-        del input_tokens, cached_tokens, rng  # the baseline's point
+        del demand, rng  # the baseline's point
         rows: list[int] = np.flatnonzero(table.is_active).tolist()
         if not rows:
             raise NoEndpoint("No engine is configured for this model; add endpoints to its ModelServer.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -10,11 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.endpoints.learning import note_failure
-from extproc.endpoints.ledger import charge
+from extproc.endpoints.ledger import charge, prefill_work
 from extproc.endpoints.table import EndpointTable
 from extproc.errors import NoEndpoint
+from extproc.scheduling.picker import Demand
 from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.round_robin import RoundRobin
+
+if TYPE_CHECKING:
+    from extproc.endpoints.table import Floats
 
 PICKER = PrefixAware(PrefixAwareParameters(others=0.5, request_cost_s=0.02))
 
@@ -33,10 +38,14 @@ def cached(table: EndpointTable, **tokens: float) -> np.ndarray[tuple[int], np.d
     return column
 
 
+def demand(input_tokens: float, cached_tokens: Floats) -> Demand:
+    return Demand(cached_tokens, prefill_work(input_tokens - cached_tokens, cached_tokens))
+
+
 def test_cost_is_uncached_and_waiting_tokens_over_the_rate_plus_requests() -> None:
     table = table_of(3)
     charge(table, 1, prefill_tokens=5_000, now=0.0)
-    costs = PICKER.costs(table, input_tokens=2_000, cached_tokens=cached(table, e2=1_500), now=0.1)
+    costs = PICKER.costs(table, demand(2_000, cached(table, e2=1_500)), 0.1)
 
     # the work of 2000 tokens is 2000 * (1 + 1000/20000) = 2100, that of 500 after 1500 is 500 * (1 + 1750/20000) = 543.75
     # e0: 1.5 * 2100/10000; e1: (1.5 * 2100 + 5000 - 0.1 s * 10000)/10000 + 1 * 0.02; e2: 1.5 * 543.75/10000
@@ -49,7 +58,7 @@ def test_a_cached_prefix_wins_until_its_endpoint_is_busier_than_it_saves() -> No
     hit = cached(table, e0=8_000)
 
     def first() -> int:
-        pick = PICKER.pick(table, input_tokens=10_000, cached_tokens=hit, now=0.0, rng=random.Random(0))
+        pick = PICKER.pick(table, demand(10_000, hit), now=0.0, rng=random.Random(0))
         return pick.rows[0]
 
     assert first() == 0
@@ -63,16 +72,12 @@ def test_a_faster_engine_gets_the_work() -> None:
     table = table_of(2)
     table.prefill_rate[1] = 30_000
 
-    assert (
-        PICKER.pick(table, input_tokens=9_000, cached_tokens=cached(table), now=0.0, rng=random.Random(0)).rows[0] == 1
-    )
+    assert PICKER.pick(table, demand(9_000, cached(table)), now=0.0, rng=random.Random(0)).rows[0] == 1
 
 
 def test_equal_endpoints_share_by_chance() -> None:
     table, rng = table_of(4), random.Random(0)
-    firsts = [
-        PICKER.pick(table, input_tokens=10, cached_tokens=cached(table), now=0.0, rng=rng).rows[0] for _ in range(400)
-    ]
+    firsts = [PICKER.pick(table, demand(10, cached(table)), now=0.0, rng=rng).rows[0] for _ in range(400)]
 
     assert all(70 < firsts.count(row) < 130 for row in range(4))
 
@@ -83,7 +88,7 @@ def test_fallbacks_follow_in_order_of_cost_and_are_bounded() -> None:
         for _ in range(requests):
             charge(table, row, prefill_tokens=0, now=0.0)
 
-    pick = PICKER.pick(table, input_tokens=10, cached_tokens=cached(table), now=0.0, rng=random.Random(0))
+    pick = PICKER.pick(table, demand(10, cached(table)), now=0.0, rng=random.Random(0))
     assert pick.rows == [3, 1, 4, 0]
 
 
@@ -93,12 +98,12 @@ def test_an_endpoint_that_just_failed_comes_last_though_it_is_idle() -> None:
     charge(table, 1, prefill_tokens=60_000, now=0.0)
     note_failure(table, 2, now=0.0)
 
-    assert PICKER.pick(table, input_tokens=10, cached_tokens=cached(table), now=0.5, rng=random.Random(0)).rows == [
+    assert PICKER.pick(table, demand(10, cached(table)), now=0.5, rng=random.Random(0)).rows == [
         0,
         1,
         2,
     ]
-    assert PICKER.pick(table, input_tokens=10, cached_tokens=cached(table), now=1.5, rng=random.Random(0)).rows[0] == 2
+    assert PICKER.pick(table, demand(10, cached(table)), now=1.5, rng=random.Random(0)).rows[0] == 2
 
 
 def test_where_all_failed_one_is_picked_all_the_same() -> None:
@@ -106,21 +111,21 @@ def test_where_all_failed_one_is_picked_all_the_same() -> None:
     for row in range(2):
         note_failure(table, row, now=0.0)
 
-    assert len(PICKER.pick(table, input_tokens=1, cached_tokens=cached(table), now=0.0, rng=random.Random(0)).rows) == 2
+    assert len(PICKER.pick(table, demand(1, cached(table)), now=0.0, rng=random.Random(0)).rows) == 2
 
 
 @pytest.mark.parametrize("picker", [PICKER, RoundRobin(4)])
 def test_without_endpoints_there_is_no_pick(picker: PrefixAware | RoundRobin) -> None:
     table = EndpointTable()
     with pytest.raises(NoEndpoint, match="add endpoints"):
-        picker.pick(table, input_tokens=1, cached_tokens=cached(table), now=0.0, rng=random.Random(0))
+        picker.pick(table, demand(1, cached(table)), now=0.0, rng=random.Random(0))
 
 
 def test_round_robin_takes_turns_and_passes_over_what_just_failed() -> None:
     table, picker = table_of(3), RoundRobin(2)
 
     def pick() -> list[int]:
-        return picker.pick(table, input_tokens=1, cached_tokens=cached(table), now=0.0, rng=random.Random(0)).rows
+        return picker.pick(table, demand(1, cached(table)), now=0.0, rng=random.Random(0)).rows
 
     assert [pick() for _ in range(4)] == [[0, 1], [1, 2], [2, 0], [0, 1]]
     note_failure(table, 1, now=0.0)
@@ -136,8 +141,8 @@ def test_the_first_choice_costs_least_and_no_row_comes_twice(loads: list[tuple[i
     hits = cached(table)
     for row, (requests, tokens, hit) in enumerate(loads):
         table.in_flight[row], table.backlog_tokens[row], hits[row] = requests, tokens, hit
-    costs = PICKER.costs(table, input_tokens=2000, cached_tokens=hits, now=0.0)
-    pick = PICKER.pick(table, input_tokens=2000, cached_tokens=hits, now=0.0, rng=random.Random(seed))
+    costs = PICKER.costs(table, demand(2000, hits), 0.0)
+    pick = PICKER.pick(table, demand(2000, hits), now=0.0, rng=random.Random(seed))
 
     cheapest = costs.argmin()
     assert costs[pick.rows[0]] <= costs.min() * 1.1 + 0.001
