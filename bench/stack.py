@@ -147,7 +147,7 @@ async def running_stack(
         )
         writer = [*python, "controller", "bundle", "--config", str(config), "--out", str(bundle)]
         pids["bundle"] = await processes.start("bundle", [*writer, "--watch"] if watch else writer)
-        await processes.wait_ready("bundle", _is_there(bundle / "bootstrap.json"))
+        await processes.wait_ready("bundle", _IsThere(bundle / "bootstrap.json"))
         options = ["--use-dynamic-base-id", "--concurrency", "1", "--log-level", "warn"]
         pids["envoy"] = await processes.start("envoy", [binary, "-c", str(bundle / "bootstrap.json"), *options])
         for index, address in enumerate(engines):
@@ -181,10 +181,6 @@ class _Answers:
                 return response.status == 200
         except (TimeoutError, aiohttp.ClientError):
             return False
-
-
-def _is_there(file: Path) -> _IsThere:
-    return _IsThere(file)
 
 
 class _IsThere:
