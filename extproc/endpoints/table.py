@@ -27,6 +27,10 @@ _FIRST_ROWS: Final = 8
 _COLUMNS: Final = (
     "is_active",
     "in_flight",
+    "waiting",
+    "running",
+    "kv_usage",
+    "cold_at_s",
     "backlog_tokens",
     "backlog_at_s",
     "rate_samples",
@@ -46,6 +50,14 @@ class Place(msgspec.Struct, frozen=True):
     epoch: int
 
 
+class Loras(msgspec.Struct, frozen=True):
+    """LoRA adapters of one engine as it reports them: loaded, waiting to be, and how many fit."""
+
+    active: frozenset[str] = frozenset()
+    waiting: frozenset[str] = frozenset()
+    most: int = 0
+
+
 class EndpointTable:
     """Columns by row.
 
@@ -53,6 +65,9 @@ class EndpointTable:
     prefill work waiting as of ``backlog_at_s``. ``prefill_rate``: tokens of work a second, agreed on from ``own_log_rate``
     and ``rate_samples`` of all. ``avoid_until_s``, and the ``failures`` in a row that led to it. ``prompt_tokens`` and
     ``cached_tokens`` as reported since the endpoint came.
+
+    As engines say of themselves: requests ``waiting`` and ``running``, ``kv_usage`` from 0 to 1, ``loras``. ``cold_at_s``: when
+    the endpoint was last sent a prompt of which nobody held anything.
     """
 
     def __init__(self) -> None:
@@ -60,6 +75,11 @@ class EndpointTable:
         self.epochs: list[int] = []
         self.is_active: Bools = np.zeros(0, np.bool_)
         self.in_flight: Ints = np.zeros(0, np.int64)
+        self.waiting: Floats = np.zeros(0)
+        self.running: Floats = np.zeros(0)
+        self.kv_usage: Floats = np.zeros(0)
+        self.cold_at_s: Floats = np.zeros(0)
+        self.loras: list[Loras] = []
         self.backlog_tokens: Floats = np.zeros(0)
         self.backlog_at_s: Floats = np.zeros(0)
         self.prefill_rate: Floats = np.zeros(0)
@@ -122,6 +142,8 @@ class EndpointTable:
         self.in_flight[row] = self.failures[row] = self.prompt_tokens[row] = self.cached_tokens[row] = 0
         self.rate_samples[row] = 0
         self.backlog_tokens[row] = self.backlog_at_s[row] = self.avoid_until_s[row] = 0.0
+        self.waiting[row] = self.running[row] = self.kv_usage[row] = self.cold_at_s[row] = 0.0
+        self.loras[row] = Loras()
         self.prefill_rate[row] = INITIAL_PREFILL_RATE
         measured = self.is_active & (self.rate_samples > 0)
         if measured.any():
@@ -133,6 +155,7 @@ class EndpointTable:
         more = rows - len(self.addresses)
         self.addresses += [""] * more
         self.epochs += [0] * more
+        self.loras += [Loras()] * more
         for column in _COLUMNS:
             setattr(self, column, np.pad(getattr(self, column), (0, more)))
         self.absence_s = np.pad(self.absence_s, (0, more), constant_values=np.inf)

@@ -1,0 +1,74 @@
+"""Scorers of caches: what of the prompt an endpoint holds, and how full its KV cache is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    from extproc.endpoints.table import Bools, Floats
+    from extproc.scheduling.framework import View
+
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class KvCacheUtilization(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``kv-cache-utilization-scorer`` and Kthena's ``gpu-usage``: ``1 - usage``."""
+
+    def score(self, view: View, among: Bools) -> Floats:
+        """1 for an empty cache."""
+        del among
+        scores: Floats = 1.0 - view.table.kv_usage
+        return scores
+
+
+class PrefixCache(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """The share of the prompt that is probably cached: llm-d's ``prefix-cache-scorer``.
+
+    ``matched / total``; with ``matchLengthWeight`` w: ``w * min(1, matched / scale) ** 2 + (1 - w) * ratio``, matched in
+    tokens, so that a long match is worth more than a short one of the same share.
+    """
+
+    match_length_weight: Share = 0.0
+    match_length_scale_tokens: Positive = 8192
+    # llm-d names the producer of its match data; ours is always the pool's own index
+    prefix_match_info_producer_name: str = ""
+
+    def score(self, view: View, among: Bools) -> Floats:
+        """By row; 0 where nothing of the prompt is known."""
+        del among
+        matched = view.demand.cached_tokens
+        ratio: Floats = matched / max(view.request.input_tokens, 1.0)
+        weight = self.match_length_weight
+        if not weight:
+            return ratio
+        length = np.minimum(1.0, matched / self.match_length_scale_tokens) ** 2
+        scores: Floats = weight * length + (1 - weight) * ratio
+        return scores
+
+
+class NoHitLru(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """Spreads prompts that nobody holds: llm-d's ``no-hit-lru-scorer``.
+
+    Somebody has a hit: 0.5 for all. Else ``1 - rank / (n - 1)``, those first that never had such a prompt, then those whose
+    last one is longest ago.
+    """
+
+    lru_size: Annotated[int, msgspec.Meta(ge=1)] = 1024
+
+    def score(self, view: View, among: Bools) -> Floats:
+        """Reads when each endpoint was last sent a prompt without a hit."""
+        size = view.demand.cached_tokens.size
+        if bool((view.demand.cached_tokens[among] > 0).any()):
+            return np.full(size, 0.5)
+        rows = among.nonzero()[0]
+        scores = np.ones(size)
+        if rows.size > 1:
+            last = view.table.cold_at_s[rows]
+            # equal times share a rank, so that endpoints that never had one are alike
+            _, rank = np.unique(last, return_inverse=True)
+            scores[rows] = 1.0 - rank / (rows.size - 1)
+        return scores

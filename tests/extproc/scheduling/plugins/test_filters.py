@@ -1,0 +1,89 @@
+"""Who may stay, case by case."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from extproc.endpoints.table import Loras
+from extproc.scheduling.plugins.affinity import SessionAffinityFilter, session_token
+from extproc.scheduling.plugins.filters import (
+    Concurrency,
+    Healthy,
+    LeastRequestFilter,
+    LoraLoaded,
+    PrefixCacheAffinity,
+    Saturation,
+    SubsetHint,
+)
+from tests.extproc.scheduling.plugins.views import view_of
+
+if TYPE_CHECKING:
+    from extproc.scheduling.framework import Filter, View
+
+
+def kept(plugin: Filter, view: View) -> list[int]:
+    return [int(row) for row in plugin.keep(view, view.table.is_active).nonzero()[0]]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "columns", "expected"),
+    [
+        (LeastRequestFilter(), {"waiting": [9, 10, 0]}, [0, 2]),
+        (LeastRequestFilter(max_waiting_requests=5), {"waiting": [9, 10, 5]}, []),
+        (Healthy(), {"avoid_until_s": [0, 7, 0]}, [0, 2]),
+        (Healthy(), {"avoid_until_s": [9, 9, 9]}, [0, 1, 2]),
+        # saturated at 5 waiting or 80% of the cache
+        (Saturation(), {"waiting": [4, 5, 0], "kv_usage": [0, 0, 0.8]}, [0]),
+        (Saturation(headroom=0.5), {"waiting": [7, 8, 0], "kv_usage": [0, 0, 1.0]}, [0, 2]),
+        (Saturation(), {"waiting": [9, 9, 9]}, [0, 1, 2]),
+        (Concurrency(max_concurrency=10), {"in_flight": [9, 10, 11]}, [0]),
+        (Concurrency(max_concurrency=10, headroom=0.1), {"in_flight": [9, 10, 11]}, [0, 1]),
+        (Concurrency(max_concurrency=1), {"in_flight": [9, 10, 11]}, [0, 1, 2]),
+    ],
+)
+def test_filters_keep_whom_they_say(plugin: Filter, columns: dict[str, list[float]], expected: list[int]) -> None:
+    assert kept(plugin, view_of(3, now_s=1.0, **columns)) == expected
+
+
+def test_an_adapter_stays_where_it_is_loaded() -> None:
+    view = view_of(3, adapter="sql")
+    view.table.loras[1] = Loras(frozenset({"sql", "law"}), most=2)
+    assert kept(LoraLoaded(), view) == [1]
+    assert kept(LoraLoaded(), view_of(3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("hint", "expected"), [("e2:1, e0:1", [0, 2]), ("gone:1,e1:1", [1]), ("gone:1", []), ("", []), (None, [0, 1, 2])]
+)
+def test_a_subset_hint_is_obeyed_to_the_letter(hint: str | None, expected: list[int]) -> None:
+    headers = {} if hint is None else {"x-gateway-destination-endpoint-subset": hint}
+    assert kept(SubsetHint(), view_of(3, headers=headers)) == expected
+
+
+def test_a_session_stays_unless_its_endpoint_is_gone() -> None:
+    bound = {"x-session-token": session_token("e1:1")}
+    assert kept(SessionAffinityFilter(), view_of(3, headers=bound)) == [1]
+    gone = {"x-session-token": session_token("e7:1")}
+    assert kept(SessionAffinityFilter(), view_of(3, headers=gone)) == [0, 1, 2]
+
+
+def test_who_holds_the_prompt_keeps_it_until_the_wait_costs_too_much() -> None:
+    # rate 10,000/s: a backlog of 100,000 is 10 s
+    sticky = PrefixCacheAffinity()
+    assert kept(sticky, view_of(3, cached=[850, 790, 0])) == [0]
+    assert kept(sticky, view_of(3, cached=[790, 0, 0])) == [0, 1, 2]
+    assert kept(sticky, view_of(3, cached=[900, 900, 900])) == [0, 1, 2]
+    assert kept(sticky, view_of(2, cached=[900, 0], backlog_tokens=[100_000, 0])) == [0]
+    assert kept(sticky, view_of(2, cached=[900, 0], backlog_tokens=[200_000, 0])) == [0, 1]
+    eager = PrefixCacheAffinity(max_ttft_penalty_ms=5000)
+    assert kept(eager, view_of(2, cached=[900, 0], backlog_tokens=[100_000, 0])) == [0, 1]
+
+
+def test_parameters_are_read_under_llm_ds_names() -> None:
+    text = b'{"affinityThreshold": 0.9, "maxTTFTPenaltyMs": 100}'
+    assert msgspec.json.decode(text, type=PrefixCacheAffinity) == PrefixCacheAffinity(0.9, 100)
+    with pytest.raises(msgspec.ValidationError, match="unknown field"):
+        msgspec.json.decode(b'{"affinity": 0.9}', type=PrefixCacheAffinity)

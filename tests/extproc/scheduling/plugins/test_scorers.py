@@ -1,0 +1,176 @@
+"""Scores worked out by hand, and what holds of all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.endpoints.ledger import prefill_work
+from extproc.endpoints.table import Loras
+from extproc.scheduling.plugins.affinity import LoraAffinity, SessionAffinity, session_token
+from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, NoHitLru, PrefixCache
+from extproc.scheduling.plugins.load_scorers import (
+    ActiveRequests,
+    LeastRequest,
+    LoadAware,
+    Queue,
+    RunningRequests,
+    TokenLoad,
+)
+from tests.extproc.scheduling.plugins.views import view_of
+
+if TYPE_CHECKING:
+    import random
+
+    from extproc.scheduling.framework import Scorer, View
+
+
+def scores(plugin: Scorer, view: View) -> list[float]:
+    active = view.table.is_active
+    return [float(value) for value in plugin.score(view, active)[active]]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "columns", "expected"),
+    [
+        # (max - x) / (max - min): (8 - x) / 6
+        (Queue(), {"waiting": [2, 5, 8]}, [1.0, 0.5, 0.0]),
+        (Queue(), {"waiting": [4, 4, 4]}, [1.0, 1.0, 1.0]),
+        (RunningRequests(), {"running": [10, 0, 5]}, [0.0, 1.0, 0.5]),
+        # (max - c) / max: (8 - c) / 8
+        (ActiveRequests(), {"in_flight": [8, 4, 0]}, [0.0, 0.5, 1.0]),
+        (ActiveRequests(idle_threshold=4, max_busy_score=0.5), {"in_flight": [8, 6, 4]}, [0.0, 0.125, 1.0]),
+        (ActiveRequests(), {"in_flight": [0, 0, 0]}, [1.0, 1.0, 1.0]),
+        # half of what is left of 128
+        (LoadAware(), {"waiting": [0, 64, 500]}, [0.5, 0.25, 0.0]),
+        (LoadAware(threshold=10), {"waiting": [0, 5, 10]}, [0.5, 0.25, 0.0]),
+        # base = F + 100 max(F - R, 0): 1, 3, 2 + 100
+        (LeastRequest(), {"in_flight": [1, 3, 2], "running": [1, 3, 1]}, [101 / 102, 99 / 102, 0.0]),
+        (LeastRequest(), {"in_flight": [0, 0, 0], "running": [5, 0, 0]}, [1.0, 1.0, 1.0]),
+        (KvCacheUtilization(), {"kv_usage": [0.0, 0.25, 1.0]}, [1.0, 0.75, 0.0]),
+    ],
+)
+def test_scores_are_those_of_the_formula(
+    plugin: Scorer, columns: dict[str, list[float]], expected: list[float]
+) -> None:
+    assert scores(plugin, view_of(3, **columns)) == pytest.approx(expected)
+
+
+def test_token_load_counts_what_waits_and_what_this_prompt_adds() -> None:
+    # the prompt's work: 1000 * (1 + 500/20000) = 1025; with 600 cached: 400 * (1 + 800/20000) = 416
+    view = view_of(3, cached=[0, 600, 0], backlog_tokens=[0, 0, 3000])
+    assert prefill_work(1000.0, 0.0) == 1025
+    assert scores(TokenLoad(queue_threshold_tokens=4100), view) == pytest.approx(
+        [1 - 1025 / 4100, 1 - 416 / 4100, 1 - 4025 / 4100]
+    )
+
+
+def test_prefix_cache_is_the_share_and_if_asked_the_length() -> None:
+    view = view_of(3, input_tokens=8192, cached=[0, 4096, 8192])
+    assert scores(PrefixCache(), view) == pytest.approx([0.0, 0.5, 1.0])
+    # half the length, squared: 0.4 of 0.25, and 0.6 of the share 0.5
+    assert scores(PrefixCache(match_length_weight=0.4), view) == pytest.approx([0.0, 0.4, 1.0])
+
+
+def test_prompts_that_nobody_holds_go_where_the_last_one_is_longest_ago() -> None:
+    assert scores(NoHitLru(), view_of(3, cold_at_s=[20, 0, 10])) == pytest.approx([0.0, 1.0, 0.5])
+    assert scores(NoHitLru(), view_of(3, cached=[0, 5, 0], cold_at_s=[20, 0, 10])) == [0.5] * 3
+    assert scores(NoHitLru(), view_of(1)) == [1.0]
+
+
+def test_an_adapter_is_best_where_it_is_loaded_then_where_there_is_room() -> None:
+    view = view_of(5, adapter="sql")
+    view.table.loras[:5] = [
+        Loras(frozenset({"sql"}), most=1),
+        Loras(frozenset({"a"}), most=2),
+        Loras(frozenset({"a", "b"}), frozenset({"sql"}), most=2),
+        Loras(frozenset({"a", "b"}), most=2),
+        Loras(frozenset({"a"}), frozenset({"a"}), most=2),
+    ]
+    assert scores(LoraAffinity(), view) == [1.0, 0.8, 0.6, 0.0, 0.8]
+    assert scores(LoraAffinity(), view_of(2)) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("token", "expected"),
+    [
+        (session_token("e1:1"), [0, 1, 0]),
+        (session_token("gone:1"), [0, 0, 0]),
+        ("not base64!", [0, 0, 0]),
+        ("", [0, 0, 0]),
+    ],
+)
+def test_a_session_goes_back_to_its_endpoint(token: str, expected: list[float]) -> None:
+    assert scores(SessionAffinity(), view_of(3, headers={"x-session-token": token})) == expected
+
+
+LOAD: list[Scorer] = [Queue(), RunningRequests(), ActiveRequests(), LoadAware(), TokenLoad(), LeastRequest()]
+ALL: list[Scorer] = [*LOAD, KvCacheUtilization(), PrefixCache(), PrefixCache(match_length_weight=0.5), NoHitLru()]
+ENDPOINT = st.fixed_dictionaries(
+    {
+        "waiting": st.integers(0, 200),
+        "running": st.integers(0, 256),
+        "in_flight": st.integers(0, 300),
+        "kv_usage": st.floats(0, 1),
+        "backlog_tokens": st.floats(0, 1e7),
+        "cold_at_s": st.integers(0, 5),
+        "cached": st.floats(0, 1000),
+    }
+)
+ENDPOINTS = st.lists(ENDPOINT, min_size=1, max_size=12)
+
+
+def view_from(endpoints: list[dict[str, float]]) -> View:
+    columns = {name: [endpoint[name] for endpoint in endpoints] for name in endpoints[0]}
+    return view_of(len(endpoints), **columns)
+
+
+@given(ENDPOINTS, st.sampled_from(ALL))
+def test_scores_lie_between_0_and_1(endpoints: list[dict[str, float]], plugin: Scorer) -> None:
+    found = np.array(scores(plugin, view_from(endpoints)))
+    assert np.isfinite(found).all()
+    assert (found >= 0).all()
+    assert (found <= 1).all()
+
+
+@given(ENDPOINTS, st.sampled_from(ALL), st.randoms())
+def test_scores_do_not_depend_on_the_order_of_endpoints(
+    endpoints: list[dict[str, float]], plugin: Scorer, rng: random.Random
+) -> None:
+    order = list(range(len(endpoints)))
+    rng.shuffle(order)
+    before = scores(plugin, view_from(endpoints))
+    after = scores(plugin, view_from([endpoints[position] for position in order]))
+    assert after == pytest.approx([before[position] for position in order])
+
+
+@given(ENDPOINTS, st.sampled_from(LOAD), st.data())
+def test_more_load_never_raises_a_load_score(
+    endpoints: list[dict[str, float]], plugin: Scorer, data: st.DataObject
+) -> None:
+    position = data.draw(st.integers(0, len(endpoints) - 1))
+    loaded = [dict(endpoint) for endpoint in endpoints]
+    for name in ("waiting", "in_flight", "backlog_tokens"):
+        loaded[position][name] += data.draw(st.integers(0, 50))
+    more = data.draw(st.integers(0, 50))
+    # what an engine runs, we have sent
+    loaded[position]["running"] += more
+    loaded[position]["in_flight"] += more
+    before, after = scores(plugin, view_from(endpoints)), scores(plugin, view_from(loaded))
+    assert after[position] <= before[position] + 1e-9
+
+
+@given(ENDPOINTS, st.sampled_from(ALL))
+def test_endpoints_that_are_out_change_nothing(endpoints: list[dict[str, float]], plugin: Scorer) -> None:
+    view = view_from(endpoints)
+    size = view.table.is_active.size
+    extreme = view_from([*endpoints, {**endpoints[0], "waiting": 10_000, "running": 10_000, "in_flight": 10_000}])
+    among = np.zeros(extreme.table.is_active.size, np.bool_)
+    among[: len(endpoints)] = True
+    alone = plugin.score(view, view.table.is_active)[: len(endpoints)]
+    assert plugin.score(extreme, among)[: len(endpoints)] == pytest.approx(alone)
+    assert size <= extreme.table.is_active.size

@@ -1,0 +1,36 @@
+"""A view over a few endpoints, column by column."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from extproc.endpoints.ledger import prefill_work
+from extproc.endpoints.table import EndpointTable
+from extproc.scheduling.framework import RequestFacts, View
+from extproc.scheduling.picker import Demand
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+def view_of(
+    count: int,
+    *,
+    input_tokens: float = 1000.0,
+    cached: Sequence[float] = (),
+    now_s: float = 0.0,
+    adapter: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    **columns: Sequence[float],
+) -> View:
+    """Endpoints ``e0:1``, ``e1:1``, ...; ``columns`` are those of the table."""
+    table = EndpointTable()
+    table.replace(f"e{number}:1" for number in range(count))
+    for name, values in columns.items():
+        getattr(table, name)[:count] = values
+    held = np.zeros(len(table.addresses))
+    held[: len(cached)] = cached
+    demand = Demand(held, prefill_work(input_tokens - held, held))
+    return View(table, demand, RequestFacts("m", input_tokens, adapter, headers or {}), now_s)
