@@ -1,8 +1,8 @@
 """A prompt as a chain of block hashes: equal hashes at a position mean an equal prompt up to there.
 
-Blocks grow with the position: 64 of 64 bytes, then 64 of 128, of 256, and so on. So the end of a shared prefix is known
-to about a sixty-fourth of its length at most, a prompt of 400 KB is some 450 blocks instead of 6,250, and no prompt that a
-gateway can buffer has many more. The hash of a block covers all before it (as in vLLM's automatic prefix caching) and
+Blocks grow with the position: 64 of 128 bytes (some 32 tokens), then 64 of 256, of 512, and so on. So the end of a shared
+prefix is known to about a sixty-fourth of its length, a prompt of 400 KB is some 350 blocks instead of 3,125, and no
+prompt that a gateway can buffer has many more. The hash of a block covers all before it (as in vLLM's automatic prefix caching) and
 starts from the model or adapter, whose caches share nothing. xxh3 (https://xxhash.com) is not cryptographic: a client that
 forges a collision gains a poor pick for itself.
 
@@ -19,7 +19,7 @@ import xxhash
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_FIRST_BLOCK_BYTES: Final = 64
+_FIRST_BLOCK_BYTES: Final = 128
 _BLOCKS_PER_CLASS: Final = 64
 _CLASS_BITS: Final = 5
 _CLASS_MASK: Final = (1 << _CLASS_BITS) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -28,7 +29,6 @@ _INITIAL_BYTES_PER_TOKEN: Final = 4.0
 # About what an 80 GB GPU with an 8B model, or four with a 70B one, hold; corrected by what engines report.
 _INITIAL_CACHE_TOKENS: Final = 400_000
 _CHOICES: Final = 4
-_FEW: Final = 12
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -105,17 +105,12 @@ class Pool:
         return self.index.last_use(row, chain[longest - 1]) if longest else None
 
 
-def _rows_of(holders: int, rows: int) -> list[int] | np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """A bit mask as an index of columns: one by one while they are few."""
-    if holders.bit_count() > _FEW:
-        raw = np.frombuffer(holders.to_bytes((rows + 7) // 8, "little"), np.uint8)
-        return np.unpackbits(raw, count=rows, bitorder="little").view(np.bool_)
-    found = []
-    while holders:
-        lowest = holders & -holders
-        found.append(lowest.bit_length() - 1)
-        holders ^= lowest
-    return found
+# One after the other, requests of a conversation meet the same few sets of holders.
+@lru_cache(maxsize=1024)
+def _rows_of(holders: int, rows: int) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """A bit mask as an index of columns."""
+    raw = np.frombuffer(holders.to_bytes((rows + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(raw, count=rows, bitorder="little").nonzero()[0]
 
 
 def _make_picker(spec: ModelServerSpec) -> Picker:

@@ -6,6 +6,7 @@ of the stream is the end of the request.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from extproc.errors import MethodNotAllowed, Refusal, UnknownModel
@@ -14,12 +15,12 @@ from extproc.protocol import MODELS_PATH
 from extproc.streams.answer import CONTINUE_HEADERS, decision_answer, model_answer, models_answer, refusal_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from extproc.observe import Metrics
     from extproc.pipeline import Pipeline
     from extproc.request.model import Api
-    from extproc.streams.messages import HttpBody, HttpHeaders, ProcessingRequest
+    from extproc.streams.messages import HeaderValue, HttpBody, HttpHeaders, ProcessingRequest
 
 
 class UnexpectedMessage(Exception):
@@ -92,15 +93,37 @@ class Exchange:
 
 
 def _read_head(message: HttpHeaders) -> Head:
+    method = path = ""
+    for header in message.headers.headers:
+        if header.key == ":path":
+            path, _, _ = _value(header).partition("?")
+        elif header.key == ":method":
+            method = _value(header)
+    return Head(method=method, path=path, headers=_Headers(message), has_body=not message.end_of_stream)
+
+
+class _Headers(Mapping[str, str]):
+    """Decoded when a route has a condition on one: most have none, and decoding all costs as much as parsing the body."""
+
+    def __init__(self, message: HttpHeaders) -> None:
+        self._message = message
+        self._decoded: dict[str, str] | None = None
+
+    def __getitem__(self, name: str) -> str:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def _all(self) -> dict[str, str]:
+        if self._decoded is None:
+            self._decoded = {header.key: _value(header) for header in self._message.headers.headers}
+        return self._decoded
+
+
+def _value(header: HeaderValue) -> str:
     # Header values are bytes to Envoy; those that conditions are written for are ASCII.
-    headers = {
-        header.key: (header.raw_value.decode("latin-1") if header.raw_value else header.value)
-        for header in message.headers.headers
-    }
-    path, _, _ = headers.get(":path", "").partition("?")
-    return Head(
-        method=headers.get(":method", ""),
-        path=path,
-        headers=headers,
-        has_body=not message.end_of_stream,
-    )
+    return header.raw_value.decode("latin-1") if header.raw_value else header.value

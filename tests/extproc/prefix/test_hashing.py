@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 from extproc.prefix.hashing import block_bytes, covered_bytes, hash_blocks
 
 
-def test_blocks_are_64_of_64_bytes_then_64_of_128() -> None:
-    chain = hash_blocks(bytes(64 * 64 + 3 * 128 + 127), "m")
+def test_blocks_are_64_of_128_bytes_then_64_of_256() -> None:
+    chain = hash_blocks(bytes(64 * 128 + 3 * 256 + 255), "m")
 
-    assert [block_bytes(block) for block in chain] == [64] * 64 + [128] * 3
+    assert [block_bytes(block) for block in chain] == [128] * 64 + [256] * 3
 
 
-def test_four_hundred_kilobytes_are_some_four_hundred_blocks() -> None:
-    assert len(hash_blocks(bytes(400_000), "m")) == 418
+def test_four_hundred_kilobytes_are_a_few_hundred_blocks() -> None:
+    assert len(hash_blocks(bytes(400_000), "m")) == 355
 
 
 def test_a_prompt_shorter_than_a_block_has_none() -> None:
-    assert hash_blocks(bytes(63), "m") == []
+    assert hash_blocks(bytes(127), "m") == []
 
 
 def test_another_model_shares_nothing() -> None:

@@ -31,7 +31,7 @@ def test_endpoints_are_told_apart_by_how_much_they_hold() -> None:
     index.record(0, chain_of(1, 2), 0.0)
     index.record(3, chain_of(1, 9), 0.0)
 
-    assert index.match(chain_of(1, 2, 3)) == [Match(16, 0b1001), Match(32, 0b0001)]
+    assert index.match(chain_of(1, 2, 3)) == [Match(8, 0b1001), Match(16, 0b0001)]
 
 
 def test_the_tail_of_the_least_recent_prompt_goes_first() -> None:
@@ -71,7 +71,7 @@ def test_a_reported_miss_clears_all_that_was_used_no_later() -> None:
     index.record(0, chain_of(3), 3.0)
     index.correct(0, missed_since=2.0)
 
-    assert [matched(index, 0, chain_of(part)) for part in (1, 2, 3)] == [0, 0, 16]
+    assert [matched(index, 0, chain_of(part)) for part in (1, 2, 3)] == [0, 0, 8]
 
 
 def test_a_miss_lowers_the_bound_and_confirmed_hits_raise_it_again() -> None:
