@@ -36,7 +36,7 @@ def test_parse(benchmark: BenchmarkFixture, size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_hash(benchmark: BenchmarkFixture, size: int) -> None:
-    assert len(benchmark(hash_blocks, text_of("a", size // 4).encode(), "m")) > 25
+    assert len(benchmark(hash_blocks, text_of("a", size // 4).encode(), "m")) > 10
 
 
 @pytest.mark.parametrize("endpoints", [8, 100])

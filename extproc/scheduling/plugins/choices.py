@@ -49,7 +49,7 @@ class WeightedRandom(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
     def order(self, scores: Floats, rng: random.Random) -> list[int]:
         """Positions by falling key."""
         # in the logarithm, where small scores do not underflow
-        keys = [math.log(1.0 - rng.random()) / score if score > 0 else -math.inf for score in scores]
+        keys = [math.log(1.0 - rng.random()) / score if score > 0 else -math.inf for score in scores.tolist()]
         ties = _shuffled(scores.size, rng)
         return sorted((int(position) for position in ties), key=lambda position: -keys[position])
 
@@ -78,7 +78,7 @@ class Softmax(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
 
     def order(self, scores: Floats, rng: random.Random) -> list[int]:
         """Positions by falling perturbed score."""
-        keys = [score / self.temperature - math.log(-math.log(_inside(rng))) for score in scores]
+        keys = [score / self.temperature - math.log(-math.log(_inside(rng))) for score in scores.tolist()]
         return sorted(range(scores.size), key=lambda position: -keys[position])
 
 

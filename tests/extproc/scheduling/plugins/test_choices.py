@@ -39,6 +39,10 @@ def test_weighted_random_follows_the_scores_and_leaves_zero_for_last() -> None:
     assert WeightedRandom().order(np.array([0.0, 1e-9, 1.0]), random.Random(0))[-1] == 0
 
 
+def test_the_smallest_of_scores_is_no_trouble() -> None:
+    assert WeightedRandom().order(np.array([5e-324, 1.0, 0.0]), random.Random(0)) == [1, 0, 2]
+
+
 def test_softmax_is_proportional_to_the_exponential() -> None:
     weights = [math.exp(score / 0.5) for score in (0.2, 0.7, 1.0)]
     expected = [weight / sum(weights) for weight in weights]
