@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 import uvloop
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import Limits
@@ -122,7 +122,7 @@ def _describe(flags: EngineFlags) -> str:
     return f"{flags.count} engines of {flags.hardware}{blocks}"
 
 
-async def _run(policy: str, stack: Stack, settings: Settings, progress: Progress, bar: object) -> Run:
+async def _run(policy: str, stack: Stack, settings: Settings, progress: Progress, bar: TaskID) -> Run:
     results: list[Result] = []
 
     def show(result: Result) -> None:
@@ -130,7 +130,7 @@ async def _run(policy: str, stack: Stack, settings: Settings, progress: Progress
         failed = sum(1 for one in results if one.error)
         times = ttfts(results[-50:], settings.flags.speed) or [0.0]
         state = f"TTFT {sum(times) / len(times) * 1000:.0f} ms" + (f", {failed} failed" if failed else "")
-        progress.update(bar, advance=1, state=state)  # type: ignore[arg-type]  # rich's TaskID is an int in disguise
+        progress.update(bar, advance=1, state=state)
 
     pids = {**stack.pids, "client": os.getpid()}
     pids.pop("bundle")
