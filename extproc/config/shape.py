@@ -13,7 +13,7 @@ import msgspec
 from msgspec import inspect
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from extproc.config.mistakes import Path
 
@@ -88,24 +88,38 @@ def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Findi
             yield path, f"{_lower_first(str(error))}; it is {value!r}"
 
 
+_PLAIN: Mapping[type[inspect.Type], type] = {
+    inspect.BoolType: bool,
+    inspect.AnyType: object,
+    inspect.DictType: dict,
+    inspect.VarTupleType: list,
+    inspect.ListType: list,
+}
+
+
 def _to_annotation(kind: inspect.Type) -> object:
     match kind:
         case inspect.StrType():
             meta = msgspec.Meta(min_length=kind.min_length, max_length=kind.max_length, pattern=kind.pattern)
             return Annotated[str, meta]
         case inspect.IntType():
-            return Annotated[int, msgspec.Meta(ge=kind.ge, le=kind.le)]
-        case inspect.BoolType():
-            return bool
+            return Annotated[int, _bounds(kind)]
+        case inspect.FloatType():
+            return Annotated[float, _bounds(kind)]
         case inspect.StructType():
             return kind.cls
-        case inspect.DictType():
-            return dict
-        case inspect.VarTupleType() | inspect.ListType():
-            return list
+        case _ if type(kind) in _PLAIN:
+            return _PLAIN[type(kind)]
         case _:
             msg = f"the configuration types use {type(kind).__name__}, which this check does not know yet"
             raise TypeError(msg)
+
+
+def _bounds(kind: inspect.IntType | inspect.FloatType) -> msgspec.Meta:
+    # msgspec takes one bound a side
+    if kind.gt is not None:
+        return msgspec.Meta(gt=kind.gt, le=kind.le) if kind.lt is None else msgspec.Meta(gt=kind.gt, lt=kind.lt)
+    return msgspec.Meta(ge=kind.ge, le=kind.le) if kind.lt is None else msgspec.Meta(ge=kind.ge, lt=kind.lt)
 
 
 def _lower_first(text: str) -> str:

@@ -1,0 +1,140 @@
+"""EndpointPickerConfig files: read as llm-d would, refused with line and advice."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from extproc.config.mistakes import ConfigInvalid
+from extproc.scheduling.framework import NamedScorer
+from extproc.scheduling.picker_config import read_profile
+from extproc.scheduling.plugins.cache_scorers import PrefixCache
+from extproc.scheduling.plugins.choices import MaxScore, WeightedRandom
+from extproc.scheduling.plugins.filters import PrefixCacheAffinity
+from extproc.scheduling.plugins.load_scorers import Queue, TokenLoad
+from extproc.scheduling.registry import BUILT_IN, installed
+from tests.extproc.scheduling.plugins.views import view_of
+
+CONFIG = """\
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+  - type: prefix-cache-affinity-filter
+    parameters: {affinityThreshold: 0.9}
+  - type: token-load-scorer
+  - name: prefix
+    type: prefix-cache-scorer
+    parameters: {matchLengthWeight: 0.5}
+  - type: weighted-random-picker
+    parameters: {maxNumOfEndpoints: 2}
+  - type: single-profile-handler
+schedulingProfiles:
+  - name: default
+    plugins:
+      - pluginRef: prefix-cache-affinity-filter
+      - pluginRef: token-load-scorer
+      - pluginRef: prefix
+        weight: 3
+      - pluginRef: weighted-random-picker
+"""
+
+
+def test_a_file_of_llm_ds_is_read_with_its_weights_and_parameters() -> None:
+    profile = read_profile("epp.yaml", CONFIG, BUILT_IN)
+    assert [(one.name, one.plugin) for one in profile.filters] == [
+        ("prefix-cache-affinity-filter", PrefixCacheAffinity(affinity_threshold=0.9))
+    ]
+    assert profile.scorers == (
+        NamedScorer("token-load-scorer", TokenLoad(), 1.0),
+        NamedScorer("prefix", PrefixCache(match_length_weight=0.5), 3.0),
+    )
+    assert profile.choice == WeightedRandom(max_num_of_endpoints=2)
+
+
+def test_it_picks_as_its_formulas_say() -> None:
+    text = CONFIG.replace("weighted-random-picker", "max-score-picker")
+    profile = read_profile("epp.yaml", text, BUILT_IN)
+    view = view_of(3, cached=[0, 950, 900])
+    # two hold 0.9 of the prompt; the one that holds more has less to compute
+    assert profile.run(view, random.Random(0)).rows == [1, 2]
+
+
+def test_the_older_api_version_and_a_file_without_profiles_are_taken() -> None:
+    text = """\
+apiVersion: inference.networking.x-k8s.io/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+  - type: queue-scorer
+"""
+    profile = read_profile("epp.yaml", text, BUILT_IN)
+    assert profile.scorers == (NamedScorer("queue-scorer", Queue(), 1.0),)
+    assert profile.choice == MaxScore()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "mistake"),
+    [
+        ("type: token-load-scorer", "type: token-lod-scorer", "epp.yaml:6: plugins[1].type: there is no plugin type"),
+        (
+            "affinityThreshold",
+            "affinityTreshold",
+            "epp.yaml:5: plugins[0].parameters.affinityTreshold: there is no such",
+        ),
+        ("affinityThreshold: 0.9", "affinityThreshold: 9", "epp.yaml:5: plugins[0].parameters.affinityThreshold"),
+        ("pluginRef: prefix\n", "pluginRef: prefx\n", "did you mean 'prefix'?"),
+        ("weight: 3", "wait: 3", "epp.yaml:19: schedulingProfiles[0].plugins[2].wait: there is no such field"),
+        ("weight: 3", "weight: -3", "epp.yaml:19:"),
+        ("name: prefix\n", "name: token-load-scorer\n", "a second plugin called 'token-load-scorer'"),
+        (
+            "pluginRef: weighted-random-picker",
+            "pluginRef: prefix-cache-affinity-filter\n        weight: 2",
+            "only scorers",
+        ),
+        ("kind: Endpoint", "kind: Entpoint", "epp.yaml:2: kind"),
+        ("plugins:\n  - type", "plugins:\n  - [", "not YAML"),
+    ],
+)
+def test_a_mistake_is_placed_and_comes_with_advice(old: str, new: str, mistake: str) -> None:
+    text = CONFIG.replace(old, new, 1)
+    assert text != CONFIG
+    with pytest.raises(ConfigInvalid, match=re.escape(mistake)):
+        read_profile("epp.yaml", text, BUILT_IN)
+
+
+def test_a_second_picker_and_a_second_document_are_refused() -> None:
+    doubled = (
+        CONFIG.replace("- type: single-profile-handler", "- type: random-picker") + "      - pluginRef: random-picker\n"
+    )
+    with pytest.raises(ConfigInvalid, match="a second picker"):
+        read_profile("epp.yaml", doubled, BUILT_IN)
+    with pytest.raises(ConfigInvalid, match="has 2 documents"):
+        read_profile("epp.yaml", CONFIG + "---\n" + CONFIG, BUILT_IN)
+
+
+def test_a_plugin_of_another_package_is_found_but_takes_no_name_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entry:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def load(self) -> object:
+            return BUILT_IN["random-picker"]
+
+    entries = [Entry("their-picker"), Entry("queue-scorer")]
+    monkeypatch.setattr("extproc.scheduling.registry.entry_points", lambda **_: entries)
+    assert installed()["their-picker"].kind == "picker"
+    assert installed()["queue-scorer"].kind == "scorer"
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_every_plugin_works_with_its_defaults(name: str) -> None:
+    kind = BUILT_IN[name].kind
+    plugin = BUILT_IN[name].cls()
+    view = view_of(4)
+    if kind == "filter":
+        assert plugin.keep(view, view.table.is_active).sum() == 4
+    elif kind == "scorer":
+        assert plugin.score(view, view.table.is_active).shape == view.table.is_active.shape
+    elif kind == "picker":
+        assert len(plugin.order(view.demand.work[:4], random.Random(0))) == 4
