@@ -18,7 +18,7 @@ from extproc.prefix.hashing import hash_blocks
 from extproc.protocol import MODELS_PATH
 from extproc.request.openai import INFERENCE_PATHS, parse, with_changes
 from extproc.routing.resolve import RoutingTable
-from extproc.scheduling.pool import Assignment, Pool
+from extproc.scheduling.pool import Assignment, Pool, Prompt, default_picker
 
 if TYPE_CHECKING:
     import random
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from extproc.config.types import Snapshot
     from extproc.request.model import Api, InferenceRequest
     from extproc.routing.resolve import Destination, ListedModel
+    from extproc.scheduling.pool import MakePicker
 
 # Access log entries that never come must not pile up: beyond this many, the oldest are given up.
 _MAX_UNSETTLED: Final = 65_536
@@ -60,7 +61,15 @@ class Settled(msgspec.Struct, frozen=True):
 class Pipeline:
     """Decides with what it knows; every verb takes the time in seconds and returns what is to be done."""
 
-    def __init__(self, snapshot: Snapshot, *, rng: random.Random, ticket_prefix: str) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        *,
+        rng: random.Random,
+        ticket_prefix: str,
+        make_picker: MakePicker = default_picker,
+    ) -> None:
+        self._make_picker = make_picker
         self.pools: dict[str, Pool] = {}
         self._rng = rng
         self._ticket_prefix = ticket_prefix
@@ -84,7 +93,7 @@ class Pipeline:
             known = self.pools.get(name)
             if known is not None:
                 known.update(server.spec)
-            pools[name] = known or Pool(name, server.spec)
+            pools[name] = known or Pool(name, server.spec, self._make_picker)
         self.pools = pools
 
     def admit(self, head: Head) -> Api:
@@ -107,7 +116,8 @@ class Pipeline:
         destination = self._routing.resolve(request.model, head.headers, head.path, self._rng)
         pool = self.pools[destination.server]
         chain = hash_blocks(request.prompt, destination.model)
-        assignment = pool.assign(chain, prompt_bytes=len(request.prompt), now=now, rng=self._rng)
+        prompt = Prompt(chain, len(request.prompt), destination.model, head.headers)
+        assignment = pool.assign(prompt, now=now, rng=self._rng)
         ticket = self._next_ticket()
         self._sent[ticket] = Sent(
             pool=pool,

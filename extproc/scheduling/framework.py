@@ -6,45 +6,17 @@ from 0 to 1, the picker orders the rows that are left. Plugins are pure: what th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
 
-from extproc.endpoints.ledger import backlogs
-from extproc.endpoints.table import Bools, EndpointTable, Floats
+from extproc.endpoints.table import Bools, Floats
 from extproc.errors import NoEndpoint
-from extproc.scheduling.picker import Demand
+from extproc.scheduling.picker import Pick, View
 
 if TYPE_CHECKING:
     import random
-
-
-class RequestFacts(msgspec.Struct, frozen=True):
-    """What plugins may know of a request. ``model``: the name that engines know, an adapter's if one was asked for.
-
-    ``adapter``: that name if it is a LoRA adapter's. Header names are lower-case.
-    """
-
-    model: str
-    input_tokens: float
-    adapter: str | None = None
-    headers: Mapping[str, str] = {}
-
-
-class View(msgspec.Struct, frozen=True):
-    """What a plugin sees: the endpoints as columns, what the request asks of each of them, and the time in seconds."""
-
-    table: EndpointTable
-    demand: Demand
-    request: RequestFacts
-    now_s: float
-
-    def ttft_s(self) -> Floats:
-        """Expected seconds to the first token: what waits and this prompt's own work over the learned rate."""
-        waiting: Floats = (backlogs(self.table, self.now_s) + self.demand.work) / self.table.prefill_rate
-        return waiting
 
 
 class Filter(Protocol):
@@ -116,6 +88,11 @@ class Profile(msgspec.Struct, frozen=True):
     scorers: tuple[NamedScorer, ...]
     choice: Choice
     choices: int = 4
+
+    def pick(self, view: View, *, rng: random.Random) -> Pick:
+        """A profile is a picker."""
+        rows = self.run(view, rng).rows
+        return Pick(rows, float(view.ttft_s()[rows[0]]))
 
     def run(self, view: View, rng: random.Random) -> Ranking:
         """Raises NoEndpoint, naming the filter that left nobody."""

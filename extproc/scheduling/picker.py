@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from extproc.endpoints.table import Floats
+from extproc.endpoints.ledger import backlogs
+from extproc.endpoints.table import EndpointTable, Floats
 
 if TYPE_CHECKING:
     import random
-
-    from extproc.endpoints.table import EndpointTable
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -19,6 +19,32 @@ class Demand(msgspec.Struct, frozen=True):
 
     cached_tokens: Floats
     work: Floats
+
+
+class RequestFacts(msgspec.Struct, frozen=True):
+    """What may be known of a request. ``model``: the name that engines know, an adapter's if one was asked for.
+
+    ``adapter``: that name if it is a LoRA adapter's. Header names are lower-case.
+    """
+
+    model: str
+    input_tokens: float
+    adapter: str | None = None
+    headers: Mapping[str, str] = {}
+
+
+class View(msgspec.Struct, frozen=True):
+    """All that a decision rests on: endpoints as columns, the request, what it asks of each, and the time in seconds."""
+
+    table: EndpointTable
+    demand: Demand
+    request: RequestFacts
+    now_s: float
+
+    def ttft_s(self) -> Floats:
+        """Expected seconds to the first token: what waits and this prompt's own work over the learned rate."""
+        waiting: Floats = (backlogs(self.table, self.now_s) + self.demand.work) / self.table.prefill_rate
+        return waiting
 
 
 class Pick(msgspec.Struct, frozen=True):
@@ -31,6 +57,6 @@ class Pick(msgspec.Struct, frozen=True):
 class Picker(Protocol):
     """Chooses endpoints for one request. Raises NoEndpoint when there is none."""
 
-    def pick(self, table: EndpointTable, demand: Demand, *, now: float, rng: random.Random) -> Pick:
-        """Who takes the request, at ``now`` in seconds."""
+    def pick(self, view: View, *, rng: random.Random) -> Pick:
+        """Who takes the request."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -12,17 +13,19 @@ from extproc.endpoints.ledger import backlog_of, charge, prefill_work
 from extproc.endpoints.table import EndpointTable, Place
 from extproc.prefix.hashing import covered_bytes
 from extproc.prefix.index import PrefixIndex
-from extproc.scheduling.picker import Demand
+from extproc.scheduling.picker import Demand, RequestFacts, View
 from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.round_robin import RoundRobin
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
     from extproc.config.types import ModelServerSpec
     from extproc.prefix.index import Match
     from extproc.scheduling.picker import Picker
+
+    MakePicker = Callable[[ModelServerSpec], Picker]
 
 # English text and code in JSON, until the engines' reported usage says better.
 _INITIAL_BYTES_PER_TOKEN: Final = 4.0
@@ -47,35 +50,50 @@ class Assignment(msgspec.Struct, frozen=True):
     cost_s: float
 
 
+class Prompt(msgspec.Struct, frozen=True):
+    """What is to be assigned: the chain of block hashes, the size, the model's name in the engines, and the headers."""
+
+    chain: Sequence[int]
+    size_bytes: int
+    model: str
+    headers: Mapping[str, str] = {}
+
+
 class Pool:
     """One ModelServer's endpoint table, prefix index and picker, and what its tokenizer makes of text."""
 
-    def __init__(self, name: str, spec: ModelServerSpec) -> None:
+    def __init__(self, name: str, spec: ModelServerSpec, make_picker: MakePicker) -> None:
         self.name = name
+        self._make_picker = make_picker
         self.spec = spec
         self.table = EndpointTable()
         self.index = PrefixIndex(_INITIAL_CACHE_TOKENS * _INITIAL_BYTES_PER_TOKEN)
         self.bytes_per_token = _INITIAL_BYTES_PER_TOKEN
         self.typical_ttft_s = 0.0
         self.reports_cached_tokens = False
-        self._picker = _make_picker(spec)
+        self._picker = make_picker(spec)
         self.update(spec)
 
     def update(self, spec: ModelServerSpec) -> None:
         """Follow the configuration; endpoints that stay keep all that is known of them."""
         if spec.picker != self.spec.picker:
-            self._picker = _make_picker(spec)
+            self._picker = self._make_picker(spec)
         self.spec = spec
         for row in self.table.replace(endpoint.address for endpoint in spec.endpoints):
             self.index.forget(row)
 
-    def assign(self, chain: Sequence[int], *, prompt_bytes: int, now: float, rng: random.Random) -> Assignment:
+    def assign(self, prompt: Prompt, *, now: float, rng: random.Random) -> Assignment:
         """Choose endpoints for a prompt and count it as theirs; raises NoEndpoint."""
-        input_tokens = prompt_bytes / self.bytes_per_token
+        chain = prompt.chain
+        input_tokens = prompt.size_bytes / self.bytes_per_token
         matches = self.index.match(chain)
         demand = self._demand(matches, input_tokens)
-        pick = self._picker.pick(self.table, demand, now=now, rng=rng)
+        adapter = prompt.model if prompt.model != self.spec.model else None
+        facts = RequestFacts(prompt.model, input_tokens, adapter, prompt.headers)
+        pick = self._picker.pick(View(self.table, demand, facts, now), rng=rng)
         first = pick.rows[0]
+        if not matches:
+            self.table.cold_at_s[first] = now
         cached, work = float(demand.cached_tokens[first]), float(demand.work[first])
         tokens_ahead = backlog_of(self.table, first, now) + work
         cached_since_s = self._cached_since(matches, chain, first)
@@ -113,7 +131,8 @@ def _rows_of(holders: int, rows: int) -> np.ndarray[tuple[int], np.dtype[np.intp
     return np.unpackbits(raw, count=rows, bitorder="little").nonzero()[0]
 
 
-def _make_picker(spec: ModelServerSpec) -> Picker:
+def default_picker(spec: ModelServerSpec) -> Picker:
+    """The picker that a ModelServer names."""
     if spec.picker == "RoundRobin":
         return RoundRobin(_CHOICES)
     return PrefixAware(PrefixAwareParameters(choices=_CHOICES))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import random
 
     from extproc.endpoints.table import EndpointTable, Floats
-    from extproc.scheduling.picker import Demand
+    from extproc.scheduling.picker import Demand, View
 
 # Larger than any real cost: an endpoint that is avoided comes after all others, one that is gone never.
 _AVOIDED_S: Final = 1e6
@@ -53,11 +53,12 @@ class PrefixAware:
     def __init__(self, parameters: PrefixAwareParameters) -> None:
         self._parameters = parameters
 
-    def pick(self, table: EndpointTable, demand: Demand, *, now: float, rng: random.Random) -> Pick:
+    def pick(self, view: View, *, rng: random.Random) -> Pick:
         """See the module's formula."""
+        table, demand = view.table, view.demand
         if not len(table):
             raise NoEndpoint("No engine is configured for this model; add endpoints to its ModelServer.")
-        cost = self.costs(table, demand, now)
+        cost = self.costs(table, demand, view.now_s)
         cheapest = int(cost.argmin())
         best = float(cost[cheapest])
         equal = (cost <= best * (1 + self._parameters.tie_share) + self._parameters.tie_s).nonzero()[0]

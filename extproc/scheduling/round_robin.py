@@ -12,8 +12,7 @@ from extproc.scheduling.picker import Pick
 if TYPE_CHECKING:
     import random
 
-    from extproc.endpoints.table import EndpointTable
-    from extproc.scheduling.picker import Demand
+    from extproc.scheduling.picker import View
 
 
 class RoundRobin:
@@ -23,14 +22,15 @@ class RoundRobin:
         self._choices = choices
         self._turn = 0
 
-    def pick(self, table: EndpointTable, demand: Demand, *, now: float, rng: random.Random) -> Pick:
+    def pick(self, view: View, *, rng: random.Random) -> Pick:
         """The next endpoint, then those after it."""
-        del demand, rng  # the baseline's point
+        del rng  # and of the view only who is there: the baseline's point
+        table = view.table
         rows: list[int] = np.flatnonzero(table.is_active).tolist()
         if not rows:
             raise NoEndpoint("No engine is configured for this model; add endpoints to its ModelServer.")
         start = self._turn % len(rows)
         self._turn += 1
         turned = rows[start:] + rows[:start]
-        turned.sort(key=lambda row: bool(table.avoid_until_s[row] > now))
+        turned.sort(key=lambda row: bool(table.avoid_until_s[row] > view.now_s))
         return Pick(turned[: self._choices], 0.0)

@@ -11,7 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
-    from extproc.scheduling.framework import View
+    from extproc.scheduling.picker import View
 
 
 class LoraAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
-    from extproc.scheduling.framework import View
+    from extproc.scheduling.picker import View
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]

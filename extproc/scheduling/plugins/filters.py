@@ -9,7 +9,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools
-    from extproc.scheduling.framework import View
+    from extproc.scheduling.picker import View
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]

@@ -11,7 +11,7 @@ from extproc.endpoints.ledger import backlogs
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
-    from extproc.scheduling.framework import View
+    from extproc.scheduling.picker import View
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]

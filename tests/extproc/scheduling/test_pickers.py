@@ -14,7 +14,7 @@ from extproc.endpoints.learning import note_failure
 from extproc.endpoints.ledger import charge, prefill_work
 from extproc.endpoints.table import EndpointTable
 from extproc.errors import NoEndpoint
-from extproc.scheduling.picker import Demand
+from extproc.scheduling.picker import Demand, RequestFacts, View
 from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.round_robin import RoundRobin
 
@@ -42,6 +42,10 @@ def demand(input_tokens: float, cached_tokens: Floats) -> Demand:
     return Demand(cached_tokens, prefill_work(input_tokens - cached_tokens, cached_tokens))
 
 
+def view(table: EndpointTable, input_tokens: float, cached_tokens: Floats, now: float) -> View:
+    return View(table, demand(input_tokens, cached_tokens), RequestFacts("m", input_tokens), now)
+
+
 def test_cost_is_uncached_and_waiting_tokens_over_the_rate_plus_requests() -> None:
     table = table_of(3)
     charge(table, 1, prefill_tokens=5_000, now=0.0)
@@ -58,7 +62,7 @@ def test_a_cached_prefix_wins_until_its_endpoint_is_busier_than_it_saves() -> No
     hit = cached(table, e0=8_000)
 
     def first() -> int:
-        pick = PICKER.pick(table, demand(10_000, hit), now=0.0, rng=random.Random(0))
+        pick = PICKER.pick(view(table, 10_000, hit, 0.0), rng=random.Random(0))
         return pick.rows[0]
 
     assert first() == 0
@@ -72,12 +76,12 @@ def test_a_faster_engine_gets_the_work() -> None:
     table = table_of(2)
     table.prefill_rate[1] = 30_000
 
-    assert PICKER.pick(table, demand(9_000, cached(table)), now=0.0, rng=random.Random(0)).rows[0] == 1
+    assert PICKER.pick(view(table, 9_000, cached(table), 0.0), rng=random.Random(0)).rows[0] == 1
 
 
 def test_equal_endpoints_share_by_chance() -> None:
     table, rng = table_of(4), random.Random(0)
-    firsts = [PICKER.pick(table, demand(10, cached(table)), now=0.0, rng=rng).rows[0] for _ in range(400)]
+    firsts = [PICKER.pick(view(table, 10, cached(table), 0.0), rng=rng).rows[0] for _ in range(400)]
 
     assert all(70 < firsts.count(row) < 130 for row in range(4))
 
@@ -88,7 +92,7 @@ def test_fallbacks_follow_in_order_of_cost_and_are_bounded() -> None:
         for _ in range(requests):
             charge(table, row, prefill_tokens=0, now=0.0)
 
-    pick = PICKER.pick(table, demand(10, cached(table)), now=0.0, rng=random.Random(0))
+    pick = PICKER.pick(view(table, 10, cached(table), 0.0), rng=random.Random(0))
     assert pick.rows == [3, 1, 4, 0]
 
 
@@ -98,12 +102,12 @@ def test_an_endpoint_that_just_failed_comes_last_though_it_is_idle() -> None:
     charge(table, 1, prefill_tokens=60_000, now=0.0)
     note_failure(table, 2, now=0.0)
 
-    assert PICKER.pick(table, demand(10, cached(table)), now=0.5, rng=random.Random(0)).rows == [
+    assert PICKER.pick(view(table, 10, cached(table), 0.5), rng=random.Random(0)).rows == [
         0,
         1,
         2,
     ]
-    assert PICKER.pick(table, demand(10, cached(table)), now=1.5, rng=random.Random(0)).rows[0] == 2
+    assert PICKER.pick(view(table, 10, cached(table), 1.5), rng=random.Random(0)).rows[0] == 2
 
 
 def test_where_all_failed_one_is_picked_all_the_same() -> None:
@@ -111,21 +115,21 @@ def test_where_all_failed_one_is_picked_all_the_same() -> None:
     for row in range(2):
         note_failure(table, row, now=0.0)
 
-    assert len(PICKER.pick(table, demand(1, cached(table)), now=0.0, rng=random.Random(0)).rows) == 2
+    assert len(PICKER.pick(view(table, 1, cached(table), 0.0), rng=random.Random(0)).rows) == 2
 
 
 @pytest.mark.parametrize("picker", [PICKER, RoundRobin(4)])
 def test_without_endpoints_there_is_no_pick(picker: PrefixAware | RoundRobin) -> None:
     table = EndpointTable()
     with pytest.raises(NoEndpoint, match="add endpoints"):
-        picker.pick(table, demand(1, cached(table)), now=0.0, rng=random.Random(0))
+        picker.pick(view(table, 1, cached(table), 0.0), rng=random.Random(0))
 
 
 def test_round_robin_takes_turns_and_passes_over_what_just_failed() -> None:
     table, picker = table_of(3), RoundRobin(2)
 
     def pick() -> list[int]:
-        return picker.pick(table, demand(1, cached(table)), now=0.0, rng=random.Random(0)).rows
+        return picker.pick(view(table, 1, cached(table), 0.0), rng=random.Random(0)).rows
 
     assert [pick() for _ in range(4)] == [[0, 1], [1, 2], [2, 0], [0, 1]]
     note_failure(table, 1, now=0.0)
@@ -142,7 +146,7 @@ def test_the_first_choice_costs_least_and_no_row_comes_twice(loads: list[tuple[i
     for row, (requests, tokens, hit) in enumerate(loads):
         table.in_flight[row], table.backlog_tokens[row], hits[row] = requests, tokens, hit
     costs = PICKER.costs(table, demand(2000, hits), 0.0)
-    pick = PICKER.pick(table, demand(2000, hits), now=0.0, rng=random.Random(seed))
+    pick = PICKER.pick(view(table, 2000, hits, 0.0), rng=random.Random(seed))
 
     cheapest = costs.argmin()
     assert costs[pick.rows[0]] <= costs.min() * 1.1 + 0.001

@@ -8,8 +8,7 @@ import numpy as np
 
 from extproc.endpoints.ledger import prefill_work
 from extproc.endpoints.table import EndpointTable
-from extproc.scheduling.framework import RequestFacts, View
-from extproc.scheduling.picker import Demand
+from extproc.scheduling.picker import Demand, RequestFacts, View
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
