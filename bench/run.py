@@ -34,9 +34,14 @@ from bench.workload.generate import Conversations, conversations
 from bench.workload.sessions import Workload
 from bench.workload.traces import Part, TraceInvalid, read_trace
 from extproc.config.load import load
+from extproc.config.mistakes import ConfigInvalid, Mistake
+from extproc.scheduling.picker_config import read_profile
+from extproc.scheduling.pool import default_picker
+from extproc.scheduling.registry import installed
 
 if TYPE_CHECKING:
     from bench.load.client import Result
+    from extproc.scheduling.pool import MakePicker
 
 POLICIES = ("PrefixAware", "RoundRobin")
 # Above this the client, Envoy and the engines wait for processors, and times say more about them than about policies.
@@ -62,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
             comparison = _compare_in_virtual_time(settings)
         else:
             comparison = uvloop.run(_compare(settings, console))
-    except (StartFailed, EnvoyMissing, TraceInvalid) as error:
+    except (StartFailed, EnvoyMissing, TraceInvalid, ConfigInvalid) as error:
         console.print(str(error), style="red", markup=False)
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -109,12 +114,24 @@ def _compare_in_virtual_time(settings: Settings) -> Comparison:
     addresses = [f"10.0.{number // 250}.{number % 250 + 1}:8000" for number in range(flags.count)]
     runs = []
     for policy in settings.policies:
-        snapshot = load({"all.yaml": documents(addresses, picker=policy, gateway={}).encode()})
-        simulation = Simulation(snapshot, hardware, limits)
+        named = policy if policy in POLICIES else POLICIES[0]
+        snapshot = load({"all.yaml": documents(addresses, picker=named, gateway={}).encode()})
+        simulation = Simulation(snapshot, hardware, limits, make_picker=_picker_of(policy))
         results = simulation.run(settings.workload)
         served = tuple(simulation.served.values())
-        runs.append(Run(policy, summarize(results, 1.0), served, 0.0, {}, tuple(results)))
-    return Comparison(settings.workload.name, f"{_describe(flags)} in virtual time", 1.0, tuple(runs))
+        runs.append(Run(Path(policy).stem, summarize(results, 1.0), served, 0.0, {}, tuple(results)))
+    return Comparison(settings.workload.name, _describe(flags), 1.0, tuple(runs))
+
+
+def _picker_of(policy: str) -> MakePicker:
+    """A name of ours, or the file of an EndpointPickerConfig; raises ConfigInvalid."""
+    if policy in POLICIES:
+        return default_picker
+    try:
+        profile = read_profile(policy, Path(policy).read_text(), installed())
+    except OSError as error:
+        raise ConfigInvalid([Mistake(policy, 0, "", f"cannot be read: {error.strerror}")]) from None
+    return lambda _: profile
 
 
 def _describe(flags: EngineFlags) -> str:
@@ -163,7 +180,12 @@ def _read(arguments: list[str] | None) -> Settings:
     parser.add_argument("--hardware", choices=sorted(PRESETS), default="h100-llama-3.1-8b")
     parser.add_argument("--kv-blocks", type=int, help="default: 3000 for generated conversations, a GPU's for traces")
     parser.add_argument("--speed", type=float, help="engine seconds in a second (default: 1; 4 for traces)")
-    parser.add_argument("--policies", default=",".join(POLICIES), help="default: %(default)s")
+    parser.add_argument(
+        "--policies",
+        default=",".join(POLICIES),
+        help="with --virtual also files of EndpointPickerConfig, such as bench/policies/llm-d-default.yaml\n"
+        "(default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of generated conversations")
     parser.add_argument(
         "--virtual", action="store_true", help="in virtual time: the same decisions without Envoy and HTTP"
@@ -171,8 +193,8 @@ def _read(arguments: list[str] | None) -> Settings:
     parser.add_argument("--out", type=Path, help="default: bench/out/run-NAME")
     options = parser.parse_args(arguments)
     policies = tuple(options.policies.split(","))
-    if not set(policies) <= set(POLICIES):
-        parser.error(f"--policies takes {' and '.join(POLICIES)}, separated by a comma")
+    if not options.virtual and not set(policies) <= set(POLICIES):
+        parser.error(f"--policies takes {' and '.join(POLICIES)}, separated by a comma; with --virtual files, too")
     is_trace = options.trace is not None
     if is_trace:
         workload = read_trace(options.trace, Part(options.skip, options.limit))

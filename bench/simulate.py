@@ -1,7 +1,8 @@
 """The same decisions and the same engine model in virtual time: a comparison of policies in seconds instead of minutes.
 
 No Envoy, no HTTP: a request reaches its engine at the moment of its pick, and the access log entry comes ``LOG_DELAY_S``
-after its end. What is decided is decided by extproc's own pipeline.
+after its end. What engines say of themselves is read every ``SCRAPE_S``, and is as old as that. What is decided is decided
+by extproc's own pipeline.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from bench.load.client import Result
 from extproc.learning import Outcome
 from extproc.pipeline import Head, Pipeline
 from extproc.request.model import Api
+from extproc.scheduling.pool import default_picker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bench.workload.sessions import Session, Workload
     from extproc.config.types import Snapshot
+    from extproc.scheduling.pool import MakePicker
 
 LOG_DELAY_S: Final = 0.2
+SCRAPE_S: Final = 0.2
 _HEAD: Final = Head("POST", "/v1/chat/completions", {}, has_body=True)
 
 
@@ -45,8 +49,16 @@ class _Flight(msgspec.Struct):
 class Simulation:
     """Engines under one pipeline. ``run`` plays a workload and returns its results, in engine time."""
 
-    def __init__(self, snapshot: Snapshot, hardware: Hardware, limits: Limits, *, seed: int = 0) -> None:
-        self._pipeline = Pipeline(snapshot, rng=random.Random(seed), ticket_prefix="s")
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        hardware: Hardware,
+        limits: Limits,
+        *,
+        seed: int = 0,
+        make_picker: MakePicker = default_picker,
+    ) -> None:
+        self._pipeline = Pipeline(snapshot, rng=random.Random(seed), ticket_prefix="s", make_picker=make_picker)
         self._rng = random.Random(seed)
         self._limits = limits
         (server,) = snapshot.servers
@@ -69,10 +81,22 @@ class Simulation:
         """Play ``workload`` to its end."""
         for session in workload.sessions:
             self._begin(session)
+        self._at(0.0, self._scrape)
         while self._events:
             now, _, act = heapq.heappop(self._events)
             act(now)
         return self._results
+
+    def _scrape(self, now: float) -> None:
+        (pool,) = self._pipeline.pools.values()
+        for address, engine in self.engines.items():
+            row = pool.table.row_of(address)
+            if row is not None:
+                pool.table.waiting[row] = len(engine.waiting)
+                pool.table.running[row] = len(engine.running)
+                pool.table.kv_usage[row] = 1 - engine.pool.free / engine.pool.total
+        if self._events:  # nothing else to come: the end
+            self._at(now + SCRAPE_S, self._scrape)
 
     def _at(self, when: float, act: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (when, next(self._order), act))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +11,6 @@ from bench.load.client import Result
 from bench.load.summary import summarize
 from bench.report import Comparison, Run, rows, write_report
 from bench.run import main
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_comparison_in_virtual_time_ends_with_a_table_and_a_report(
@@ -36,11 +33,40 @@ def test_a_comparison_in_virtual_time_ends_with_a_table_and_a_report(
     assert "| TTFT mean, ms |" in (tmp_path / "out" / "report.md").read_text()
 
 
+POLICIES = sorted((Path(__file__).parent.parent.parent / "bench" / "policies").iterdir())
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda file: file.stem)
+def test_a_policy_of_llm_ds_can_be_compared_with_ours(
+    tmp_path: Path, policy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    # three long prefixes in turn over four engines: round robin brings every prefix to every engine
+    rows = [
+        {
+            "timestamp": 300 * number,
+            "input_length": 4000,
+            "output_length": 5,
+            "hash_ids": [10 * (number % 3) + part for part in range(8)],
+        }
+        for number in range(40)
+    ]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    policies = f"{policy},RoundRobin"
+    assert main(["--virtual", "--trace", str(trace), "--policies", policies, "--out", str(tmp_path / "out")]) == 0
+    assert policy.stem in capsys.readouterr().out
+    theirs, round_robin = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    assert theirs["policy"] == policy.stem
+    assert theirs["summary"]["cached_token_ratio"] > round_robin["summary"]["cached_token_ratio"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--trace", "none.jsonl"], "No such file"),
         (["--policies", "Magic"], "takes PrefixAware and RoundRobin"),
+        (["--virtual", "--policies", "none.yaml"], "none.yaml: cannot be read"),
+        (["--virtual", "--policies", "pyproject.toml"], "pyproject.toml"),
         (["--hardware", "abacus"], "invalid choice"),
     ],
 )
