@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Envoy's schema takes half a second to import: not for --help
     from controller.bundle import follow, write_golden, write_once  # noqa: PLC0415
 
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         if options.golden:
             write_golden(Path("envoy"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from extproc.config.types import Snapshot
+
+log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2
 # extproc takes up to two seconds to follow a change that names a new server, and sends requests to the old one until then.
@@ -43,7 +46,7 @@ def follow(config: Path, out: Path, path: str, snapshot: Snapshot) -> None:
             fresh = _read(config) or snapshot
             lingering.follow(snapshot, fresh, clock())
             if fresh.gateway.admin != snapshot.gateway.admin:
-                pass
+                log.warning("the admin address has changed: restart Envoy for that")
             snapshot = fresh
             # what has changed since may not have been read
             seen = now_seen if signature(config) == now_seen else None
@@ -59,7 +62,8 @@ def follow(config: Path, out: Path, path: str, snapshot: Snapshot) -> None:
 def _read(config: Path) -> Snapshot | None:
     try:
         return load_directory(config)
-    except (ConfigInvalid, OSError):
+    except (ConfigInvalid, OSError) as error:
+        log.error("configuration refused, the last good bundle stays:\n%s", error)
         return None
 
 

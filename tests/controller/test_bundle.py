@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +15,10 @@ from controller.bundle import GOLDEN_PATH
 from controller.gateway.bundle import build, with_servers
 from controller.gateway.publish import Lingering, Step, remove_orphans, steps, write
 from extproc.config.load import load, load_directory
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from extproc.config.types import Snapshot
 
@@ -189,6 +192,39 @@ def test_the_command_says_every_mistake_and_writes_nothing(tmp_path: Path, capsy
     with pytest.raises(SystemExit):
         main(["bundle"])
     assert "write --config DIR and --out DIR" in capsys.readouterr().err
+
+
+async def test_a_bundle_that_is_followed_says_what_it_refuses_and_keeps_the_last_good_one(tmp_path: Path) -> None:
+    config, out, log = tmp_path / "config", tmp_path / "out", tmp_path / "log"
+    config.mkdir()
+    good = SERVER.replace("NAME", "one") + ROUTE.replace("SECOND", "one")
+    (config / "a.yaml").write_text(good)
+    command = ["-m", "controller", "bundle", "--config", str(config), "--out", str(out), "--watch"]
+    with log.open("wb") as file:
+        writer = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=file)
+
+    async def until(holds: Callable[[], bool]) -> None:
+        async def answer() -> bool:
+            return holds()
+
+        await eventually(answer, timeout_s=20)
+
+    try:
+        await until((out / "bootstrap.json").is_file)
+        before = (out / "eds" / "one.json").read_text()
+        (config / "a.yaml").write_text(good.replace("10.0.0.1:8000", "nowhere"))
+        await until(lambda: "'nowhere' is not an address" in log.read_text())
+        assert "the last good bundle stays" in log.read_text()
+        assert (out / "eds" / "one.json").read_text() == before
+
+        gateway = "apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\n"
+        (config / "b.yaml").write_text(gateway + "spec: {admin: '127.0.0.1:9999'}\n")
+        (config / "a.yaml").write_text(good.replace("10.0.0.1", "10.0.0.9"))
+        await until(lambda: "10.0.0.9" in (out / "eds" / "one.json").read_text())
+        await until(lambda: "restart Envoy" in log.read_text())
+    finally:
+        writer.terminate()
+        await writer.wait()
 
 
 def test_an_output_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
