@@ -88,13 +88,7 @@ class App:
     async def _drain(self, stop: asyncio.Event) -> None:
         log.info("draining: running streams may take up to %g s", self._settings.drain_s)
         stop.clear()
-        draining = asyncio.create_task(self._server.stop(self._settings.drain_s))
-        hurried = asyncio.create_task(stop.wait())
-        await asyncio.wait({draining, hurried}, return_when=asyncio.FIRST_COMPLETED)
-        if not draining.done():
-            await self._server.stop(0)
-        await draining
-        hurried.cancel()
+        await self._server.stop(self._settings.drain_s, hurry=stop)
         log.info("drained")
 
     async def _serve_pages(self) -> web.AppRunner | None:

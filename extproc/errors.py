@@ -57,15 +57,6 @@ class MethodNotAllowed(Refusal):
     outcome = "method_not_allowed"
 
 
-class BodyTooLarge(Refusal):
-    """The body is larger than the configured limit."""
-
-    status = 413
-    error_type = "invalid_request_error"
-    code = "request_too_large"
-    outcome = "too_large"
-
-
 class NoEndpoint(Refusal):
     """The route is known but no engine can take the request now."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from extproc.scheduling.framework import Choice
     from extproc.scheduling.registry import Kind, PluginType
 
-API_VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
-
 
 class PluginSpec(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """One plugin; its name is its type's where it has none of its own."""

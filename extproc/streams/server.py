@@ -73,18 +73,20 @@ class GrpcServer:
         for service in ("", READINESS, EXTERNAL_PROCESSOR):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
-    async def stop(self, drain_s: float) -> None:
-        """Report not ready, take no new streams, and wait up to ``drain_s`` for the requests that run.
+    async def stop(self, drain_s: float, hurry: asyncio.Event) -> None:
+        """Report not ready, take no new streams, and wait for the requests that run: up to ``drain_s``, or until ``hurry``.
 
         Nobody waits for access log streams, which Envoy keeps open for ever.
         """
         for service in ("", READINESS, EXTERNAL_PROCESSOR):
             await self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
         draining = asyncio.create_task(self._server.stop(drain_s))
-        idle = asyncio.create_task(self._is_idle.wait())
-        await asyncio.wait({draining, idle}, return_when=asyncio.FIRST_COMPLETED)
-        idle.cancel()
-        await self._server.stop(0)
+        ends = [asyncio.create_task(event.wait()) for event in (self._is_idle, hurry)]
+        await asyncio.wait({draining, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        # None, not 0: two calls that both wait for a grace have been seen to crash the process in grpc
+        await self._server.stop(None)
         await draining
 
     def _external_processor(self) -> grpc.GenericRpcHandler:
