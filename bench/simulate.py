@@ -17,7 +17,7 @@ import msgspec
 
 from bench.engine.hardware import API_S, Hardware
 from bench.engine.scheduler import Limits, Request, Scheduler, Step
-from bench.engine.text import Message, answer_words, render_chat
+from bench.engine.text import Message, answer_words, count_tokens, render_chat
 from bench.load.client import Result
 from extproc.learning import Outcome
 from extproc.pipeline import Head, Pipeline
@@ -72,11 +72,6 @@ class Simulation:
         self._order = itertools.count()
         self._results: list[Result] = []
 
-    @property
-    def pipeline(self) -> Pipeline:
-        """The decisions under test."""
-        return self._pipeline
-
     def run(self, workload: Workload) -> Sequence[Result]:
         """Play ``workload`` to its end."""
         for session in workload.sessions:
@@ -120,14 +115,17 @@ class Simulation:
     def _send(
         self, messages: list[Message], output_tokens: int, now: float, done: Callable[[float, str], None]
     ) -> None:
+        prompt = render_chat(messages)
+        if count_tokens(prompt) + output_tokens > self._limits.num_gpu_blocks * self._limits.block_size:
+            # an engine would answer 400; one that took it would wait for blocks for ever
+            self._results.append(Result(now, now, now, 0, 0, 0, error="longer than the KV cache"))
+            return
         said = [{"role": message.role, "content": message.content} for message in messages]
         body = msgspec.json.encode({"model": self._asked, "messages": said, "stream": True})
         decision = self._pipeline.arrive(Api.CHAT, _HEAD, body, now)
         address = decision.assignment.place.address
         words = answer_words(self._rng, output_tokens)
-        request = Request(
-            next(self._order), render_chat(messages), words, model=self._model, block_size=self._limits.block_size
-        )
+        request = Request(next(self._order), prompt, words, model=self._model, block_size=self._limits.block_size)
         self._flights[request.key] = _Flight(decision.ticket, address, now, done)
 
         def enter(later: float) -> None:

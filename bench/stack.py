@@ -53,7 +53,6 @@ class Stack(msgspec.Struct, frozen=True):
     directory: Path
     url: str
     admin: str
-    extproc: str
     metrics: str
     engines: tuple[str, ...]
     pids: dict[str, int]
@@ -76,6 +75,12 @@ def envoy_binary() -> str:
     if not found or not found[-1].is_file():
         raise EnvoyMissing(f"no Envoy binary{' at ' + given if given else ''}: install {_ENVOY_BINARY}")
     return str(found[-1].resolve())
+
+
+def envoy_command(bundle: Path) -> list[str]:
+    """One worker thread on a bundle; raises EnvoyMissing."""
+    options = ["--use-dynamic-base-id", "--concurrency", "1", "--log-level", "warn"]
+    return [envoy_binary(), "-c", str(bundle / "bootstrap.json"), *options]
 
 
 def documents(
@@ -126,7 +131,7 @@ async def running_stack(
         "extproc": f"127.0.0.1:{extproc_port}",
         **(gateway or {}),
     }
-    binary = envoy_binary()
+    envoy_binary()  # without one there is no need to start the rest
     config, bundle = directory / "config", directory / "envoy"
     config.mkdir(parents=True)
     (config / "attache.yaml").write_text(documents(engines, picker=picker, gateway=gateway, adapters=flags.adapters))
@@ -148,8 +153,7 @@ async def running_stack(
         writer = [*python, "controller", "bundle", "--config", str(config), "--out", str(bundle)]
         pids["bundle"] = await processes.start("bundle", [*writer, "--watch"] if watch else writer)
         await processes.wait_ready("bundle", _IsThere(bundle / "bootstrap.json"))
-        options = ["--use-dynamic-base-id", "--concurrency", "1", "--log-level", "warn"]
-        pids["envoy"] = await processes.start("envoy", [binary, "-c", str(bundle / "bootstrap.json"), *options])
+        pids["envoy"] = await processes.start("envoy", envoy_command(bundle))
         for index, address in enumerate(engines):
             await processes.wait_ready(f"engine-{index}", answers(address, "/health"))
         await processes.wait_ready("extproc", answers(metrics, "/readyz"))
@@ -160,7 +164,6 @@ async def running_stack(
             directory=directory,
             url=f"http://{gateway['listen']}",
             admin=f"http://{gateway['admin']}",
-            extproc=gateway["extproc"],
             metrics=f"http://{metrics}",
             engines=tuple(f"http://{address}" for address in engines),
             pids=pids,

@@ -29,7 +29,11 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Request:
-    """One request in the engine. ``model``: the name that was asked for, an adapter's maybe. ``words``: the answer, a token each, which it will have produced when it is done."""
+    """One request in the engine.
+
+    ``model``: the name that was asked for, an adapter's maybe. ``words``: the answer, a token each, which it will have
+    produced when it is done.
+    """
 
     def __init__(self, key: int, prompt: bytes, words: list[str], *, model: str, block_size: int) -> None:
         self.key = key
@@ -85,10 +89,6 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self.counters = Counters()
-
-    def fits(self, tokens: int) -> bool:
-        """Whether a request of so many tokens, prompt and answer, could ever be served."""
-        return tokens <= self._limits.num_gpu_blocks * self._limits.block_size
 
     def add(self, request: Request) -> None:
         """A request arrives."""

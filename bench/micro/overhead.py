@@ -13,7 +13,7 @@ import msgspec
 
 from bench.micro.wire import WireLoad, requests
 from bench.processes import Processes, free_ports
-from bench.stack import MODEL, documents, envoy_binary
+from bench.stack import MODEL, documents, envoy_command
 from bench.usage import cpu_seconds
 from controller.gateway.bundle import build
 from controller.gateway.publish import Step, write
@@ -120,8 +120,7 @@ async def _start(name: str, case: Case, directory: Path, processes: Processes) -
     nothing = ["bench.micro.noop", "--listen", addresses["extproc"]]
     pid = await processes.start(name, [sys.executable, "-m", *(ours if name == "extproc" else nothing)])
     await processes.wait_ready(name, lambda: _accepts(grpc_port))
-    options = ["--use-dynamic-base-id", "--concurrency", "1", "--log-level", "error"]
-    await processes.start(f"envoy-{name}", [envoy_binary(), "-c", str(bundle / "bootstrap.json"), *options])
+    await processes.start(f"envoy-{name}", envoy_command(bundle))
     await processes.wait_ready(f"envoy-{name}", lambda: _serves(listen))
     return _Server(pid, listen)
 

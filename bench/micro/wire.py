@@ -7,8 +7,9 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
+from bench.engine.text import BYTES_PER_TOKEN
 from bench.stack import ALIAS
-from bench.workload.text import BYTES_PER_TOKEN, text_of
+from bench.workload.text import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

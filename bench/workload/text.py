@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import random
-from typing import Final
-
-# What the engine counts as a token, and about what a tokenizer makes of English.
-BYTES_PER_TOKEN: Final = 4
 
 
 def text_of(key: str, tokens: int) -> str:
-    """``tokens`` words of three letters and a space, drawn by ``key``."""
+    """``tokens`` words of three letters and a space, which the engine counts as tokens, drawn by ``key``."""
     letters = random.Random(key).choices("abcdefghijklmnopqrstuvwxyz", k=3 * tokens)
     return "".join(f"{letters[index]}{letters[index + 1]}{letters[index + 2]} " for index in range(0, 3 * tokens, 3))

@@ -33,6 +33,17 @@ def test_a_comparison_in_virtual_time_ends_with_a_table_and_a_report(
     assert "| TTFT mean, ms |" in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_what_no_engine_could_hold_fails_instead_of_being_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    row = {"timestamp": 0, "output_length": 50, "hash_ids": [1, 2]}
+    trace.write_text("\n".join(json.dumps({**row, "input_length": length}) for length in (100, 1000)))
+    asked = ["--virtual", "--trace", str(trace), "--kv-blocks", "20", "--out", str(tmp_path / "out")]
+    assert main(asked) == 1
+    assert "2 failed: longer than the KV cache" in capsys.readouterr().out
+
+
 POLICIES = sorted((Path(__file__).parent.parent.parent / "bench" / "policies").iterdir())
 
 

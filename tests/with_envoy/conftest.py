@@ -29,9 +29,8 @@ def envoy() -> str:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(envoy: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     """Three fast engines, extproc, a bundle that follows its configuration, Envoy: one for the tests of a module."""
-    del envoy
     async with running_stack(tmp_path_factory.mktemp("stack"), FLAGS, watch=True) as running:
         yield running
 

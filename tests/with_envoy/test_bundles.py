@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from bench.processes import Processes, free_ports
-from bench.stack import MODEL, documents
+from bench.stack import MODEL, documents, envoy_command
 from controller.bundle import GOLDEN_PATH, write_once
 from tests.waiting import eventually
 
@@ -47,14 +47,13 @@ def test_golden_bundles_pass_envoys_validation(envoy: str, tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_golden_bundles_are_taken_whole_by_a_running_envoy(envoy: str, tmp_path: Path, name: str) -> None:
+async def test_golden_bundles_are_taken_whole_by_a_running_envoy(tmp_path: Path, name: str) -> None:
     # validation reads the bootstrap alone; what the watched files hold is only judged when Envoy runs
     bundle = copy_of(name, tmp_path / "bundle")
     port = json.loads((bundle / "bootstrap.json").read_text())["admin"]["address"]["socket_address"]["port_value"]
     admin = f"http://127.0.0.1:{port}"
-    options = ["--use-dynamic-base-id", "--concurrency", "1"]
     async with Processes(tmp_path) as processes, httpx.AsyncClient() as http:
-        await processes.start("envoy", [envoy, "-c", str(bundle / "bootstrap.json"), *options])
+        await processes.start("envoy", envoy_command(bundle))
 
         async def is_ready() -> bool:
             try:
@@ -97,7 +96,7 @@ class Gateway:
 
 
 @pytest.fixture
-async def gateway(envoy: str, tmp_path: Path) -> AsyncIterator[Gateway]:
+async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
     """An Envoy without extproc in front of the stand-in."""
     listen, admin, extproc = free_ports(3)
     engine = Engine()
@@ -112,9 +111,8 @@ async def gateway(envoy: str, tmp_path: Path) -> AsyncIterator[Gateway]:
     text = documents([f"127.0.0.1:{runner.addresses[0][1]}"], gateway=addresses)
     (config / "a.yaml").write_text(text)
     write_once(config, tmp_path / "envoy", str(tmp_path / "envoy"))
-    options = ["--use-dynamic-base-id", "--concurrency", "1"]
     async with Processes(tmp_path) as processes, httpx.AsyncClient() as http:
-        await processes.start("envoy", [envoy, "-c", str(tmp_path / "envoy" / "bootstrap.json"), *options])
+        await processes.start("envoy", envoy_command(tmp_path / "envoy"))
 
         async def serves() -> bool:
             try:

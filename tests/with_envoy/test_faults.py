@@ -24,17 +24,15 @@ FLAGS = EngineFlags(count=3, speed=5.0, stream_headers="first-token")
 
 
 @pytest.fixture
-async def fresh(envoy: str, tmp_path: Path) -> AsyncIterator[Stack]:
+async def fresh(tmp_path: Path) -> AsyncIterator[Stack]:
     """A stack of this test's own, to break."""
-    del envoy
     async with running_stack(tmp_path / "stack", FLAGS, watch=True) as running:
         yield running
 
 
 @pytest.fixture
-async def closed(envoy: str, tmp_path: Path) -> AsyncIterator[Stack]:
+async def closed(tmp_path: Path) -> AsyncIterator[Stack]:
     """The same for those who prefer errors."""
-    del envoy
     gateway = {"failureMode": "Close", "messageTimeout": "1s"}
     async with running_stack(tmp_path / "stack", FLAGS, watch=True, gateway=gateway) as running:
         yield running
