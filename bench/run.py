@@ -35,13 +35,13 @@ from bench.workload.sessions import Workload
 from bench.workload.traces import Part, TraceInvalid, read_trace
 from extproc.config.load import load
 from extproc.config.mistakes import ConfigInvalid, Mistake
-from extproc.scheduling.picker_config import read_profile
-from extproc.scheduling.pool import default_picker
+from extproc.scheduling.picker_config import read_picker_text
+from extproc.scheduling.pickers import make_picker
 from extproc.scheduling.registry import installed
 
 if TYPE_CHECKING:
     from bench.load.client import Result
-    from extproc.scheduling.pool import MakePicker
+    from extproc.scheduling.pickers import MakePicker
 
 POLICIES = ("PrefixAware", "RoundRobin")
 # Above this the client, Envoy and the engines wait for processors, and times say more about them than about policies.
@@ -126,12 +126,12 @@ def _compare_in_virtual_time(settings: Settings) -> Comparison:
 def _picker_of(policy: str) -> MakePicker:
     """A name of ours, or the file of an EndpointPickerConfig; raises ConfigInvalid."""
     if policy in POLICIES:
-        return default_picker
+        return make_picker
     try:
-        profile = read_profile(policy, Path(policy).read_text(), installed())
+        picker = read_picker_text(policy, Path(policy).read_text(), installed()).picker
     except OSError as error:
         raise ConfigInvalid([Mistake(policy, 0, "", f"cannot be read: {error.strerror}")]) from None
-    return lambda _: profile
+    return lambda _spec, _files: picker
 
 
 def _describe(flags: EngineFlags) -> str:

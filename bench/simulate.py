@@ -19,17 +19,18 @@ from bench.engine.hardware import API_S, Hardware
 from bench.engine.scheduler import Limits, Request, Scheduler, Step
 from bench.engine.text import Message, answer_words, count_tokens, render_chat
 from bench.load.client import Result
+from extproc.endpoints.live import EngineState, report
 from extproc.learning import Outcome
 from extproc.pipeline import Head, Pipeline
 from extproc.request.model import Api
-from extproc.scheduling.pool import default_picker
+from extproc.scheduling.pickers import make_picker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bench.workload.sessions import Session, Workload
     from extproc.config.types import Snapshot
-    from extproc.scheduling.pool import MakePicker
+    from extproc.scheduling.pickers import MakePicker
 
 LOG_DELAY_S: Final = 0.2
 SCRAPE_S: Final = 0.2
@@ -56,7 +57,7 @@ class Simulation:
         limits: Limits,
         *,
         seed: int = 0,
-        make_picker: MakePicker = default_picker,
+        make_picker: MakePicker = make_picker,
     ) -> None:
         self._pipeline = Pipeline(snapshot, rng=random.Random(seed), ticket_prefix="s", make_picker=make_picker)
         self._rng = random.Random(seed)
@@ -87,9 +88,8 @@ class Simulation:
         for address, engine in self.engines.items():
             row = pool.table.row_of(address)
             if row is not None:
-                pool.table.waiting[row] = len(engine.waiting)
-                pool.table.running[row] = len(engine.running)
-                pool.table.kv_usage[row] = 1 - engine.pool.free / engine.pool.total
+                usage = 1 - engine.pool.free / engine.pool.total
+                report(pool.table, row, EngineState(len(engine.waiting), len(engine.running), usage), now)
         if self._events:  # nothing else to come: the end
             self._at(now + SCRAPE_S, self._scrape)
 

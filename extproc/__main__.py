@@ -13,6 +13,7 @@ from extproc.config.load import load_directory
 from extproc.config.mistakes import ConfigInvalid
 from extproc.config.rules import parse_address
 from extproc.config.units import parse_duration_s
+from extproc.scheduling.pickers import picker_notes
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,6 +33,8 @@ def _check(words: list[str]) -> int:
     )
     parser.add_argument("directory", type=Path)
     snapshot = load_directory(parser.parse_args(words).directory)
+    for note in picker_notes(snapshot):
+        print(f"note: {note}")
     print(f"good: {len(snapshot.routes)} routes, {len(snapshot.servers)} servers")
     return 0
 

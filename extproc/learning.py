@@ -9,6 +9,8 @@ import msgspec
 
 from extproc.endpoints.learning import learn_prefill_rate, note_failure, note_success
 from extproc.endpoints.ledger import prefill_work
+from extproc.endpoints.live import note_latency
+from extproc.prefix.turns import Turn
 from extproc.scheduling.pool import Assignment, Pool
 
 _WEIGHT: Final = 0.05
@@ -42,6 +44,7 @@ class Sent(msgspec.Struct):
     pool: Pool
     assignment: Assignment
     chain: Sequence[int]
+    turn: Turn
     prompt_bytes: int
     is_streamed: bool
     sent_at_s: float
@@ -55,6 +58,7 @@ def learn(sent: Sent, outcome: Outcome, now: float) -> None:
         return
     _count_tokens(sent, outcome)
     _learn_bytes_per_token(sent, outcome)
+    _learn_turn(sent, outcome)
     if outcome.served == sent.assignment.place.address:
         _learn_rate(sent, outcome)
         _learn_prefix(sent, outcome)
@@ -70,7 +74,16 @@ def _learn_place(sent: Sent, outcome: Outcome, now: float) -> None:
             note_success(table, first.row)
     served_row = table.row_of(outcome.served)
     if was_passed_over and served_row is not None:
-        sent.pool.index.record(served_row, sent.chain, now)
+        sent.pool.knowledge.index.record(served_row, sent.chain, now)
+
+
+def _learn_turn(sent: Sent, outcome: Outcome) -> None:
+    """The engine that answered now holds the answer, too."""
+    row = sent.pool.table.row_of(outcome.served)
+    if row is not None and outcome.completion_tokens:
+        knowledge = sent.pool.knowledge
+        answer_bytes = outcome.completion_tokens * knowledge.bytes_per_token
+        knowledge.turns.ended(row, sent.chain, Turn(sent.turn.tail, sent.turn.tail_bytes, answer_bytes))
 
 
 def _count_tokens(sent: Sent, outcome: Outcome) -> None:
@@ -86,13 +99,15 @@ def _learn_bytes_per_token(sent: Sent, outcome: Outcome) -> None:
     tokens = outcome.prompt_tokens
     if tokens is not None and tokens >= _MIN_TOKENS_FOR_RATIO:
         low, high = _BYTES_PER_TOKEN_BOUNDS
+        knowledge = sent.pool.knowledge
         ratio = min(high, max(low, sent.prompt_bytes / tokens))
-        sent.pool.bytes_per_token *= (ratio / sent.pool.bytes_per_token) ** _WEIGHT
+        knowledge.bytes_per_token *= (ratio / knowledge.bytes_per_token) ** _WEIGHT
+        knowledge.fit_blocks()
 
 
 def _learn_rate(sent: Sent, outcome: Outcome) -> None:
     # a plain answer's first byte comes with its last
-    if not sent.is_streamed or outcome.ttfb_s is None or not sent.pool.table.holds(sent.assignment.place):
+    if not sent.is_streamed or outcome.ttfb_s is None or not sent.pool.table.holds(sent.assignment.computing):
         return
     pool, assignment = sent.pool, sent.assignment
     pool.typical_ttft_s += _WEIGHT * (outcome.ttfb_s - pool.typical_ttft_s)
@@ -101,7 +116,11 @@ def _learn_rate(sent: Sent, outcome: Outcome) -> None:
         predicted = prefill_work(assignment.input_tokens - assignment.cached_tokens, assignment.cached_tokens)
         cached = outcome.cached_tokens or 0
         ahead += prefill_work(outcome.prompt_tokens - cached, cached) - predicted
-    learn_prefill_rate(pool.table, assignment.place.row, tokens_ahead=ahead, ttft_s=outcome.ttfb_s)
+    learn_prefill_rate(pool.table, assignment.computing.row, tokens_ahead=ahead, ttft_s=outcome.ttfb_s)
+    if pool.table.holds(assignment.place):
+        written = (outcome.completion_tokens or 0) - 1
+        tpot_s = (outcome.duration_s - outcome.ttfb_s) / written if written > 0 else None
+        note_latency(pool.table, assignment.place.row, ttft_s=outcome.ttfb_s, tpot_s=tpot_s)
 
 
 def _learn_prefix(sent: Sent, outcome: Outcome) -> None:
@@ -110,12 +129,17 @@ def _learn_prefix(sent: Sent, outcome: Outcome) -> None:
     vLLM leaves the field out when it is 0, so silence counts as 0 once the pool's engines are known to report it.
     """
     pool, assignment = sent.pool, sent.assignment
+    place = assignment.computing
     if not pool.reports_cached_tokens or outcome.prompt_tokens is None or assignment.cached_since_s is None:
         return
-    if not pool.table.holds(assignment.place):
+    if not pool.table.holds(place):
         return
-    missing = assignment.cached_tokens - (outcome.cached_tokens or 0)
-    if missing <= max(_TOLERATED_TOKENS, _TOLERATED_SHARE * assignment.cached_tokens):
-        pool.index.confirm(assignment.place.row)
+    index, reported = pool.knowledge.index, outcome.cached_tokens or 0
+    missing = assignment.indexed_tokens - reported
+    if missing <= max(_TOLERATED_TOKENS, _TOLERATED_SHARE * assignment.indexed_tokens):
+        index.confirm(place.row)
+        expected = assignment.cached_tokens - assignment.indexed_tokens
+        if not assignment.is_precise and expected >= _TOLERATED_TOKENS:
+            pool.knowledge.turns.learn(expected=expected, found=reported - assignment.indexed_tokens)
     elif sent.sent_at_s - assignment.cached_since_s > _PREFILL_GRACE_S + 2 * pool.typical_ttft_s:
-        pool.index.correct(assignment.place.row, assignment.cached_since_s)
+        index.correct(place.row, assignment.cached_since_s)

@@ -180,5 +180,5 @@ class _EndpointSeries(Collector):
                 prompt.add_metric(key, prompt_tokens)
                 cached.add_metric(key, cached_tokens)
                 ratio.add_metric(key, cached_tokens / prompt_tokens if prompt_tokens else 0.0)
-                blocks.add_metric(key, pool.index.blocks_held(row))
+                blocks.add_metric(key, pool.knowledge.index.blocks_held(row))
         yield from (in_flight, rate, prompt, cached, ratio, blocks)

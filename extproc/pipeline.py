@@ -6,7 +6,7 @@ No clock, no event loop and no network in here: the same pipeline runs under Env
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -14,19 +14,22 @@ import msgspec
 from extproc.endpoints.ledger import release
 from extproc.errors import BadRequest, MethodNotAllowed, UnknownPath
 from extproc.learning import Outcome, Sent, learn
-from extproc.prefix.hashing import hash_blocks
+from extproc.prefix.turns import tail_of
 from extproc.protocol import MODELS_PATH
+from extproc.request.model import Api, InferenceRequest
 from extproc.request.openai import INFERENCE_PATHS, parse, with_changes
-from extproc.routing.resolve import RoutingTable
-from extproc.scheduling.pool import Assignment, Pool, Prompt, default_picker
+from extproc.routing.resolve import Destination, RoutingTable
+from extproc.scheduling.knowledge import Prompt
+from extproc.scheduling.pickers import make_picker
+from extproc.scheduling.pool import Assignment, Pool, Terms
 
 if TYPE_CHECKING:
     import random
 
     from extproc.config.types import Snapshot
-    from extproc.request.model import Api, InferenceRequest
-    from extproc.routing.resolve import Destination, ListedModel
-    from extproc.scheduling.pool import MakePicker
+    from extproc.routing.resolve import ListedModel
+    from extproc.scheduling.pickers import MakePicker
+    from extproc.scheduling.pool import Considered
 
 # Access log entries that never come must not pile up: beyond this many, the oldest are given up.
 _MAX_UNSETTLED: Final = 65_536
@@ -39,6 +42,32 @@ class Head(msgspec.Struct, frozen=True):
     path: str
     headers: Mapping[str, str]
     has_body: bool
+
+
+class Attachment(msgspec.Struct, frozen=True):
+    """How the asking gateway is attached: how many endpoints its answers may name, and which of them this request may have."""
+
+    choices: int = 4
+    subset: Collection[str] | None = None
+
+
+BUNDLE: Final = Attachment()
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """A request that has been parsed and routed. ``wants_tokens``: picking is more precise with the prompt's tokens."""
+
+    request: InferenceRequest
+    destination: Destination
+    pool: Pool
+    head: Head
+    body: bytes
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether there is a precise index to ask."""
+        knowledge = self.pool.knowledge
+        return knowledge.kv is not None and bool(knowledge.whole_feeds | knowledge.partial_feeds)
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -67,7 +96,7 @@ class Pipeline:
         *,
         rng: random.Random,
         ticket_prefix: str,
-        make_picker: MakePicker = default_picker,
+        make_picker: MakePicker = make_picker,
     ) -> None:
         self._make_picker = make_picker
         self.pools: dict[str, Pool] = {}
@@ -76,6 +105,7 @@ class Pipeline:
         self._tickets = 0
         self._sent: dict[str, Sent] = {}
         self._unsettled: OrderedDict[str, Sent] = OrderedDict()
+        self._snapshot = snapshot
         self._routing = RoutingTable(snapshot)
         self.apply(snapshot)
 
@@ -84,17 +114,29 @@ class Pipeline:
         """The names that clients can ask for."""
         return self._routing.models
 
+    @property
+    def snapshot(self) -> Snapshot:
+        """The configuration in use."""
+        return self._snapshot
+
     def apply(self, snapshot: Snapshot) -> None:
-        """Switch to another configuration at once; what is known of servers that stay is kept."""
+        """Switch to another configuration at once; what is known of servers that stay is kept.
+
+        Raises ConfigInvalid, with nothing changed, if a picker's file is wrong.
+        """
+        files = snapshot.picker_files
+        pickers = {one.metadata.name: self._make_picker(one.spec, files) for one in snapshot.servers}
         self._routing = RoutingTable(snapshot)
         pools: dict[str, Pool] = {}
         for server in snapshot.servers:
             name = server.metadata.name
             known = self.pools.get(name)
             if known is not None:
-                known.update(server.spec)
-            pools[name] = known or Pool(name, server.spec, self._make_picker)
+                known.update(server.spec, pickers[name])
+            pools[name] = known or Pool(name, server.spec, pickers[name])
+            pools[name].adapters = self._routing.adapters_of(name)
         self.pools = pools
+        self._snapshot = snapshot
 
     def admit(self, head: Head) -> Api:
         """Refuse what can be refused before the body is here."""
@@ -110,24 +152,55 @@ class Pipeline:
             raise BadRequest("The request has no body; send a JSON object with at least 'model'.")
         return api
 
-    def arrive(self, api: Api, head: Head, body: bytes, now: float) -> Decision:
-        """Parse, resolve, pick, and count the request as sent; raises a Refusal."""
+    def receive(self, api: Api, head: Head, body: bytes) -> Arrival:
+        """Parse and route; raises a Refusal."""
         request = parse(api, body)
         destination = self._routing.resolve(request.model, head.headers, head.path, self._rng)
-        pool = self.pools[destination.server]
-        chain = hash_blocks(request.prompt, destination.model)
-        prompt = Prompt(chain, len(request.prompt), destination.model, head.headers)
-        assignment = pool.assign(prompt, now=now, rng=self._rng)
+        return Arrival(request, destination, self.pools[destination.server], head, body)
+
+    def receive_unread(self, server: str, head: Head, body: bytes) -> Arrival:
+        """A request that is none of the APIs', for a gateway that has only one pool: nothing of it is known."""
+        request = InferenceRequest(Api.UNKNOWN, "", b"", is_streamed=False, stream_options={}, max_output_tokens=None)
+        return Arrival(request, Destination(server, ""), self.pools[server], head, body)
+
+    def receive_for(self, server: str, api: Api, head: Head, body: bytes) -> Arrival:
+        """Parse, and route to ``server`` unless a ModelRoute knows the model; raises a Refusal."""
+        request = parse(api, body)
+        if self._routing.knows(request.model):
+            return self.receive(api, head, body)
+        return Arrival(request, Destination(server, request.model), self.pools[server], head, body)
+
+    def dispatch(
+        self, arrival: Arrival, now: float, *, tokens: Sequence[int] | None = None, attachment: Attachment = BUNDLE
+    ) -> Decision:
+        """Pick, and count the request as sent; raises a Refusal."""
+        request, pool = arrival.request, arrival.pool
+        prompt = _prompt(arrival, tokens)
+        terms = Terms(arrival.head.headers, attachment.choices, attachment.subset)
+        assignment, chain = pool.assign(prompt, terms, now=now, rng=self._rng)
         ticket = self._next_ticket()
+        covered = pool.knowledge.index.covered_bytes(len(chain))
         self._sent[ticket] = Sent(
             pool=pool,
             assignment=assignment,
             chain=chain,
+            turn=tail_of(request.prompt, covered),
             prompt_bytes=len(request.prompt),
             is_streamed=request.is_streamed,
             sent_at_s=now,
         )
-        return Decision(ticket, destination.server, assignment, _changed_body(request, destination, pool, body))
+        return Decision(ticket, arrival.destination.server, assignment, _changed_body(arrival))
+
+    def arrive(self, api: Api, head: Head, body: bytes, now: float) -> Decision:
+        """Receive and dispatch in one; raises a Refusal."""
+        return self.dispatch(self.receive(api, head, body), now)
+
+    def explain(
+        self, arrival: Arrival, now: float, *, tokens: Sequence[int] | None = None, attachment: Attachment = BUNDLE
+    ) -> Considered:
+        """What would be decided, with every reason, and nothing changed; raises a Refusal."""
+        terms = Terms(arrival.head.headers, attachment.choices, attachment.subset, wants_reasons=True)
+        return arrival.pool.consider(_prompt(arrival, tokens), terms, now=now, rng=self._rng)
 
     def finish(self, ticket: str) -> None:
         """The request's stream has ended: its endpoint is free of it."""
@@ -135,6 +208,8 @@ class Pipeline:
         if sent is None:
             return
         release(sent.pool.table, sent.assignment.place)
+        if sent.assignment.prefill is not None:
+            release(sent.pool.table, sent.assignment.prefill)
         if not sent.is_settled:
             self._unsettled[ticket] = sent
             if len(self._unsettled) > _MAX_UNSETTLED:
@@ -154,11 +229,25 @@ class Pipeline:
         return f"{self._ticket_prefix}-{self._tickets:x}"
 
 
-def _changed_body(request: InferenceRequest, destination: Destination, pool: Pool, body: bytes) -> bytes | None:
+def _prompt(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:
+    request, spec, model = arrival.request, arrival.pool.spec, arrival.destination.model
+    header = spec.cache_scope_header
+    return Prompt(
+        text=request.prompt,
+        model=model,
+        adapter=model if model not in {spec.model, ""} else None,
+        scope="" if header is None else arrival.head.headers.get(header.lower(), ""),
+        salt=request.cache_salt,
+        tokens=tokens,
+    )
+
+
+def _changed_body(arrival: Arrival) -> bytes | None:
     """The body under the engines' model name and with usage asked for; None if the client's own will do."""
+    request = arrival.request
     changes: dict[str, object] = {}
-    if destination.model != request.model:
-        changes["model"] = destination.model
-    if request.leaves_usage_out and pool.spec.stream_usage == "Always":
+    if arrival.destination.model != request.model:
+        changes["model"] = arrival.destination.model
+    if request.leaves_usage_out and arrival.pool.spec.stream_usage == "Always":
         changes["stream_options"] = {**request.stream_options, "include_usage": True}
-    return with_changes(body, changes) if changes else None
+    return with_changes(arrival.body, changes) if changes else None

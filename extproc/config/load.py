@@ -86,11 +86,17 @@ def load(files: Mapping[str, bytes]) -> Snapshot:
     """The snapshot of ``files`` (name to content); raises ConfigInvalid with all mistakes."""
     mistakes: list[Mistake] = []
     decoded: list[tuple[Document, Kind]] = []
+    pickers: dict[str, Document] = {}
     for document in _read(files, mistakes):
+        if _is_picker_config(document):
+            if document.file in pickers:
+                mistakes.append(document.mistake((), "a second EndpointPickerConfig in this file; give each its own"))
+            pickers[document.file] = document
+            continue
         kind = _decode(document, mistakes)
         if kind is not None:
             decoded.append((document, kind))
-    mistakes.extend(_check_all(decoded))
+    mistakes.extend(_check_all(decoded, pickers))
     if mistakes:
         raise ConfigInvalid(mistakes)
     gateways = _of(decoded, GatewayConfig)
@@ -99,7 +105,13 @@ def load(files: Mapping[str, bytes]) -> Snapshot:
         routes=tuple(route for _, route in _of(decoded, ModelRoute)),
         servers=tuple(server for _, server in _of(decoded, ModelServer)),
         gateway=gateways[0][1].spec if gateways else GatewayConfigSpec(),
+        picker_files=pickers,
     )
+
+
+def _is_picker_config(document: Document) -> bool:
+    """Of llm-d's or the inference extension's kind; what it may say is not known here."""
+    return isinstance(document.value, dict) and document.value.get("kind") == "EndpointPickerConfig"
 
 
 def _digest(files: Mapping[str, bytes]) -> str:
@@ -152,11 +164,11 @@ def _of(decoded: list[tuple[Document, Kind]], cls: type[T]) -> list[tuple[Docume
     return sorted(found, key=lambda pair: pair[1].metadata.name)
 
 
-def _check_all(decoded: list[tuple[Document, Kind]]) -> Iterator[Mistake]:
+def _check_all(decoded: list[tuple[Document, Kind]], pickers: Mapping[str, Document]) -> Iterator[Mistake]:
     routes, servers, gateways = _of(decoded, ModelRoute), _of(decoded, ModelServer), _of(decoded, GatewayConfig)
     names = {server.metadata.name for _, server in servers}
     for document, server in servers:
-        yield from _place(document, check_server(server.spec))
+        yield from _place(document, check_server(server.spec, pickers))
     for document, route in routes:
         yield from _place(document, check_route(route.spec, names))
     for document, gateway in gateways:

@@ -10,14 +10,14 @@ from extproc.config.shape import Finding, suggest
 from extproc.config.units import parse_duration_s, parse_size_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from extproc.config.mistakes import Path
     from extproc.config.types import GatewayConfigSpec, ModelRouteSpec, ModelServerSpec, StringMatch
 
 
-def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
-    """Endpoint addresses are ``ip:port`` and differ; durations parse."""
+def check_server(spec: ModelServerSpec, picker_files: Collection[str]) -> Iterator[Finding]:
+    """Endpoint addresses are ``ip:port`` and differ; durations parse; the picker's file is there."""
     seen: set[str] = set()
     for index, endpoint in enumerate(spec.endpoints):
         path: Path = ("spec", "endpoints", index, "address")
@@ -25,6 +25,16 @@ def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
         if endpoint.address in seen:
             yield path, f"'{endpoint.address}' is listed twice; write each engine once"
         seen.add(endpoint.address)
+        for name, address in (("kvEvents", endpoint.kv_events), ("kvReplay", endpoint.kv_replay)):
+            if address is not None:
+                yield from _check(parse_address, address, ("spec", "endpoints", index, name))
+    if spec.picker_config is not None and spec.picker_config not in picker_files:
+        advice = suggest(spec.picker_config, picker_files)
+        yield ("spec", "pickerConfig"), f"no file '{spec.picker_config}' holds an EndpointPickerConfig; {advice}"
+    if spec.picker_config is not None and spec.pd_group is not None:
+        yield ("spec", "pdGroup"), "has no effect beside pickerConfig; set groupKey of its disagg-profile-handler"
+    yield from _check(parse_duration_s, spec.scrape_interval, ("spec", "scrapeInterval"))
+    yield from _check(parse_duration_s, spec.tokenizer.timeout, ("spec", "tokenizer", "timeout"))
     policy: Path = ("spec", "trafficPolicy")
     yield from _check(parse_duration_s, spec.traffic_policy.timeout, (*policy, "timeout"))
     yield from _check(parse_duration_s, spec.traffic_policy.connect_timeout, (*policy, "connectTimeout"))

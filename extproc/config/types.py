@@ -6,10 +6,12 @@ into these structs. ``Snapshot`` is one consistent reading of a whole directory.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
 
+from extproc.config.documents import Document
 from extproc.config.units import parse_duration_s, parse_size_bytes
 
 API_VERSION = "attache.dev/v1alpha1"
@@ -73,9 +75,55 @@ class ModelRouteSpec(_Spec, frozen=True):
 
 
 class StaticEndpoint(_Spec, frozen=True):
-    """One engine: ``host:port``, an IP address (``[::1]:8000`` for IPv6)."""
+    """One engine: ``ip:port`` (``[::1]:8000`` for IPv6).
+
+    ``price``: what a second of it costs, relative to others. ``draining``: it gets nothing new while others are there.
+    ``kv_events`` and ``kv_replay``: where this engine publishes and replays KV events, if not on its ModelServer's ports.
+    """
 
     address: NonEmpty
+    labels: dict[str, str] = {}
+    price: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    draining: bool = False
+    kv_events: NonEmpty | None = None
+    kv_replay: NonEmpty | None = None
+
+
+class PdGroup(_Spec, frozen=True):
+    """Engines in two roles: labels say who computes prompts and who writes answers; a pair shares ``group_key``'s value.
+
+    A prompt of which the decode engine misses less than ``min_uncached_tokens`` is computed there.
+    """
+
+    prefill_labels: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
+    decode_labels: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
+    group_key: str = ""
+    min_uncached_tokens: Annotated[int, msgspec.Meta(ge=0)] = 512
+
+
+class KvEvents(_Spec, frozen=True):
+    """Engines publish what enters and leaves their KV caches (vLLM's ``--kv-events-config``); we know their caches precisely.
+
+    Rank r of ``data_parallel_size`` publishes on ``port + r``. Without ``replay_port``, what was missed stays unknown.
+    """
+
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 5557
+    replay_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+    topic: str = ""
+    data_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+
+
+class Tokenizer(_Spec, frozen=True):
+    """Who turns prompts into tokens for precise matching: the files in ``path``, or else the engines' own /tokenize."""
+
+    path: NonEmpty | None = None
+    # the longest that a request waits for its tokens; then the approximate index decides
+    timeout: str = "200ms"
+
+    @property
+    def timeout_s(self) -> float:
+        """The longest wait, in seconds."""
+        return parse_duration_s(self.timeout)
 
 
 class RetryPolicy(_Spec, frozen=True):
@@ -115,13 +163,27 @@ class ModelServerSpec(_Spec, frozen=True):
 
     model: NonEmpty
     endpoints: Annotated[tuple[StaticEndpoint, ...], msgspec.Meta(max_length=10_000)]
-    engine: Literal["vLLM", "SGLang"] = "vLLM"
+    engine: Literal["vLLM", "SGLang", "TensorRT-LLM"] = "vLLM"
     traffic_policy: TrafficPolicy = TrafficPolicy()
     # Streamed answers carry token usage only when stream_options.include_usage asks for it. Always: ask for it when the
     # client did not (the client then sees one more chunk, with usage and no choices). AsRequested: leave bodies alone.
     stream_usage: Literal["Always", "AsRequested"] = "Always"
     # How an engine is chosen. RoundRobin is there to compare with.
     picker: Literal["PrefixAware", "RoundRobin"] = "PrefixAware"
+    # A file of this directory that holds an EndpointPickerConfig; it takes the place of ``picker``.
+    picker_config: NonEmpty | None = None
+    pd_group: PdGroup | None = None
+    # How often engines are asked how they are; 0s: never.
+    scrape_interval: str = "500ms"
+    kv_events: KvEvents | None = None
+    tokenizer: Tokenizer = Tokenizer()
+    # A request header: prompts under different values share no cache (a tenant's salt, say).
+    cache_scope_header: NonEmpty | None = None
+
+    @property
+    def scrape_interval_s(self) -> float:
+        """Seconds between two readings of an engine; 0: none."""
+        return parse_duration_s(self.scrape_interval)
 
 
 class GatewayConfigSpec(_Spec, frozen=True):
@@ -177,10 +239,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One consistent, validated reading of a configuration directory, sorted by name.
 
-    ``version`` is a digest of the content: equal directories have equal versions.
+    ``version`` is a digest of the content: equal directories have equal versions. ``picker_files``: EndpointPickerConfigs by
+    the name of their file, not yet read further; their plugins are extproc's to know.
     """
 
     version: str
     routes: tuple[ModelRoute, ...]
     servers: tuple[ModelServer, ...]
     gateway: GatewayConfigSpec
+    picker_files: Mapping[str, Document] = {}

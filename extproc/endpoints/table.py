@@ -6,14 +6,15 @@ what was begun in an earlier one must not touch it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Hashable, Iterable
 
 
 Floats = NDArray[np.float64]
@@ -24,12 +25,20 @@ Bools = NDArray[np.bool_]
 # singles, profiles of smaller GPUs say 6,000 to 14,000.
 INITIAL_PREFILL_RATE: Final = 10_000.0
 _FIRST_ROWS: Final = 8
+# Answers to questions about labels and adapters that are kept: as many as a configuration and its clients can ask.
+_MOST_REMEMBERED: Final = 1024
+_NEVER: Final = -1e9
 _COLUMNS: Final = (
     "is_active",
     "in_flight",
     "waiting",
     "running",
     "kv_usage",
+    "seen_at_s",
+    "seen_in_flight",
+    "ttft_s",
+    "tpot_s",
+    "price",
     "cold_at_s",
     "backlog_tokens",
     "backlog_at_s",
@@ -51,11 +60,23 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Loras(msgspec.Struct, frozen=True):
-    """LoRA adapters of one engine as it reports them: loaded, waiting to be, and how many fit."""
+    """LoRA adapters of one engine as it reports them: in its batch, waiting for it, how many fit, and ``served`` by name.
+
+    ``served`` is None where the engine was not asked.
+    """
 
     active: frozenset[str] = frozenset()
     waiting: frozenset[str] = frozenset()
     most: int = 0
+    served: frozenset[str] | None = None
+
+
+class Traits(msgspec.Struct, frozen=True):
+    """What the configuration says of an endpoint. ``price``: what a second of it costs, relative to others."""
+
+    labels: Mapping[str, str] = {}
+    price: float = 1.0
+    is_draining: bool = False
 
 
 class EndpointTable:
@@ -66,8 +87,9 @@ class EndpointTable:
     and ``rate_samples`` of all. ``avoid_until_s``, and the ``failures`` in a row that led to it. ``prompt_tokens`` and
     ``cached_tokens`` as reported since the endpoint came.
 
-    As engines say of themselves: requests ``waiting`` and ``running``, ``kv_usage`` from 0 to 1, ``loras``. ``cold_at_s``: when
-    the endpoint was last sent a prompt of which nobody held anything.
+    As engines say of themselves: requests ``waiting`` and ``running``, ``kv_usage`` from 0 to 1, ``loras``; at ``seen_at_s``,
+    when ``seen_in_flight`` of ours were there. ``ttft_s`` and ``tpot_s``: recent means, 0 if unknown. ``cold_at_s``: when the
+    endpoint was last sent a prompt of which nobody held anything. ``price`` and ``traits`` are the configuration's.
     """
 
     def __init__(self) -> None:
@@ -78,14 +100,23 @@ class EndpointTable:
         self.waiting: Floats = np.zeros(0)
         self.running: Floats = np.zeros(0)
         self.kv_usage: Floats = np.zeros(0)
+        self.seen_at_s: Floats = np.zeros(0)
+        self.seen_in_flight: Ints = np.zeros(0, np.int64)
+        self.ttft_s: Floats = np.zeros(0)
+        self.tpot_s: Floats = np.zeros(0)
+        self.price: Floats = np.zeros(0)
         self.cold_at_s: Floats = np.zeros(0)
         self.loras: list[Loras] = []
+        self.traits: list[Traits] = []
+        self.has_draining = False
         self.backlog_tokens: Floats = np.zeros(0)
         self.backlog_at_s: Floats = np.zeros(0)
         self.prefill_rate: Floats = np.zeros(0)
         self.absence_s: Floats = np.zeros(0)
         # whether any endpoint is, or was lately, to be avoided
         self.has_failures = False
+        # whether any engine was ever seen with more requests than we sent
+        self.has_foreign = False
         self.rate_samples: Ints = np.zeros(0, np.int64)
         self.own_log_rate: Floats = np.zeros(0)
         # variance of the logarithm of one answer's rate, over all endpoints
@@ -95,6 +126,7 @@ class EndpointTable:
         self.prompt_tokens: Ints = np.zeros(0, np.int64)
         self.cached_tokens: Ints = np.zeros(0, np.int64)
         self._rows: dict[str, int] = {}
+        self._remembered: dict[Hashable, NDArray[Any]] = {}
         self._grow(_FIRST_ROWS)
 
     def __len__(self) -> int:
@@ -117,17 +149,42 @@ class EndpointTable:
         """Whether the row still belongs to the endpoint of ``place``."""
         return self.epochs[place.row] == place.epoch and bool(self.is_active[place.row])
 
-    def replace(self, addresses: Iterable[str]) -> list[int]:
-        """Make ``addresses`` the configured ones; those that stay keep all that is known. Returns the rows given up."""
-        wanted = dict.fromkeys(addresses)
+    def remembered(self, question: Hashable, answer: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """A column that follows from labels and adapters alone, computed once until one of them changes.
+
+        Looking into a thousand endpoints' labels for each request would cost more than all the rest of a pick.
+        """
+        column = self._remembered.get(question)
+        if column is None:
+            if len(self._remembered) >= _MOST_REMEMBERED:
+                self._remembered.clear()
+            column = self._remembered[question] = answer()
+        return column
+
+    def set_loras(self, row: int, loras: Loras) -> None:
+        """What the engine of ``row`` now says of its adapters."""
+        if loras != self.loras[row]:
+            self.loras[row] = loras
+            self._remembered.clear()
+
+    def replace(self, endpoints: Mapping[str, Traits] | Iterable[str]) -> list[int]:
+        """Make ``endpoints`` (by address) the configured ones; those that stay keep all that is known of them.
+
+        Returns the rows given up.
+        """
+        wanted = dict(endpoints) if isinstance(endpoints, Mapping) else dict.fromkeys(endpoints, Traits())
         gone = [row for address, row in self._rows.items() if address not in wanted]
         for row in gone:
             del self._rows[self.addresses[row]]
             self.is_active[row] = False
             self.absence_s[row] = np.inf
-        for address in wanted:
+        for address, traits in wanted.items():
             if address not in self._rows:
                 self._add(address)
+            row = self._rows[address]
+            self.traits[row], self.price[row] = traits, traits.price
+        self.has_draining = any(traits.is_draining for traits in wanted.values())
+        self._remembered.clear()
         return gone
 
     def _add(self, address: str) -> None:
@@ -143,6 +200,8 @@ class EndpointTable:
         self.rate_samples[row] = 0
         self.backlog_tokens[row] = self.backlog_at_s[row] = self.avoid_until_s[row] = 0.0
         self.waiting[row] = self.running[row] = self.kv_usage[row] = self.cold_at_s[row] = 0.0
+        self.ttft_s[row] = self.tpot_s[row] = 0.0
+        self.seen_at_s[row], self.seen_in_flight[row] = _NEVER, 0
         self.loras[row] = Loras()
         self.prefill_rate[row] = INITIAL_PREFILL_RATE
         measured = self.is_active & (self.rate_samples > 0)
@@ -156,6 +215,7 @@ class EndpointTable:
         self.addresses += [""] * more
         self.epochs += [0] * more
         self.loras += [Loras()] * more
+        self.traits += [Traits()] * more
         for column in _COLUMNS:
             setattr(self, column, np.pad(getattr(self, column), (0, more)))
         self.absence_s = np.pad(self.absence_s, (0, more), constant_values=np.inf)

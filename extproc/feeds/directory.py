@@ -57,8 +57,7 @@ class DirectoryFeed:
             # parsing thousands of endpoints takes long enough to hold up requests
             snapshot = await asyncio.to_thread(load_directory, self._directory)
         except (ConfigInvalid, OSError) as error:
-            self._metrics.config_refused()
-            log.error("configuration refused, the last good one stays:\n%s", error)
+            self._refuse(error)
             return
         if snapshot.version == self._version:
             self._metrics.config_mended()
@@ -68,7 +67,11 @@ class DirectoryFeed:
             await asyncio.sleep(self._settle_s)
             if signature(self._directory) != before:
                 return  # and begin again with what is there now
-        self._pipeline.apply(snapshot)
+        try:
+            self._pipeline.apply(snapshot)
+        except ConfigInvalid as error:
+            self._refuse(error)
+            return
         self._version = snapshot.version
         self._metrics.config_applied()
         log.info(
@@ -77,3 +80,7 @@ class DirectoryFeed:
             len(snapshot.routes),
             len(snapshot.servers),
         )
+
+    def _refuse(self, error: Exception) -> None:
+        self._metrics.config_refused()
+        log.error("configuration refused, the last good one stays:\n%s", error)

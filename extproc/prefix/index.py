@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.prefix.hashing import block_bytes, covered_bytes
+from extproc.prefix.hashing import FIRST_BLOCK_BYTES, block_units, covered_units
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,9 +38,13 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class _Held(msgspec.Struct):
-    """One endpoint's blocks, least recently used first, with the time of their last use."""
+    """One endpoint's blocks, least recently used first, with the time of their last use.
+
+    ``capacity_bytes``: what it is believed to hold at most; ``limit_bytes``: what that may grow to.
+    """
 
     capacity_bytes: float
+    limit_bytes: float
     bytes: int = 0
     last_use: OrderedDict[int, float] = msgspec.field(default_factory=OrderedDict)
 
@@ -48,10 +52,22 @@ class _Held(msgspec.Struct):
 class PrefixIndex:
     """Bounded by ``capacity_bytes`` of prompt text for each endpoint, and by a number of blocks."""
 
-    def __init__(self, capacity_bytes: float) -> None:
+    def __init__(self, capacity_bytes: float, first_block_bytes: int = FIRST_BLOCK_BYTES) -> None:
+        self.first_block_bytes = first_block_bytes
         self._initial_capacity = capacity_bytes
         self._holders: dict[int, int] = {}
         self._held: dict[int, _Held] = {}
+
+    def covered_bytes(self, blocks: int) -> int:
+        """The bytes of prompt in the first ``blocks`` blocks of a chain."""
+        return covered_units(blocks) * self.first_block_bytes
+
+    def set_capacity(self, row: int, capacity_bytes: float) -> None:
+        """The engine of ``row`` says how much it can hold."""
+        held = self._held_by(row)
+        if held.limit_bytes != capacity_bytes:
+            held.limit_bytes = held.capacity_bytes = max(_MIN_CAPACITY_BYTES, capacity_bytes)
+            self._shrink(row, held)
 
     def match(self, chain: Sequence[int]) -> list[Match]:
         """How far each endpoint's knowledge of ``chain`` goes: masks that shrink as the length grows."""
@@ -83,15 +99,13 @@ class PrefixIndex:
 
     def record(self, row: int, chain: Sequence[int], now: float) -> None:
         """The endpoint of ``row`` is about to hold all of ``chain``, or as much of its head as it has room for."""
-        held = self._held.get(row)
-        if held is None:
-            held = self._held[row] = _Held(self._initial_capacity)
-        last_use, bit = held.last_use, 1 << row
-        for block in reversed(_head(chain, held.capacity_bytes)):
+        held = self._held_by(row)
+        last_use, bit, unit = held.last_use, 1 << row, self.first_block_bytes
+        for block in reversed(self._head(chain, held.capacity_bytes)):
             if block in last_use:
                 last_use.move_to_end(block)
             else:
-                held.bytes += block_bytes(block)
+                held.bytes += block_units(block) * unit
                 self._holders[block] = self._holders.get(block, 0) | bit
             last_use[block] = now
         self._shrink(row, held)
@@ -119,7 +133,7 @@ class PrefixIndex:
         """A prediction came true: where the bound is reached, let it grow a little, for the engine may hold more."""
         held = self._held.get(row)
         if held is not None and held.bytes > 0.9 * held.capacity_bytes:
-            held.capacity_bytes = min(_GROWTH * self._initial_capacity, 1.02 * held.capacity_bytes)
+            held.capacity_bytes = min(held.limit_bytes, 1.02 * held.capacity_bytes)
 
     def blocks_held(self, row: int) -> int:
         """The number of blocks that the endpoint of ``row`` is believed to hold."""
@@ -132,7 +146,7 @@ class PrefixIndex:
 
     def _evict_oldest(self, row: int, held: _Held) -> None:
         block, _ = held.last_use.popitem(last=False)
-        held.bytes -= block_bytes(block)
+        held.bytes -= block_units(block) * self.first_block_bytes
         self._drop_bit(row, block)
 
     def _drop_bit(self, row: int, block: int) -> None:
@@ -142,14 +156,17 @@ class PrefixIndex:
         else:
             del self._holders[block]
 
+    def _held_by(self, row: int) -> _Held:
+        held = self._held.get(row)
+        if held is None:
+            held = self._held[row] = _Held(self._initial_capacity, _GROWTH * self._initial_capacity)
+        return held
 
-def _head(chain: Sequence[int], capacity_bytes: float) -> Sequence[int]:
-    """The longest head of ``chain`` that fits: a longer one would evict its own beginning's descendants at once."""
-    if covered_bytes(len(chain)) <= capacity_bytes and len(chain) <= _MAX_BLOCKS:
-        return chain
-    total = 0
-    for position, block in enumerate(chain):
-        total += block_bytes(block)
-        if total > capacity_bytes or position >= _MAX_BLOCKS:
-            return chain[:position]
-    return chain
+    def _head(self, chain: Sequence[int], capacity_bytes: float) -> Sequence[int]:
+        """The longest head of ``chain`` that fits: a longer one would evict its own beginning's descendants at once."""
+        if self.covered_bytes(len(chain)) <= capacity_bytes and len(chain) <= _MAX_BLOCKS:
+            return chain
+        fits = min(len(chain), _MAX_BLOCKS)
+        while self.covered_bytes(fits) > capacity_bytes:
+            fits -= 1
+        return chain[:fits]

@@ -15,6 +15,8 @@ class Api(enum.Enum):
     COMPLETIONS = "completions"
     EMBEDDINGS = "embeddings"
     RESPONSES = "responses"
+    # something else that a gateway sends to its engines
+    UNKNOWN = "unknown"
 
 
 class InferenceRequest(msgspec.Struct, frozen=True):
@@ -30,6 +32,8 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     is_streamed: bool
     stream_options: Mapping[str, msgspec.Raw]
     max_output_tokens: int | None
+    # vLLM's field of that name: only prompts with the same salt share cached blocks
+    cache_salt: str | None = None
 
     @property
     def leaves_usage_out(self) -> bool:

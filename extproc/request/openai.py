@@ -34,6 +34,7 @@ class _Common(msgspec.Struct):
     stream: bool | None = None
     stream_options: dict[str, msgspec.Raw] | None = None
     max_tokens: int | float | None = None
+    cache_salt: str | None = None
 
 
 class _Chat(_Common, kw_only=True):
@@ -146,6 +147,7 @@ def _request(api: Api, fields: _Common, prompt: bytes, max_tokens: float | None)
         is_streamed=bool(fields.stream),
         stream_options=fields.stream_options or {},
         max_output_tokens=None if max_tokens is None else int(max_tokens),
+        cache_salt=fields.cache_salt,
     )
 
 

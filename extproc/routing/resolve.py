@@ -59,6 +59,18 @@ class RoutingTable:
             for adapter in route.spec.lora_adapters:
                 self._routes[adapter] = _compile(route, served, adapter=adapter)
                 self.models.append(ListedModel(adapter, base))
+        self._adapters: dict[str, frozenset[str]] = {}
+        for route in snapshot.routes:
+            for target in {target.model_server_name for rule in route.spec.rules for target in rule.target_models}:
+                self._adapters[target] = self._adapters.get(target, frozenset()) | set(route.spec.lora_adapters)
+
+    def knows(self, model: str) -> bool:
+        """Whether a route serves that name."""
+        return model in self._routes
+
+    def adapters_of(self, server: str) -> frozenset[str]:
+        """The adapters for which requests may reach ``server``."""
+        return self._adapters.get(server, frozenset())
 
     def resolve(self, model: str, headers: Mapping[str, str], path: str, rng: random.Random) -> Destination:
         """The destination that the first matching rule's weights choose; raises UnknownModel."""

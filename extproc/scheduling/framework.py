@@ -1,22 +1,25 @@
 """The scheduling framework: a profile runs filters, then weighted scorers, then one picker, over columns of endpoints.
 
 The model is llm-d's (``pkg/epp/scheduling``), on arrays: a filter narrows a mask of rows, a scorer gives every row a number
-from 0 to 1, the picker orders the rows that are left. Plugins are pure: what they may know is in the ``View``.
+from 0 to 1, the picker orders the rows that are left, and a profile handler says which profiles run. Plugins are pure: what
+they may know is in the ``View``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
 
-from extproc.endpoints.table import Bools, Floats
 from extproc.errors import NoEndpoint
-from extproc.scheduling.picker import Pick, View
+from extproc.scheduling.picker import Pick, Reasons, Scored, View, rows_of
 
 if TYPE_CHECKING:
     import random
+
+    from extproc.endpoints.table import Bools, Floats
 
 
 class Filter(Protocol):
@@ -36,10 +39,23 @@ class Scorer(Protocol):
 
 
 class Choice(Protocol):
-    """Orders endpoints by their scores: llm-d's pickers."""
+    """Orders endpoints by their scores: llm-d's pickers. ``max_num_of_endpoints`` bounds the list, where it is set."""
 
-    def order(self, scores: Floats, rng: random.Random) -> list[int]:
-        """Positions in ``scores``, first choice first."""
+    @property
+    def max_num_of_endpoints(self) -> int | None:
+        """The most that the list may name; None: as many as the attachment takes."""
+        ...
+
+    def order(self, scores: Floats, rng: random.Random, count: int | None = None) -> list[int]:
+        """The first ``count`` positions in ``scores``, first choice first."""
+        ...
+
+
+class Decider(Protocol):
+    """Says whether a request's prefill goes to an engine of its own."""
+
+    def wants_prefill(self, view: View, decode_row: int) -> bool:
+        """``decode_row``: who will decode."""
         ...
 
 
@@ -58,61 +74,62 @@ class NamedScorer(msgspec.Struct, frozen=True):
     weight: float = 1.0
 
 
-class Scored(msgspec.Struct, frozen=True):
-    """One scorer's part in a pick: values of the rows that were left, in their order."""
-
-    name: str
-    weight: float
-    values: Floats
-
-
-class Explanation(msgspec.Struct, frozen=True):
-    """Why: how many rows each filter left, and each scorer's values for ``rows``."""
-
-    left: tuple[tuple[str, int], ...]
-    rows: tuple[int, ...]
-    scored: tuple[Scored, ...]
-
-
-class Ranking(msgspec.Struct, frozen=True):
-    """Rows in the order in which to try them, and why."""
-
-    rows: list[int]
-    explanation: Explanation
-
-
 class Profile(msgspec.Struct, frozen=True):
-    """Filters in their order, scorers with their weights, and who chooses. ``choices``: the length of the ranking."""
+    """Filters in their order, scorers with their weights, and who chooses."""
 
     filters: tuple[NamedFilter, ...]
     scorers: tuple[NamedScorer, ...]
     choice: Choice
-    choices: int = 4
+    name: str = "default"
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """A profile is a picker."""
-        rows = self.run(view, rng).rows
-        return Pick(rows, float(view.ttft_s()[rows[0]]))
-
-    def run(self, view: View, rng: random.Random) -> Ranking:
-        """Raises NoEndpoint, naming the filter that left nobody."""
-        among = view.table.is_active.copy()
+        """A profile is a picker. Raises NoEndpoint, naming the filter that left nobody."""
+        among = start = view.candidates()
         left = []
         for one in self.filters:
-            among &= one.plugin.keep(view, among)
-            left.append((one.name, int(np.count_nonzero(among))))
-            if not left[-1][1]:
+            among = among & one.plugin.keep(view, among)
+            if view.wants_reasons:
+                left.append((one.name, rows_of(among)))
+            if not among.any():
                 msg = f"No engine is left for this request after '{one.name}'; try again later."
                 raise NoEndpoint(msg)
         rows = among.nonzero()[0]
-        if not rows.size:
-            raise NoEndpoint("No engine is configured for this model; add endpoints to its ModelServer.")
         total = np.zeros(rows.size)
         scored = []
         for scorer in self.scorers:
             values = scorer.plugin.score(view, among)[rows].clip(0.0, 1.0)
             total += scorer.weight * values
-            scored.append(Scored(scorer.name, scorer.weight, values))
-        order = self.choice.order(total, rng)[: self.choices]
-        explanation = Explanation(tuple(left), tuple(map(int, rows)), tuple(scored))
-        return Ranking([int(rows[position]) for position in order], explanation)
+            if view.wants_reasons:
+                scored.append(Scored(scorer.name, scorer.weight, values))
+        count = min(view.choices, self.choice.max_num_of_endpoints or view.choices)
+        chosen: list[int] = rows[self.choice.order(total, rng, count)].tolist()
+        reasons: tuple[Reasons, ...] = ()
+        if view.wants_reasons:
+            reasons = (Reasons(self.name, rows_of(start), tuple(left), tuple(rows.tolist()), tuple(scored)),)
+        return Pick(chosen, float(view.ttft_s()[chosen[0]]), reasons=reasons)
+
+
+class ProfileHandler(Protocol):
+    """Says which profiles run, and makes one pick of what they find."""
+
+    def needs(self, profiles: Mapping[str, Profile]) -> str | None:
+        """What is wrong with the profiles that it is to choose among, if anything is."""
+        ...
+
+    def run(
+        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
+    ) -> Pick:
+        """Raises NoEndpoint."""
+        ...
+
+
+class ConfiguredPicker(msgspec.Struct, frozen=True):
+    """Profiles under the handler that chooses among them: what an EndpointPickerConfig describes."""
+
+    handler: ProfileHandler
+    profiles: Mapping[str, Profile]
+    deciders: Mapping[str, Decider] = {}
+
+    def pick(self, view: View, *, rng: random.Random) -> Pick:
+        """As the handler says."""
+        return self.handler.run(view, self.profiles, self.deciders, rng)

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+import numpy as np
 
 from extproc.endpoints.ledger import backlogs
-from extproc.endpoints.table import EndpointTable, Floats
+from extproc.endpoints.table import Bools, EndpointTable, Floats
+from extproc.errors import NoEndpoint
 
 if TYPE_CHECKING:
     import random
@@ -34,24 +36,72 @@ class RequestFacts(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """All that a decision rests on: endpoints as columns, the request, what it asks of each, and the time in seconds."""
+    """All that a decision rests on: endpoints as columns, the request, what it asks of each, and the time in seconds.
+
+    ``eligible``: the rows that may be chosen at all, None for every endpoint there is. ``choices``: how many the answer may
+    name, fallbacks included. ``wants_reasons``: the pick is to be explained.
+    """
 
     table: EndpointTable
     demand: Demand
     request: RequestFacts
     now_s: float
+    eligible: Bools | None = None
+    choices: int = 4
+    wants_reasons: bool = False
 
     def ttft_s(self) -> Floats:
         """Expected seconds to the first token: what waits and this prompt's own work over the learned rate."""
         waiting: Floats = (backlogs(self.table, self.now_s) + self.demand.work) / self.table.prefill_rate
         return waiting
 
+    def candidates(self) -> Bools:
+        """The rows that may be chosen; raises NoEndpoint."""
+        among = self.table.is_active.copy() if self.eligible is None else self.table.is_active & self.eligible
+        if not among.any():
+            raise NoEndpoint(
+                "No engine is ready for this request; add endpoints to its ModelServer or try again later."
+            )
+        return among
+
+    def narrowed(self, among: Bools, *, choices: int | None = None) -> View:
+        """The same with only ``among`` to choose from."""
+        eligible = among if self.eligible is None else self.eligible & among
+        return msgspec.structs.replace(self, eligible=eligible, choices=self.choices if choices is None else choices)
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """One scorer's part in a pick: values of the rows that were left, in their order."""
+
+    name: str
+    weight: float
+    values: Floats
+
+
+class Reasons(msgspec.Struct, frozen=True):
+    """Why: the rows at the start, those that each filter left, and each scorer's values for the last of these.
+
+    A larger total of ``weight * value`` is better; costs in seconds have a weight of -1.
+    """
+
+    profile: str
+    candidates: tuple[int, ...]
+    left: tuple[tuple[str, tuple[int, ...]], ...]
+    rows: tuple[int, ...]
+    scored: tuple[Scored, ...]
+
 
 class Pick(msgspec.Struct, frozen=True):
-    """Rows in the order in which to try them, and the first one's expected cost in seconds of waiting."""
+    """Rows in the order in which to try them, and the first one's expected cost in seconds of waiting.
+
+    ``prefill_row``: who computes the prompt, if not the first row itself. ``stage``: why there is or is no such pair.
+    """
 
     rows: list[int]
     cost_s: float
+    prefill_row: int | None = None
+    stage: str = ""
+    reasons: tuple[Reasons, ...] = ()
 
 
 class Picker(Protocol):
@@ -60,3 +110,8 @@ class Picker(Protocol):
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """Who takes the request."""
         ...
+
+
+def rows_of(mask: Bools) -> tuple[int, ...]:
+    """A mask as row numbers."""
+    return tuple(np.flatnonzero(mask).tolist())

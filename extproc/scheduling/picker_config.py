@@ -1,25 +1,26 @@
-"""EndpointPickerConfig, as llm-d and the Gateway API Inference Extension write it, to a profile; or every mistake in it.
+"""EndpointPickerConfig, as llm-d and the Gateway API Inference Extension write it, to a picker; or every mistake in it.
 
 Source: llm-d-router ``pkg/epp/config``. ``plugins`` name types and parameters; ``schedulingProfiles`` refer to them with
-weights. Where the file says nothing, llm-d's defaults hold: weight 1, ``max-score-picker``.
+weights. Where the file says nothing, llm-d's defaults hold: weight 1, ``max-score-picker``, ``single-profile-handler``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 
-from extproc.config.documents import read_documents
+from extproc.config.documents import Document, read_documents
 from extproc.config.mistakes import ConfigInvalid, Mistake
 from extproc.config.shape import find_mistakes, suggest
-from extproc.scheduling.framework import NamedFilter, NamedScorer, Profile
+from extproc.scheduling.framework import ConfiguredPicker, NamedFilter, NamedScorer, Profile
+from extproc.scheduling.plugins.accepted import ACCEPTED
 from extproc.scheduling.plugins.choices import MaxScore
+from extproc.scheduling.plugins.handlers import SingleProfile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from extproc.config.documents import Document
     from extproc.config.shape import Finding
     from extproc.scheduling.framework import Choice
     from extproc.scheduling.registry import Kind, PluginType
@@ -30,7 +31,12 @@ class PluginSpec(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
 
     type: str
     name: str | None = None
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] | None = None
+
+    @property
+    def called(self) -> str:
+        """How profiles refer to it."""
+        return self.name or self.type
 
 
 class PluginRef(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -48,17 +54,36 @@ class ProfileSpec(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
 
 
 class EndpointPickerConfig(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The document."""
+    """The document. What stands below ``schedulingProfiles`` is configured elsewhere here: read, and not used."""
 
-    api_version: Literal["llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1"]
+    api_version: Literal["llm-d.ai/v1alpha1", "llm-d.ai/v1", "inference.networking.x-k8s.io/v1alpha1"]
     kind: Literal["EndpointPickerConfig"]
+    metadata: Any = None
     plugins: list[PluginSpec] = []
-    scheduling_profiles: Annotated[list[ProfileSpec], msgspec.Meta(min_length=1, max_length=1)] = []
+    scheduling_profiles: list[ProfileSpec] = []
     feature_gates: list[str] = []
+    data_layer: Any = None
+    data: Any = None
+    flow_control: Any = None
+    request_handler: Any = None
+    saturation_detector: Any = None
+    parser: Any = None
 
 
-def read_profile(file: str, text: str, known: Mapping[str, PluginType]) -> Profile:
-    """The profile that ``text`` describes with plugins of ``known`` types; raises ConfigInvalid with all mistakes."""
+_NOT_USED: Final = frozenset(
+    {"data_layer", "data", "flow_control", "request_handler", "saturation_detector", "parser", "feature_gates"}
+)
+
+
+class PickerFile(msgspec.Struct, frozen=True):
+    """What a file describes, and what of it has no effect here, in sentences."""
+
+    picker: ConfiguredPicker
+    notes: tuple[str, ...]
+
+
+def read_picker_text(file: str, text: str, known: Mapping[str, PluginType]) -> PickerFile:
+    """The picker that ``text`` describes with plugins of ``known`` types; raises ConfigInvalid with all mistakes."""
     found = list(read_documents(file, text))
     mistakes = [one for one in found if isinstance(one, Mistake)]
     documents = [one for one in found if not isinstance(one, Mistake)]
@@ -66,31 +91,88 @@ def read_profile(file: str, text: str, known: Mapping[str, PluginType]) -> Profi
         mistakes = [Mistake(file, 0, "", f"has {len(documents)} documents; write one EndpointPickerConfig")]
     if mistakes:
         raise ConfigInvalid(mistakes)
-    (document,) = documents
+    return read_picker(documents[0], known)
+
+
+def read_picker(document: Document, known: Mapping[str, PluginType]) -> PickerFile:
+    """The same of a document that has been read."""
     _refuse(document, find_mistakes(document.value, EndpointPickerConfig))
     config = msgspec.convert(document.value, EndpointPickerConfig)
-    _refuse(document, [*_check_plugins(config, known), *_check_profiles(config, known)])
-    return _build(config, known)
+    _refuse(document, [*_check_plugins(config, known), *_check_references(config), *_check_profiles(config, known)])
+    picker = _build(config, known)
+    handlers = [index for index, spec in enumerate(config.plugins) if known[spec.type].kind == "profile handler"]
+    problem = picker.handler.needs(picker.profiles)
+    if problem:
+        _refuse(document, [(("plugins", handlers[0]) if handlers else ("schedulingProfiles",), problem)])
+    return PickerFile(picker, tuple(_notes(config, known)))
 
 
 def _check_plugins(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Iterator[Finding]:
     names: set[str] = set()
+    handlers = 0
     for index, spec in enumerate(config.plugins):
         path = ("plugins", index)
-        name = spec.name or spec.type
-        if name in names:
-            yield path, f"a second plugin called '{name}'; give each a name of its own"
-        names.add(name)
+        if spec.called in names:
+            yield path, f"a second plugin called '{spec.called}'; give each a name of its own"
+        names.add(spec.called)
         if spec.type not in known:
             yield (*path, "type"), f"there is no plugin type '{spec.type}'; {suggest(spec.type, known)}"
             continue
-        for place, message in find_mistakes(spec.parameters, known[spec.type].cls):
+        handlers += known[spec.type].kind == "profile handler"
+        if known[spec.type].kind == "profile handler" and handlers > 1:
+            yield (*path, "type"), "a second profile handler; a file has one"
+        for place, message in find_mistakes(spec.parameters or {}, known[spec.type].cls):
             yield (*path, "parameters", *place), message
 
 
+def _check_references(config: EndpointPickerConfig) -> Iterator[Finding]:
+    """Plugins that parameters name exist, and do not refer to each other in a circle."""
+    names = {spec.called for spec in config.plugins}
+    edges: dict[str, list[str]] = {}
+    places = {spec.called: ("plugins", index) for index, spec in enumerate(config.plugins)}
+    for spec in config.plugins:
+        for path, target in _references(spec.parameters or {}):
+            edges.setdefault(spec.called, []).append(target)
+            # a producer that is not written down is made by itself, as in llm-d
+            if target not in names and target not in ACCEPTED:
+                advice = suggest(target, names)
+                yield (*places[spec.called], "parameters", *path), f"no plugin is called '{target}'; {advice}"
+    for name in edges:
+        circle = _circle(name, edges)
+        if circle:
+            yield places[name], f"refers to itself: {' -> '.join(circle)}; break the circle"
+
+
+def _references(parameters: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    for key, value in parameters.items():
+        if isinstance(value, str) and value and key.endswith(("PluginName", "ProducerName", "pluginRef", "PluginRef")):
+            yield (key,), value
+        elif key == "deciders" and isinstance(value, dict):
+            yield from (((key, stage), str(name)) for stage, name in value.items() if name)
+
+
+def _circle(start: str, edges: Mapping[str, list[str]]) -> list[str]:
+    """A way from ``start`` back to it, or nothing."""
+    ways = [[start]]
+    seen = set()
+    while ways:
+        way = ways.pop()
+        for target in edges.get(way[-1], []):
+            if target == start:
+                return [*way, target]
+            if target not in seen:
+                seen.add(target)
+                ways.append([*way, target])
+    return []
+
+
 def _check_profiles(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Iterator[Finding]:
-    types = {spec.name or spec.type: spec.type for spec in config.plugins}
+    types = {spec.called: spec.type for spec in config.plugins}
+    names: set[str] = set()
     for index, profile in enumerate(config.scheduling_profiles):
+        if profile.name in names:
+            yield ("schedulingProfiles", index, "name"), f"a second profile called '{profile.name}'; use another name"
+        names.add(profile.name)
         pickers = 0
         for number, ref in enumerate(profile.plugins):
             path = ("schedulingProfiles", index, "plugins", number)
@@ -99,35 +181,50 @@ def _check_profiles(config: EndpointPickerConfig, known: Mapping[str, PluginType
                 yield (*path, "pluginRef"), f"no plugin is called '{ref.plugin_ref}'; {advice}"
                 continue
             kind = known[types[ref.plugin_ref]].kind if types[ref.plugin_ref] in known else "scorer"
-            if ref.weight is not None and kind != "scorer":
+            if ref.weight and kind in {"filter", "picker"}:
                 yield (*path, "weight"), f"'{ref.plugin_ref}' is a {kind}; only scorers have weights"
             pickers += kind == "picker"
             if pickers > 1:
                 yield (*path, "pluginRef"), "a second picker; a profile has one"
 
 
-def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Profile:
+def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> ConfiguredPicker:
     plugins: dict[str, tuple[Kind, Any]] = {
-        spec.name or spec.type: (known[spec.type].kind, msgspec.convert(spec.parameters, known[spec.type].cls))
+        spec.called: (known[spec.type].kind, msgspec.convert(spec.parameters or {}, known[spec.type].cls))
         for spec in config.plugins
     }
     # a file without profiles runs all its plugins in one, as llm-d does
-    refs = (
-        config.scheduling_profiles[0].plugins if config.scheduling_profiles else [PluginRef(name) for name in plugins]
+    specs = config.scheduling_profiles or [ProfileSpec("default", [PluginRef(name) for name in plugins])]
+    handler = next((plugin for kind, plugin in plugins.values() if kind == "profile handler"), SingleProfile())
+    return ConfiguredPicker(
+        handler=handler,
+        profiles={spec.name: _profile(spec, plugins) for spec in specs},
+        deciders={name: plugin for name, (kind, plugin) in plugins.items() if kind == "decider"},
     )
+
+
+def _profile(spec: ProfileSpec, plugins: Mapping[str, tuple[Kind, Any]]) -> Profile:
     filters: list[NamedFilter] = []
     scorers: list[NamedScorer] = []
     choice: Choice = MaxScore()
-    for ref in refs:
+    for ref in spec.plugins:
         kind, plugin = plugins[ref.plugin_ref]
-        if kind == "filter":
+        if kind in {"filter", "filter and scorer"}:
             filters.append(NamedFilter(ref.plugin_ref, plugin))
-        elif kind == "scorer":
-            weight = 1.0 if ref.weight is None else ref.weight
-            scorers.append(NamedScorer(ref.plugin_ref, plugin, weight))
-        elif kind == "picker":
+        if kind in {"scorer", "filter and scorer"}:
+            scorers.append(NamedScorer(ref.plugin_ref, plugin, 1.0 if ref.weight is None else ref.weight))
+        if kind == "picker":
             choice = plugin
-    return Profile(tuple(filters), tuple(scorers), choice)
+    return Profile(tuple(filters), tuple(scorers), choice, spec.name)
+
+
+def _notes(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Iterator[str]:
+    for spec in config.plugins:
+        if known[spec.type].kind == "accepted":
+            yield f"{spec.type}: in its place, {ACCEPTED.get(spec.type, 'nothing')}"
+    for field in msgspec.structs.fields(config):
+        if field.name in _NOT_USED and getattr(config, field.name):
+            yield f"{field.encode_name}: read, and not used"
 
 
 def _refuse(document: Document, findings: list[Finding]) -> None:

@@ -2,137 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from extproc.endpoints.ledger import backlog_of, charge, prefill_work
-from extproc.endpoints.table import EndpointTable, Place
-from extproc.prefix.hashing import covered_bytes
-from extproc.prefix.index import PrefixIndex
-from extproc.scheduling.picker import Demand, RequestFacts, View
-from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
-from extproc.scheduling.round_robin import RoundRobin
+from extproc.endpoints.ledger import backlog_of, charge
+from extproc.endpoints.table import Bools, EndpointTable, Place, Traits
+from extproc.prefix.kv_index import KvIndex
+from extproc.scheduling.knowledge import Expectation, Knowledge, Prompt
+from extproc.scheduling.labels import serves_adapter
+from extproc.scheduling.picker import Pick, Picker, RequestFacts, View
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
 
     from extproc.config.types import ModelServerSpec
-    from extproc.prefix.index import Match
-    from extproc.scheduling.picker import Picker
-
-    MakePicker = Callable[[ModelServerSpec], Picker]
-
-# English text and code in JSON, until the engines' reported usage says better.
-_INITIAL_BYTES_PER_TOKEN: Final = 4.0
-# About what an 80 GB GPU with an 8B model, or four with a 70B one, hold; corrected by what engines report.
-_INITIAL_CACHE_TOKENS: Final = 400_000
-_CHOICES: Final = 4
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """A pick and its explanation. ``addresses``: first choice, then fallbacks.
+    """A pick and its explanation. ``addresses``: first choice, then fallbacks. ``prefill``: who computes the prompt, if another.
 
-    ``cached_since_s``: when the last block that is thought to be cached was last used there. ``tokens_ahead``: prefill
-    work of this request and of those before it.
+    ``cached_tokens``: expected there, of which ``indexed_tokens`` are whole blocks sent there before, the last of them used
+    at ``cached_since_s``. ``tokens_ahead``: prefill work of this request and of those before it.
     """
 
     place: Place
     addresses: tuple[str, ...]
     input_tokens: float
     cached_tokens: float
+    indexed_tokens: float
     cached_since_s: float | None
     tokens_ahead: float
     cost_s: float
+    prefill: Place | None = None
+    stage: str = ""
+    is_precise: bool = False
+
+    @property
+    def computing(self) -> Place:
+        """Who computes the prompt."""
+        return self.prefill or self.place
 
 
-class Prompt(msgspec.Struct, frozen=True):
-    """What is to be assigned: the chain of block hashes, the size, the model's name in the engines, and the headers."""
+class Terms(msgspec.Struct, frozen=True):
+    """What a request's attachment and headers add: how many endpoints an answer may name, and which may be chosen at all."""
 
-    chain: Sequence[int]
-    size_bytes: int
-    model: str
     headers: Mapping[str, str] = {}
+    choices: int = 4
+    subset: Collection[str] | None = None
+    wants_reasons: bool = False
+
+
+class Considered(msgspec.Struct, frozen=True):
+    """A pick that nothing has been charged for yet."""
+
+    expectation: Expectation
+    view: View
+    pick: Pick
 
 
 class Pool:
-    """One ModelServer's endpoint table, prefix index and picker, and what its tokenizer makes of text."""
+    """One ModelServer's endpoint table, knowledge of caches, and picker."""
 
-    def __init__(self, name: str, spec: ModelServerSpec, make_picker: MakePicker) -> None:
+    def __init__(self, name: str, spec: ModelServerSpec, picker: Picker) -> None:
         self.name = name
-        self._make_picker = make_picker
         self.spec = spec
         self.table = EndpointTable()
-        self.index = PrefixIndex(_INITIAL_CACHE_TOKENS * _INITIAL_BYTES_PER_TOKEN)
-        self.bytes_per_token = _INITIAL_BYTES_PER_TOKEN
+        self.knowledge = Knowledge()
+        self.adapters: frozenset[str] = frozenset()
         self.typical_ttft_s = 0.0
         self.reports_cached_tokens = False
-        self._picker = make_picker(spec)
-        self.update(spec)
+        self.picker = picker
+        self.update(spec, picker)
 
-    def update(self, spec: ModelServerSpec) -> None:
+    def update(self, spec: ModelServerSpec, picker: Picker) -> None:
         """Follow the configuration; endpoints that stay keep all that is known of them."""
-        if spec.picker != self.spec.picker:
-            self._picker = self._make_picker(spec)
-        self.spec = spec
-        for row in self.table.replace(endpoint.address for endpoint in spec.endpoints):
-            self.index.forget(row)
+        self.spec, self.picker = spec, picker
+        if spec.kv_events is None:
+            self.knowledge.kv = None
+        elif self.knowledge.kv is None:
+            self.knowledge.kv = KvIndex()
+        endpoints = {one.address: Traits(one.labels, one.price, one.draining) for one in spec.endpoints}
+        for row in self.table.replace(endpoints):
+            self.knowledge.forget(row)
 
-    def assign(self, prompt: Prompt, *, now: float, rng: random.Random) -> Assignment:
-        """Choose endpoints for a prompt and count it as theirs; raises NoEndpoint."""
-        chain = prompt.chain
-        input_tokens = prompt.size_bytes / self.bytes_per_token
-        matches = self.index.match(chain)
-        demand = self._demand(matches, input_tokens)
-        adapter = prompt.model if prompt.model != self.spec.model else None
-        facts = RequestFacts(prompt.model, input_tokens, adapter, prompt.headers)
-        pick = self._picker.pick(View(self.table, demand, facts, now), rng=rng)
+    def consider(self, prompt: Prompt, terms: Terms, *, now: float, rng: random.Random) -> Considered:
+        """Choose endpoints for a prompt and change nothing; raises NoEndpoint."""
+        expectation = self.knowledge.expect(prompt, self.table, now)
+        facts = RequestFacts(prompt.model, expectation.input_tokens, prompt.adapter, terms.headers)
+        eligible = self._eligible(prompt.adapter, terms.subset)
+        view = View(self.table, expectation.demand, facts, now, eligible, terms.choices, terms.wants_reasons)
+        return Considered(expectation, view, self.picker.pick(view, rng=rng))
+
+    def assign(
+        self, prompt: Prompt, terms: Terms, *, now: float, rng: random.Random
+    ) -> tuple[Assignment, Sequence[int]]:
+        """Choose endpoints for a prompt and count it as theirs; raises NoEndpoint. Also the prompt's chain of blocks."""
+        considered = self.consider(prompt, terms, now=now, rng=rng)
+        expectation, pick, table = considered.expectation, considered.pick, self.table
         first = pick.rows[0]
-        if not matches:
-            self.table.cold_at_s[first] = now
-        cached, work = float(demand.cached_tokens[first]), float(demand.work[first])
-        tokens_ahead = backlog_of(self.table, first, now) + work
-        cached_since_s = self._cached_since(matches, chain, first)
-        self.index.record(first, chain, now)
-        return Assignment(
-            place=charge(self.table, first, prefill_tokens=work, now=now),
-            addresses=tuple(self.table.addresses[row] for row in pick.rows),
-            input_tokens=input_tokens,
+        computing = first if pick.prefill_row is None else pick.prefill_row
+        demand = expectation.demand
+        cached, work = float(demand.cached_tokens[computing]), float(demand.work[computing])
+        if not expectation.matches:
+            table.cold_at_s[first] = now
+        tokens_ahead = backlog_of(table, computing, now) + work
+        cached_since_s = self._cached_since(expectation, computing)
+        for row in {first, computing}:
+            self.knowledge.sent(row, expectation, now)
+        prefill = None
+        if pick.prefill_row is not None:
+            prefill, work = charge(table, pick.prefill_row, prefill_tokens=work, now=now), 0.0
+        assignment = Assignment(
+            place=charge(table, first, prefill_tokens=work, now=now),
+            addresses=tuple([table.addresses[row] for row in pick.rows]),
+            input_tokens=expectation.input_tokens,
             cached_tokens=cached,
+            indexed_tokens=float(expectation.indexed_tokens[computing]),
             cached_since_s=cached_since_s,
             tokens_ahead=tokens_ahead,
             cost_s=pick.cost_s,
+            prefill=prefill,
+            stage=pick.stage,
+            is_precise=expectation.kv_chains is not None and bool(self.knowledge.whole_feeds >> computing & 1),
         )
+        return assignment, expectation.chain
 
-    def _demand(self, matches: list[Match], input_tokens: float) -> Demand:
-        rows = len(self.table.addresses)
-        cached_tokens, work = np.zeros(rows), np.full(rows, prefill_work(input_tokens, 0.0))
-        for match in matches:
-            held = min(covered_bytes(match.blocks) / self.bytes_per_token, input_tokens - 1.0)
-            holders = _rows_of(match.holders, rows)
-            cached_tokens[holders] = held
-            work[holders] = prefill_work(input_tokens - held, held)
-        return Demand(cached_tokens, work)
+    def _eligible(self, adapter: str | None, subset: Collection[str] | None) -> Bools | None:
+        """None: everybody."""
+        table = self.table
+        eligible: Bools | None = None
+        if subset is not None:
+            eligible = np.zeros(len(table.addresses), np.bool_)
+            eligible[[row for row in map(table.row_of, subset) if row is not None]] = True
+        if adapter is not None and self.adapters:
+            serving = serves_adapter(table, adapter)
+            # an engine that does not know the adapter answers 404; where none says, any may
+            if serving.any():
+                eligible = serving if eligible is None else eligible & serving
+        if table.has_draining:
+            question = "staying"
+            staying = table.remembered(question, lambda: np.array([not one.is_draining for one in table.traits]))
+            among = table.is_active & staying if eligible is None else eligible & staying
+            if among.any():
+                eligible = among
+        return eligible
 
-    def _cached_since(self, matches: list[Match], chain: Sequence[int], row: int) -> float | None:
-        longest = max((match.blocks for match in matches if match.holders >> row & 1), default=0)
-        return self.index.last_use(row, chain[longest - 1]) if longest else None
-
-
-# One after the other, requests of a conversation meet the same few sets of holders.
-@lru_cache(maxsize=1024)
-def _rows_of(holders: int, rows: int) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """A bit mask as an index of columns."""
-    raw = np.frombuffer(holders.to_bytes((rows + 7) // 8, "little"), np.uint8)
-    return np.unpackbits(raw, count=rows, bitorder="little").nonzero()[0]
-
-
-def default_picker(spec: ModelServerSpec) -> Picker:
-    """The picker that a ModelServer names."""
-    if spec.picker == "RoundRobin":
-        return RoundRobin(_CHOICES)
-    return PrefixAware(PrefixAwareParameters(choices=_CHOICES))
+    def _cached_since(self, expectation: Expectation, row: int) -> float | None:
+        longest = max((match.blocks for match in expectation.matches if match.holders >> row & 1), default=0)
+        return self.knowledge.index.last_use(row, expectation.chain[longest - 1]) if longest else None

@@ -4,9 +4,9 @@
 
 This request waits for the prefill of those ahead and for its own; those behind wait for its own too, which is why that
 counts again. All is in seconds, so load and prefix need no weights against each other, and unequal GPUs are told apart
-by their learned rates. The last term stands for what each running request adds to everyone's decode steps. Counting
-uncached tokens in seconds instead of requests follows Preble's E2 (ICLR 2025) and Mooncake's Conductor (FAST 2025), both
-of which choose by the estimated time to first token.
+by their learned rates. The last term stands for what each running request adds to everyone's decode steps; requests that
+the engine says it has and that are not ours count in it too. Counting uncached tokens in seconds instead of requests follows
+Preble's E2 (ICLR 2025) and Mooncake's Conductor (FAST 2025), both of which choose by the estimated time to first token.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import numpy as np
 
 from extproc.endpoints.ledger import backlogs
-from extproc.errors import NoEndpoint
-from extproc.scheduling.picker import Pick
+from extproc.endpoints.live import foreign
+from extproc.scheduling.picker import Pick, Reasons, Scored, rows_of
 
 if TYPE_CHECKING:
     import random
@@ -37,14 +38,13 @@ class PrefixAwareParameters(msgspec.Struct, frozen=True):
 
     ``tie_s`` and ``tie_share``: costs this close to the least are equal, and chance decides between endpoints that hold
     as much of the prompt. Learned rates differ by as much between equal engines, and the one that seems fastest must not
-    get everything. ``choices``: the length of the list, fallbacks included.
+    get everything.
     """
 
     others: float = 1.0
     request_cost_s: float = 0.02
     tie_s: float = 0.001
     tie_share: float = 0.1
-    choices: int = 4
 
 
 class PrefixAware:
@@ -55,38 +55,71 @@ class PrefixAware:
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """See the module's formula."""
-        table, demand = view.table, view.demand
-        if not len(table):
-            raise NoEndpoint("No engine is configured for this model; add endpoints to its ModelServer.")
-        cost = self.costs(table, demand, view.now_s)
-        cheapest = int(cost.argmin())
-        best = float(cost[cheapest])
-        equal = (cost <= best * (1 + self._parameters.tie_share) + self._parameters.tie_s).nonzero()[0]
-        first = cheapest
-        if equal.size > 1:
-            holding = demand.cached_tokens[equal] >= demand.cached_tokens[cheapest]
-            equal = equal[holding]
-            first = int(equal[rng.randrange(equal.size)])
-        rows = [first, *(row for row in self._cheapest(cost, len(table)) if row != first)]
-        return Pick(rows[: self._parameters.choices], best)
+        cost = self.costs(view.table, view.demand, view.now_s)
+        endpoints = len(view.table)
+        if view.eligible is not None or not endpoints:
+            among = view.candidates()
+            cost[~among] = np.inf
+            endpoints = int(np.count_nonzero(among))
+        rows = self.order(cost, view.demand.cached_tokens, min(view.choices, endpoints), rng)
+        reasons = (explain_costs("PrefixAware", cost, view),) if view.wants_reasons else ()
+        return Pick(rows, float(cost[rows[0]]), reasons=reasons)
 
     def costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
         """Seconds by row; infinite where there is no endpoint. Few calls: each costs more than its arithmetic."""
         cost: Floats = (1 + self._parameters.others) * demand.work
         cost += backlogs(table, now)
         cost /= table.prefill_rate
-        cost += self._parameters.request_cost_s * table.in_flight
+        cost += self.load_costs(table, now)
+        return cost
+
+    def load_costs(self, table: EndpointTable, now: float) -> Floats:
+        """The part that is not prefill: what runs there, and whether the endpoint is there and well."""
+        cost: Floats = np.multiply(table.in_flight, self._parameters.request_cost_s)
+        if table.has_foreign:
+            cost += self._parameters.request_cost_s * foreign(table, now)
         cost += table.absence_s
         if table.has_failures:
             cost[table.avoid_until_s > now] += _AVOIDED_S
         return cost
 
-    def _cheapest(self, cost: Floats, endpoints: int) -> list[int]:
-        """One more than is needed: the first choice may be among them."""
-        count = min(self._parameters.choices + 1, endpoints)
-        if cost.size <= _SORTED_WHOLE:
-            nearest = cost.argsort()[:count]
-        else:
-            nearest = cost.argpartition(count - 1)[:count]
-            nearest = nearest[cost[nearest].argsort()]
-        return [int(row) for row in nearest]
+    def order(self, cost: Floats, cached_tokens: Floats, count: int, rng: random.Random) -> list[int]:
+        """The ``count`` cheapest rows; among those that are as good as the cheapest, chance says which comes first."""
+        cheapest = int(cost.argmin())
+        best = float(cost[cheapest])
+        equal = (cost <= best * (1 + self._parameters.tie_share) + self._parameters.tie_s).nonzero()[0]
+        first = cheapest
+        if equal.size > 1:
+            equal = equal[cached_tokens[equal] >= cached_tokens[cheapest]]
+            first = int(equal[rng.randrange(equal.size)])
+        # one more than is needed: the first choice may be among them
+        others = _cheapest(cost, min(count + 1, cost.size))
+        return [first, *(row for row in others if row != first)][:count]
+
+
+def _cheapest(cost: Floats, count: int) -> list[int]:
+    if cost.size <= _SORTED_WHOLE:
+        nearest = cost.argsort()[:count]
+    else:
+        nearest = cost.argpartition(count - 1)[:count]
+        nearest = nearest[cost[nearest].argsort()]
+    rows: list[int] = nearest.tolist()
+    return rows
+
+
+def explain_costs(profile: str, cost: Floats, view: View) -> Reasons:
+    """The parts of the cost, in seconds, of the rows that could be chosen."""
+    among = np.isfinite(cost)
+    rows = rows_of(among)
+    table, demand = view.table, view.demand
+    parts = {
+        "seconds until the first token": view.ttft_s(),
+        "cached tokens": demand.cached_tokens,
+        "requests in flight": table.in_flight.astype(np.float64),
+        "cost in seconds": cost,
+    }
+    # only the cost decides; the rest is what it was made of
+    scored = tuple(
+        Scored(name, -1.0 if name == "cost in seconds" else 0.0, part[among]) for name, part in parts.items()
+    )
+    return Reasons(profile, rows_of(view.candidates()), (), rows, scored)

@@ -8,31 +8,22 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from extproc.scheduling.plugins.affinity import LoraAffinity, SessionAffinity, SessionAffinityFilter
-from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, NoHitLru, PrefixCache
-from extproc.scheduling.plugins.choices import MaxScore, PowerOfTwo, Random, Softmax, WeightedRandom
-from extproc.scheduling.plugins.filters import (
-    Concurrency,
-    Healthy,
-    LeastRequestFilter,
-    LoraLoaded,
-    PrefixCacheAffinity,
-    Saturation,
-    SubsetHint,
+from extproc.scheduling.plugins import (
+    affinity,
+    cache_scorers,
+    choices,
+    filters,
+    handlers,
+    label_plugins,
+    latency_scorers,
 )
-from extproc.scheduling.plugins.load_scorers import (
-    ActiveRequests,
-    LeastRequest,
-    LoadAware,
-    Queue,
-    RunningRequests,
-    TokenLoad,
-)
+from extproc.scheduling.plugins import load_scorers as load
+from extproc.scheduling.plugins.accepted import ACCEPTED, Accepted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Kind = Literal["filter", "scorer", "picker", "profile handler"]
+Kind = Literal["filter", "scorer", "filter and scorer", "picker", "decider", "profile handler", "accepted"]
 
 # A package that brings plugins lists them in this group: each a name and a PluginType.
 ENTRY_POINTS: Final = "attache.scheduling"
@@ -45,39 +36,90 @@ class PluginType(msgspec.Struct, frozen=True):
     cls: type
 
 
-class SingleProfile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``single-profile-handler``: the one profile there is."""
+def _all(kind: Kind, types: Mapping[str, type]) -> dict[str, PluginType]:
+    return {name: PluginType(kind, cls) for name, cls in types.items()}
 
+
+_FILTERS: Final = {
+    # llm-d's
+    "session-affinity-filter": affinity.SessionAffinityFilter,
+    "prefix-cache-affinity-filter": filters.PrefixCacheAffinity,
+    "utilization-detector": filters.Saturation,
+    "concurrency-detector": filters.Concurrency,
+    "utilization-filter": filters.Utilization,
+    "label-selector-filter": label_plugins.LabelSelector,
+    "by-label-selector": label_plugins.LabelSelector,
+    "by-label": label_plugins.ByLabel,
+    "prefill-filter": label_plugins.PrefillRole,
+    "decode-filter": label_plugins.DecodeRole,
+    "encode-filter": label_plugins.EncodeRole,
+    # Kthena's, and ours
+    "lora-affinity": filters.LoraLoaded,
+    "lora-loaded-filter": filters.LoraLoaded,
+    "least-request-filter": filters.LeastRequestFilter,
+    "healthy-filter": filters.Healthy,
+    "subset-hint-filter": filters.SubsetHint,
+}
+
+_SCORERS: Final = {
+    # llm-d's
+    "queue-scorer": load.Queue,
+    "running-requests-size-scorer": load.RunningRequests,
+    "active-request-scorer": load.ActiveRequests,
+    "load-aware-scorer": load.LoadAware,
+    "token-load-scorer": load.TokenLoad,
+    "kv-cache-utilization-scorer": cache_scorers.KvCacheUtilization,
+    "prefix-cache-scorer": cache_scorers.PrefixCache,
+    "precise-prefix-cache-scorer": cache_scorers.PrecisePrefixCache,
+    "no-hit-lru-scorer": cache_scorers.NoHitLru,
+    "lora-affinity-scorer": affinity.LoraAffinity,
+    "session-affinity-scorer": affinity.SessionAffinity,
+    "header-label-affinity-scorer": label_plugins.HeaderLabelAffinity,
+    "latency-scorer": latency_scorers.Latency,
+    # Kthena's, and ours
+    "least-request": load.LeastRequest,
+    "least-request-scorer": load.LeastRequest,
+    "least-latency": latency_scorers.LeastLatency,
+    "least-latency-scorer": latency_scorers.LeastLatency,
+    "gpu-usage": cache_scorers.KvCacheUtilization,
+    "prefix-cache": cache_scorers.PrefixCache,
+    "kvcache-aware": cache_scorers.PrecisePrefixCache,
+    "random": latency_scorers.RandomScore,
+    "random-scorer": latency_scorers.RandomScore,
+    "cost-scorer": latency_scorers.Cost,
+}
+
+_PICKERS: Final = {
+    # llm-d's
+    "max-score-picker": choices.MaxScore,
+    "random-picker": choices.Random,
+    "weighted-random-picker": choices.WeightedRandom,
+    # ours
+    "power-of-two-picker": choices.PowerOfTwo,
+    "softmax-picker": choices.Softmax,
+}
+
+_HANDLERS: Final = {
+    "single-profile-handler": handlers.SingleProfile,
+    "header-profile-handler": handlers.HeaderProfile,
+    "disagg-profile-handler": handlers.Disaggregation,
+    "pd-profile-handler": handlers.Disaggregation,
+}
+
+_DECIDERS: Final = {
+    "prefix-based-pd-decider": handlers.PrefixBasedDecider,
+    "always-disagg-pd-decider": handlers.AlwaysDecider,
+}
 
 BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
     {
-        # llm-d's
-        "queue-scorer": PluginType("scorer", Queue),
-        "running-requests-size-scorer": PluginType("scorer", RunningRequests),
-        "active-request-scorer": PluginType("scorer", ActiveRequests),
-        "load-aware-scorer": PluginType("scorer", LoadAware),
-        "token-load-scorer": PluginType("scorer", TokenLoad),
-        "kv-cache-utilization-scorer": PluginType("scorer", KvCacheUtilization),
-        "prefix-cache-scorer": PluginType("scorer", PrefixCache),
-        "no-hit-lru-scorer": PluginType("scorer", NoHitLru),
-        "lora-affinity-scorer": PluginType("scorer", LoraAffinity),
-        "session-affinity-scorer": PluginType("scorer", SessionAffinity),
-        "session-affinity-filter": PluginType("filter", SessionAffinityFilter),
-        "prefix-cache-affinity-filter": PluginType("filter", PrefixCacheAffinity),
-        "utilization-detector": PluginType("filter", Saturation),
-        "concurrency-detector": PluginType("filter", Concurrency),
-        "max-score-picker": PluginType("picker", MaxScore),
-        "random-picker": PluginType("picker", Random),
-        "weighted-random-picker": PluginType("picker", WeightedRandom),
-        "single-profile-handler": PluginType("profile handler", SingleProfile),
-        # Kthena's, and ours
-        "least-request-scorer": PluginType("scorer", LeastRequest),
-        "least-request-filter": PluginType("filter", LeastRequestFilter),
-        "lora-loaded-filter": PluginType("filter", LoraLoaded),
-        "healthy-filter": PluginType("filter", Healthy),
-        "subset-hint-filter": PluginType("filter", SubsetHint),
-        "power-of-two-picker": PluginType("picker", PowerOfTwo),
-        "softmax-picker": PluginType("picker", Softmax),
+        **_all("accepted", dict.fromkeys(ACCEPTED, Accepted)),
+        **_all("filter", _FILTERS),
+        **_all("scorer", _SCORERS),
+        **_all("filter and scorer", {"context-length-aware": label_plugins.ContextLength}),
+        **_all("picker", _PICKERS),
+        **_all("profile handler", _HANDLERS),
+        **_all("decider", _DECIDERS),
     }
 )
 

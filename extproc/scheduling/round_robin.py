@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from extproc.errors import NoEndpoint
 from extproc.scheduling.picker import Pick
 
 if TYPE_CHECKING:
@@ -18,19 +17,16 @@ if TYPE_CHECKING:
 class RoundRobin:
     """Turns over the endpoints in the order of their rows; those that just failed come last."""
 
-    def __init__(self, choices: int) -> None:
-        self._choices = choices
+    def __init__(self) -> None:
         self._turn = 0
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """The next endpoint, then those after it."""
         del rng  # and of the view only who is there: the baseline's point
         table = view.table
-        rows: list[int] = np.flatnonzero(table.is_active).tolist()
-        if not rows:
-            raise NoEndpoint("No engine is configured for this model; add endpoints to its ModelServer.")
+        rows: list[int] = np.flatnonzero(view.candidates()).tolist()
         start = self._turn % len(rows)
         self._turn += 1
         turned = rows[start:] + rows[:start]
         turned.sort(key=lambda row: bool(table.avoid_until_s[row] > view.now_s))
-        return Pick(turned[: self._choices], 0.0)
+        return Pick(turned[: view.choices], 0.0)

@@ -229,7 +229,7 @@ def test_bytes_per_token_are_learned_from_reported_usage(pipeline: Pipeline, poo
         decision = arrive(pipeline, chat())
         pipeline.settle(outcome_of(decision, prompt_tokens=size // 3), 1.0)
 
-    assert 2.9 < pool.bytes_per_token < 3.1
+    assert 2.9 < pool.knowledge.bytes_per_token < 3.1
 
 
 def test_the_prefill_rate_is_learned_from_streamed_answers_only(pipeline: Pipeline, pool: Pool) -> None:
@@ -256,7 +256,7 @@ def test_a_restarted_engine_is_known_by_its_first_unexpected_miss(pipeline: Pipe
     pipeline.settle(outcome_of(again, prompt_tokens=3250), 100.5)
 
     # only what was just sent remains there
-    assert pool.index.blocks_held(row) == len(pipeline_chain(prompts[3]))
+    assert pool.knowledge.index.blocks_held(row) == len(pipeline_chain(prompts[3]))
 
 
 def test_siblings_of_a_burst_go_where_the_first_one_went(pipeline: Pipeline) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
+
+from extproc.endpoints.live import kv_usage
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
@@ -21,7 +23,7 @@ class KvCacheUtilization(msgspec.Struct, frozen=True, rename="camel", forbid_unk
     def score(self, view: View, among: Bools) -> Floats:
         """1 for an empty cache."""
         del among
-        scores: Floats = 1.0 - view.table.kv_usage
+        scores: Floats = 1.0 - kv_usage(view.table, view.now_s)
         return scores
 
 
@@ -34,8 +36,20 @@ class PrefixCache(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
 
     match_length_weight: Share = 0.0
     match_length_scale_tokens: Positive = 8192
-    # llm-d names the producer of its match data; ours is always the pool's own index
+    # What follows is llm-d's and Kthena's way of setting up the index, which here belongs to the pool and sizes itself by
+    # what engines say of their caches. Read, so that their files run unchanged, and not used.
     prefix_match_info_producer_name: str = ""
+    auto_tune: Any = None
+    block_size: Any = None
+    block_size_tokens: Any = None
+    hash_block_size: Any = None
+    lru_capacity_per_server: Any = None
+    max_prefix_blocks_to_match: Any = None
+    max_prefix_tokens_to_match: Any = None
+    block_size_to_hash: Any = None
+    max_blocks_to_match: Any = None
+    max_hash_cache_size: Any = None
+    top_k_matches: Any = msgspec.field(default=None, name="topKMatches")
 
     def score(self, view: View, among: Bools) -> Floats:
         """By row; 0 where nothing of the prompt is known."""
@@ -48,6 +62,19 @@ class PrefixCache(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
         length = np.minimum(1.0, matched / self.match_length_scale_tokens) ** 2
         scores: Floats = weight * length + (1 - weight) * ratio
         return scores
+
+
+class PrecisePrefixCache(msgspec.Struct, frozen=True, rename="camel"):
+    """llm-d's ``precise-prefix-cache-scorer`` and Kthena's ``kvcache-aware``: ``matched / total`` by the engines' own word.
+
+    The pool knows precisely what engines hold where its ModelServer sets ``kvEvents``; where a feed or the tokenizer is missing,
+    it falls back to its approximate index, and counts that. How the index is set up is the ModelServer's; parameters are
+    read and not used.
+    """
+
+    def score(self, view: View, among: Bools) -> Floats:
+        """By row; 0 where nothing of the prompt is known."""
+        return PrefixCache().score(view, among)
 
 
 class NoHitLru(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

@@ -1,8 +1,10 @@
-"""Pickers: from scores to an order of endpoints."""
+"""Pickers: from scores to an order of endpoints.
+
+All of them cost a few array operations, however many endpoints there are.
+"""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -14,27 +16,27 @@ if TYPE_CHECKING:
     from extproc.endpoints.table import Floats
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
+Length = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class MaxScore(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Highest score first, chance among equals: llm-d's ``max-score-picker`` (shuffle, then a stable sort)."""
 
-    max_num_of_endpoints: Annotated[int, msgspec.Meta(ge=1)] = 1
+    max_num_of_endpoints: Length | None = None
 
-    def order(self, scores: Floats, rng: random.Random) -> list[int]:
-        """Positions by falling score."""
-        shuffled = _shuffled(scores.size, rng)
-        return [int(shuffled[place]) for place in np.argsort(-scores[shuffled], kind="stable")]
+    def order(self, scores: Floats, rng: random.Random, count: int | None = None) -> list[int]:
+        """The first ``count`` positions by falling score."""
+        return _highest(scores, rng, count)
 
 
 class Random(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Chance alone: llm-d's ``random-picker``."""
 
-    max_num_of_endpoints: Annotated[int, msgspec.Meta(ge=1)] = 1
+    max_num_of_endpoints: Length | None = None
 
-    def order(self, scores: Floats, rng: random.Random) -> list[int]:
+    def order(self, scores: Floats, rng: random.Random, count: int | None = None) -> list[int]:
         """Any order."""
-        return [int(position) for position in _shuffled(scores.size, rng)]
+        return rng.sample(range(scores.size), scores.size if count is None else min(count, scores.size))
 
 
 class WeightedRandom(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -44,14 +46,16 @@ class WeightedRandom(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
     scores 0: chance alone.
     """
 
-    max_num_of_endpoints: Annotated[int, msgspec.Meta(ge=1)] = 1
+    max_num_of_endpoints: Length | None = None
 
-    def order(self, scores: Floats, rng: random.Random) -> list[int]:
+    def order(self, scores: Floats, rng: random.Random, count: int | None = None) -> list[int]:
         """Positions by falling key."""
-        # in the logarithm, where small scores do not underflow
-        keys = [math.log(1.0 - rng.random()) / score if score > 0 else -math.inf for score in scores.tolist()]
-        ties = _shuffled(scores.size, rng)
-        return sorted((int(position) for position in ties), key=lambda position: -keys[position])
+        keys = np.full(scores.size, -np.inf)
+        # in the logarithm, and of that once more, small scores do not underflow
+        np.divide(np.log(_uniforms(rng, scores.size)), scores, out=keys, where=scores > 1e-300)
+        tiny = (scores > 0) & (scores <= 1e-300)
+        keys[tiny] = -1e308
+        return _highest(keys, rng, count)
 
 
 class PowerOfTwo(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -60,12 +64,16 @@ class PowerOfTwo(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
     Where scores are late, this herds less than the maximum does.
     """
 
-    def order(self, scores: Floats, rng: random.Random) -> list[int]:
+    max_num_of_endpoints: Length | None = None
+
+    def order(self, scores: Floats, rng: random.Random, count: int | None = None) -> list[int]:
         """The winner of the two first."""
-        by_score = MaxScore().order(scores, rng)
         proposed = rng.sample(range(scores.size), min(2, scores.size))
+        if not proposed:
+            return []
         first = max(proposed, key=lambda position: scores[position])
-        return [first, *(position for position in by_score if position != first)]
+        rest = _highest(scores, rng, None if count is None else count + 1)
+        return [first, *(position for position in rest if position != first)][:count]
 
 
 class Softmax(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -75,19 +83,33 @@ class Softmax(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
     """
 
     temperature: Positive = 0.1
+    max_num_of_endpoints: Length | None = None
 
-    def order(self, scores: Floats, rng: random.Random) -> list[int]:
+    def order(self, scores: Floats, rng: random.Random, count: int | None = None) -> list[int]:
         """Positions by falling perturbed score."""
-        keys = [score / self.temperature - math.log(-math.log(_inside(rng))) for score in scores.tolist()]
-        return sorted(range(scores.size), key=lambda position: -keys[position])
+        noise = -np.log(-np.log(_uniforms(rng, scores.size)))
+        return _highest(scores / self.temperature + noise, rng, count)
 
 
-def _inside(rng: random.Random) -> float:
-    """Uniform in (0, 1), both ends left out."""
-    return max(rng.random(), 1e-300)
+def _uniforms(rng: random.Random, count: int) -> Floats:
+    """``count`` numbers in (0, 1), both ends left out."""
+    drawn = np.frombuffer(rng.randbytes(8 * count), np.uint64) >> np.uint64(11)
+    uniforms: Floats = (drawn.astype(np.float64) + 0.5) * 2.0**-53
+    return uniforms
 
 
-def _shuffled(count: int, rng: random.Random) -> Floats:
-    positions = list(range(count))
-    rng.shuffle(positions)
-    return np.array(positions, dtype=np.intp)
+def _highest(keys: Floats, rng: random.Random, count: int | None) -> list[int]:
+    """The positions of the ``count`` highest keys, highest first; chance decides between equal ones."""
+    size = keys.size
+    if count is None or count >= size:
+        shuffled = np.array(rng.sample(range(size), size), dtype=np.intp)
+    else:
+        least = np.partition(keys, size - count)[size - count]
+        above = (keys > least).nonzero()[0]
+        equal = (keys == least).nonzero()[0]
+        drawn = rng.sample(range(equal.size), count - above.size)
+        chosen = [*above.tolist(), *equal[drawn].tolist()]
+        rng.shuffle(chosen)
+        shuffled = np.array(chosen, dtype=np.intp)
+    order: list[int] = shuffled[(-keys[shuffled]).argsort(kind="stable")].tolist()
+    return order

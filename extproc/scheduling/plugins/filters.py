@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
+from extproc.endpoints.ledger import backlogs
+from extproc.endpoints.live import kv_usage, running, waiting
+from extproc.scheduling.labels import runs_adapter, serves_adapter
+
 if TYPE_CHECKING:
-    from extproc.endpoints.table import Bools
+    from extproc.endpoints.table import Bools, Floats
     from extproc.scheduling.picker import View
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -22,19 +26,18 @@ class LeastRequestFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unk
 
     def keep(self, view: View, among: Bools) -> Bools:
         """Nobody, if all queues are long."""
-        return among & (view.table.waiting < self.max_waiting_requests)
+        return among & (waiting(view.table, view.now_s) < self.max_waiting_requests)
 
 
 class LoraLoaded(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Kthena's ``lora-affinity`` filter: endpoints that have the adapter loaded."""
+    """Kthena's ``lora-affinity`` filter: endpoints that serve the adapter, by their own list of models or their batch."""
 
     def keep(self, view: View, among: Bools) -> Bools:
         """All, for a request that asks for no adapter."""
         adapter = view.request.adapter
         if adapter is None:
             return among
-        has = np.fromiter((adapter in loras.active for loras in view.table.loras), np.bool_, among.size)
-        return among & has
+        return among & (serves_adapter(view.table, adapter) | runs_adapter(view.table, adapter))
 
 
 class Healthy(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -73,6 +76,12 @@ class PrefixCacheAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_un
 
     affinity_threshold: Share = 0.80
     max_ttft_penalty_ms: NonNegative = msgspec.field(default=18_000.0, name="maxTTFTPenaltyMs")
+    # tokens a second of every engine, from a calibration; without it, what was learned of each
+    peak_prefill_throughput: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    # read and not used: the tie between equal costs explores enough
+    exploration_probability: Any = None
+    prefix_match_info_producer_name: Any = None
+    in_flight_load_producer_name: Any = None
 
     def keep(self, view: View, among: Bools) -> Bools:
         """One side or the other of the threshold, or everybody."""
@@ -84,6 +93,8 @@ class PrefixCacheAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_un
         if not others.any():
             return sticky
         ttft_s = view.ttft_s()
+        if self.peak_prefill_throughput is not None:
+            ttft_s = ttft_s * view.table.prefill_rate / self.peak_prefill_throughput
         is_late = float(ttft_s[sticky].min()) - float(ttft_s[others].min()) > self.max_ttft_penalty_ms / 1000
         return among if is_late else sticky
 
@@ -94,22 +105,70 @@ class Saturation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
     queue_depth_threshold: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     kv_cache_util_threshold: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
     headroom: NonNegative = 0.0
+    # read and not used: a report grows less believable with age, and never stops a request
+    metrics_staleness_threshold: Any = None
 
     def keep(self, view: View, among: Bools) -> Bools:
         """All, if all are saturated: queues are for another to hold."""
-        queue = view.table.waiting / self.queue_depth_threshold
-        memory = view.table.kv_usage / self.kv_cache_util_threshold
+        queue = waiting(view.table, view.now_s) / self.queue_depth_threshold
+        memory = kv_usage(view.table, view.now_s) / self.kv_cache_util_threshold
         free = among & (np.maximum(queue, memory) < 1 + self.headroom)
         return free if free.any() else among
 
 
 class Concurrency(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``concurrency-detector`` as a filter: what we sent against ``maxConcurrency * (1 + headroom)``."""
+    """llm-d's ``concurrency-detector`` as a filter: what we sent against a limit times ``1 + headroom``.
 
+    Mode ``requests`` counts requests in flight, ``tokens`` the prefill work that waits, ``hybrid`` takes the worse of both.
+    """
+
+    concurrency_mode: Literal["requests", "tokens", "hybrid"] = "requests"
     max_concurrency: Annotated[int, msgspec.Meta(ge=1)] = 100
+    max_token_concurrency: Annotated[int, msgspec.Meta(ge=1)] = 1_000_000
     headroom: NonNegative = 0.0
+    in_flight_load_producer_name: Any = None
 
     def keep(self, view: View, among: Bools) -> Bools:
         """All, if all are full."""
-        free = among & (view.table.in_flight < self.max_concurrency * (1 + self.headroom))
+        load: Floats = np.zeros(among.size)
+        if self.concurrency_mode != "tokens":
+            load = view.table.in_flight / self.max_concurrency
+        if self.concurrency_mode != "requests":
+            load = np.maximum(load, backlogs(view.table, view.now_s) / self.max_token_concurrency)
+        free = among & (load < 1 + self.headroom)
         return free if free.any() else among
+
+
+class Condition(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """The most that one metric may be."""
+
+    metric: Literal["active-requests", "running-requests", "waiting-queue", "kv-cache-utilization"]
+    max_value: NonNegative
+
+    def holds(self, view: View) -> Bools:
+        """By row."""
+        table, now = view.table, view.now_s
+        match self.metric:
+            case "active-requests":
+                return table.in_flight <= self.max_value
+            case "running-requests":
+                return running(table, now) <= self.max_value
+            case "waiting-queue":
+                return waiting(table, now) <= self.max_value
+            case "kv-cache-utilization":
+                return kv_usage(table, now) <= self.max_value
+
+
+class Utilization(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``utilization-filter``: endpoints for which all ``conditions`` hold."""
+
+    conditions: tuple[Condition, ...] = ()
+    fallback_on_empty: bool = False
+    in_flight_load_producer_name: Any = None
+
+    def keep(self, view: View, among: Bools) -> Bools:
+        """Nobody, if all are over, unless ``fallbackOnEmpty``."""
+        kept = among
+        for condition in self.conditions:
+            kept = kept & condition.holds(view)
+        return kept if kept.any() or not self.fallback_on_empty else among

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from extproc.endpoints.ledger import backlogs
+from extproc.endpoints.live import running, waiting
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
@@ -32,7 +33,7 @@ class Queue(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=T
 
     def score(self, view: View, among: Bools) -> Floats:
         """1 for the shortest queue, 0 for the longest."""
-        return less_is_better(view.table.waiting, among)
+        return less_is_better(waiting(view.table, view.now_s), among)
 
 
 class RunningRequests(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -40,7 +41,7 @@ class RunningRequests(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
 
     def score(self, view: View, among: Bools) -> Floats:
         """1 for the smallest batch, 0 for the largest."""
-        return less_is_better(view.table.running, among)
+        return less_is_better(running(view.table, view.now_s), among)
 
 
 class ActiveRequests(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -71,7 +72,7 @@ class LoadAware(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
     def score(self, view: View, among: Bools) -> Floats:
         """At most 0.5: there is always something to say for another scorer."""
         del among
-        scores: Floats = 0.5 * (1 - np.minimum(view.table.waiting, self.threshold) / self.threshold)
+        scores: Floats = 0.5 * (1 - np.minimum(waiting(view.table, view.now_s), self.threshold) / self.threshold)
         return scores
 
 
@@ -97,6 +98,6 @@ class LeastRequest(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
     def score(self, view: View, among: Bools) -> Floats:
         """1 where nothing is in flight; all 1 if that is so everywhere."""
         sent = view.table.in_flight.astype(np.float64)
-        base = sent + 100.0 * np.maximum(sent - view.table.running, 0.0)
+        base = sent + 100.0 * np.maximum(sent - running(view.table, view.now_s), 0.0)
         most = float(base[among].max(initial=0.0))
         return (most - base) / most if most > 0 else np.ones(base.size)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.prefix.hashing import block_bytes, covered_bytes, hash_blocks
+from extproc.prefix.hashing import FIRST_BLOCK_BYTES, block_units, covered_units, hash_blocks
 
 
 def test_blocks_are_64_of_128_bytes_then_64_of_256() -> None:
     chain = hash_blocks(bytes(64 * 128 + 3 * 256 + 255), "m")
 
-    assert [block_bytes(block) for block in chain] == [128] * 64 + [256] * 3
+    assert [block_units(block) for block in chain] == [1] * 64 + [2] * 3
 
 
 def test_four_hundred_kilobytes_are_a_few_hundred_blocks() -> None:
@@ -33,17 +33,17 @@ def test_chains_are_equal_exactly_as_far_as_prompts_are(shared: bytes, one: byte
     while common < min(len(first), len(second)) and first[common] == second[common]:
         common += 1
 
-    end = covered_bytes(common)
+    end = covered_units(common) * FIRST_BLOCK_BYTES
     assert (shared + one)[:end] == (shared + other)[:end]
     if common < min(len(first), len(second)):
-        further = covered_bytes(common + 1)
+        further = covered_units(common + 1) * FIRST_BLOCK_BYTES
         assert (shared + one)[:further] != (shared + other)[:further]
     assert not set(first[common:]) & set(second[common:])
 
 
 @given(st.integers(0, 700))
 def test_covered_bytes_add_up(count: int) -> None:
-    chain = hash_blocks(bytes(covered_bytes(count)), "m")
+    chain = hash_blocks(bytes(64 * covered_units(count)), "m", 64)
 
     assert len(chain) == count
-    assert sum(map(block_bytes, chain)) == covered_bytes(count)
+    assert sum(map(block_units, chain)) == covered_units(count)

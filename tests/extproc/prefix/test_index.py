@@ -6,11 +6,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from extproc.prefix.hashing import block_bytes, hash_blocks
+from extproc.prefix.hashing import FIRST_BLOCK_BYTES, block_units, hash_blocks
 from extproc.prefix.index import Match, PrefixIndex
 
 CAPACITY = 64 * 1024
 ROWS = st.integers(0, 70)  # more than fit a machine word
+
+
+def _bytes(block: int) -> int:
+    return block_units(block) * FIRST_BLOCK_BYTES
 
 
 def chain_of(*parts: int) -> list[int]:
@@ -61,7 +65,7 @@ def test_of_a_prompt_larger_than_the_cache_the_head_is_kept() -> None:
     index.record(0, chain, 0.0)
 
     kept = matched(index, 0, chain)
-    assert sum(map(block_bytes, chain[:kept])) <= CAPACITY < sum(map(block_bytes, chain[: kept + 1]))
+    assert sum(map(_bytes, chain[:kept])) <= CAPACITY < sum(map(_bytes, chain[: kept + 1]))
 
 
 def test_a_reported_miss_clears_all_that_was_used_no_later() -> None:
@@ -111,7 +115,7 @@ class AgainstAPlainModel(RuleBasedStateMachine):
             if block in kept:
                 kept.remove(block)
             kept.append(block)
-        while sum(map(block_bytes, kept)) > CAPACITY:
+        while sum(map(_bytes, kept)) > CAPACITY:
             kept.pop(0)
 
     @rule(row=ROWS)
@@ -134,7 +138,7 @@ class AgainstAPlainModel(RuleBasedStateMachine):
         held = self.index._held
         for row, kept in self.lru.items():
             assert list(held[row].last_use) == kept
-            assert held[row].bytes == sum(map(block_bytes, kept)) <= CAPACITY
+            assert held[row].bytes == sum(map(_bytes, kept)) <= CAPACITY
         union = {block for kept in self.lru.values() for block in kept}
         assert self.index._holders.keys() == union
 

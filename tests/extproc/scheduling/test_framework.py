@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,6 +16,9 @@ from extproc.scheduling.plugins.choices import MaxScore
 from extproc.scheduling.plugins.filters import Healthy, LeastRequestFilter
 from extproc.scheduling.plugins.load_scorers import Queue
 from tests.extproc.scheduling.plugins.views import view_of
+
+if TYPE_CHECKING:
+    from extproc.scheduling.picker import View
 
 # llm-d's default weights
 DEFAULT = Profile(
@@ -27,23 +32,27 @@ DEFAULT = Profile(
 )
 
 
+def explained(view: View) -> View:
+    return msgspec.structs.replace(view, wants_reasons=True)
+
+
 def test_scores_are_weighted_and_added_as_llm_d_does() -> None:
     view = view_of(3, waiting=[0, 4, 8], kv_usage=[0.9, 0.5, 0.1], cached=[0, 500, 900])
-    ranking = DEFAULT.run(view, random.Random(0))
+    ranking = DEFAULT.pick(explained(view), rng=random.Random(0))
     # 2 * 1 + 2 * 0.1 + 0; 2 * 0.5 + 2 * 0.5 + 3 * 0.5; 0 + 2 * 0.9 + 3 * 0.9
-    totals = sum(one.weight * one.values for one in ranking.explanation.scored)
+    totals = sum(one.weight * one.values for one in ranking.reasons[0].scored)
     assert totals == pytest.approx([2.2, 3.5, 4.5])
     assert ranking.rows == [2, 1, 0]
-    assert [one.name for one in ranking.explanation.scored] == [one.name for one in DEFAULT.scorers]
+    assert [one.name for one in ranking.reasons[0].scored] == [one.name for one in DEFAULT.scorers]
 
 
 def test_filters_narrow_one_after_the_other_and_say_how_far() -> None:
     filters = (NamedFilter("queue", LeastRequestFilter()), NamedFilter("healthy", Healthy()))
     profile = Profile(filters, DEFAULT.scorers, MaxScore())
     view = view_of(4, waiting=[0, 50, 2, 3], avoid_until_s=[5, 0, 0, 0], now_s=1.0)
-    ranking = profile.run(view, random.Random(0))
-    assert ranking.explanation.left == (("queue", 3), ("healthy", 2))
-    assert ranking.explanation.rows == (2, 3)
+    ranking = profile.pick(explained(view), rng=random.Random(0))
+    assert ranking.reasons[0].left == (("queue", (0, 2, 3)), ("healthy", (2, 3)))
+    assert ranking.reasons[0].rows == (2, 3)
     assert sorted(ranking.rows) == [2, 3]
     assert view.table.is_active.sum() == 4, "the table is only read"
 
@@ -51,9 +60,9 @@ def test_filters_narrow_one_after_the_other_and_say_how_far() -> None:
 def test_a_filter_that_leaves_nobody_is_named() -> None:
     profile = Profile((NamedFilter("short-queues", LeastRequestFilter()),), (), MaxScore())
     with pytest.raises(NoEndpoint, match="short-queues"):
-        profile.run(view_of(2, waiting=[50, 50]), random.Random(0))
-    with pytest.raises(NoEndpoint, match="No engine is configured"):
-        DEFAULT.run(view_of(0), random.Random(0))
+        profile.pick(view_of(2, waiting=[50, 50]), rng=random.Random(0))
+    with pytest.raises(NoEndpoint, match="No engine is ready"):
+        DEFAULT.pick(view_of(0), rng=random.Random(0))
 
 
 def test_a_scorer_out_of_bounds_is_held_to_them() -> None:
@@ -63,10 +72,12 @@ def test_a_scorer_out_of_bounds_is_held_to_them() -> None:
             return np.where(np.arange(among.size) % 2, 7.0, -7.0)
 
     profile = Profile((), (NamedScorer("wild", Wild()),), MaxScore())  # type: ignore[arg-type]
-    ranking = profile.run(view_of(4), random.Random(0))
-    assert ranking.explanation.scored[0].values.tolist() == [0.0, 1.0, 0.0, 1.0]
+    ranking = profile.pick(explained(view_of(4)), rng=random.Random(0))
+    assert ranking.reasons[0].scored[0].values.tolist() == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_the_ranking_is_as_long_as_it_is_told() -> None:
-    assert len(DEFAULT.run(view_of(10), random.Random(0)).rows) == 4
-    assert len(Profile((), (), MaxScore(), choices=1).run(view_of(10), random.Random(0)).rows) == 1
+    long = view_of(10)
+    assert len(DEFAULT.pick(long, rng=random.Random(0)).rows) == 4
+    assert len(DEFAULT.pick(msgspec.structs.replace(long, choices=1), rng=random.Random(0)).rows) == 1
+    assert len(Profile((), (), MaxScore(max_num_of_endpoints=2)).pick(long, rng=random.Random(0)).rows) == 2

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import re
 
+import msgspec
 import pytest
 
 from extproc.config.mistakes import ConfigInvalid
-from extproc.scheduling.framework import NamedScorer
-from extproc.scheduling.picker_config import read_profile
+from extproc.scheduling.framework import NamedScorer, Profile
+from extproc.scheduling.picker_config import read_picker_text
 from extproc.scheduling.plugins.cache_scorers import PrefixCache
 from extproc.scheduling.plugins.choices import MaxScore, WeightedRandom
 from extproc.scheduling.plugins.filters import PrefixCacheAffinity
@@ -41,8 +42,13 @@ schedulingProfiles:
 """
 
 
+def profile_of(text: str) -> Profile:
+    (profile,) = read_picker_text("epp.yaml", text, BUILT_IN).picker.profiles.values()
+    return profile
+
+
 def test_a_file_of_llm_ds_is_read_with_its_weights_and_parameters() -> None:
-    profile = read_profile("epp.yaml", CONFIG, BUILT_IN)
+    profile = profile_of(CONFIG)
     assert [(one.name, one.plugin) for one in profile.filters] == [
         ("prefix-cache-affinity-filter", PrefixCacheAffinity(affinity_threshold=0.9))
     ]
@@ -55,10 +61,10 @@ def test_a_file_of_llm_ds_is_read_with_its_weights_and_parameters() -> None:
 
 def test_it_picks_as_its_formulas_say() -> None:
     text = CONFIG.replace("weighted-random-picker", "max-score-picker")
-    profile = read_profile("epp.yaml", text, BUILT_IN)
+    profile = profile_of(text)
     view = view_of(3, cached=[0, 950, 900])
     # two hold 0.9 of the prompt; the one that holds more has less to compute
-    assert profile.run(view, random.Random(0)).rows == [1, 2]
+    assert profile.pick(view, rng=random.Random(0)).rows == [1, 2]
 
 
 def test_the_older_api_version_and_a_file_without_profiles_are_taken() -> None:
@@ -68,7 +74,7 @@ kind: EndpointPickerConfig
 plugins:
   - type: queue-scorer
 """
-    profile = read_profile("epp.yaml", text, BUILT_IN)
+    profile = profile_of(text)
     assert profile.scorers == (NamedScorer("queue-scorer", Queue(), 1.0),)
     assert profile.choice == MaxScore()
 
@@ -100,7 +106,7 @@ def test_a_mistake_is_placed_and_comes_with_advice(old: str, new: str, mistake: 
     text = CONFIG.replace(old, new, 1)
     assert text != CONFIG
     with pytest.raises(ConfigInvalid, match=re.escape(mistake)):
-        read_profile("epp.yaml", text, BUILT_IN)
+        read_picker_text("epp.yaml", text, BUILT_IN)
 
 
 def test_a_second_picker_and_a_second_document_are_refused() -> None:
@@ -108,9 +114,9 @@ def test_a_second_picker_and_a_second_document_are_refused() -> None:
         CONFIG.replace("- type: single-profile-handler", "- type: random-picker") + "      - pluginRef: random-picker\n"
     )
     with pytest.raises(ConfigInvalid, match="a second picker"):
-        read_profile("epp.yaml", doubled, BUILT_IN)
+        read_picker_text("epp.yaml", doubled, BUILT_IN)
     with pytest.raises(ConfigInvalid, match="has 2 documents"):
-        read_profile("epp.yaml", CONFIG + "---\n" + CONFIG, BUILT_IN)
+        read_picker_text("epp.yaml", CONFIG + "---\n" + CONFIG, BUILT_IN)
 
 
 def test_a_plugin_of_another_package_is_found_but_takes_no_name_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,10 +136,15 @@ def test_a_plugin_of_another_package_is_found_but_takes_no_name_of_ours(monkeypa
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_every_plugin_works_with_its_defaults(name: str) -> None:
     kind = BUILT_IN[name].kind
-    plugin = BUILT_IN[name].cls()
+    needed = {
+        "header-label-affinity-scorer": {"headerName": "x-zone", "labelKey": "zone"},
+        "by-label": {"label": "zone"},
+    }
+    plugin = msgspec.convert(needed.get(name, {}), BUILT_IN[name].cls)
     view = view_of(4)
+    needs_a_label = {"prefill-filter", "encode-filter", "by-label"}
     if kind == "filter":
-        assert plugin.keep(view, view.table.is_active).sum() == 4
+        assert plugin.keep(view, view.table.is_active).sum() == (0 if name in needs_a_label else 4)
     elif kind == "scorer":
         assert plugin.score(view, view.table.is_active).shape == view.table.is_active.shape
     elif kind == "picker":

@@ -63,6 +63,26 @@ def test_everybody_comes_once(scores: list[float], choice: Choice, seed: int) ->
     assert sorted(order) == list(range(len(scores)))
 
 
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40), st.sampled_from(ALL), st.integers(0, 99), st.integers(1, 6)
+)
+def test_a_short_list_is_as_good_as_the_head_of_a_long_one(
+    scores: list[int], choice: Choice, seed: int, count: int
+) -> None:
+    order = choice.order(np.array(scores, dtype=float), random.Random(seed), count)
+    assert len(order) == len(set(order)) == min(count, len(scores))
+    if isinstance(choice, MaxScore):
+        assert [scores[position] for position in order] == sorted(scores, reverse=True)[:count]
+
+
+def test_equals_share_a_short_list_too() -> None:
+    rng = random.Random(3)
+    scores = np.array([1.0] * 10 + [0.5] * 90)
+    counts = Counter(MaxScore().order(scores, rng, 4)[0] for _ in range(5000))
+    assert set(counts) == set(range(10))
+    assert min(counts.values()) > 400
+
+
 @pytest.mark.parametrize("choice", ALL)
 def test_the_place_in_the_table_does_not_matter(choice: Choice) -> None:
     scores = [0.9, 0.1, 0.5, 0.5]

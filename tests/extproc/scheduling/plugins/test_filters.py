@@ -11,12 +11,14 @@ from extproc.endpoints.table import Loras
 from extproc.scheduling.plugins.affinity import SessionAffinityFilter, session_token
 from extproc.scheduling.plugins.filters import (
     Concurrency,
+    Condition,
     Healthy,
     LeastRequestFilter,
     LoraLoaded,
     PrefixCacheAffinity,
     Saturation,
     SubsetHint,
+    Utilization,
 )
 from tests.extproc.scheduling.plugins.views import view_of
 
@@ -42,6 +44,23 @@ def kept(plugin: Filter, view: View) -> list[int]:
         (Concurrency(max_concurrency=10), {"in_flight": [9, 10, 11]}, [0]),
         (Concurrency(max_concurrency=10, headroom=0.1), {"in_flight": [9, 10, 11]}, [0, 1]),
         (Concurrency(max_concurrency=1), {"in_flight": [9, 10, 11]}, [0, 1, 2]),
+        (
+            Concurrency(concurrency_mode="tokens", max_token_concurrency=1000),
+            {"in_flight": [500, 0, 0], "backlog_tokens": [999, 1000, 0], "backlog_at_s": [1, 1, 1]},
+            [0, 2],
+        ),
+        (
+            Concurrency(concurrency_mode="hybrid", max_token_concurrency=1000),
+            {"in_flight": [500, 0, 0], "backlog_tokens": [0, 1000, 0], "backlog_at_s": [1, 1, 1]},
+            [2],
+        ),
+        (
+            Utilization((Condition("running-requests", 40), Condition("waiting-queue", 0))),
+            {"running": [40, 41, 0], "waiting": [0, 0, 1]},
+            [0],
+        ),
+        (Utilization((Condition("kv-cache-utilization", 0.8),)), {"kv_usage": [0.9, 0.9, 0.9]}, []),
+        (Utilization((Condition("active-requests", 1),), fallback_on_empty=True), {"in_flight": [2, 2, 3]}, [0, 1, 2]),
     ],
 )
 def test_filters_keep_whom_they_say(plugin: Filter, columns: dict[str, list[float]], expected: list[int]) -> None:
@@ -50,8 +69,10 @@ def test_filters_keep_whom_they_say(plugin: Filter, columns: dict[str, list[floa
 
 def test_an_adapter_stays_where_it_is_loaded() -> None:
     view = view_of(3, adapter="sql")
-    view.table.loras[1] = Loras(frozenset({"sql", "law"}), most=2)
+    view.table.set_loras(1, Loras(frozenset({"sql", "law"}), most=2))
     assert kept(LoraLoaded(), view) == [1]
+    view.table.set_loras(2, Loras(served=frozenset({"sql"})))
+    assert kept(LoraLoaded(), view) == [1, 2], "an idle adapter is in no batch, but served all the same"
     assert kept(LoraLoaded(), view_of(3)) == [0, 1, 2]
 
 
@@ -78,6 +99,8 @@ def test_who_holds_the_prompt_keeps_it_until_the_wait_costs_too_much() -> None:
     assert kept(sticky, view_of(3, cached=[900, 900, 900])) == [0, 1, 2]
     assert kept(sticky, view_of(2, cached=[900, 0], backlog_tokens=[100_000, 0])) == [0]
     assert kept(sticky, view_of(2, cached=[900, 0], backlog_tokens=[200_000, 0])) == [0, 1]
+    calibrated = PrefixCacheAffinity(peak_prefill_throughput=5_000)
+    assert kept(calibrated, view_of(2, cached=[900, 0], backlog_tokens=[100_000, 0])) == [0, 1], "20 s at 5,000/s"
     eager = PrefixCacheAffinity(max_ttft_penalty_ms=5000)
     assert kept(eager, view_of(2, cached=[900, 0], backlog_tokens=[100_000, 0])) == [0, 1]
 

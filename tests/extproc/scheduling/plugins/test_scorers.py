@@ -13,6 +13,7 @@ from extproc.endpoints.ledger import prefill_work
 from extproc.endpoints.table import Loras
 from extproc.scheduling.plugins.affinity import LoraAffinity, SessionAffinity, session_token
 from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, NoHitLru, PrefixCache
+from extproc.scheduling.plugins.latency_scorers import Cost, Latency, LeastLatency, RandomScore
 from extproc.scheduling.plugins.load_scorers import (
     ActiveRequests,
     LeastRequest,
@@ -52,6 +53,11 @@ def scores(plugin: Scorer, view: View) -> list[float]:
         (LeastRequest(), {"in_flight": [1, 3, 2], "running": [1, 3, 1]}, [101 / 102, 99 / 102, 0.0]),
         (LeastRequest(), {"in_flight": [0, 0, 0], "running": [5, 0, 0]}, [1.0, 1.0, 1.0]),
         (KvCacheUtilization(), {"kv_usage": [0.0, 0.25, 1.0]}, [1.0, 0.75, 0.0]),
+        (Cost(), {"price": [4.0, 1.0, 2.0]}, [0.0, 1.0, 2 / 3]),
+        # half TTFT, half TPOT; each (max - x) / (max - min), 0.5 without data
+        (LeastLatency(), {"ttft_s": [0.1, 0.2, 0.3], "tpot_s": [0.03, 0.02, 0.01]}, [0.5, 0.5, 0.5]),
+        (LeastLatency(), {"ttft_s": [0.1, 0.2, 0.0], "tpot_s": [0.01, 0.02, 0.0]}, [1.0, 0.0, 0.5]),
+        (LeastLatency(1.0), {"ttft_s": [0.1, 0.2, 0.3], "tpot_s": [0.03, 0.02, 0.01]}, [1.0, 0.5, 0.0]),
     ],
 )
 def test_scores_are_those_of_the_formula(
@@ -109,7 +115,11 @@ def test_a_session_goes_back_to_its_endpoint(token: str, expected: list[float]) 
 
 
 LOAD: list[Scorer] = [Queue(), RunningRequests(), ActiveRequests(), LoadAware(), TokenLoad(), LeastRequest()]
-ALL: list[Scorer] = [*LOAD, KvCacheUtilization(), PrefixCache(), PrefixCache(match_length_weight=0.5), NoHitLru()]
+ALL: list[Scorer] = [
+    *LOAD,
+    *(KvCacheUtilization(), PrefixCache(), PrefixCache(match_length_weight=0.5), NoHitLru(), Cost()),
+    *(LeastLatency(), Latency(), Latency(headroom_selection_strategy="most")),
+]
 ENDPOINT = st.fixed_dictionaries(
     {
         "waiting": st.integers(0, 200),
@@ -119,6 +129,9 @@ ENDPOINT = st.fixed_dictionaries(
         "backlog_tokens": st.floats(0, 1e7),
         "cold_at_s": st.integers(0, 5),
         "cached": st.floats(0, 1000),
+        "ttft_s": st.floats(0, 10),
+        "tpot_s": st.floats(0, 1),
+        "price": st.floats(0.1, 10),
     }
 )
 ENDPOINTS = st.lists(ENDPOINT, min_size=1, max_size=12)
@@ -127,6 +140,26 @@ ENDPOINTS = st.lists(ENDPOINT, min_size=1, max_size=12)
 def view_from(endpoints: list[dict[str, float]]) -> View:
     columns = {name: [endpoint[name] for endpoint in endpoints] for name in endpoints[0]}
     return view_of(len(endpoints), **columns)
+
+
+def test_a_latency_objective_is_met_closely_or_missed_least() -> None:
+    # TTFT: (backlog + 1025) / 10000 s = 102.5, 602.5, 1602.5 ms; objective 1000: headroom 0.8 times 897.5, 397.5, -602.5
+    backlogs = [0, 5000, 15000]
+    headers = {"x-llm-d-slo-ttft-ms": "1000", "x-llm-d-slo-tpot-ms": "0"}
+    assert scores(Latency(), view_of(3, backlog_tokens=backlogs, headers=headers)) == pytest.approx([0.5, 1.0, 0.4])
+    most = Latency(headroom_selection_strategy="most")
+    assert scores(most, view_of(3, backlog_tokens=backlogs, headers=headers)) == pytest.approx([1.0, 0.5, 0.4])
+    # without an objective all miss it, and the fastest misses least
+    assert scores(Latency(), view_of(3, backlog_tokens=backlogs)) == pytest.approx([0.4, 0.4 * 2 / 3, 0.0])
+    assert scores(Latency(), view_of(1, headers={"x-slo-ttft-ms": "soon"})) == pytest.approx([0.4])
+
+
+def test_noise_is_uniform_and_another_one_for_every_request() -> None:
+    drawn = np.array([scores(RandomScore(), view_of(4, now_s=0.001 * number)) for number in range(2000)])
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
+    assert drawn.mean(axis=0) == pytest.approx([0.5] * 4, abs=0.03)
+    assert abs(np.corrcoef(drawn[:, 0], drawn[:, 1])[0, 1]) < 0.08
 
 
 @given(ENDPOINTS, st.sampled_from(ALL))

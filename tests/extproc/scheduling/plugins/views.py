@@ -27,8 +27,11 @@ def view_of(
     """Endpoints ``e0:1``, ``e1:1``, ...; ``columns`` are those of the table."""
     table = EndpointTable()
     table.replace(f"e{number}:1" for number in range(count))
+    # as engines have just said
+    table.seen_at_s[:count] = now_s
     for name, values in columns.items():
         getattr(table, name)[:count] = values
+    table.seen_in_flight[:] = table.in_flight
     held = np.zeros(len(table.addresses))
     held[: len(cached)] = cached
     demand = Demand(held, prefill_work(input_tokens - held, held))

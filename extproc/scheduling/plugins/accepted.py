@@ -1,0 +1,56 @@
+"""Plugin types of llm-d that name what is always so here, or what is configured elsewhere: read, and not used.
+
+Producers of data (the pool knows prefixes, load and latencies by itself), parsers, sources and extractors of metrics (the
+scraper), header handlers (pairs always tell the decode engine's sidecar), and the parts of flow control.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """Any parameters."""
+
+
+# By type: what does its work here.
+ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "approx-prefix-cache-producer": "the pool's own prefix index",
+        "precise-prefix-cache-producer": "the ModelServer's kvEvents",
+        "inflight-load-producer": "the in-flight ledger",
+        "predicted-latency-producer": "learned prefill rates",
+        "burst-prefix-cache-producer": "the index is written at the pick",
+        "session-id-producer": "the session plugins read their header themselves",
+        "token-producer": "the ModelServer's tokenizer",
+        "tokenizer": "the ModelServer's tokenizer",
+        "p2p-source-producer": "nothing: pulling KV caches from peers is not done",
+        "metrics-data-source": "the scraper",
+        "core-metrics-extractor": "the scraper",
+        "models-data-source": "the scraper",
+        "endpoint-notification-source": "the configuration directory",
+        "file-discovery": "the configuration directory",
+        "disagg-headers-handler": "pairs always set x-prefiller-host-port",
+        "prefill-header-handler": "pairs always set x-prefiller-host-port",
+        "openai-parser": "extproc's own parser",
+        "anthropic-parser": "extproc's own parser",
+        "vllmhttp-parser": "extproc's own parser",
+        "passthrough-parser": "extproc's own parser",
+        "always-disagg-multimodal-decider": "nothing: there is no encode stage",
+        "request-attribute-reporter": "extproc's metrics",
+        "round-robin-fairness-policy": "nothing yet: flow control is not done here",
+        "global-strict-fairness-policy": "nothing yet: flow control is not done here",
+        "program-aware-fairness-policy": "nothing yet: flow control is not done here",
+        "fcfs-ordering-policy": "nothing yet: flow control is not done here",
+        "edf-ordering-policy": "nothing yet: flow control is not done here",
+        "slo-deadline-ordering-policy": "nothing yet: flow control is not done here",
+        "static-usage-limit-policy": "nothing yet: flow control is not done here",
+        "priority-holdback-policy": "nothing yet: flow control is not done here",
+    }
+)

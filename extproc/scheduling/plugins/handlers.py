@@ -1,0 +1,194 @@
+"""Profile handlers: which profiles run for a request, and what becomes of their picks. And deciders, which disagg handlers ask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+
+from extproc.errors import BadRequest, NoEndpoint
+from extproc.scheduling.labels import label_groups
+from extproc.scheduling.picker import Pick
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from extproc.endpoints.table import Bools
+    from extproc.scheduling.framework import Decider, Profile
+    from extproc.scheduling.picker import View
+
+Tokens = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class SingleProfile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``single-profile-handler``: the one profile there is."""
+
+    def needs(self, profiles: Mapping[str, Profile]) -> str | None:
+        """What is wrong with the profiles that the file has, if anything is."""
+        return (
+            None
+            if len(profiles) == 1
+            else "takes exactly one scheduling profile; use a header or disagg handler for more"
+        )
+
+    def run(
+        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
+    ) -> Pick:
+        """That profile's pick."""
+        del deciders
+        (profile,) = profiles.values()
+        return profile.pick(view, rng=rng)
+
+
+class HeaderProfile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``header-profile-handler``: the profile that a header names, else ``defaultProfile``."""
+
+    header_name: str = "EPP-Profile"
+    default_profile: str = "decode"
+
+    def needs(self, profiles: Mapping[str, Profile]) -> str | None:
+        """The default must be there; a single profile always runs."""
+        if len(profiles) == 1 or self.default_profile in profiles:
+            return None
+        return f"there is no profile '{self.default_profile}' for requests without the header; set defaultProfile"
+
+    def run(
+        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
+    ) -> Pick:
+        """A name that is no profile's is the client's mistake."""
+        del deciders
+        if len(profiles) == 1:
+            (profile,) = profiles.values()
+            return profile.pick(view, rng=rng)
+        name = view.request.headers.get(self.header_name.lower(), "") or self.default_profile
+        if name not in profiles:
+            known = ", ".join(sorted(profiles))
+            raise BadRequest(f"The header '{self.header_name}' names no profile; there are {known}.")
+        return profiles[name].pick(view, rng=rng)
+
+
+class PrefixBasedDecider(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``prefix-based-pd-decider``: send prefill on if enough of the prompt is missing where it will be decoded.
+
+    ``prompt >= max(n, m)`` and ``prompt - cached >= n``; n = ``nonCachedTokens`` (0: never), m = ``promptTokens`` (0: off).
+    """
+
+    non_cached_tokens: Tokens = 0
+    prompt_tokens: Tokens = 0
+
+    def wants_prefill(self, view: View, decode_row: int) -> bool:
+        """By the cache of the decode engine that was chosen."""
+        least, prompt = self.non_cached_tokens, view.request.input_tokens
+        if not least or prompt < max(least, self.prompt_tokens):
+            return False
+        return prompt - float(view.demand.cached_tokens[decode_row]) >= least
+
+
+class AlwaysDecider(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``always-disagg-pd-decider``."""
+
+    def wants_prefill(self, view: View, decode_row: int) -> bool:
+        """Yes."""
+        del view, decode_row
+        return True
+
+
+class StageNames(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """Which plugin or profile belongs to which stage."""
+
+    decode: str | None = None
+    prefill: str | None = None
+    encode: str | None = None
+
+
+class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``disagg-profile-handler`` and, by its older name and parameters, ``pd-profile-handler``.
+
+    Decode first: its pick, then the decider's word on that engine, then the prefill profile. Prefill first: the prefill
+    profile among groups that can decode, then decode in the same group. ``groupKey`` is ours: a label whose value both engines
+    of a pair share. An encode stage is read and never run.
+    """
+
+    profiles: StageNames = StageNames()
+    deciders: StageNames = StageNames()
+    stage_order: Literal["decode-first", "prefill-first"] = "decode-first"
+    group_key: str = ""
+    decode_profile: str = "decode"
+    prefill_profile: str = "prefill"
+    decider_plugin_name: str | None = None
+    primary_port: Any = None
+
+    @property
+    def _decode(self) -> str:
+        return self.profiles.decode or self.decode_profile
+
+    @property
+    def _prefill(self) -> str:
+        return self.profiles.prefill or self.prefill_profile
+
+    @property
+    def decider(self) -> str | None:
+        """The plugin that says whether prefill is sent on; None: never."""
+        return self.deciders.prefill or self.decider_plugin_name
+
+    def needs(self, profiles: Mapping[str, Profile]) -> str | None:
+        """A decode profile, and one for prefill if there is a decider."""
+        wanted = [self._decode, *([self._prefill] if self.decider else [])]
+        missing = [name for name in wanted if name not in profiles]
+        return f"there is no profile '{missing[0]}'; add it to schedulingProfiles" if missing else None
+
+    def run(
+        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
+    ) -> Pick:
+        """A decode engine, with the prefill engine that its group has for it."""
+        decode = profiles[self._decode]
+        if self.decider is None:
+            return decode.pick(view, rng=rng)
+        groups, decider, prefill = (
+            label_groups(view.table, self.group_key),
+            deciders[self.decider],
+            profiles[self._prefill],
+        )
+        if self.stage_order == "decode-first":
+            first = decode.pick(view, rng=rng)
+            if not decider.wants_prefill(view, first.rows[0]):
+                return msgspec.structs.replace(first, stage="the decider keeps prefill with decode")
+            found = _try(prefill, view.narrowed(groups == groups[first.rows[0]], choices=1), rng)
+            return self._join(first, found, groups)
+        can_decode = self._groups_of(decode, view, groups, rng)
+        found = _try(prefill, view.narrowed(can_decode, choices=1), rng)
+        if found is None:
+            return msgspec.structs.replace(decode.pick(view, rng=rng), stage="the prefill profile found nobody")
+        first = decode.pick(view.narrowed(groups == groups[found.rows[0]]), rng=rng)
+        if not decider.wants_prefill(view, first.rows[0]):
+            return msgspec.structs.replace(first, stage="the decider keeps prefill with decode")
+        return self._join(first, found, groups)
+
+    def _join(self, first: Pick, found: Pick | None, groups: NDArray[np.intp]) -> Pick:
+        if found is None:
+            return msgspec.structs.replace(first, stage="the prefill profile found nobody")
+        # a fallback elsewhere could not reach the prefill engine's cache
+        rows = [row for row in first.rows if groups[row] == groups[first.rows[0]]]
+        reasons = (*first.reasons, *found.reasons)
+        cost = found.cost_s
+        return Pick(rows, cost, prefill_row=found.rows[0], stage="prefill sent on", reasons=reasons)
+
+    def _groups_of(self, decode: Profile, view: View, groups: NDArray[np.intp], rng: random.Random) -> Bools:
+        """Rows in groups where the decode profile finds somebody."""
+        can: Bools = groups < 0
+        among = view.candidates()
+        for number in set(groups[among].tolist()):
+            if _try(decode, view.narrowed(groups == number, choices=1), rng) is not None:
+                can |= groups == number
+        return can
+
+
+def _try(profile: Profile, view: View, rng: random.Random) -> Pick | None:
+    try:
+        return profile.pick(view, rng=rng)
+    except NoEndpoint:
+        return None

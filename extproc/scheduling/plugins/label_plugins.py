@@ -1,0 +1,168 @@
+"""Filters and scorers that go by endpoints' labels: roles, selectors, context lengths, a header's wish."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import msgspec
+import numpy as np
+
+from extproc.scheduling.labels import rows_where
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from extproc.endpoints.table import Bools, Floats
+    from extproc.scheduling.picker import View
+
+ROLE_LABEL: Final = "llm-d.ai/role"
+_RANGE_LABEL: Final = "llm-d.ai/context-length-range"
+
+NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class Requirement(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """One expression of a Kubernetes label selector."""
+
+    key: NonEmpty
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
+    values: tuple[str, ...] = ()
+
+    def holds(self, labels: Mapping[str, str]) -> bool:
+        """As Kubernetes reads it: a missing key is in no set."""
+        match self.operator:
+            case "In":
+                return labels.get(self.key) in self.values
+            case "NotIn":
+                return labels.get(self.key) not in self.values
+            case "Exists":
+                return self.key in labels
+            case "DoesNotExist":
+                return self.key not in labels
+
+
+class LabelSelector(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``label-selector-filter``, before ``by-label-selector``: all of matchLabels and matchExpressions hold."""
+
+    match_labels: dict[str, str] = {}
+    match_expressions: tuple[Requirement, ...] = ()
+
+    def keep(self, view: View, among: Bools) -> Bools:
+        """Nobody, if nobody has such labels."""
+        wanted = self.match_labels.items()
+
+        def holds(labels: Mapping[str, str]) -> bool:
+            return wanted <= labels.items() and all(one.holds(labels) for one in self.match_expressions)
+
+        return among & rows_where(view.table, (tuple(sorted(wanted)), self.match_expressions), holds)
+
+
+class ByLabel(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``by-label`` filter: one label with one of several values, or without it if that is allowed."""
+
+    label: NonEmpty
+    valid_values: tuple[str, ...] = ()
+    allows_no_label: bool = False
+
+    def keep(self, view: View, among: Bools) -> Bools:
+        """Nobody, if nobody has such a label."""
+
+        def holds(labels: Mapping[str, str]) -> bool:
+            return labels[self.label] in self.valid_values if self.label in labels else self.allows_no_label
+
+        return among & rows_where(view.table, self, holds)
+
+
+class PrefillRole(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``prefill-filter``: label ``llm-d.ai/role`` is prefill, or a role that includes it."""
+
+    def keep(self, view: View, among: Bools) -> Bools:
+        """Endpoints without the label are out."""
+        roles = ("prefill", "encode-prefill", "prefill-decode", "both", "encode-prefill-decode")
+        return ByLabel(ROLE_LABEL, roles).keep(view, among)
+
+
+class DecodeRole(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``decode-filter``: label ``llm-d.ai/role`` is decode, or a role that includes it, or is not there."""
+
+    def keep(self, view: View, among: Bools) -> Bools:
+        """Endpoints without the label decode, too."""
+        roles = ("decode", "prefill-decode", "both", "encode-prefill-decode")
+        return ByLabel(ROLE_LABEL, roles, allows_no_label=True).keep(view, among)
+
+
+class EncodeRole(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``encode-filter``: label ``llm-d.ai/role`` is encode, or a role that includes it."""
+
+    def keep(self, view: View, among: Bools) -> Bools:
+        """Endpoints without the label are out."""
+        return ByLabel(ROLE_LABEL, ("encode", "encode-prefill", "encode-prefill-decode")).keep(view, among)
+
+
+class HeaderLabelAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``header-label-affinity-scorer``: 1 where the label has the header's value, else 0."""
+
+    header_name: NonEmpty
+    label_key: NonEmpty
+    # whether the answer tells which label it was; extproc sees no answers in bundle mode and never writes it
+    stamp_response_header: bool = True
+
+    def score(self, view: View, among: Bools) -> Floats:
+        """All 0 without the header."""
+        wish = view.request.headers.get(self.header_name.lower())
+        if not wish:
+            return np.zeros(among.size)
+        question = ("is", self.label_key, wish)
+        return rows_where(view.table, question, lambda labels: labels.get(self.label_key) == wish).astype(np.float64)
+
+
+class ContextLength(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``context-length-aware``: engines that are labelled for a range of prompt lengths, ``min-max`` in tokens.
+
+    Inside: ``0.3 + 0.7 * (0.7 / (1 + width / 10000) + 0.3 * headroom / width)``, headroom to the range's end; a range of one
+    length scores 1. Outside: ``0.3 / (1 + distance / 1000)``. Without the label: 0.5.
+    """
+
+    label: NonEmpty = _RANGE_LABEL
+    enable_filtering: bool = False
+
+    def keep(self, view: View, among: Bools) -> Bools:
+        """With ``enableFiltering``, those whose range does not hold the prompt are out."""
+        if not self.enable_filtering:
+            return among
+        least, most = self._ranges(view)
+        tokens = view.request.input_tokens
+        return among & ~((tokens < least) | (tokens > most))
+
+    def score(self, view: View, among: Bools) -> Floats:
+        """Narrow ranges that hold the prompt are best."""
+        least, most = self._ranges(view)
+        tokens = view.request.input_tokens
+        scores = np.full(among.size, 0.5)
+        for row in (among & ~np.isnan(least)).nonzero()[0]:
+            low, high = float(least[row]), float(most[row])
+            width = high - low
+            if low <= tokens <= high:
+                fit = 0.7 / (1 + width / 10_000) + 0.3 * (high - tokens) / width if width else 1.0
+                scores[row] = 0.3 + 0.7 * fit
+            else:
+                distance = low - tokens if tokens < low else tokens - high
+                scores[row] = 0.3 / (1 + distance / 1000)
+        return scores
+
+    def _ranges(self, view: View) -> tuple[Floats, Floats]:
+        table = view.table
+
+        def read() -> Floats:
+            return np.array([_range(one.labels.get(self.label, "")) for one in table.traits]).T
+
+        least, most = table.remembered(("range", self.label), read)
+        return least, most
+
+
+def _range(text: str) -> tuple[float, float]:
+    """NaN twice for a label that is missing or no range: such an endpoint takes any length."""
+    low, separator, high = text.partition("-")
+    if separator and low.strip().isdigit() and high.strip().isdigit():
+        return float(low), float(high)
+    return np.nan, np.nan

@@ -1,0 +1,112 @@
+"""KV events as vLLM and SGLang have written them over the years."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from extproc.prefix.kv_events import (
+    Cleared,
+    Removed,
+    Sequence,
+    Stored,
+    UnreadableEvents,
+    Verdict,
+    decode_batch,
+)
+
+MAPS = {
+    "ts": 1.5,
+    "events": [
+        {
+            "type": "BlockStored",
+            "block_hashes": [11, 12],
+            "parent_block_hash": None,
+            "token_ids": [1, 2, 3, 4],
+            "block_size": 2,
+            "lora_id": None,
+            "medium": "GPU",
+            "lora_name": "sql",
+            "extra_keys": [["sql"], None],
+            "group_idx": 0,
+            "kv_cache_spec_kind": "full_attention",
+            "something_new": 7,
+        },
+        {"type": "BlockRemoved", "block_hashes": [11], "medium": "CPU"},
+        {"type": "AllBlocksCleared"},
+    ],
+    "data_parallel_rank": 1,
+}
+ARRAYS = [
+    1.5,
+    [
+        [
+            "BlockStored",
+            [11, 12],
+            None,
+            [1, 2, 3, 4],
+            2,
+            None,
+            "GPU",
+            "sql",
+            [["sql"], None],
+            0,
+            "full_attention",
+            None,
+            7,
+        ],
+        ["BlockRemoved", [11], "CPU"],
+        ["AllBlocksCleared"],
+    ],
+    1,
+]
+EVENTS = (
+    Stored((11, 12), None, (1, 2, 3, 4), 2, "GPU", "sql", (["sql"], None)),
+    Removed((11,), "CPU"),
+    Cleared(),
+)
+
+
+@pytest.mark.parametrize("batch", [MAPS, ARRAYS, {**MAPS, "events": ARRAYS[1]}, [1.5, MAPS["events"], 1]])
+def test_maps_and_arrays_are_read_alike(batch: object) -> None:
+    read = decode_batch(msgspec.msgpack.encode(batch))
+    assert read.events == EVENTS
+    assert read.rank == 1
+
+
+def test_fields_at_the_end_may_be_missing() -> None:
+    read = decode_batch(msgspec.msgpack.encode([0.0, [["BlockStored", [b"\x01" * 32], b"\x02" * 32, [1, 2], 2]]]))
+    assert read.events == (Stored((b"\x01" * 32,), b"\x02" * 32, (1, 2), 2),)
+    assert read.rank == 0
+
+
+def test_blocks_of_sliding_windows_hold_no_prefix() -> None:
+    event = {**MAPS["events"][0], "kv_cache_spec_kind": "sliding_window"}  # type: ignore[index]
+    assert decode_batch(msgspec.msgpack.encode([0.0, [event]])).events == ()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode("events"),
+        msgspec.msgpack.encode([0.0, [["BlockStored", [1]]]]),
+        msgspec.msgpack.encode([0.0, [["BlockStored", 7, None, [1], 1]]]),
+        msgspec.msgpack.encode([0.0, 7]),
+        msgspec.msgpack.encode([0.0, [7]]),
+        msgspec.msgpack.encode([0.0, [[]]]),
+    ],
+)
+def test_what_is_no_batch_is_refused_with_one_error(payload: bytes) -> None:
+    with pytest.raises(UnreadableEvents):
+        decode_batch(payload)
+
+
+def test_sequence_numbers_tell_gaps_and_restarts() -> None:
+    sequence = Sequence()
+    assert [sequence.take(number) for number in (0, 1, 2, 5, 6, 0, 1)] == [
+        *(Verdict.NEXT, Verdict.NEXT, Verdict.NEXT),
+        *(Verdict.GAP, Verdict.NEXT, Verdict.RESTART, Verdict.NEXT),
+    ]
+    assert Sequence().take(17) is Verdict.LATE

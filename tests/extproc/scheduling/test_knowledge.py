@@ -1,0 +1,120 @@
+"""What is expected in each cache: sent prefixes, ended turns, the engines' own events."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.endpoints.table import EndpointTable
+from extproc.prefix.kv_events import Stored
+from extproc.prefix.kv_index import KvIndex, Source
+from extproc.prefix.turns import Turns, tail_of
+from extproc.scheduling.knowledge import CacheConfig, Knowledge, Prompt
+
+
+def table_of(count: int) -> EndpointTable:
+    table = EndpointTable()
+    table.replace(f"e{number}:1" for number in range(count))
+    return table
+
+
+def cached(knowledge: Knowledge, table: EndpointTable, prompt: Prompt, now: float = 0.0) -> list[float]:
+    return knowledge.expect(prompt, table, now).demand.cached_tokens[: len(table)].tolist()
+
+
+def test_a_sent_prefix_is_expected_in_whole_blocks_of_the_engine() -> None:
+    knowledge, table = Knowledge(), table_of(2)
+    for row in range(2):
+        knowledge.note_cache(row, CacheConfig(32, 100_000))
+    prompt = Prompt(b"a" * 1000, "m")
+    knowledge.sent(1, knowledge.expect(prompt, table, 0.0), 0.0)
+    # 7 blocks of 128 bytes are 896 bytes, 224 tokens: 7 blocks of 32
+    assert cached(knowledge, table, Prompt(b"a" * 900 + b"b" * 500, "m")) == [0.0, 224.0]
+    # and never the whole prompt: the last token is always computed
+    assert cached(knowledge, table, Prompt(b"a" * 896, "m")) == [0.0, 192.0]
+
+
+def test_blocks_of_text_follow_the_engines_blocks_of_tokens() -> None:
+    knowledge = Knowledge()
+    knowledge.note_cache(0, CacheConfig(16, 1000))
+    assert knowledge.index.first_block_bytes == 64
+    index = knowledge.index
+    knowledge.bytes_per_token = 3.5
+    knowledge.fit_blocks()
+    assert knowledge.index is index, "a little more or less does not begin anew"
+    knowledge.bytes_per_token = 1.0
+    knowledge.fit_blocks()
+    assert knowledge.index.first_block_bytes == 32
+
+
+def test_capacity_is_what_the_engine_says() -> None:
+    knowledge, table = Knowledge(), table_of(1)
+    knowledge.note_cache(0, CacheConfig(32, 16_384 // 4 * 10))
+    for number in range(40):
+        prompt = Prompt(f"{number:04}".encode() + bytes(16_380), "m")
+        knowledge.sent(0, knowledge.expect(prompt, table, 0.0), float(number))
+    found = [
+        cached(knowledge, table, Prompt(f"{number:04}".encode() + bytes(16_380), "m"))[0] > 0 for number in range(40)
+    ]
+    assert found == [False] * 30 + [True] * 10
+
+
+def test_scopes_and_salts_part_caches() -> None:
+    knowledge, table = Knowledge(), table_of(1)
+    text = b"a" * 1000
+    knowledge.sent(0, knowledge.expect(Prompt(text, "m", scope="acme"), table, 0.0), 0.0)
+    assert cached(knowledge, table, Prompt(text, "m", scope="acme"))[0] > 0
+    for other in (
+        Prompt(text, "m"),
+        Prompt(text, "m", scope="other"),
+        Prompt(text, "m", salt="acme"),
+        Prompt(text, "n"),
+    ):
+        assert cached(knowledge, table, other) == [0.0]
+
+
+def test_the_next_turn_finds_prompt_and_answer() -> None:
+    knowledge, table = Knowledge(), table_of(2)
+    first = b'\nuser\n"' + b"q" * 1000 + b'"'
+    expectation = knowledge.expect(Prompt(first, "m"), table, 0.0)
+    knowledge.sent(1, expectation, 0.0)
+    covered = knowledge.index.covered_bytes(len(expectation.chain))
+    knowledge.turns.ended(1, expectation.chain, tail_of(first, covered, answer_bytes=400.0))
+    second = first + b'\nassistant\n"' + b"x" * 400 + b'"\nuser\n"more"'
+    # 1008 bytes of prompt and 400 of answer, four bytes a token
+    assert cached(knowledge, table, Prompt(second, "m")) == [0.0, 352.0]
+    other = first[:-3] + b'z"' + b"\nassistant" + b"x" * 500
+    assert cached(knowledge, table, Prompt(other, "m")) == [0.0, 224.0], "not the same prompt: whole blocks only"
+
+
+def test_how_much_of_an_answer_comes_back_is_learned() -> None:
+    turns = Turns()
+    for _ in range(60):
+        turns.learn(expected=1000, found=0)
+    assert turns.answer_share < 0.15
+    for _ in range(200):
+        turns.learn(expected=100, found=150)
+    assert turns.answer_share > 0.9
+
+
+def test_events_overrule_memory_where_the_feed_is_whole() -> None:
+    knowledge, table = Knowledge(), table_of(3)
+    knowledge.kv = KvIndex()
+    text, tokens = b"a" * 1024, list(range(256))
+    for row in range(3):
+        knowledge.sent(row, knowledge.expect(Prompt(text, "m"), table, 0.0), 0.0)
+    knowledge.note_feed(0, is_whole=True)
+    knowledge.note_feed(1, is_whole=False)
+    knowledge.kv.apply(Source(0), [Stored((1,), None, tuple(tokens[:16]), 16)])
+    knowledge.kv.apply(Source(1), [Stored((1,), None, tuple(tokens[:16]), 16)])
+    prompt = Prompt(text, "m", tokens=tokens)
+    # by its own word 16; by the better of both 255; without a feed 255
+    assert cached(knowledge, table, prompt, now=100.0) == [16.0, 255.0, 255.0]
+    assert cached(knowledge, table, Prompt(text, "m"), now=100.0) == [255.0] * 3, "without tokens, memory serves"
+    knowledge.note_feed(0, is_whole=None)
+    assert cached(knowledge, table, prompt, now=100.0) == [255.0] * 3
+
+
+def test_tokens_say_how_long_a_prompt_is() -> None:
+    knowledge, table = Knowledge(), table_of(1)
+    assert knowledge.expect(Prompt(b"a" * 400, "m"), table, 0.0).input_tokens == pytest.approx(100)
+    assert knowledge.expect(Prompt(b"a" * 400, "m", tokens=range(300)), table, 0.0).input_tokens == 300

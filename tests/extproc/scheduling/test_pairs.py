@@ -1,0 +1,112 @@
+"""Prefill/decode pairs: always in one group, never without a decode engine, and only where the transfer pays."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.endpoints.learning import note_failure
+from extproc.endpoints.ledger import charge, prefill_work
+from extproc.endpoints.table import EndpointTable, Traits
+from extproc.errors import NoEndpoint
+from extproc.scheduling.pairs import CACHED, NO_PREFILL, SENT_ON, PairParameters, PrefillDecodePairs
+from extproc.scheduling.picker import Demand, RequestFacts, View
+from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
+
+PICKER = PrefillDecodePairs(
+    PairParameters("group", {"role": "prefill"}, {"role": "decode"}, 512.0), PrefixAware(PrefixAwareParameters())
+)
+
+
+def view_of(*endpoints: str, input_tokens: float = 4000.0, cached: dict[int, float] | None = None) -> View:
+    """Endpoints as ``p/g1`` (prefill in group g1) or ``d/g2``."""
+    table = EndpointTable()
+    roles = {"p": "prefill", "d": "decode"}
+    table.replace(
+        {f"e{number}:1": Traits({"role": roles[one[0]], "group": one[2:]}) for number, one in enumerate(endpoints)}
+    )
+    held = np.zeros(len(table.addresses))
+    for row, tokens in (cached or {}).items():
+        held[row] = tokens
+    demand = Demand(held, prefill_work(input_tokens - held, held))
+    return View(table, demand, RequestFacts("m", input_tokens), 0.0)
+
+
+def test_the_least_busy_prefill_engine_decides_the_group() -> None:
+    view = view_of("p/a", "d/a", "p/b", "d/b")
+    charge(view.table, 0, prefill_tokens=50_000, now=0.0)
+    pick = PICKER.pick(view, rng=random.Random(0))
+    assert (pick.rows, pick.prefill_row, pick.stage) == ([3], 2, SENT_ON)
+
+
+def test_a_prompt_that_is_nearly_cached_where_it_is_decoded_stays_there() -> None:
+    view = view_of("p/a", "d/a", "d/a", cached={1: 3600})
+    pick = PICKER.pick(view, rng=random.Random(0))
+    assert (pick.rows[0], pick.prefill_row, pick.stage) == (1, None, CACHED)
+    # 3488 of 4000 are cached: 512 missing is not less than 512
+    view = view_of("p/a", "d/a", cached={1: 3488})
+    assert PICKER.pick(view, rng=random.Random(0)).prefill_row == 0
+
+
+def test_a_group_without_a_ready_decode_engine_is_never_picked() -> None:
+    view = view_of("p/a", "d/b", "p/b")
+    charge(view.table, 2, prefill_tokens=500_000, now=0.0)
+    for seed in range(20):
+        pick = PICKER.pick(view, rng=random.Random(seed))
+        assert (pick.rows, pick.prefill_row) == ([1], 2)
+    view = view_of("p/a", "d/a", "p/b", "d/b")
+    note_failure(view.table, 1, now=0.0)
+    assert PICKER.pick(view, rng=random.Random(0)).rows == [3]
+
+
+def test_a_group_without_prefill_serves_whole_requests() -> None:
+    pick = PICKER.pick(view_of("d/a", "d/a"), rng=random.Random(0))
+    assert (len(pick.rows), pick.prefill_row, pick.stage) == (2, None, NO_PREFILL)
+
+
+def test_without_any_decode_engine_the_refusal_says_so() -> None:
+    with pytest.raises(NoEndpoint, match="No decode engine"):
+        PICKER.pick(view_of("p/a", "p/b"), rng=random.Random(0))
+
+
+def test_the_subset_of_the_gateway_holds_for_both_roles() -> None:
+    view = view_of("p/a", "d/a", "p/b", "d/b")
+    eligible = np.zeros(len(view.table.addresses), np.bool_)
+    eligible[[0, 1, 3]] = True
+    view = msgspec.structs.replace(view, eligible=eligible)
+    charge(view.table, 0, prefill_tokens=500_000, now=0.0)
+    pick = PICKER.pick(view, rng=random.Random(0))
+    assert (pick.rows, pick.prefill_row) == ([3], None)
+
+
+@given(
+    st.lists(st.sampled_from(["p/a", "d/a", "p/b", "d/b", "p/c", "d/c", "p/", "d/"]), min_size=1, max_size=20),
+    st.lists(
+        st.tuples(st.integers(0, 10), st.floats(0, 1e5), st.floats(0, 4000), st.booleans()), min_size=20, max_size=20
+    ),
+    st.integers(0, 50),
+)
+def test_pairs_never_cross_groups(
+    endpoints: list[str], states: list[tuple[int, float, float, bool]], seed: int
+) -> None:
+    view = view_of(*endpoints, cached={row: states[row][2] for row in range(len(endpoints))})
+    for row in range(len(endpoints)):
+        view.table.in_flight[row], view.table.backlog_tokens[row] = states[row][0], states[row][1]
+        if states[row][3]:
+            note_failure(view.table, row, now=0.0)
+    if not any(one.startswith("d") for one in endpoints):
+        with pytest.raises(NoEndpoint):
+            PICKER.pick(view, rng=random.Random(seed))
+        return
+    pick = PICKER.pick(view, rng=random.Random(seed))
+    groups = {endpoints[row][2:] for row in pick.rows}
+    assert all(endpoints[row].startswith("d") for row in pick.rows)
+    if pick.prefill_row is not None:
+        assert endpoints[pick.prefill_row].startswith("p")
+        assert groups == {endpoints[pick.prefill_row][2:]}
+    assert len(groups) == 1
