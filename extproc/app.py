@@ -18,6 +18,7 @@ from prometheus_client import disable_created_metrics, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from extproc.feeds.directory import DirectoryFeed
+from extproc.feeds.engines import EngineScraper
 from extproc.observe import Metrics
 from extproc.pipeline import Pipeline
 from extproc.streams.exchange import Exchange
@@ -53,9 +54,10 @@ class App:
         wall_clock = time.time  # noqa: TID251 - the edge
         self._is_ready = False
         self._pipeline = Pipeline(snapshot, rng=random.Random(), ticket_prefix=secrets.token_hex(6))
-        self._metrics = Metrics(lambda: list(self._pipeline.pools.values()), wall_clock)
+        self._metrics = Metrics(lambda: list(self._pipeline.pools.values()), wall_clock, clock)
         self._feed = DirectoryFeed(settings.config, self._pipeline, self._metrics, settle_s=settings.settle_s)
         self._feed.started_with(snapshot)
+        self._scraper = EngineScraper(self._pipeline, self._metrics, clock=clock, rng=random.Random())
         started_s = int(wall_clock())
         self._server = GrpcServer(
             self._pipeline,
@@ -76,11 +78,12 @@ class App:
         log.info("listening on %s", self._settings.listen)
         try:
             async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(self._feed.watch())
+                feeds = [tasks.create_task(self._feed.watch()), tasks.create_task(self._scraper.run())]
                 await stop.wait()
                 self._is_ready = False
                 await self._drain(stop)
-                watching.cancel()
+                for feed in feeds:
+                    feed.cancel()
         finally:
             if pages is not None:
                 await pages.cleanup()

@@ -29,7 +29,10 @@ _LAG_BUCKETS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
 class Metrics:
     """All series of one extproc process, in a registry of their own."""
 
-    def __init__(self, pools: Callable[[], Iterable[Pool]], wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self, pools: Callable[[], Iterable[Pool]], wall_clock: Callable[[], float], clock: Callable[[], float]
+    ) -> None:
+        """``clock``: the one that endpoint tables go by."""
         self.registry = CollectorRegistry()
         self._wall_clock = wall_clock
         self._requests = Counter(
@@ -78,7 +81,10 @@ class Metrics:
             "When the configuration in use was read.",
             registry=self.registry,
         )
-        self.registry.register(_EndpointSeries(pools))
+        self._scrapes = Counter(
+            "attache_engine_reports", "Readings of engines' metrics.", ["server", "result"], registry=self.registry
+        )
+        self.registry.register(_EndpointSeries(pools, clock))
         age = Gauge("attache_config_age_seconds", "Age of the configuration in use.", registry=self.registry)
         # client_golang's idiom; prometheus_client keeps the value of a set gauge where no function computes it
         age.set_function(self._config_age)
@@ -124,6 +130,14 @@ class Metrics:
         first = "yes" if outcome.served == settled.assignment.place.address else "no"
         self._answers.labels(settled.server, status_class, first).inc()
 
+    def scraped(self, server: str) -> None:
+        """An engine has said how it is."""
+        self._scrapes.labels(server, "read").inc()
+
+    def scrape_failed(self, server: str) -> None:
+        """An engine could not be asked."""
+        self._scrapes.labels(server, "failed").inc()
+
     def unmatched_entry(self, *, has_ticket: bool) -> None:
         """An access log entry without a ticket, or with one that this process did not give or has settled."""
         self._log_entries.labels("unknown_ticket" if has_ticket else "no_ticket").inc()
@@ -151,8 +165,9 @@ class Metrics:
 class _EndpointSeries(Collector):
     """Series by endpoint, read from the tables when Prometheus asks."""
 
-    def __init__(self, pools: Callable[[], Iterable[Pool]]) -> None:
+    def __init__(self, pools: Callable[[], Iterable[Pool]], clock: Callable[[], float]) -> None:
         self._pools = pools
+        self._clock = clock
 
     def describe(self) -> Iterable[Metric]:
         """Nothing to check for clashes; asking would need the pools."""
@@ -167,6 +182,11 @@ class _EndpointSeries(Collector):
         cached = CounterMetricFamily("attache_cached_tokens", "Prompt tokens found in the cache.", labels=labels)
         ratio = GaugeMetricFamily("attache_cached_token_ratio", "Cached share of all prompt tokens.", labels=labels)
         blocks = GaugeMetricFamily("attache_prefix_blocks", "Blocks in the prefix index.", labels=labels)
+        waiting = GaugeMetricFamily("attache_engine_waiting", "Waiting requests, as the engine says.", labels=labels)
+        running = GaugeMetricFamily("attache_engine_running", "Running requests, as the engine says.", labels=labels)
+        usage = GaugeMetricFamily("attache_engine_kv_usage", "Share of the KV cache in use, 0 to 1.", labels=labels)
+        age = GaugeMetricFamily("attache_engine_report_age_seconds", "Age of what the engine says.", labels=labels)
+        now = self._clock()
         for pool in self._pools():
             table = pool.table
             for address in table.active_addresses:
@@ -181,4 +201,9 @@ class _EndpointSeries(Collector):
                 cached.add_metric(key, cached_tokens)
                 ratio.add_metric(key, cached_tokens / prompt_tokens if prompt_tokens else 0.0)
                 blocks.add_metric(key, pool.knowledge.index.blocks_held(row))
-        yield from (in_flight, rate, prompt, cached, ratio, blocks)
+                if table.has_reported(row):
+                    waiting.add_metric(key, float(table.waiting[row]))
+                    running.add_metric(key, float(table.running[row]))
+                    usage.add_metric(key, float(table.kv_usage[row]))
+                    age.add_metric(key, now - float(table.seen_at_s[row]))
+        yield from (in_flight, rate, prompt, cached, ratio, blocks, waiting, running, usage, age)

@@ -1,16 +1,21 @@
-"""Waiting for what another process or task will do, bounded in time."""
+"""Waiting for something to come true, without sleeping longer than it takes."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import inspect
+from collections.abc import Awaitable, Callable
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+Condition = Callable[[], bool | Awaitable[bool]]
 
 
-async def eventually(holds: Callable[[], Awaitable[bool]], *, timeout_s: float = 10.0) -> None:
+async def eventually(holds: Condition, *, timeout_s: float = 10.0) -> None:
     """Ask again and again until it holds; TimeoutError if it never does."""
     async with asyncio.timeout(timeout_s):
-        while not await holds():  # noqa: ASYNC110  the other side is another process: no event to wait for
+        while not await _ask(holds):  # noqa: ASYNC110  it happens elsewhere: there is no event to wait for
             await asyncio.sleep(0.02)
+
+
+async def _ask(holds: Condition) -> bool:
+    answer = holds()
+    return await answer if inspect.isawaitable(answer) else answer

@@ -35,6 +35,13 @@ class EngineState(msgspec.Struct, frozen=True):
     loras: Loras | None = None
 
 
+class CacheConfig(msgspec.Struct, frozen=True):
+    """An engine's KV cache, as it says: tokens a block, and tokens in all."""
+
+    block_tokens: int
+    total_tokens: int
+
+
 def report(table: EndpointTable, row: int, state: EngineState, now: float) -> None:
     """The engine of ``row`` has said how it is."""
     if state.waiting is not None:

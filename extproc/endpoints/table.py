@@ -149,6 +149,10 @@ class EndpointTable:
         """Whether the row still belongs to the endpoint of ``place``."""
         return self.epochs[place.row] == place.epoch and bool(self.is_active[place.row])
 
+    def has_reported(self, row: int) -> bool:
+        """Whether the engine of ``row`` has ever said how it is."""
+        return bool(self.seen_at_s[row] > _NEVER)
+
     def remembered(self, question: Hashable, answer: Callable[[], NDArray[Any]]) -> NDArray[Any]:
         """A column that follows from labels and adapters alone, computed once until one of them changes.
 

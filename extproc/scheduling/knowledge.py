@@ -23,6 +23,7 @@ from extproc.prefix.turns import Turns
 from extproc.scheduling.picker import Demand
 
 if TYPE_CHECKING:
+    from extproc.endpoints.live import CacheConfig
     from extproc.endpoints.table import EndpointTable
     from extproc.prefix.kv_index import KvIndex
 
@@ -31,13 +32,6 @@ INITIAL_BYTES_PER_TOKEN: Final = 4.0
 # About what an 80 GB GPU with an 8B model, or four with a 70B one, hold; corrected by what engines report.
 _INITIAL_CACHE_TOKENS: Final = 400_000
 _BLOCK_BYTES_BOUNDS: Final = (32, 512)
-
-
-class CacheConfig(msgspec.Struct, frozen=True):
-    """An engine's KV cache, as it says: tokens a block, and tokens in all."""
-
-    block_tokens: int
-    total_tokens: int
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -95,6 +89,13 @@ class Knowledge:
         self._block_tokens = min(one.block_tokens for one in self._caches.values())
         self.fit_blocks()
         self.index.set_capacity(row, cache.total_tokens * self.bytes_per_token)
+
+    def lost_cache(self, row: int) -> None:
+        """The engine of ``row`` has begun anew, with an empty cache."""
+        self.index.forget(row)
+        cache = self._caches.get(row)
+        if cache is not None:
+            self.index.set_capacity(row, cache.total_tokens * self.bytes_per_token)
 
     def note_feed(self, row: int, *, is_whole: bool | None) -> None:
         """The feed of KV events of ``row`` is whole, or has missed something; None: there is none."""

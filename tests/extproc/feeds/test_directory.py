@@ -26,7 +26,7 @@ class Watched:
         self.file.write_bytes(CONFIG)
         snapshot = load_directory(directory)
         self.pipeline = Pipeline(snapshot, rng=random.Random(0), ticket_prefix="t")
-        self.metrics = Metrics(self.pipeline.pools.values, lambda: 0.0)
+        self.metrics = Metrics(self.pipeline.pools.values, lambda: 0.0, lambda: 0.0)
         self.feed = DirectoryFeed(directory, self.pipeline, self.metrics, settle_s=0.3)
         self.feed.started_with(snapshot)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from extproc.endpoints.live import CacheConfig
 from extproc.endpoints.table import EndpointTable
 from extproc.prefix.kv_events import Stored
 from extproc.prefix.kv_index import KvIndex, Source
 from extproc.prefix.turns import Turns, tail_of
-from extproc.scheduling.knowledge import CacheConfig, Knowledge, Prompt
+from extproc.scheduling.knowledge import Knowledge, Prompt
 
 
 def table_of(count: int) -> EndpointTable:

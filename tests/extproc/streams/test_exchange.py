@@ -21,7 +21,7 @@ class Conversation:
     """Envoy's side of one stream."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.metrics = Metrics(pipeline.pools.values, lambda: 1000.0)
+        self.metrics = Metrics(pipeline.pools.values, lambda: 1000.0, lambda: 0.0)
         self.exchange = Exchange(pipeline, self.metrics, lambda: 5.0, started_s=77)
 
     def send_headers(

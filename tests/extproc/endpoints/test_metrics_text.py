@@ -1,0 +1,123 @@
+"""Pages of three engines, and pages that are none."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.endpoints.live import CacheConfig
+from extproc.endpoints.metrics_text import NAMES, MetricsReader
+from extproc.endpoints.table import Loras
+
+VLLM = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
+# TYPE vllm:num_requests_waiting_by_reason gauge
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 99.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.75
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001",model_name="m"} 0.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="m"} {count}
+vllm:time_to_first_token_seconds_count{engine="0",model_name="m"} {count}
+vllm:time_to_first_token_seconds_sum{engine="0",model_name="m"} {sum}
+vllm:inter_token_latency_seconds_count{engine="0",model_name="m"} 10.0
+vllm:inter_token_latency_seconds_sum{engine="0",model_name="m"} 0.2
+# TYPE vllm:lora_requests_info gauge
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters="law"} 1.7e+09
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="sql,law",waiting_lora_adapters=""} 1.8e+09
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="1000"} 1.0
+vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="1",num_gpu_blocks="1000"} 1.0
+"""
+
+
+def page(count: float = 4.0, total: float = 2.0) -> bytes:
+    return VLLM.replace("{count}", str(count)).replace("{sum}", str(total)).encode()
+
+
+def reader(engine: str = "vLLM") -> MetricsReader:
+    return MetricsReader(NAMES[engine])
+
+
+def test_a_page_of_vllm() -> None:
+    reading = reader().read(page())
+    assert (reading.state.waiting, reading.state.running, reading.state.kv_usage) == (1.0, 7.0, 0.5)
+    assert reading.state.loras == Loras(frozenset({"sql", "law"}), most=2)
+    assert reading.cache == CacheConfig(16, 32_000)
+
+
+def test_latencies_are_means_of_what_came_since_the_page_before() -> None:
+    one = reader()
+    assert one.read(page(4.0, 2.0)).state.ttft_s is None
+    # 2 more requests in 0.6 s more
+    assert one.read(page(6.0, 2.6)).state.ttft_s == pytest.approx(0.3)
+    assert one.read(page(6.0, 2.6)).state.ttft_s is None
+
+
+def test_counts_that_run_backwards_are_a_restart() -> None:
+    one = reader()
+    assert not one.read(page(400.0, 20.0)).has_restarted
+    again = one.read(page(2.0, 0.5))
+    assert again.has_restarted
+    assert again.state.ttft_s == 0.25
+    assert not one.read(page(3.0, 0.6)).has_restarted
+
+
+def test_a_page_of_sglang() -> None:
+    text = b"""# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{model_name="m"} 5.0
+sglang:num_queue_reqs{model_name="m"} 2.0
+sglang:token_usage{model_name="m"} 0.4
+sglang:cache_config_info{page_size="1",num_pages="200000"} 1.0
+"""
+    reading = reader("SGLang").read(text)
+    assert (reading.state.waiting, reading.state.running, reading.state.kv_usage) == (2.0, 5.0, 0.4)
+    assert reading.cache == CacheConfig(1, 200_000)
+    assert reading.state.loras is None
+
+
+def test_a_page_of_tensorrt_llm() -> None:
+    text = b"""trtllm_num_requests_running 6
+trtllm_num_requests_waiting 3
+trtllm_kv_cache_utilization 0.9
+trtllm_kv_cache_tokens_per_block 32
+trtllm_kv_cache_max_blocks 5000
+"""
+    reading = reader("TensorRT-LLM").read(text)
+    assert (reading.state.waiting, reading.state.running, reading.state.kv_usage) == (3.0, 6.0, 0.9)
+    assert reading.cache == CacheConfig(32, 160_000)
+
+
+def test_lines_that_moved_are_found_again() -> None:
+    one = reader()
+    one.read(page())
+    moved = b"# a new comment\n" * 5000 + page(5.0, 2.1)
+    assert one.read(moved).state.ttft_s == pytest.approx(0.1)
+    assert one.read(page(7.0, 2.5)).state.ttft_s == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("text", [b"", b"<html>", b"vllm:num_requests_waiting", b"vllm:num_requests_waiting{", b"\n\n"])
+def test_what_is_no_page_says_nothing(text: bytes) -> None:
+    reading = reader().read(text)
+    assert reading.state.waiting is None
+    assert reading.cache is None
+
+
+def test_values_that_are_none_are_left_out() -> None:
+    assert reader().read(b"vllm:kv_cache_usage_perc NaN\nvllm:num_requests_waiting x\n").state.kv_usage is None
+    assert reader().read(b"vllm:num_requests_waiting 7 1700000000\n").state.waiting == 7
+
+
+@given(st.binary(max_size=300), st.integers(0, 2000))
+def test_no_bytes_raise(noise: bytes, cut: int) -> None:
+    one = reader()
+    one.read(page()[:cut] + noise)
+    one.read(noise + page()[cut:])

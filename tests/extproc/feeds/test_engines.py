@@ -1,0 +1,150 @@
+"""Engines that are asked how they are: over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from extproc.config.load import load
+from extproc.feeds.engines import EngineScraper
+from extproc.observe import Metrics
+from extproc.pipeline import Pipeline
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from extproc.scheduling.pool import Pool
+
+CONFIG = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {{name: llama}}
+spec:
+  model: llama
+  scrapeInterval: 20ms
+  endpoints: [{endpoints}]
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {{name: chat}}
+spec:
+  modelName: chat
+  loraAdapters: [sql]
+  rules: [{{targetModels: [{{modelServerName: llama}}]}}]
+"""
+
+
+class Engine:
+    """A server of pages; what it says can be changed."""
+
+    def __init__(self) -> None:
+        self.waiting = 2
+        self.count = 10
+        self.models = ["llama"]
+        self.status = 200
+        self.asked = 0
+
+    def page(self) -> str:
+        return (
+            f'vllm:num_requests_waiting{{engine="0"}} {self.waiting}\n'
+            f'vllm:num_requests_running{{engine="0"}} 1\nvllm:kv_cache_usage_perc{{engine="0"}} 0.5\n'
+            f'vllm:time_to_first_token_seconds_sum{{engine="0"}} {self.count}\n'
+            f'vllm:time_to_first_token_seconds_count{{engine="0"}} {self.count}\n'
+            'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1\n'
+        )
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        self.asked += 1
+        return web.Response(text=self.page(), status=self.status)
+
+    async def list(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": name} for name in self.models]})
+
+
+@asynccontextmanager
+async def scraped(engine: Engine, *more: str) -> AsyncIterator[tuple[Pool, Metrics, Pipeline, str]]:
+    app = web.Application()
+    app.add_routes([web.get("/metrics", engine.metrics), web.get("/v1/models", engine.list)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    address = f"127.0.0.1:{runner.addresses[0][1]}"
+    endpoints = ", ".join(f'{{address: "{one}"}}' for one in (address, *more))
+    pipeline = Pipeline(
+        load({"a.yaml": CONFIG.format(endpoints=endpoints).encode()}), rng=random.Random(0), ticket_prefix="t"
+    )
+    clock = asyncio.get_running_loop().time
+    metrics = Metrics(pipeline.pools.values, lambda: 0.0, clock)
+    scraper = EngineScraper(pipeline, metrics, clock=clock, rng=random.Random(0))
+    task = asyncio.create_task(scraper.run())
+    try:
+        yield pipeline.pools["llama"], metrics, pipeline, address
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await runner.cleanup()
+
+
+async def test_pools_learn_what_engines_say() -> None:
+    engine = Engine()
+    async with scraped(engine) as (pool, _, _, _):
+        await eventually(lambda: pool.table.waiting[0] == 2 and pool.table.loras[0].served is not None)
+        assert pool.table.running[0] == 1
+        assert pool.table.kv_usage[0] == 0.5
+        assert pool.table.loras[0].served == frozenset({"llama"})
+        assert pool.knowledge.index.first_block_bytes == 64
+        engine.waiting = 9
+        await eventually(lambda: pool.table.waiting[0] == 9)
+
+
+async def test_a_restart_empties_what_is_known_of_its_cache() -> None:
+    engine = Engine()
+    async with scraped(engine) as (pool, _, _, _):
+        await eventually(lambda: pool.table.seen_at_s[0] > 0)
+        pool.knowledge.index.record(0, [32, 64], 0.0)
+        engine.count = 1
+        await eventually(lambda: pool.knowledge.index.blocks_held(0) == 0)
+
+
+async def test_an_engine_that_fails_is_asked_less_and_the_others_go_on() -> None:
+    engine = Engine()
+    async with scraped(engine, "127.0.0.1:1") as (pool, metrics, _, _):
+        await eventually(lambda: engine.asked >= 10)
+        failed = metrics.registry.get_sample_value(
+            "attache_engine_reports_total", {"server": "llama", "result": "failed"}
+        )
+        assert failed is not None
+        assert 1 <= failed <= 6
+        assert not pool.table.has_reported(1)
+        engine.status = 500
+        await eventually(
+            lambda: (
+                (
+                    metrics.registry.get_sample_value(
+                        "attache_engine_reports_total", {"server": "llama", "result": "failed"}
+                    )
+                    or 0
+                )
+                > failed
+            )
+        )
+        assert pool.table.waiting[0] == 2, "what was known stays, and grows old"
+        engine.status, engine.waiting = 200, 5
+        await eventually(lambda: pool.table.waiting[0] == 5)
+
+
+async def test_an_endpoint_that_is_taken_out_is_asked_no_more() -> None:
+    engine = Engine()
+    async with scraped(engine) as (_, _, pipeline, _):
+        await eventually(lambda: engine.asked > 2)
+        pipeline.apply(load({"a.yaml": CONFIG.format(endpoints="").encode()}))
+        await asyncio.sleep(0.3)
+        asked = engine.asked
+        await asyncio.sleep(0.15)
+        assert engine.asked == asked
