@@ -91,13 +91,18 @@ def documents(
     adapters: Sequence[str] = (),
     server: str = "llama",
     alias: str = ALIAS,
+    more: Mapping[str, object] | None = None,
 ) -> str:
-    """A configuration directory's only file: one model under a short name, on all engines."""
+    """A configuration directory's only file: one model under a short name, on all engines.
+
+    ``more``: fields of the ModelServer that are not to be as they come.
+    """
 
     def document(kind: str, name: str, spec: Mapping[str, object]) -> dict[str, object]:
         return {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": spec}
 
-    spec = {"model": MODEL, "picker": picker, "endpoints": [{"address": address} for address in engines]}
+    spec: dict[str, object] = {"model": MODEL, "picker": picker}
+    spec.update({"endpoints": [{"address": address} for address in engines], **(more or {})})
     rule = {"targetModels": [{"modelServerName": server}]}
     return yaml.safe_dump_all(
         [

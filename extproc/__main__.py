@@ -56,7 +56,27 @@ def _serve(words: list[str]) -> int:
         default="1500ms",
         help="how long a new ModelServer waits for Envoy to know it as well (default: %(default)s)",
     )
+    other = parser.add_argument_group("gateways that are configured elsewhere (endpoint picker protocol)")
+    other.add_argument("--pool", metavar="NAME", help="the ModelServer for all requests that no ModelRoute knows")
+    other.add_argument(
+        "--duplex-choices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="addresses in an answer where bodies come in pieces; more than 1 only if the gateway goes down a list (default: 1)",
+    )
+    other.add_argument(
+        "--buffered-choices",
+        type=int,
+        default=4,
+        metavar="N",
+        help="the same where bodies come whole, as from our bundle (default: 4)",
+    )
+    other.add_argument("--mode-override", action="store_true", help="the gateway allows it: spare answers the way here")
+    other.add_argument("--conformance", action="store_true", help="obey the header test-epp-endpoint-selection")
     options = parser.parse_args(words)
+    if min(options.duplex_choices, options.buffered_choices) < 1:
+        parser.error("--duplex-choices and --buffered-choices take 1 or more")
     try:
         if not options.listen.startswith("unix:"):
             parse_address(options.listen)
@@ -68,12 +88,23 @@ def _serve(words: list[str]) -> int:
 
     # `check` answers without loading gRPC and Envoy's schema
     from extproc.app import Settings, serve  # noqa: PLC0415
+    from extproc.streams.exchange import GatewayOptions  # noqa: PLC0415
     from extproc.streams.server import ListenFailed  # noqa: PLC0415
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     snapshot = load_directory(options.config)
+    if options.pool is not None and options.pool not in {server.metadata.name for server in snapshot.servers}:
+        parser.error(f"--pool: no ModelServer in {options.config} is called '{options.pool}'")
+    gateway = GatewayOptions(
+        buffered_choices=options.buffered_choices,
+        duplex_choices=options.duplex_choices,
+        pool=options.pool,
+        overrides_mode=options.mode_override,
+        conformance=options.conformance,
+    )
+    settings = Settings(options.config, options.listen, metrics, drain_s, settle_s, gateway)
     try:
-        uvloop.run(serve(Settings(options.config, options.listen, metrics, drain_s, settle_s), snapshot))
+        uvloop.run(serve(settings, snapshot))
     except (ListenFailed, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -19,9 +19,12 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from extproc.feeds.directory import DirectoryFeed
 from extproc.feeds.engines import EngineScraper
+from extproc.feeds.kv_events import KvEventFeed
+from extproc.feeds.tokens import Tokenizers
 from extproc.observe import Metrics
 from extproc.pipeline import Pipeline
-from extproc.streams.exchange import Exchange
+from extproc.streams.duplex import Duplex
+from extproc.streams.exchange import Desk, Exchange, GatewayOptions
 from extproc.streams.server import GrpcServer
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ class Settings(msgspec.Struct, frozen=True):
     metrics: tuple[str, int] | None
     drain_s: float
     settle_s: float
+    gateway: GatewayOptions = GatewayOptions()
 
 
 async def serve(settings: Settings, snapshot: Snapshot) -> None:
@@ -57,12 +61,15 @@ class App:
         self._metrics = Metrics(lambda: list(self._pipeline.pools.values()), wall_clock, clock)
         self._feed = DirectoryFeed(settings.config, self._pipeline, self._metrics, settle_s=settings.settle_s)
         self._feed.started_with(snapshot)
+        self._kv_events = KvEventFeed(self._pipeline, self._metrics)
+        self._tokenizers = Tokenizers(self._metrics)
         self._scraper = EngineScraper(self._pipeline, self._metrics, clock=clock, rng=random.Random())
-        started_s = int(wall_clock())
+        desk = Desk(self._pipeline, self._metrics, clock, int(wall_clock()), settings.gateway)
         self._server = GrpcServer(
             self._pipeline,
             self._metrics,
-            new_exchange=lambda: Exchange(self._pipeline, self._metrics, clock, started_s=started_s),
+            new_exchange=lambda: Exchange(desk, Duplex),
+            tokens_of=self._tokenizers.tokens_of,
             clock=clock,
         )
 
@@ -78,13 +85,15 @@ class App:
         log.info("listening on %s", self._settings.listen)
         try:
             async with asyncio.TaskGroup() as tasks:
-                feeds = [tasks.create_task(self._feed.watch()), tasks.create_task(self._scraper.run())]
+                running = (self._feed.watch(), self._scraper.run(), self._kv_events.run())
+                feeds = [tasks.create_task(one) for one in running]
                 await stop.wait()
                 self._is_ready = False
                 await self._drain(stop)
                 for feed in feeds:
                     feed.cancel()
         finally:
+            await self._tokenizers.close()
             if pages is not None:
                 await pages.cleanup()
 

@@ -81,6 +81,15 @@ class Metrics:
             "When the configuration in use was read.",
             registry=self.registry,
         )
+        self._kv_events = Counter(
+            "attache_kv_events", "Messages with KV events, and replays.", ["server", "result"], registry=self.registry
+        )
+        self._tokenized = Counter(
+            "attache_tokenized_prompts",
+            "Prompts for the precise index: all but `tokenized` were matched by the approximate one.",
+            ["server", "result"],
+            registry=self.registry,
+        )
         self._scrapes = Counter(
             "attache_engine_reports", "Readings of engines' metrics.", ["server", "result"], registry=self.registry
         )
@@ -125,10 +134,25 @@ class Metrics:
         """An access log entry found its decision. ``ended_at``: wall clock."""
         self._log_entries.labels("settled").inc()
         self._log_lag.observe(max(0.0, self._wall_clock() - ended_at))
+        self._count_answer(settled)
+
+    def _count_answer(self, settled: Settled) -> None:
         outcome = settled.outcome
         status_class = f"{outcome.status // 100}xx" if 100 <= outcome.status < 600 else "none"
         first = "yes" if outcome.served == settled.assignment.place.address else "no"
         self._answers.labels(settled.server, status_class, first).inc()
+
+    def settled_here(self, settled: Settled) -> None:
+        """An answer passed through here, so its outcome is known at once."""
+        self._count_answer(settled)
+
+    def kv_events(self, server: str, result: str) -> None:
+        """A message with KV events, or a replay of them."""
+        self._kv_events.labels(server, result).inc()
+
+    def tokenized(self, server: str, result: str) -> None:
+        """A prompt was to be turned into tokens."""
+        self._tokenized.labels(server, result).inc()
 
     def scraped(self, server: str) -> None:
         """An engine has said how it is."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.endpoints.ledger import release
-from extproc.errors import BadRequest, MethodNotAllowed, UnknownPath
+from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownPath
 from extproc.learning import Outcome, Sent, learn
 from extproc.prefix.turns import tail_of
 from extproc.protocol import MODELS_PATH
@@ -161,14 +161,14 @@ class Pipeline:
     def receive_unread(self, server: str, head: Head, body: bytes) -> Arrival:
         """A request that is none of the APIs', for a gateway that has only one pool: nothing of it is known."""
         request = InferenceRequest(Api.UNKNOWN, "", b"", is_streamed=False, stream_options={}, max_output_tokens=None)
-        return Arrival(request, Destination(server, ""), self.pools[server], head, body)
+        return Arrival(request, Destination(server, ""), self._pool(server), head, body)
 
     def receive_for(self, server: str, api: Api, head: Head, body: bytes) -> Arrival:
         """Parse, and route to ``server`` unless a ModelRoute knows the model; raises a Refusal."""
         request = parse(api, body)
         if self._routing.knows(request.model):
             return self.receive(api, head, body)
-        return Arrival(request, Destination(server, request.model), self.pools[server], head, body)
+        return Arrival(request, Destination(server, request.model), self._pool(server), head, body)
 
     def dispatch(
         self, arrival: Arrival, now: float, *, tokens: Sequence[int] | None = None, attachment: Attachment = BUNDLE
@@ -223,6 +223,14 @@ class Pipeline:
         sent.is_settled = True
         learn(sent, outcome, now)
         return Settled(sent.pool.name, sent.assignment, outcome)
+
+    def _pool(self, server: str) -> Pool:
+        pool = self.pools.get(server)
+        if pool is None:
+            raise NoEndpoint(
+                f"The ModelServer '{server}' is not configured any more; add it, or start with another --pool."
+            )
+        return pool
 
     def _next_ticket(self) -> str:
         self._tickets += 1

@@ -14,6 +14,21 @@ MODELS_PATH: Final = "/v1/models"
 # The endpoint picker protocol of the Gateway API Inference Extension: header and metadata key, and its namespace.
 DESTINATION: Final = "x-gateway-destination-endpoint"
 LB_NAMESPACE: Final = "envoy.lb"
+# Of the same protocol: the endpoints that may be chosen, and the one that served.
+SUBSET: Final = "x-gateway-destination-endpoint-subset"
+SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
+SERVED: Final = "x-gateway-destination-endpoint-served"
+# By this header the protocol's conformance tests choose the endpoint.
+CONFORMANCE_HEADER: Final = "test-epp-endpoint-selection"
+
+# What the sidecar of a decode engine obeys (llm-d): it must be our word, never a client's.
+PREFILLER: Final = "x-prefiller-host-port"
+SIDECAR_HEADERS: Final = (
+    PREFILLER,
+    "x-encoder-hosts-ports",
+    "x-data-parallel-host-port",
+    "x-kv-cache-source-host-port",
+)
 
 # Which ModelServer a request goes to; Envoy's routes match on it.
 SERVER_HEADER: Final = "x-attache-server"

@@ -29,10 +29,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0, 2 if something could not be started, 130 after Ctrl-C or SIGTERM."""
     parser = argparse.ArgumentParser(prog="bench.micro", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/out"))
-    out = parser.parse_args(arguments).out
+    parser.add_argument("--only", metavar="TEXT", default="", help="cases whose name contains it, such as 'pieces'")
+    options = parser.parse_args(arguments)
+    out = options.out
     console = Console()
     try:
-        report = uvloop.run(_measure(console))
+        report = uvloop.run(_measure(console, options.only))
     except (StartFailed, EnvoyMissing) as error:
         console.print(str(error), style="red", markup=False)
         return 2
@@ -51,10 +53,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-async def _measure(console: Console) -> Report:
+async def _measure(console: Console, only: str) -> Report:
     found = []
-    for number, case in enumerate(overhead.CASES):
-        console.print(f"{number + 1} of {len(overhead.CASES)}: {_describe(case)}", highlight=False)
+    cases = [case for case in overhead.CASES if only in _describe(case)]
+    for number, case in enumerate(cases):
+        console.print(f"{number + 1} of {len(cases)}: {_describe(case)}", highlight=False)
         with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
             found.append(await overhead.measure(case, Path(directory)))
     console.print("answers of 1 and of 1,000 tokens")
@@ -63,7 +66,7 @@ async def _measure(console: Console) -> Report:
 
 
 def _describe(case: overhead.Case) -> str:
-    return f"{case.prompt_bytes // 1000} KB, {case.endpoints}{', renamed' if case.renamed else ''}"
+    return f"{case.prompt_bytes // 1000} KB, {case.endpoints}{', renamed' if case.renamed else ''}{', in pieces' if case.duplex else ''}"
 
 
 def _table(found: list[overhead.Overhead]) -> Table:

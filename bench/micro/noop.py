@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
+from extproc.streams.exchange import FULL_DUPLEX
 from extproc.streams.messages import HeadersResponse, ProcessingRequest, ProcessingResponse
 from extproc.streams.server import ACCESS_LOG, EXTERNAL_PROCESSOR, OPTIONS, READINESS, is_end
 
@@ -22,12 +23,38 @@ _BODY.request_body.SetInParent()
 _PASS_BODY: Final = _BODY.SerializeToString()
 
 
+_PASS_ANSWER_HEADERS: Final = ProcessingResponse(response_headers=HeadersResponse()).SerializeToString()
+
+
 async def _process(_: object, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> None:
-    await context.read()
+    first = await context.read()
+    if not is_end(first) and first.protocol_config.request_body_mode == FULL_DUPLEX:
+        await _process_pieces(first, context)
+        return
     await context.write(_PASS_HEADERS)
     await context.read()
     await context.write(_PASS_BODY)
     await context.read()
+
+
+async def _process_pieces(
+    message: ProcessingRequest, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]
+) -> None:
+    """Every piece goes back as it came, at once."""
+    while not is_end(message):
+        kind = message.WhichOneof("request")
+        if kind == "request_headers":
+            await context.write(_PASS_HEADERS)
+        elif kind == "response_headers":
+            await context.write(_PASS_ANSWER_HEADERS)
+        else:
+            body = message.request_body if kind == "request_body" else message.response_body
+            answer = ProcessingResponse()
+            side = answer.request_body if kind == "request_body" else answer.response_body
+            streamed = side.response.body_mutation.streamed_response
+            streamed.body, streamed.end_of_stream = body.body, body.end_of_stream
+            await context.write(answer.SerializeToString())
+        message = await context.read()
 
 
 async def _discard(_: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:

@@ -29,11 +29,15 @@ _DIRECT: Final = {"status": 200, "body": {"inline_string": "ok"}}
 
 
 class Case(msgspec.Struct, frozen=True):
-    """``renamed``: the client asks by another name than the engines', so that the whole body is written anew."""
+    """``renamed``: the client asks by another name than the engines', so that the whole body is written anew.
+
+    ``duplex``: bodies come and answers go in pieces, as the endpoint picker protocol has it.
+    """
 
     prompt_bytes: int
     endpoints: int
     renamed: bool = False
+    duplex: bool = False
 
 
 CASES: Final = (
@@ -43,6 +47,8 @@ CASES: Final = (
     Case(400_000, 100),
     Case(2_000, 8, renamed=True),
     Case(400_000, 8, renamed=True),
+    Case(2_000, 100, duplex=True),
+    Case(400_000, 100, duplex=True),
 )
 
 
@@ -107,14 +113,19 @@ async def _start(name: str, case: Case, directory: Path, processes: Processes) -
     engines = [f"10.1.{number // 250}.{number % 250 + 1}:8000" for number in range(case.endpoints)]
     # Close: what Envoy does when extproc is silent is not what is measured
     gateway = {**addresses, "failureMode": "Close", "messageTimeout": "30s"}
-    text = documents(engines, gateway=gateway, alias="llama" if case.renamed else MODEL)
+    # there are no engines to ask how they are
+    more = {"scrapeInterval": "0s"}
+    text = documents(engines, gateway=gateway, alias="llama" if case.renamed else MODEL, more=more)
     config, bundle = directory / "config", directory / "envoy"
     config.mkdir(parents=True)
     (config / "all.yaml").write_text(text)
     files = dict(build(load({"all.yaml": text.encode()}), str(bundle)))
     routes = json.loads(files["rds.json"])
     routes["resources"][0]["virtual_hosts"][0]["routes"] = [{"match": {"prefix": "/"}, "direct_response": _DIRECT}]
-    write(bundle, Step(0, {**files, "rds.json": json.dumps(routes)}))
+    files["rds.json"] = json.dumps(routes)
+    if case.duplex:
+        files["lds.json"] = _in_pieces(files["lds.json"])
+    write(bundle, Step(0, files))
 
     ours = ["extproc", "--config", str(config), "--listen", addresses["extproc"], "--metrics", f"127.0.0.1:{metrics}"]
     nothing = ["bench.micro.noop", "--listen", addresses["extproc"]]
@@ -123,6 +134,18 @@ async def _start(name: str, case: Case, directory: Path, processes: Processes) -
     await processes.start(f"envoy-{name}", envoy_command(bundle))
     await processes.wait_ready(f"envoy-{name}", lambda: _serves(listen))
     return _Server(pid, listen)
+
+
+def _in_pieces(listeners: str) -> str:
+    """The same listener with bodies both ways in pieces through extproc."""
+    read = json.loads(listeners)
+    manager = read["resources"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    (ask,) = (one for one in manager["http_filters"] if one["name"] == "envoy.filters.http.ext_proc")
+    ask["typed_config"]["processing_mode"] = {
+        **{f"{side}_body_mode": "FULL_DUPLEX_STREAMED" for side in ("request", "response")},
+        **{f"{side}_{part}_mode": "SEND" for side in ("request", "response") for part in ("header", "trailer")},
+    }
+    return json.dumps(read)
 
 
 async def _accepts(port: int) -> bool:

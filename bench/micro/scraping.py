@@ -68,9 +68,8 @@ async def _cost_of(asking: Coroutine[None, None, int], seconds: float) -> Cost:
 
 
 async def _ask_with_ours(ports: list[int], seconds: float) -> int:
-    text = documents([f"127.0.0.1:{port}" for port in ports], gateway={}).replace(
-        "picker: PrefixAware", f"picker: PrefixAware\n  scrapeInterval: {1000 // HERTZ}ms"
-    )
+    more = {"scrapeInterval": f"{1000 // HERTZ}ms"}
+    text = documents([f"127.0.0.1:{port}" for port in ports], gateway={}, more=more)
     pipeline = Pipeline(load({"all.yaml": text.encode()}), rng=random.Random(0), ticket_prefix="t")
     clock = asyncio.get_running_loop().time
     metrics = Metrics(pipeline.pools.values, lambda: 0.0, clock)

@@ -37,7 +37,7 @@ from controller.gateway.envoy_json import address, seconds, typed
 from controller.gateway.filters import extproc_service, http_filters
 from controller.gateway.local_replies import local_replies
 from controller.gateway.routes import ROUTES_NAME
-from extproc.protocol import ACCESS_LOG_NAME, RESERVED_PREFIXES, TTFT_TAG
+from extproc.protocol import ACCESS_LOG_NAME, RESERVED_PREFIXES, SIDECAR_HEADERS, TTFT_TAG
 
 if TYPE_CHECKING:
     from extproc.config.types import GatewayConfigSpec
@@ -107,6 +107,7 @@ def _strip_reserved_headers() -> TypedExtensionConfig:
                 )
                 for prefix in _STRIPPED_PREFIXES
             ]
+            + [HeaderMutation(remove=name) for name in SIDECAR_HEADERS]
         ),
     )
 

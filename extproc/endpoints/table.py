@@ -141,6 +141,15 @@ class EndpointTable:
         """The row of a configured endpoint."""
         return self._rows.get(address)
 
+    def rows_named(self, name: str) -> list[int]:
+        """The row of the endpoint at ``ip:port``, or those of all ports of an IP address."""
+        row = self._rows.get(name)
+        if row is not None:
+            return [row]
+        return [
+            row for address, row in self._rows.items() if address.rpartition(":")[0].strip("[]") == name.strip("[]")
+        ]
+
     def place(self, row: int) -> Place:
         """What a ticket keeps, to find the row again or to see that it changed hands."""
         return Place(self.addresses[row], row, self.epochs[row])

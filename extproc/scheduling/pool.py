@@ -136,7 +136,7 @@ class Pool:
         eligible: Bools | None = None
         if subset is not None:
             eligible = np.zeros(len(table.addresses), np.bool_)
-            eligible[[row for row in map(table.row_of, subset) if row is not None]] = True
+            eligible[[row for one in subset for row in table.rows_named(one)]] = True
         if adapter is not None and self.adapters:
             serving = serves_adapter(table, adapter)
             # an engine that does not know the adapter answers 404; where none says, any may

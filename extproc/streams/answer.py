@@ -7,39 +7,115 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.errors import to_openai_body
-from extproc.protocol import DESTINATION, DETAILS_PREFIX, LB_NAMESPACE, NAMESPACE, SERVER_HEADER, TICKET
-from extproc.streams.messages import HeadersResponse, ProcessingResponse
+from extproc.protocol import (
+    DESTINATION,
+    DETAILS_PREFIX,
+    LB_NAMESPACE,
+    NAMESPACE,
+    PREFILLER,
+    SERVER_HEADER,
+    SIDECAR_HEADERS,
+    SUBSET,
+    TICKET,
+)
+from extproc.streams.messages import HeadersResponse, ProcessingResponse, TrailersResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Mapping
 
     from extproc.errors import Refusal
     from extproc.pipeline import Decision
     from extproc.routing.resolve import ListedModel
+    from extproc.streams.messages import CommonResponse
 
 _OVERWRITE: Final = 2  # HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+# Of ProcessingMode, as numbers: header and trailer modes SEND and SKIP, body modes NONE and FULL_DUPLEX_STREAMED.
+_SEND, _SKIP, _NONE, _FULL_DUPLEX = 1, 2, 0, 4
+# Envoy takes streamed bodies in messages of up to 64 KB.
+MOST_BODY_BYTES: Final = 62_000
+
 CONTINUE_HEADERS: Final = ProcessingResponse(request_headers=HeadersResponse()).SerializeToString()
+CONTINUE_REQUEST_TRAILERS: Final = ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString()
+CONTINUE_RESPONSE_HEADERS: Final = ProcessingResponse(response_headers=HeadersResponse()).SerializeToString()
+CONTINUE_RESPONSE_TRAILERS: Final = ProcessingResponse(response_trailers=TrailersResponse()).SerializeToString()
+# Headers of the gateway's that a client may have forged: removed, unless we set them ourselves.
+_CONTROL_HEADERS: Final = (*SIDECAR_HEADERS, SUBSET, SERVER_HEADER)
 
 
 def decision_answer(decision: Decision) -> bytes:
-    """The endpoints in order as header and ``envoy.lb`` metadata, the server to route by, the ticket, and the body."""
-    destination = ",".join(decision.assignment.addresses)
+    """To a whole body: the endpoints in order as header and ``envoy.lb`` metadata, the server to route by, the ticket, the body."""
     answer = ProcessingResponse()
     common = answer.request_body.response
     common.clear_route_cache = True
-    headers = {SERVER_HEADER: decision.server, DESTINATION: destination}
+    headers = {SERVER_HEADER: decision.server, **_routing_headers(decision)}
     if decision.body is not None:
         common.body_mutation.body = decision.body
+    _set_headers(common, headers)
+    _set_metadata(answer, decision)
+    return answer.SerializeToString()
+
+
+def duplex_decision_answer(decision: Decision, *, overrides_mode: bool) -> bytes:
+    """To headers whose body follows in pieces: the endpoints as header and metadata, and nothing left that a client forged."""
+    answer = ProcessingResponse()
+    common = answer.request_headers.response
+    headers = _routing_headers(decision)
+    _set_headers(common, headers)
+    common.header_mutation.remove_headers.extend([name for name in _CONTROL_HEADERS if name not in headers])
+    _set_metadata(answer, decision)
+    if overrides_mode:
+        mode = answer.mode_override
+        mode.request_header_mode = mode.request_trailer_mode = mode.response_header_mode = _SEND
+        mode.request_body_mode, mode.response_body_mode = _FULL_DUPLEX, _NONE
+        mode.response_trailer_mode = _SKIP
+    return answer.SerializeToString()
+
+
+def request_body_answers(body: bytes, *, is_end: bool) -> Iterator[bytes]:
+    """A request's body in pieces that the gateway takes."""
+    for start in range(0, max(len(body), 1), MOST_BODY_BYTES):
+        answer = ProcessingResponse()
+        streamed = answer.request_body.response.body_mutation.streamed_response
+        streamed.body = body[start : start + MOST_BODY_BYTES]
+        streamed.end_of_stream = is_end and start + MOST_BODY_BYTES >= len(body)
+        yield answer.SerializeToString()
+
+
+def response_body_answers(body: bytes, *, is_end: bool) -> list[bytes]:
+    """A piece of an answer, sent on as it came, in pieces that the gateway takes."""
+    answers = []
+    for start in range(0, max(len(body), 1), MOST_BODY_BYTES):
+        answer = ProcessingResponse()
+        streamed = answer.response_body.response.body_mutation.streamed_response
+        streamed.body = body if len(body) <= MOST_BODY_BYTES else body[start : start + MOST_BODY_BYTES]
+        streamed.end_of_stream = is_end and start + MOST_BODY_BYTES >= len(body)
+        answers.append(answer.SerializeToString())
+    return answers
+
+
+def _routing_headers(decision: Decision) -> dict[str, str]:
+    assignment = decision.assignment
+    headers = {DESTINATION: ",".join(assignment.addresses)}
+    if assignment.prefill is not None:
+        headers[PREFILLER] = assignment.prefill.address
+    if decision.body is not None:
         # Envoy refuses a changed body whose length is not the header's
         headers["content-length"] = str(len(decision.body))
+    return headers
+
+
+def _set_headers(common: CommonResponse, headers: Mapping[str, str]) -> None:
     set_headers = common.header_mutation.set_headers
     for name, value in headers.items():
         option = set_headers.add(append_action=_OVERWRITE)
         option.header.key, option.header.raw_value = name, value.encode()
+
+
+def _set_metadata(answer: ProcessingResponse, decision: Decision) -> None:
     metadata = answer.dynamic_metadata.fields
+    destination = ",".join(decision.assignment.addresses)
     metadata[LB_NAMESPACE].struct_value.fields[DESTINATION].string_value = destination
     metadata[NAMESPACE].struct_value.fields[TICKET].string_value = decision.ticket
-    return answer.SerializeToString()
 
 
 def refusal_answer(refusal: Refusal) -> bytes:

@@ -15,10 +15,10 @@ from extproc.streams.access_log import receive_entries
 from extproc.streams.messages import ProcessingRequest, StreamAccessLogsMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from extproc.observe import Metrics
-    from extproc.pipeline import Pipeline
+    from extproc.pipeline import Arrival, Pipeline
     from extproc.streams.exchange import Exchange
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,15 @@ class GrpcServer:
     """Owns the listening socket and answers with what ``new_exchange`` and the pipeline decide."""
 
     def __init__(
-        self, pipeline: Pipeline, metrics: Metrics, *, new_exchange: Callable[[], Exchange], clock: Callable[[], float]
+        self,
+        pipeline: Pipeline,
+        metrics: Metrics,
+        *,
+        new_exchange: Callable[[], Exchange],
+        tokens_of: Callable[[Arrival], Awaitable[Sequence[int] | None]],
+        clock: Callable[[], float],
     ) -> None:
+        self._tokens_of = tokens_of
         self._pipeline = pipeline
         self._metrics = metrics
         self._new_exchange = new_exchange
@@ -108,7 +115,11 @@ class GrpcServer:
         try:
             # grpc.aio's read and write cost half of its async iterators
             while not is_end(message := await context.read()):
-                await context.write(exchange.receive(message))
+                answers = exchange.receive(message)
+                if exchange.question is not None:
+                    answers = exchange.resume(await self._tokens_of(exchange.question))
+                for answer in answers:
+                    await context.write(answer)
         except Exception:
             self._metrics.failed()
             log.exception("a request could not be decided; Envoy goes on by its failure mode")

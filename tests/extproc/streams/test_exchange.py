@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.observe import Metrics
-from extproc.streams.exchange import Exchange, UnexpectedMessage
+from extproc.streams.duplex import Duplex
+from extproc.streams.exchange import Desk, Exchange, UnexpectedMessage
 from extproc.streams.messages import ImmediateResponse, ProcessingRequest, ProcessingResponse
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class Conversation:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.metrics = Metrics(pipeline.pools.values, lambda: 1000.0, lambda: 0.0)
-        self.exchange = Exchange(pipeline, self.metrics, lambda: 5.0, started_s=77)
+        self.exchange = Exchange(Desk(pipeline, self.metrics, lambda: 5.0, started_s=77), Duplex)
 
     def send_headers(
         self, path: str = "/v1/chat/completions", *, method: str = "POST", end: bool = False
@@ -32,12 +33,14 @@ class Conversation:
         for key, value in ((":method", method), (":path", path), ("x-odd", "caf\u00e9")):
             header = message.request_headers.headers.headers.add()
             header.key, header.raw_value = key, value.encode()
-        return ProcessingResponse.FromString(self.exchange.receive(message))
+        (answer,) = self.exchange.receive(message)
+        return ProcessingResponse.FromString(answer)
 
     def send_body(self, body: bytes, *, end: bool = True) -> ProcessingResponse:
         message = ProcessingRequest()
         message.request_body.body, message.request_body.end_of_stream = body, end
-        return ProcessingResponse.FromString(self.exchange.receive(message))
+        (answer,) = self.exchange.receive(message)
+        return ProcessingResponse.FromString(answer)
 
     def sample(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(name, labels)
@@ -147,7 +150,7 @@ def test_what_clients_send_adds_no_series(conversation: Conversation, pipeline: 
     before = len(list(conversation.metrics.registry.collect()))
     for number in range(50):
         one = Conversation(pipeline)
-        one.metrics, one.exchange._metrics = conversation.metrics, conversation.metrics
+        one.exchange = Exchange(Desk(pipeline, conversation.metrics, lambda: 5.0, started_s=77), Duplex)
         one.send_headers()
         one.send_body(CHAT.replace(b'"chat"', f'"model-{number}"'.encode()))
 

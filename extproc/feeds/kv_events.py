@@ -1,0 +1,233 @@
+"""Subscribes to engines' KV events over ZeroMQ, one socket for each endpoint and data-parallel rank.
+
+The transport is vLLM's (``vllm/distributed/kv_events.py``): a PUB socket with frames topic, 8-byte sequence, batch; and, if
+configured, a ROUTER socket that replays from a sequence number on, ending with sequence -1. SGLang speaks the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from extproc.config.rules import parse_address
+from extproc.prefix.kv_events import UnreadableEvents
+from extproc.prefix.kv_index import Source
+from extproc.prefix.kv_stream import KvStream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from extproc.config.types import StaticEndpoint
+    from extproc.observe import Metrics
+    from extproc.pipeline import Pipeline
+    from extproc.scheduling.pool import Pool
+
+log = logging.getLogger(__name__)
+
+_FOLLOW_S: Final = 0.2
+_REPLAY_S: Final = 5.0
+_AGAIN_S: Final = 30.0
+_END: Final = -1
+_HIGH_WATER: Final = 100_000
+
+
+class Publisher(msgspec.Struct, frozen=True):
+    """Where one rank of one engine publishes."""
+
+    server: str
+    address: str
+    rank: int
+    events: str
+    replay: str | None
+    topic: str
+
+
+class KvEventFeed:
+    """Owns one subscription for each publisher that the configuration names."""
+
+    def __init__(self, pipeline: Pipeline, metrics: Metrics) -> None:
+        self._pipeline = pipeline
+        self._metrics = metrics
+
+    async def run(self) -> None:
+        """Until cancelled, follow the configuration."""
+        tasks: dict[Publisher, asyncio.Task[None]] = {}
+        seen: object = None
+        context = zmq.asyncio.Context()
+        ranks: dict[tuple[str, str], dict[int, bool | None]] = {}
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    if seen is not self._pipeline.snapshot:
+                        seen = self._pipeline.snapshot
+                        wanted = {one: pool for pool in self._pipeline.pools.values() for one in publishers_of(pool)}
+                        for gone in tasks.keys() - wanted.keys():
+                            tasks.pop(gone).cancel()
+                        for new in wanted.keys() - tasks.keys():
+                            subscription = _Subscription(new, wanted[new], self._metrics, context, ranks)
+                            tasks[new] = group.create_task(subscription.run())
+                    await asyncio.sleep(_FOLLOW_S)
+        finally:
+            context.destroy(linger=0)
+
+
+def publishers_of(pool: Pool) -> Iterator[Publisher]:
+    """Who publishes KV events for ``pool``."""
+    events = pool.spec.kv_events
+    if events is None:
+        return
+    for endpoint in pool.spec.endpoints:
+        for rank in range(events.data_parallel_size):
+            yield Publisher(
+                pool.name,
+                endpoint.address,
+                rank,
+                _at(endpoint, endpoint.kv_events, events.port, rank),
+                None
+                if events.replay_port is None and endpoint.kv_replay is None
+                else _at(endpoint, endpoint.kv_replay, events.replay_port or 0, rank),
+                events.topic,
+            )
+
+
+def _at(endpoint: StaticEndpoint, own: str | None, port: int, rank: int) -> str:
+    host, port = parse_address(own) if own is not None else (parse_address(endpoint.address)[0], port)
+    return f"tcp://[{host}]:{port + rank}" if ":" in host else f"tcp://{host}:{port + rank}"
+
+
+class _Subscription:
+    """One publisher: connect, read, ask for what was missed."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        pool: Pool,
+        metrics: Metrics,
+        context: zmq.asyncio.Context,
+        ranks: dict[tuple[str, str], dict[int, bool | None]],
+    ) -> None:
+        """``ranks``: how well each rank of each endpoint is known, shared by all subscriptions."""
+        self._publisher = publisher
+        self._ranks = ranks
+        self._pool = pool
+        self._metrics = metrics
+        self._context = context
+        self._stream: KvStream | None = None
+        self._row = -1
+        self._no_replay_until = 0.0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        socket = self._context.socket(zmq.SUB)
+        socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        socket.setsockopt(zmq.SUBSCRIBE, self._publisher.topic.encode())
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        try:
+            socket.connect(self._publisher.events)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watch(monitor, socket))
+                while True:
+                    await self._take(await socket.recv_multipart(), socket)
+        finally:
+            socket.disable_monitor()
+            socket.close(linger=0)
+            self._say(is_whole=None)
+
+    async def _watch(self, monitor: zmq.asyncio.Socket, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            event = await recv_monitor_message(monitor)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                log.info("KV events of %s: disconnected", self._publisher.address)
+                if self._stream is not None:
+                    self._stream.disconnected()
+                self._say(is_whole=None)
+            elif self._publisher.replay is not None:
+                # also what an engine that is silent now has said before
+                await self._replay(0, socket)
+            else:
+                self._say(is_whole=False)
+
+    def _current(self) -> KvStream | None:
+        """The stream into the endpoint's row; a new one if the row changed hands. None: not configured any more."""
+        row, index = self._pool.table.row_of(self._publisher.address), self._pool.knowledge.kv
+        if row is None or index is None:
+            return None
+        if self._stream is None or row != self._row:
+            self._row = row
+            self._stream = KvStream(index, Source(row, self._publisher.rank))
+        return self._stream
+
+    async def _take(self, frames: list[bytes], socket: zmq.asyncio.Socket) -> None:
+        stream = self._current()
+        if stream is None or len(frames) < 2:
+            return
+        number, payload = int.from_bytes(frames[-2], "big", signed=True), frames[-1]
+        try:
+            start = stream.receive(number, payload)
+            if start is not None and not await self._replay(start, socket):
+                stream.missed(number, payload)
+        except UnreadableEvents as error:
+            self._metrics.kv_events(self._publisher.server, "unreadable")
+            log.warning("KV events of %s: %s", self._publisher.address, error)
+            stream.disconnected()
+        self._metrics.kv_events(self._publisher.server, "received")
+        self._say(is_whole=stream.is_whole)
+
+    async def _replay(self, start: int, socket: zmq.asyncio.Socket) -> bool:
+        """Ask for everything from ``start`` on; False if nobody answers."""
+        stream, loop = self._current(), asyncio.get_running_loop()
+        if self._publisher.replay is None or stream is None or loop.time() < self._no_replay_until:
+            return False
+        try:
+            async with asyncio.timeout(_REPLAY_S):
+                messages = await self._ask(self._publisher.replay, start)
+        except TimeoutError:
+            self._no_replay_until = loop.time() + _AGAIN_S
+            self._metrics.kv_events(self._publisher.server, "replay_failed")
+            log.warning("KV events of %s: no replay from %s", self._publisher.address, self._publisher.replay)
+            return False
+        stream.replayed(start, messages)
+        self._metrics.kv_events(self._publisher.server, "replayed")
+        self._say(is_whole=stream.is_whole)
+        await self._drop_old(stream, socket)
+        return True
+
+    async def _ask(self, replay: str, start: int) -> list[tuple[int, bytes]]:
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket.connect(replay)
+            await socket.send_multipart([b"", start.to_bytes(8, "big")])
+            messages: list[tuple[int, bytes]] = []
+            while True:
+                frames = await socket.recv_multipart()
+                number = int.from_bytes(frames[-2], "big", signed=True)
+                if number == _END or not frames[-1]:
+                    return messages
+                messages.append((number, frames[-1]))
+        finally:
+            socket.close(linger=0)
+
+    async def _drop_old(self, stream: KvStream, socket: zmq.asyncio.Socket) -> None:
+        """What came by subscription while the replay brought it, too."""
+        while await socket.poll(0):
+            frames = await socket.recv_multipart()
+            if not stream.is_old(int.from_bytes(frames[-2], "big", signed=True)):
+                await self._take(frames, socket)
+                return
+
+    def _say(self, *, is_whole: bool | None) -> None:
+        row = self._pool.table.row_of(self._publisher.address)
+        if row is not None:
+            # an endpoint of several ranks is known as well as the least known of them
+            ranks = self._ranks.setdefault((self._publisher.server, self._publisher.address), {})
+            ranks[self._publisher.rank] = is_whole
+            states = set(ranks.values())
+            self._pool.knowledge.note_feed(row, is_whole=None if None in states else states == {True})

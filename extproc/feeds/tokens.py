@@ -1,0 +1,159 @@
+"""Prompts to tokens: by the model's own tokenizer files, or by the engines' /tokenize."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from extproc.feeds.chat_template import ChatTemplate, TemplateInvalid
+from extproc.request.model import Api
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from extproc.observe import Metrics
+    from extproc.pipeline import Arrival
+    from extproc.scheduling.pool import Pool
+
+log = logging.getLogger(__name__)
+
+# Beyond this, encoding would hold up other requests: it goes to a thread (the tokenizer lets go of the interpreter).
+_THREAD_BYTES: Final = 16 * 1024
+_KEPT_FIELDS: Final = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+
+
+class TokenizerMissing(Exception):
+    """The tokenizer's files cannot be used."""
+
+
+class Tokenizer(Protocol):
+    """Turns the request's body into the tokens that engines will see; None for what it cannot do."""
+
+    async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
+        """May raise OSError, aiohttp.ClientError, ValueError."""
+        ...
+
+
+class Tokenizers:
+    """One tokenizer for each pool that wants one. Failures never stop a request: the approximate index decides."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._made: dict[str, tuple[str | None, Tokenizer]] = {}
+        self._http: aiohttp.ClientSession | None = None
+        self._is_silent: set[str] = set()
+
+    async def tokens_of(self, arrival: Arrival) -> Sequence[int] | None:
+        """The prompt's tokens, or None if they cannot be had in time."""
+        pool = arrival.pool
+        if arrival.request.api not in {Api.CHAT, Api.COMPLETIONS}:
+            self._metrics.tokenized(pool.name, "unsupported")
+            return None
+        try:
+            async with asyncio.timeout(pool.spec.tokenizer.timeout_s):
+                found = await self._tokenizer(pool).tokens(arrival)
+        except TimeoutError:
+            found, result = None, "timeout"
+        except (aiohttp.ClientError, OSError, ValueError, TokenizerMissing, TemplateInvalid) as error:
+            found, result = None, "failed"
+            if pool.name not in self._is_silent:
+                self._is_silent.add(pool.name)
+                log.warning("prompts for %s cannot be tokenized, the approximate index serves: %s", pool.name, error)
+        else:
+            result = "unsupported" if found is None else "tokenized"
+            self._is_silent.discard(pool.name)
+        self._metrics.tokenized(pool.name, result)
+        return found
+
+    async def close(self) -> None:
+        """Let go of connections."""
+        if self._http is not None:
+            await self._http.close()
+
+    def _tokenizer(self, pool: Pool) -> Tokenizer:
+        path = pool.spec.tokenizer.path
+        made = self._made.get(pool.name)
+        if made is not None and made[0] == path:
+            return made[1]
+        if path is not None:
+            tokenizer: Tokenizer = LocalTokenizer(Path(path))
+        else:
+            if self._http is None:
+                self._http = aiohttp.ClientSession()
+            tokenizer = EngineTokenizer(pool, self._http)
+        self._made[pool.name] = path, tokenizer
+        return tokenizer
+
+
+class LocalTokenizer:
+    """``tokenizer.json`` and ``tokenizer_config.json`` (with the chat template) as Hugging Face writes them."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            # an extra: only who tokenizes here needs it
+            from tokenizers import Tokenizer as FastTokenizer  # noqa: PLC0415
+        except ImportError:
+            raise TokenizerMissing("install the extra: pip install 'attache[tokenizer]'") from None
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise TokenizerMissing(f"there is no {file}; name a model's directory in tokenizer.path, or leave it out")
+        self._tokenizer = FastTokenizer.from_file(str(file))
+        self._template = ChatTemplate.read(directory)
+
+    async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
+        """As vLLM does it: chats through the template, completions with the special tokens that belong at the beginning."""
+        body = msgspec.json.decode(arrival.body)
+        if arrival.request.api is Api.CHAT:
+            return await self._encode(self._template.render(body), special=False)
+        prompt = body.get("prompt")
+        if isinstance(prompt, str):
+            return await self._encode(prompt, special=True)
+        is_tokens = isinstance(prompt, list) and all(isinstance(one, int) for one in prompt)
+        return prompt if is_tokens else None
+
+    async def _encode(self, text: str, *, special: bool) -> Sequence[int]:
+        def encode() -> Sequence[int]:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+            return ids
+
+        return await asyncio.to_thread(encode) if len(text) > _THREAD_BYTES else encode()
+
+
+class EngineTokenizer:
+    """POST /tokenize of the engine with the least to do."""
+
+    def __init__(self, pool: Pool, http: aiohttp.ClientSession) -> None:
+        self._pool = pool
+        self._http = http
+
+    async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
+        """The engine applies its own chat template."""
+        body: dict[str, Any] = msgspec.json.decode(arrival.body)
+        if arrival.request.api is Api.CHAT:
+            asked: dict[str, Any] = {name: body[name] for name in _KEPT_FIELDS if name in body}
+        elif isinstance(body.get("prompt"), str):
+            asked = {"prompt": body["prompt"]}
+        else:
+            return None
+        table = self._pool.table
+        load = np.where(table.is_active, table.in_flight, np.iinfo(np.int64).max)
+        address = table.addresses[int(load.argmin())]
+        payload = json.dumps({"model": arrival.destination.model, **asked}).encode()
+        url = f"http://{address}/tokenize"
+        async with self._http.post(url, data=payload, headers={"content-type": "application/json"}) as answer:
+            answer.raise_for_status()
+            return _decoder.decode(await answer.read()).tokens
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+_decoder: Final = msgspec.json.Decoder(_Tokens)

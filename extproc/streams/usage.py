@@ -1,0 +1,82 @@
+"""Token usage out of an answer that passes in pieces of any size, plain or streamed, without holding the answer.
+
+Usage stands at the end: of the JSON object, or of one of the last events. So the end of what has come since the last line break
+is kept, a few kilobytes, and where the line (or the answer) ends, the last ``"usage": {...}`` in it is read. A quotation mark
+inside of generated text is escaped, so text cannot be mistaken for it.
+"""
+
+from __future__ import annotations
+
+from json import JSONDecodeError, JSONDecoder
+from typing import Any, Final
+
+import msgspec
+
+# Longer than any usage object with all its details, and what engines write after it.
+_KEPT_BYTES: Final = 16 * 1024
+_KEY: Final = b'"usage":'
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens as the engine counted them; None where it did not say."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class UsageReader:
+    """Feed it the pieces of one answer."""
+
+    def __init__(self) -> None:
+        self.usage = Usage()
+        self._line = bytearray()
+
+    def feed(self, piece: bytes) -> None:
+        """The next bytes of the answer."""
+        start = 0
+        while (end := piece.find(b"\n", start)) >= 0:
+            self._keep(piece[start:end])
+            self._read()
+            self._line.clear()
+            start = end + 1
+        self._keep(piece[start:] if start else piece)
+
+    def finish(self) -> Usage:
+        """The answer has ended."""
+        self._read()
+        return self.usage
+
+    def _keep(self, part: bytes) -> None:
+        self._line += part
+        if len(self._line) > 2 * _KEPT_BYTES:
+            del self._line[:-_KEPT_BYTES]
+
+    def _read(self) -> None:
+        at = self._line.rfind(_KEY)
+        if at < 0:
+            return
+        text = self._line[at + len(_KEY) :].lstrip().decode(errors="replace")
+        try:
+            value, _ = _decoder.raw_decode(text)
+        except JSONDecodeError:
+            return
+        if isinstance(value, dict):  # null in every event but the last
+            self.usage = _usage(value)
+
+
+def _usage(found: dict[str, Any]) -> Usage:
+    """Chat and completions' names, or the responses API's."""
+    details = found.get("prompt_tokens_details") or found.get("input_tokens_details") or {}
+    return Usage(
+        prompt_tokens=_count(found.get("prompt_tokens", found.get("input_tokens"))),
+        completion_tokens=_count(found.get("completion_tokens", found.get("output_tokens"))),
+        cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else None,
+    )
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+_decoder: Final = JSONDecoder()

@@ -1,0 +1,79 @@
+"""Usage out of answers in pieces."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.streams.usage import Usage, UsageReader
+
+USAGE = {"prompt_tokens": 12, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}}
+WHOLE = json.dumps(
+    {"choices": [{"message": {"content": 'she said "usage": {"prompt_tokens": 99}'}}], "usage": USAGE, "kv": None}
+).encode()
+STREAM = (
+    b"".join(
+        f"data: {json.dumps(event)}\n\n".encode()
+        for event in (
+            {"choices": [{"delta": {"content": '"usage": {"prompt_tokens": 99}'}}], "usage": None},
+            {"choices": [{"delta": {"content": "x" * 100}}]},
+            {"choices": [], "usage": USAGE},
+        )
+    )
+    + b"data: [DONE]\n\n"
+)
+RESPONSES = (
+    b'data: {"type": "response.completed", "response": {"output": "%s", "usage": {"input_tokens": 5, "input_tokens_details": {"cached_tokens": 2}, "output_tokens": 7, "total_tokens": 12}}}\n\n'
+    % (b"y" * 100_000)
+)
+
+
+def read(body: bytes, cuts: list[int]) -> Usage:
+    reader = UsageReader()
+    edges = sorted({0, *(cut % (len(body) + 1) for cut in cuts), len(body)})
+    for start, end in itertools.pairwise(edges):
+        reader.feed(body[start:end])
+    return reader.finish()
+
+
+@given(st.sampled_from([WHOLE, STREAM]), st.lists(st.integers(0, 1000), max_size=12))
+def test_it_is_found_wherever_the_pieces_end(body: bytes, cuts: list[int]) -> None:
+    assert read(body, cuts) == Usage(12, 3, 8)
+
+
+@given(st.lists(st.integers(0, 101_000), max_size=12))
+def test_the_responses_api_repeats_the_whole_answer_before_it(cuts: list[int]) -> None:
+    assert read(RESPONSES, cuts) == Usage(5, 7, 2)
+
+
+def test_every_byte_by_itself() -> None:
+    reader = UsageReader()
+    for byte in STREAM:
+        reader.feed(bytes([byte]))
+    assert reader.finish() == Usage(12, 3, 8)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"not json",
+        b'"usage":',
+        b'{"usage": [1]}',
+        b'{"usage": {"prompt_tokens": "many"}}',
+        b'{"usage": {"prompt_tok',
+    ],
+)
+def test_what_says_nothing_is_nothing(body: bytes) -> None:
+    assert read(body, []) == Usage()
+
+
+def test_little_is_kept_of_a_long_answer() -> None:
+    reader = UsageReader()
+    for _ in range(1000):
+        reader.feed(b"z" * 50_000)
+    assert len(reader._line) <= 32 * 1024

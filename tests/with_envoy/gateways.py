@@ -1,0 +1,245 @@
+"""Gateways that are configured elsewhere: a real Envoy with ext_proc in full-duplex mode, and engines that tell what reached them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+from aiohttp import web
+
+from bench.processes import Processes, free_ports
+from bench.stack import envoy_command
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+USAGE = b'"usage": {"prompt_tokens": 10, "completion_tokens": 2}'
+
+
+class Engine:
+    """Answers with what it got; on wish a stream, or nothing but a status."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+
+    async def handle(self, http: web.Request) -> web.StreamResponse:
+        body = await http.read()
+        self.requests += 1
+        told = {
+            "served": f"127.0.0.1:{http.transport.get_extra_info('sockname')[1]}",  # type: ignore[union-attr]
+            "method": http.method,
+            "path": http.path,
+            "headers": dict(http.headers),
+            "bytes": len(body),
+            "digest": hashlib.sha256(body).hexdigest(),
+        }
+        pieces = int(http.headers.get("x-pieces", "0"))
+        if not pieces:
+            return web.json_response(told, headers={"x-told": "1"})
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", "x-told": json.dumps(told)})
+        await response.prepare(http)
+        size = int(http.headers.get("x-piece-bytes", "50"))
+        for number in range(pieces):
+            await response.write(b"data: " + f"{number} ".encode() + b"x" * size + b"\n\n")
+        await response.write(b"data: {" + USAGE + b"}\n\ndata: [DONE]\n\n")
+        return response
+
+
+@asynccontextmanager
+async def engines(count: int) -> AsyncIterator[list[str]]:
+    """Their addresses."""
+    runners = []
+    try:
+        addresses = []
+        for _ in range(count):
+            app = web.Application(client_max_size=64 * 1024 * 1024)
+            app.router.add_route("*", "/{path:.*}", Engine().handle)
+            runner = web.AppRunner(app, access_log=None)
+            runners.append(runner)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            addresses.append(f"127.0.0.1:{runner.addresses[0][1]}")
+        yield addresses
+    finally:
+        for runner in runners:
+            await runner.cleanup()
+
+
+def _cluster(kind: str, addresses: Sequence[str]) -> dict[str, Any]:
+    """``original_dst`` reads the header as one address; ``override_host`` the metadata as a list, as Istio does."""
+    if kind == "original_dst":
+        return {
+            "name": "pool",
+            "type": "ORIGINAL_DST",
+            "connect_timeout": "1s",
+            "lb_policy": "CLUSTER_PROVIDED",
+            "original_dst_lb_config": {"use_http_header": True, "http_header_name": "x-gateway-destination-endpoint"},
+        }
+    key = "x-gateway-destination-endpoint"
+    endpoints = [
+        {"endpoint": {"address": {"socket_address": {"address": host, "port_value": int(port)}}}}
+        for host, port in (address.split(":") for address in addresses)
+    ]
+    round_robin = {
+        "name": "envoy.load_balancing_policies.round_robin",
+        "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.load_balancing_policies.round_robin.v3.RoundRobin"
+        },
+    }
+    override = {
+        "@type": "type.googleapis.com/envoy.extensions.load_balancing_policies.override_host.v3.OverrideHost",
+        "override_host_sources": [{"metadata": {"key": "envoy.lb", "path": [{"key": key}]}}],
+        "selected_host_key": {"key": "envoy.lb", "path": [{"key": f"{key}-served"}]},
+        "fallback_policy": {"policies": [{"typed_extension_config": round_robin}]},
+    }
+    policy = {"name": "envoy.load_balancing_policies.override_host", "typed_config": override}
+    return {
+        "name": "pool",
+        "type": "STATIC",
+        "connect_timeout": "1s",
+        "load_assignment": {"cluster_name": "pool", "endpoints": [{"lb_endpoints": endpoints}]},
+        "load_balancing_policy": {"policies": [{"typed_extension_config": policy}]},
+    }
+
+
+def bootstrap(
+    *,
+    listen: int,
+    admin: int,
+    extproc: int,
+    cluster: dict[str, Any],
+    subset: object = None,
+    mode_override: bool = False,
+) -> dict[str, Any]:
+    """An Envoy as the inference extension's gateways set it up."""
+    ext_proc = {
+        "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
+        "grpc_service": {"envoy_grpc": {"cluster_name": "extproc"}},
+        "failure_mode_allow": False,
+        "allow_mode_override": mode_override,
+        "message_timeout": "30s",
+        "processing_mode": {
+            "request_header_mode": "SEND",
+            "response_header_mode": "SEND",
+            "request_body_mode": "FULL_DUPLEX_STREAMED",
+            "response_body_mode": "FULL_DUPLEX_STREAMED",
+            "request_trailer_mode": "SEND",
+            "response_trailer_mode": "SEND",
+        },
+        "metadata_options": {
+            "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
+            "receiving_namespaces": {"untyped": ["envoy.lb"]},
+        },
+    }
+    filters: list[dict[str, Any]] = [{"name": "envoy.filters.http.ext_proc", "typed_config": ext_proc}]
+    if subset is not None:
+        value = {"x-gateway-destination-endpoint-subset": subset}
+        filters.insert(
+            0,
+            {
+                "name": "envoy.filters.http.set_metadata",
+                "typed_config": {
+                    "@type": "type.googleapis.com/envoy.extensions.filters.http.set_metadata.v3.Config",
+                    "metadata": [{"metadata_namespace": "envoy.lb.subset_hint", "value": value}],
+                },
+            },
+        )
+    filters.append(
+        {
+            "name": "envoy.filters.http.router",
+            "typed_config": {"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"},
+        }
+    )
+    retry = {"retry_on": "connect-failure,reset-before-request,503", "num_retries": 3}
+    route = {"match": {"prefix": "/"}, "route": {"cluster": "pool", "timeout": "60s", "retry_policy": retry}}
+    manager = {
+        "@type": "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "gateway",
+        "http_filters": filters,
+        "http_protocol_options": {"enable_trailers": True},
+        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
+    }
+    http2 = {
+        "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
+        "explicit_http_config": {"http2_protocol_options": {}},
+    }
+    at = {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": extproc}}}}
+    picker = {
+        "name": "extproc",
+        "type": "STATIC",
+        "connect_timeout": "1s",
+        "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2},
+        "load_assignment": {"cluster_name": "extproc", "endpoints": [{"lb_endpoints": [at]}]},
+    }
+    chain = {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}
+    listener = {
+        "name": "gateway",
+        "address": {"socket_address": {"address": "127.0.0.1", "port_value": listen}},
+        "filter_chains": [{"filters": [chain]}],
+    }
+    return {
+        "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": admin}}},
+        "static_resources": {"listeners": [listener], "clusters": [picker, cluster]},
+    }
+
+
+def pool_config(addresses: Sequence[str]) -> str:
+    """One ModelServer called ``pool``, and no route: whatever comes goes there."""
+    endpoints = ", ".join(f'{{address: "{address}"}}' for address in addresses)
+    return f"""
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {{name: pool}}
+spec: {{model: base, scrapeInterval: 0s, endpoints: [{endpoints}]}}
+"""
+
+
+@asynccontextmanager
+async def gateway(
+    directory: Path,
+    addresses: Sequence[str],
+    *,
+    kind: str = "original_dst",
+    flags: Sequence[str] = (),
+    subset: object = None,
+    mode_override: bool = False,
+) -> AsyncIterator[tuple[str, str]]:
+    """The URLs of Envoy and of extproc's metrics."""
+    listen, admin, extproc, metrics = free_ports(4)
+    config = directory / "config"
+    config.mkdir(parents=True)
+    (config / "pool.yaml").write_text(pool_config(addresses))
+    bundle = directory / "envoy"
+    bundle.mkdir()
+    text = json.dumps(
+        bootstrap(
+            listen=listen,
+            admin=admin,
+            extproc=extproc,
+            cluster=_cluster(kind, addresses),
+            subset=subset,
+            mode_override=mode_override,
+        )
+    )
+    (bundle / "bootstrap.json").write_text(text)
+    command = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", f"127.0.0.1:{extproc}"]
+    async with Processes(directory) as processes, aiohttp.ClientSession() as http:
+
+        async def answers(url: str) -> bool:
+            try:
+                async with http.get(url) as response:
+                    return response.status == 200
+            except aiohttp.ClientError:
+                return False
+
+        await processes.start("extproc", [*command, "--metrics", f"127.0.0.1:{metrics}", "--pool", "pool", *flags])
+        await eventually(lambda: answers(f"http://127.0.0.1:{metrics}/readyz"))
+        await processes.start("envoy", envoy_command(bundle))
+        await eventually(lambda: answers(f"http://127.0.0.1:{admin}/ready"))
+        yield f"http://127.0.0.1:{listen}", f"http://127.0.0.1:{metrics}"

@@ -1,0 +1,230 @@
+"""The endpoint picker protocol (Gateway API Inference Extension, docs/proposals/004), case by case, through a real Envoy.
+
+From its text: the pick in a header and in metadata, always both and equal; a list of fallbacks where the gateway goes down it;
+the subset hint, present and empty, 503; no ready endpoint, 503; the served endpoint read back; bodies and answers of any
+length in pieces; trailers; requests without a body; health services.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+import grpc
+import httpx
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.waiting import eventually
+from tests.with_envoy.gateways import engines, gateway
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+CHAT = "/v1/chat/completions"
+
+
+def chat(size: int, *, stream: bool = False) -> bytes:
+    messages = [{"role": "user", "content": "z" * size}]
+    return json.dumps({"model": "base", "messages": messages, "stream": stream}).encode()
+
+
+class Standard:
+    """A gateway of each kind over the same two engines."""
+
+    def __init__(self, addresses: list[str], url: str, metrics: str) -> None:
+        self.addresses, self.url, self.metrics = addresses, url, metrics
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["original_dst", "override_host"])
+async def standard(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Standard]:
+    """Two engines behind a gateway that reads one address from the header, or a list from metadata."""
+    flags = ["--duplex-choices", "3"] if request.param == "override_host" else []
+    async with engines(2) as addresses:
+        directory = tmp_path_factory.mktemp(request.param)
+        async with gateway(directory, addresses, kind=request.param, flags=flags) as (url, metrics):
+            yield Standard(addresses, url, metrics)
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def metric(standard: Standard, name: str) -> float:
+    async with httpx.AsyncClient() as http:
+        page = (await http.get(f"{standard.metrics}/metrics")).text
+    return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(name))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2_000, 61_999, 62_000, 62_001, 124_000, 400_000, 10_000_000])
+async def test_bodies_of_any_length_arrive_as_they_were_sent(standard: Standard, size: int) -> None:
+    body = bytes(range(256)) * (size // 256 + 1)
+    body = body[:size]
+    async with httpx.AsyncClient(timeout=60) as http:
+        told = (await http.post(standard.url + "/v1/anything", content=body)).json()
+    assert told["bytes"] == size
+    assert told["digest"] == hashlib.sha256(body).hexdigest()
+    assert told["served"] in standard.addresses
+    # header and engine agree: the pick is where it went
+    assert told["headers"]["x-gateway-destination-endpoint"].split(",")[0] == told["served"]
+
+
+async def test_ten_megabytes_of_prompt_are_read_and_routed(standard: Standard) -> None:
+    body = chat(10_000_000)
+    async with httpx.AsyncClient(timeout=60) as http:
+        told = (await http.post(standard.url + CHAT, content=body)).json()
+    assert told["bytes"] == len(body)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE", "OPTIONS"])
+async def test_requests_without_a_body_get_an_endpoint(standard: Standard, method: str) -> None:
+    async with httpx.AsyncClient() as http:
+        answer = await http.request(method, standard.url + "/v1/models")
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(("pieces", "size"), [(1, 10), (200, 40), (20, 61_990), (8, 200_000)])
+async def test_streamed_answers_pass_unchanged(standard: Standard, pieces: int, size: int) -> None:
+    headers = {"x-pieces": str(pieces), "x-piece-bytes": str(size)}
+    async with httpx.AsyncClient(timeout=60) as http:
+        answer = await http.post(standard.url + CHAT, content=chat(100, stream=True), headers=headers)
+    events = answer.content.split(b"\n\n")
+    assert [event for event in events if event][:-2] == [b"data: %d " % n + b"x" * size for n in range(pieces)]
+    assert events[-2] == b"data: [DONE]"
+
+
+async def test_what_a_client_forged_does_not_reach_the_engine(standard: Standard) -> None:
+    forged = {
+        "x-gateway-destination-endpoint": "127.0.0.1:1",
+        "x-prefiller-host-port": "127.0.0.1:1",
+        "x-encoder-hosts-ports": "127.0.0.1:1",
+        "x-data-parallel-host-port": "127.0.0.1:1",
+        "x-gateway-destination-endpoint-subset": "127.0.0.1:1",
+    }
+    async with httpx.AsyncClient() as http:
+        told = (await http.post(standard.url + CHAT, content=chat(10), headers=forged)).json()
+    assert told["served"] in standard.addresses
+    left = {name.lower() for name in told["headers"]} & set(forged)
+    assert left == {"x-gateway-destination-endpoint"}, "ours"
+
+
+async def test_usage_and_the_served_endpoint_are_read_on_the_way(standard: Standard) -> None:
+    before = await metric(standard, "attache_prompt_tokens_total")
+    async with httpx.AsyncClient() as http:
+        for _ in range(5):
+            await http.post(standard.url + CHAT, content=chat(10, stream=True), headers={"x-pieces": "3"})
+
+    async def is_counted() -> bool:
+        return await metric(standard, "attache_prompt_tokens_total") == before + 50
+
+    await eventually(is_counted)
+    assert await metric(standard, 'attache_answers_total{first_choice="no"') == 0
+
+
+async def test_many_at_once_are_all_served_and_all_let_go(standard: Standard) -> None:
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=50)) as http:
+
+        async def one(number: int) -> int:
+            stream = number % 2 == 0
+            headers = {"x-pieces": "20"} if stream else {}
+            body = chat(1000 * (number % 90), stream=stream)
+            return (await http.post(standard.url + CHAT, content=body, headers=headers)).status_code
+
+        assert set(await asyncio.gather(*(one(number) for number in range(200)))) == {200}
+
+    async def is_idle() -> bool:
+        return await metric(standard, "attache_in_flight") == 0 and await metric(standard, "attache_open_streams") == 0
+
+    await eventually(is_idle)
+
+
+async def test_a_client_that_leaves_frees_its_engine(standard: Standard) -> None:
+    async with httpx.AsyncClient() as http:
+        headers = {"x-pieces": "5000", "x-piece-bytes": "50000"}
+        async with http.stream("POST", standard.url + CHAT, content=chat(10, stream=True), headers=headers) as answer:
+            async for _ in answer.aiter_bytes():
+                break
+
+    async def is_idle() -> bool:
+        return await metric(standard, "attache_in_flight") == 0
+
+    await eventually(is_idle)
+
+
+@pytest.mark.parametrize(
+    ("subset", "expected"),
+    [("{1}", 200), (["{1}"], 200), (["127.0.0.1:1", "{1}"], 200), ([], 503), ("", 503), (["127.0.0.1:1"], 503)],
+)
+async def test_the_subset_hint_is_obeyed(tmp_path: Path, subset: object, expected: int) -> None:
+    async with engines(3) as addresses:
+        hint = json.loads(json.dumps(subset).replace("{1}", addresses[1]))
+        async with gateway(tmp_path, addresses, subset=hint) as (url, _), httpx.AsyncClient() as http:
+            answers = [await http.post(url + CHAT, content=chat(10)) for _ in range(6)]
+    assert {answer.status_code for answer in answers} == {expected}
+    if expected == 200:
+        assert {answer.json()["served"] for answer in answers} == {addresses[1]}
+    else:
+        assert answers[0].json()["error"]["code"] == "no_endpoint"
+
+
+async def test_without_endpoints_there_is_a_503(tmp_path: Path) -> None:
+    async with gateway(tmp_path, []) as (url, _), httpx.AsyncClient() as http:
+        answer = await http.post(url + CHAT, content=chat(10))
+    assert answer.status_code == 503
+    assert answer.json()["error"]["type"] == "service_unavailable_error"
+
+
+async def test_a_dead_first_choice_costs_a_retry_where_the_gateway_goes_down_the_list(tmp_path: Path) -> None:
+    async with engines(1) as addresses:
+        both = [*addresses, "127.0.0.1:1"]
+        flags = ["--duplex-choices", "2"]
+        async with gateway(tmp_path, both, kind="override_host", flags=flags) as (url, _), httpx.AsyncClient() as http:
+            served = [(await http.post(url + CHAT, content=chat(10))).json()["served"] for _ in range(12)]
+    assert set(served) == set(addresses)
+
+
+async def test_conformance_tests_choose_by_header(tmp_path: Path) -> None:
+    async with (
+        engines(3) as addresses,
+        gateway(tmp_path, addresses, flags=["--conformance"]) as (url, _),
+        httpx.AsyncClient() as http,
+    ):
+        for address in addresses * 2:
+            headers = {"test-epp-endpoint-selection": address}
+            answer = await http.post(url + CHAT, content=chat(10), headers=headers)
+            assert answer.json()["served"] == address
+
+
+async def test_answers_need_not_pass_where_the_mode_may_be_overridden(tmp_path: Path) -> None:
+    async with (
+        engines(2) as addresses,
+        gateway(tmp_path, addresses, flags=["--mode-override"], mode_override=True) as (url, metrics),
+        httpx.AsyncClient() as http,
+    ):
+        headers = {"x-pieces": "300"}
+        answer = await http.post(url + CHAT, content=chat(10, stream=True), headers=headers)
+        assert answer.content.count(b"data: ") == 302
+        standard = Standard(addresses, url, metrics)
+
+        async def is_idle() -> bool:
+            return await metric(standard, "attache_in_flight") == 0
+
+        await eventually(is_idle)
+
+
+async def test_health_services_answer_as_the_protocol_says(tmp_path: Path) -> None:
+    async with engines(1) as addresses, gateway(tmp_path, addresses):
+        text = (tmp_path / "envoy" / "bootstrap.json").read_text()
+        clusters = json.loads(text)["static_resources"]["clusters"]
+        at = clusters[0]["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]["address"]["socket_address"]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{at['port_value']}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            for service in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
+                answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Check(health_pb2.HealthCheckRequest(service="other"))
+            assert caught.value.code() == grpc.StatusCode.NOT_FOUND
