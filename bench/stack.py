@@ -34,14 +34,17 @@ class EngineFlags(msgspec.Struct, frozen=True):
     kv_blocks: int | None = None
     stream_headers: str = "immediate"
     adapters: tuple[str, ...] = ()
+    publishes_events: bool = False
 
-    def arguments(self, port: int, seed: int) -> list[str]:
-        """Of the engine on ``port``."""
+    def arguments(self, port: int, seed: int, events: tuple[int, int] | None = None) -> list[str]:
+        """Of the engine on ``port``; ``events``: where it publishes and replays KV events."""
+        published = () if events is None else ("--kv-events-port", events[0], "--kv-replay-port", events[1])
         blocks = [] if self.kv_blocks is None else ["--num-gpu-blocks-override", str(self.kv_blocks)]
         return [
             *("--port", str(port), "--model", MODEL, "--hardware", self.hardware, "--speed", str(self.speed)),
             *("--stream-headers", self.stream_headers, "--seed", str(seed)),
             *blocks,
+            *map(str, published),
             *(word for name in self.adapters for word in ("--lora", name)),
         ]
 
@@ -122,14 +125,19 @@ async def running_stack(
     picker: str = "PrefixAware",
     watch: bool = False,
     gateway: Mapping[str, str] | None = None,
+    more: Mapping[str, object] | None = None,
+    extproc_flags: Sequence[str] = (),
 ) -> AsyncIterator[Stack]:
     """Start it all in ``directory`` and wait until it serves; end it all on the way out. Raises StartFailed.
 
-    ``gateway``: of the GatewayConfig's fields, those that are not to be as they come.
+    ``gateway`` and ``more``: of the GatewayConfig's and the ModelServer's fields, those that are not to be as they come.
     """
-    ports = free_ports(flags.count + 4)
-    envoy_port, admin_port, extproc_port, metrics_port, *engine_ports = ports
+    ports = free_ports(3 * flags.count + 4)
+    envoy_port, admin_port, extproc_port, metrics_port, *rest = ports
+    engine_ports, event_ports = rest[: flags.count], list(zip(*[iter(rest[flags.count :])] * 2, strict=True))
     engines = [f"127.0.0.1:{port}" for port in engine_ports]
+    if flags.publishes_events:
+        more = {**_kv_events(engines, event_ports), **(more or {})}
     gateway = {
         "listen": f"127.0.0.1:{envoy_port}",
         "admin": f"127.0.0.1:{admin_port}",
@@ -139,21 +147,26 @@ async def running_stack(
     envoy_binary()  # without one there is no need to start the rest
     config, bundle = directory / "config", directory / "envoy"
     config.mkdir(parents=True)
-    (config / "attache.yaml").write_text(documents(engines, picker=picker, gateway=gateway, adapters=flags.adapters))
+    text = documents(engines, picker=picker, gateway=gateway, adapters=flags.adapters, more=more)
+    (config / "attache.yaml").write_text(text)
     python = [sys.executable, "-m"]
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
 
         def answers(address: str, path: str) -> _Answers:
             return _Answers(http, f"http://{address}{path}")
 
-        pids = {}
+        pids: dict[str, int] = {}
         for index, port in enumerate(engine_ports):
             name = f"engine-{index}"
-            pids[name] = await processes.start(name, [*python, "bench.engine", *flags.arguments(port, index)])
+            arguments = flags.arguments(port, index, event_ports[index] if flags.publishes_events else None)
+            pids[name] = await processes.start(name, [*python, "bench.engine", *arguments])
         metrics = f"127.0.0.1:{metrics_port}"
         pids["extproc"] = await processes.start(
             "extproc",
-            [*python, "extproc", "--config", str(config), "--listen", gateway["extproc"], "--metrics", metrics],
+            [
+                *(*python, "extproc", "--config", str(config), "--listen", gateway["extproc"], "--metrics", metrics),
+                *extproc_flags,
+            ],
         )
         writer = [*python, "controller", "bundle", "--config", str(config), "--out", str(bundle)]
         pids["bundle"] = await processes.start("bundle", [*writer, "--watch"] if watch else writer)
@@ -174,6 +187,15 @@ async def running_stack(
             pids=pids,
             gateway=gateway,
         )
+
+
+def _kv_events(engines: Sequence[str], ports: Sequence[tuple[int, int]]) -> dict[str, object]:
+    """Fields of a ModelServer whose engines publish KV events, each on ports of its own: they share an address."""
+    endpoints = [
+        {"address": address, "kvEvents": f"127.0.0.1:{events}", "kvReplay": f"127.0.0.1:{replay}"}
+        for address, (events, replay) in zip(engines, ports, strict=True)
+    ]
+    return {"endpoints": endpoints, "kvEvents": {}}
 
 
 class _Answers:

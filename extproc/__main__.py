@@ -9,6 +9,7 @@ from pathlib import Path
 
 import uvloop
 
+from extproc import explain_command
 from extproc.config.load import load_directory
 from extproc.config.mistakes import ConfigInvalid
 from extproc.config.rules import parse_address
@@ -20,7 +21,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0, or 2 for a mistake in configuration or arguments."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        return _check(words[1:]) if words[:1] == ["check"] else _serve(words)
+        if words[:1] == ["check"]:
+            return _check(words[1:])
+        return explain_command.run(words[1:]) if words[:1] == ["explain"] else _serve(words)
     except ConfigInvalid as error:
         print(error, file=sys.stderr)
         print(f"{len(error.mistakes)} to mend", file=sys.stderr)
@@ -43,7 +46,8 @@ def _serve(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="extproc",
         description="Pick the engine for every request that Envoy asks about.",
-        epilog="`extproc check DIR` says every mistake in a configuration directory.",
+        epilog="`extproc check DIR` says every mistake in a configuration directory; `extproc explain` why a request goes "
+        "where it goes.",
     )
     parser.add_argument(
         "--config", type=Path, required=True, metavar="DIR", help="YAML of ModelRoutes and ModelServers"
@@ -74,7 +78,15 @@ def _serve(words: list[str]) -> int:
     )
     other.add_argument("--mode-override", action="store_true", help="the gateway allows it: spare answers the way here")
     other.add_argument("--conformance", action="store_true", help="obey the header test-epp-endpoint-selection")
+    seeing = parser.add_argument_group("seeing what is decided")
+    seeing.add_argument("--decision-log", type=Path, metavar="FILE", help="append a sample of decisions as JSON lines")
+    seeing.add_argument("--decision-sample", type=float, default=0.01, metavar="SHARE", help="default: 0.01")
+    seeing.add_argument(
+        "--debug", action="store_true", help="serve /debug/explain beside the metrics: for trusted networks only"
+    )
     options = parser.parse_args(words)
+    if not 0 <= options.decision_sample <= 1:
+        parser.error("--decision-sample is a share from 0 to 1")
     if min(options.duplex_choices, options.buffered_choices) < 1:
         parser.error("--duplex-choices and --buffered-choices take 1 or more")
     try:
@@ -102,7 +114,17 @@ def _serve(words: list[str]) -> int:
         overrides_mode=options.mode_override,
         conformance=options.conformance,
     )
-    settings = Settings(options.config, options.listen, metrics, drain_s, settle_s, gateway)
+    settings = Settings(
+        config=options.config,
+        listen=options.listen,
+        metrics=metrics,
+        drain_s=drain_s,
+        settle_s=settle_s,
+        gateway=gateway,
+        decision_log=options.decision_log,
+        decision_share=options.decision_sample,
+        shows_reasons=options.debug,
+    )
     try:
         uvloop.run(serve(settings, snapshot))
     except (ListenFailed, OSError) as error:

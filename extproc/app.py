@@ -17,6 +17,8 @@ from aiohttp import web
 from prometheus_client import disable_created_metrics, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from extproc.decision_log import DecisionLog
+from extproc.explain_page import ExplainPage
 from extproc.feeds.directory import DirectoryFeed
 from extproc.feeds.engines import EngineScraper
 from extproc.feeds.kv_events import KvEventFeed
@@ -42,6 +44,11 @@ class Settings(msgspec.Struct, frozen=True):
     drain_s: float
     settle_s: float
     gateway: GatewayOptions = GatewayOptions()
+    # where a share of decisions is written down, if anywhere
+    decision_log: Path | None = None
+    decision_share: float = 0.01
+    # /debug/explain: it shows who has asked what, so it is not for everybody
+    shows_reasons: bool = False
 
 
 async def serve(settings: Settings, snapshot: Snapshot) -> None:
@@ -54,11 +61,15 @@ class App:
 
     def __init__(self, settings: Settings, snapshot: Snapshot) -> None:
         self._settings = settings
-        clock = time.monotonic  # noqa: TID251 - the edge
+        clock = self._clock = time.monotonic  # noqa: TID251 - the edge
         wall_clock = time.time  # noqa: TID251 - the edge
         self._is_ready = False
         self._pipeline = Pipeline(snapshot, rng=random.Random(), ticket_prefix=secrets.token_hex(6))
-        self._metrics = Metrics(lambda: list(self._pipeline.pools.values()), wall_clock, clock)
+        self._log_file = None if settings.decision_log is None else settings.decision_log.open("a")
+        decisions = DecisionLog(
+            self._log_file, share=settings.decision_share, rng=random.Random(), wall_clock=wall_clock
+        )
+        self._metrics = Metrics(lambda: list(self._pipeline.pools.values()), wall_clock, clock, decisions)
         self._feed = DirectoryFeed(settings.config, self._pipeline, self._metrics, settle_s=settings.settle_s)
         self._feed.started_with(snapshot)
         self._kv_events = KvEventFeed(self._pipeline, self._metrics)
@@ -94,6 +105,8 @@ class App:
                     feed.cancel()
         finally:
             await self._tokenizers.close()
+            if self._log_file is not None:
+                self._log_file.close()
             if pages is not None:
                 await pages.cleanup()
 
@@ -108,6 +121,9 @@ class App:
             return None
         app = web.Application()
         app.add_routes([web.get("/metrics", self._show_metrics), web.get("/readyz", self._show_readiness)])
+        if self._settings.shows_reasons:
+            page = ExplainPage(self._pipeline, self._tokenizers.tokens_of, self._clock)
+            app.add_routes([web.post("/debug/explain/{path:.*}", page.show)])
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         host, port = self._settings.metrics

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from extproc.decision_log import DecisionLog
     from extproc.errors import Refusal
     from extproc.pipeline import Decision, Settled
     from extproc.scheduling.pool import Pool
@@ -30,9 +31,14 @@ class Metrics:
     """All series of one extproc process, in a registry of their own."""
 
     def __init__(
-        self, pools: Callable[[], Iterable[Pool]], wall_clock: Callable[[], float], clock: Callable[[], float]
+        self,
+        pools: Callable[[], Iterable[Pool]],
+        wall_clock: Callable[[], float],
+        clock: Callable[[], float],
+        log: DecisionLog | None = None,
     ) -> None:
         """``clock``: the one that endpoint tables go by."""
+        self._log = log
         self.registry = CollectorRegistry()
         self._wall_clock = wall_clock
         self._requests = Counter(
@@ -108,8 +114,14 @@ class Metrics:
         self._open_streams.dec()
         self._stream_seconds.observe(seconds)
 
+    def wants_reasons(self) -> bool:
+        """Whether the next decision is to be explained, for the log."""
+        return self._log is not None and self._log.samples()
+
     def decided(self, decision: Decision, seconds: float) -> None:
         """A request was sent on its way."""
+        if self._log is not None:
+            self._log.decided(decision)
         self._picked.inc()
         picks = self._picks_of.get(decision.server)
         if picks is None:
@@ -137,6 +149,8 @@ class Metrics:
         self._count_answer(settled)
 
     def _count_answer(self, settled: Settled) -> None:
+        if self._log is not None:
+            self._log.settled(settled)
         outcome = settled.outcome
         status_class = f"{outcome.status // 100}xx" if 100 <= outcome.status < 600 else "none"
         first = "yes" if outcome.served == settled.assignment.place.address else "no"

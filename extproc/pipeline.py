@@ -13,6 +13,7 @@ import msgspec
 
 from extproc.endpoints.ledger import release
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownPath
+from extproc.explain import Explanation, explain
 from extproc.learning import Outcome, Sent, learn
 from extproc.prefix.turns import tail_of
 from extproc.protocol import MODELS_PATH
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from extproc.config.types import Snapshot
     from extproc.routing.resolve import ListedModel
     from extproc.scheduling.pickers import MakePicker
-    from extproc.scheduling.pool import Considered
 
 # Access log entries that never come must not pile up: beyond this many, the oldest are given up.
 _MAX_UNSETTLED: Final = 65_536
@@ -77,6 +77,7 @@ class Decision(msgspec.Struct, frozen=True):
     server: str
     assignment: Assignment
     body: bytes | None
+    explanation: Explanation | None = None
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -171,13 +172,20 @@ class Pipeline:
         return Arrival(request, Destination(server, request.model), self._pool(server), head, body)
 
     def dispatch(
-        self, arrival: Arrival, now: float, *, tokens: Sequence[int] | None = None, attachment: Attachment = BUNDLE
+        self,
+        arrival: Arrival,
+        now: float,
+        *,
+        tokens: Sequence[int] | None = None,
+        attachment: Attachment = BUNDLE,
+        wants_reasons: bool = False,
     ) -> Decision:
         """Pick, and count the request as sent; raises a Refusal."""
         request, pool = arrival.request, arrival.pool
-        prompt = _prompt(arrival, tokens)
-        terms = Terms(arrival.head.headers, attachment.choices, attachment.subset)
-        assignment, chain = pool.assign(prompt, terms, now=now, rng=self._rng)
+        terms = Terms(arrival.head.headers, attachment.choices, attachment.subset, wants_reasons)
+        considered = pool.consider(_prompt(arrival, tokens), terms, now=now, rng=self._rng)
+        explanation = explain(considered, pool) if wants_reasons else None
+        assignment, chain = pool.commit(considered, now), considered.expectation.chain
         ticket = self._next_ticket()
         covered = pool.knowledge.index.covered_bytes(len(chain))
         self._sent[ticket] = Sent(
@@ -189,7 +197,7 @@ class Pipeline:
             is_streamed=request.is_streamed,
             sent_at_s=now,
         )
-        return Decision(ticket, arrival.destination.server, assignment, _changed_body(arrival))
+        return Decision(ticket, arrival.destination.server, assignment, _changed_body(arrival), explanation)
 
     def arrive(self, api: Api, head: Head, body: bytes, now: float) -> Decision:
         """Receive and dispatch in one; raises a Refusal."""
@@ -197,10 +205,11 @@ class Pipeline:
 
     def explain(
         self, arrival: Arrival, now: float, *, tokens: Sequence[int] | None = None, attachment: Attachment = BUNDLE
-    ) -> Considered:
+    ) -> Explanation:
         """What would be decided, with every reason, and nothing changed; raises a Refusal."""
         terms = Terms(arrival.head.headers, attachment.choices, attachment.subset, wants_reasons=True)
-        return arrival.pool.consider(_prompt(arrival, tokens), terms, now=now, rng=self._rng)
+        pool = arrival.pool
+        return explain(pool.consider(_prompt(arrival, tokens), terms, now=now, rng=self._rng), pool)
 
     def finish(self, ticket: str) -> None:
         """The request's stream has ended: its endpoint is free of it."""

@@ -11,6 +11,7 @@ import sys
 import uvloop
 
 from bench.engine.hardware import PRESETS
+from bench.engine.publisher import PublisherSettings
 from bench.engine.scheduler import Limits
 from bench.engine.server import EngineServer, Settings
 
@@ -51,6 +52,10 @@ def _read(arguments: list[str] | None) -> Settings:
     parser.add_argument("--default-max-tokens", type=int, default=256, help="of answers whose request names no limit")
     parser.add_argument("--stream-headers", choices=["immediate", "first-token"], default="immediate")
     parser.add_argument("--seed", type=int, default=0)
+    events = parser.add_argument_group("KV events")
+    events.add_argument("--kv-events-port", type=int, help="publish what enters and leaves the cache")
+    events.add_argument("--kv-replay-port", type=int, help="replay what a subscriber has missed")
+    events.add_argument("--kv-events-form", choices=["maps", "arrays"], default="maps", help="vLLM's, new and old")
     options = parser.parse_args(arguments)
     hardware = PRESETS[options.hardware]
     blocks = options.num_gpu_blocks_override or hardware.kv_tokens() // options.block_size
@@ -71,6 +76,14 @@ def _read(arguments: list[str] | None) -> Settings:
         speed=options.speed,
         seed=options.seed,
         headers_first=options.stream_headers == "immediate",
+        events=None
+        if options.kv_events_port is None
+        else PublisherSettings(
+            options.kv_events_port,
+            options.kv_replay_port,
+            f"kv@{options.host}:{options.port}@{options.model}",
+            options.kv_events_form,
+        ),
     )
 
 

@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from bench.engine.journal import Journal
+
 
 class BlockPool:
     """``total`` blocks, every one of them either in use or free; some of the free ones are still known by their hash."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, journal: Journal | None = None) -> None:
+        """``journal`` is told which blocks are forgotten."""
         self.total = total
+        self._journal = journal
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
         self._holders = [0] * total
         self._hash_of: dict[int, int] = {}
@@ -56,11 +60,13 @@ class BlockPool:
         fresh = [self._evict() for _ in range(new)]
         return [*shared, *fresh]
 
-    def name(self, block: int, value: int) -> None:
-        """``block`` is full and known by ``value`` from now on, unless another block is already."""
-        if value not in self._known:
-            self._known[value] = block
-            self._hash_of[block] = value
+    def name(self, block: int, value: int) -> bool:
+        """``block`` is full and known by ``value`` from now on, unless another block is already; whether it is."""
+        if value in self._known:
+            return False
+        self._known[value] = block
+        self._hash_of[block] = value
+        return True
 
     def release(self, blocks: Sequence[int]) -> None:
         """A request lets go of its blocks, given in the order of its text; its tail will be reused first."""
@@ -74,5 +80,7 @@ class BlockPool:
         value = self._hash_of.pop(block, None)
         if value is not None:
             del self._known[value]
+            if self._journal is not None:
+                self._journal.removed(value)
         self._holders[block] = 1
         return block

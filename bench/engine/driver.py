@@ -8,6 +8,7 @@ import random
 from typing import TYPE_CHECKING
 
 from bench.engine.hardware import API_S
+from bench.engine.journal import Journal
 from bench.engine.scheduler import Limits, Request, Scheduler, Token
 from bench.engine.text import answer_words
 
@@ -15,13 +16,18 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from bench.engine.hardware import Hardware
+    from bench.engine.publisher import Publisher
 
 
 class Driver:
     """One engine core. ``speed``: engine seconds in a second of ours."""
 
-    def __init__(self, hardware: Hardware, limits: Limits, *, speed: float, seed: int) -> None:
-        self.scheduler = Scheduler(hardware, limits)
+    def __init__(
+        self, hardware: Hardware, limits: Limits, *, speed: float, seed: int, publisher: Publisher | None = None
+    ) -> None:
+        self._publisher = publisher
+        self._journal = Journal() if publisher is not None else None
+        self.scheduler = Scheduler(hardware, limits, self._journal)
         self.block_size = limits.block_size
         self.speed = speed
         self._rng = random.Random(seed)
@@ -37,7 +43,8 @@ class Driver:
     def new_request(self, prompt: bytes, output_tokens: int, *, model: str) -> Request:
         """A request whose answer will have ``output_tokens`` tokens."""
         words = answer_words(self._rng, output_tokens)
-        return Request(next(self._keys), prompt, words, model=model, block_size=self.block_size)
+        keeps_text = self._journal is not None
+        return Request(next(self._keys), prompt, words, model=model, block_size=self.block_size, keeps_text=keeps_text)
 
     async def tokens(self, request: Request) -> AsyncIterator[Token]:
         """Enter ``request`` and follow its answer. Leaving early aborts it."""
@@ -75,7 +82,10 @@ class Driver:
             await asyncio.sleep(due - loop.time())
             # a machine too slow for this speed must not run after its debts
             due = max(due, loop.time() - 0.1)
-            for token in self.scheduler.end_step(step):
+            tokens = self.scheduler.end_step(step)
+            if self._publisher is not None and self._journal is not None:
+                await self._publisher.publish(self._journal.take())
+            for token in tokens:
                 queue = self._answers.get(token.request.key)
                 if queue is not None:
                     queue.put_nowait(token)

@@ -36,7 +36,13 @@ class Unavailable(msgspec.Struct, frozen=True, tag_field="fault", tag="unavailab
     status: Annotated[int, msgspec.Meta(ge=400, le=599)] = 503
 
 
-Fault = Refuse | Stall | Cut | Unavailable
+class DropEvents(msgspec.Struct, frozen=True, tag_field="fault", tag="drop-events"):
+    """Lose the next ``times`` messages with KV events on their way."""
+
+    times: Count
+
+
+Fault = Refuse | Stall | Cut | Unavailable | DropEvents
 
 
 class Plan:

@@ -17,6 +17,7 @@ from bench.engine.text import BlockHashes, count_tokens
 
 if TYPE_CHECKING:
     from bench.engine.hardware import Hardware
+    from bench.engine.journal import Journal
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -35,7 +36,9 @@ class Request:
     produced when it is done.
     """
 
-    def __init__(self, key: int, prompt: bytes, words: list[str], *, model: str, block_size: int) -> None:
+    def __init__(
+        self, key: int, prompt: bytes, words: list[str], *, model: str, block_size: int, keeps_text: bool = False
+    ) -> None:
         self.key = key
         self.model = model
         self.words = words
@@ -45,7 +48,7 @@ class Request:
         self.cached_tokens: int | None = None
         self.blocks: list[int] = []
         self.named = 0
-        self.text = BlockHashes(model, block_size)
+        self.text = BlockHashes(model, block_size, keeps_text=keeps_text)
         self.text.extend(prompt)
 
     @property
@@ -82,10 +85,12 @@ class Counters(msgspec.Struct):
 class Scheduler:
     """The engine's state. ``begin_step`` says what is computed and for how long, ``end_step`` what came of it."""
 
-    def __init__(self, hardware: Hardware, limits: Limits) -> None:
+    def __init__(self, hardware: Hardware, limits: Limits, journal: Journal | None = None) -> None:
+        """``journal`` is told what enters and leaves the cache; requests must then keep their text."""
         self._hardware = hardware
         self._limits = limits
-        self.pool = BlockPool(limits.num_gpu_blocks)
+        self._journal = journal
+        self.pool = BlockPool(limits.num_gpu_blocks, journal)
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self.counters = Counters()
@@ -198,9 +203,21 @@ class Scheduler:
 
     def _name_full_blocks(self, request: Request) -> None:
         full = min(request.computed // self._limits.block_size, len(request.text.hashes))
-        for index in range(request.named, full):
-            self.pool.name(request.blocks[index], request.text.hashes[index])
+        hashes = request.text.hashes
+        new = [index for index in range(request.named, full) if self.pool.name(request.blocks[index], hashes[index])]
+        if new and self._journal is not None:
+            self._tell(self._journal, request, new)
         request.named = max(request.named, full)
+
+    def _tell(self, journal: Journal, request: Request, new: list[int]) -> None:
+        """Runs of blocks, each with the block before it."""
+        hashes, blocks = request.text.hashes, request.text.blocks
+        start = new[0]
+        for index, following in zip(new, [*new[1:], -1], strict=True):
+            if following != index + 1:
+                parent = hashes[start - 1] if start else None
+                journal.stored(hashes[start : index + 1], parent, blocks[start : index + 1], request.model)
+                start = following
 
     def _produce(self, request: Request) -> Token:
         text = request.words[request.produced]

@@ -23,12 +23,14 @@ from bench.engine.api import (
     responses_job,
 )
 from bench.engine.driver import Driver
-from bench.engine.faults import Fault, Plan, Refuse, Stall
+from bench.engine.faults import DropEvents, Fault, Plan, Refuse, Stall
 from bench.engine.formats import ChatFormat, CompletionFormat, Format, ResponsesFormat, error_body
 from bench.engine.hardware import Hardware
 from bench.engine.metrics import Metrics
+from bench.engine.publisher import Publisher, PublisherSettings
 from bench.engine.scheduler import Limits
 from bench.engine.text import count_tokens
+from bench.engine.tokenize import tokenize
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -54,6 +56,7 @@ class Settings(msgspec.Struct, frozen=True):
     seed: int
     # vLLM sends a stream's headers at once; SGLang and others with the first token, and only then can Envoy still retry.
     headers_first: bool
+    events: PublisherSettings | None = None
 
 
 class EngineServer:
@@ -61,7 +64,15 @@ class EngineServer:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._driver = Driver(settings.hardware, settings.limits, speed=settings.speed, seed=settings.seed)
+        self._publisher = None
+        if settings.events is not None:
+            block_size = settings.limits.block_size
+            self._publisher = Publisher(
+                settings.events, host=settings.host, block_size=block_size, base_model=settings.model
+            )
+        self._driver = Driver(
+            settings.hardware, settings.limits, speed=settings.speed, seed=settings.seed, publisher=self._publisher
+        )
         self._metrics = Metrics(
             self._driver.scheduler, settings.limits, model=settings.model, adapters=list(settings.adapters)
         )
@@ -79,6 +90,7 @@ class EngineServer:
                 web.post("/v1/completions", self._generating(CompletionRequest, completion_job, CompletionFormat)),
                 web.post("/v1/responses", self._generating(ResponsesRequest, responses_job, ResponsesFormat)),
                 web.post("/v1/embeddings", self._embed),
+                web.post("/tokenize", tokenize),
                 web.get("/v1/models", self._list_models),
                 web.get("/health", self._health),
                 web.get("/metrics", self._show_metrics),
@@ -90,9 +102,14 @@ class EngineServer:
         await self._runner.setup()
         await self._listen()
         try:
-            await self._driver.run()
+            async with asyncio.TaskGroup() as tasks:
+                if self._publisher is not None:
+                    tasks.create_task(self._publisher.answer_replays())
+                await self._driver.run()
         finally:
             await self._runner.cleanup()
+            if self._publisher is not None:
+                self._publisher.close()
 
     async def _listen(self) -> None:
         assert self._runner is not None
@@ -212,9 +229,13 @@ class EngineServer:
         try:
             fault = msgspec.json.decode(await http.read(), type=Fault)
         except msgspec.DecodeError as error:
-            return _error(400, f"{error}; faults are refuse, stall, cut and unavailable", "BadRequestError")
+            known = "refuse, stall, cut, unavailable and drop-events"
+            return _error(400, f"{error}; faults are {known}", "BadRequestError")
         if isinstance(fault, Stall):
             self._driver.stall(fault.for_s)
+        elif isinstance(fault, DropEvents):
+            if self._publisher is not None:
+                self._publisher.drop(fault.times)
         elif isinstance(fault, Refuse):
             assert self._site is not None
             await self._site.stop()

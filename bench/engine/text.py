@@ -44,6 +44,12 @@ def _padded(text: bytes) -> bytes:
     return text + b" " * (-len(text) % BYTES_PER_TOKEN)
 
 
+def tokens_of(text: bytes) -> list[int]:
+    """``text`` as token ids: four bytes each."""
+    padded = text + bytes(-len(text) % BYTES_PER_TOKEN)
+    return list(memoryview(padded).cast("I"))
+
+
 def count_tokens(text: bytes) -> int:
     """Tokens of ``text``, at least one."""
     return max(1, -(-len(text) // BYTES_PER_TOKEN))
@@ -52,7 +58,10 @@ def count_tokens(text: bytes) -> int:
 class BlockHashes:
     """Chained hashes of a growing text's full blocks; ``model`` keeps models and adapters apart."""
 
-    def __init__(self, model: str, block_size: int) -> None:
+    def __init__(self, model: str, block_size: int, *, keeps_text: bool = False) -> None:
+        """``keeps_text``: the blocks themselves are kept in ``blocks``."""
+        self.blocks: list[bytes] = []
+        self._keeps_text = keeps_text
         self._bytes_per_block = block_size * BYTES_PER_TOKEN
         self._last = xxhash.xxh3_64_intdigest(model.encode())
         self._pending = bytearray()
@@ -64,8 +73,11 @@ class BlockHashes:
         size = self._bytes_per_block
         filled = len(self._pending) // size
         for start in range(0, filled * size, size):
-            self._last = xxhash.xxh3_64_intdigest(bytes(self._pending[start : start + size]), self._last)
+            block = bytes(self._pending[start : start + size])
+            self._last = xxhash.xxh3_64_intdigest(block, self._last)
             self.hashes.append(self._last)
+            if self._keeps_text:
+                self.blocks.append(block)
         del self._pending[: filled * size]
 
 

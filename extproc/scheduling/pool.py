@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -96,11 +96,8 @@ class Pool:
         view = View(self.table, expectation.demand, facts, now, eligible, terms.choices, terms.wants_reasons)
         return Considered(expectation, view, self.picker.pick(view, rng=rng))
 
-    def assign(
-        self, prompt: Prompt, terms: Terms, *, now: float, rng: random.Random
-    ) -> tuple[Assignment, Sequence[int]]:
-        """Choose endpoints for a prompt and count it as theirs; raises NoEndpoint. Also the prompt's chain of blocks."""
-        considered = self.consider(prompt, terms, now=now, rng=rng)
+    def commit(self, considered: Considered, now: float) -> Assignment:
+        """The request goes where the pick says: count it as theirs."""
         expectation, pick, table = considered.expectation, considered.pick, self.table
         first = pick.rows[0]
         computing = first if pick.prefill_row is None else pick.prefill_row
@@ -115,7 +112,7 @@ class Pool:
         prefill = None
         if pick.prefill_row is not None:
             prefill, work = charge(table, pick.prefill_row, prefill_tokens=work, now=now), 0.0
-        assignment = Assignment(
+        return Assignment(
             place=charge(table, first, prefill_tokens=work, now=now),
             addresses=tuple([table.addresses[row] for row in pick.rows]),
             input_tokens=expectation.input_tokens,
@@ -128,7 +125,6 @@ class Pool:
             stage=pick.stage,
             is_precise=expectation.kv_chains is not None and bool(self.knowledge.whole_feeds >> computing & 1),
         )
-        return assignment, expectation.chain
 
     def _eligible(self, adapter: str | None, subset: Collection[str] | None) -> Bools | None:
         """None: everybody."""

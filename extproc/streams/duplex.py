@@ -141,7 +141,8 @@ class Duplex:
         desk = self._desk
         now = self._decided_at = desk.clock()
         attachment = Attachment(desk.options.duplex_choices, self._allowed(arrival.head))
-        decision = desk.pipeline.dispatch(arrival, now, tokens=tokens, attachment=attachment)
+        reasons = desk.metrics.wants_reasons()
+        decision = desk.pipeline.dispatch(arrival, now, tokens=tokens, attachment=attachment, wants_reasons=reasons)
         self._decision = decision
         answers = [duplex_decision_answer(decision, overrides_mode=desk.options.overrides_mode)]
         if arrival.head.has_body:

@@ -198,7 +198,10 @@ class Buffered:
 
     def _dispatch(self, arrival: Arrival, now: float, tokens: Sequence[int] | None) -> list[bytes]:
         desk = self._desk
-        decision = desk.pipeline.dispatch(arrival, now, tokens=tokens, attachment=self._attachment)
+        reasons = desk.metrics.wants_reasons()
+        decision = desk.pipeline.dispatch(
+            arrival, now, tokens=tokens, attachment=self._attachment, wants_reasons=reasons
+        )
         self._ticket = decision.ticket
         desk.metrics.decided(decision, desk.clock() - now)
         return [decision_answer(decision)]

@@ -1,0 +1,107 @@
+"""KV events over ZeroMQ, as vLLM publishes them (``vllm/distributed/kv_events.py``): PUB for all, ROUTER for what was missed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from bench.engine.journal import Stored
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bench.engine.journal import Removed
+
+_BUFFERED: Final = 10_000
+_END: Final = (-1).to_bytes(8, "big", signed=True)
+
+Form = Literal["maps", "arrays"]
+
+
+class PublisherSettings(msgspec.Struct, frozen=True):
+    """vLLM's ``--kv-events-config``. ``form``: how batches and events are encoded, as old and new versions do."""
+
+    port: int
+    replay_port: int | None
+    topic: str
+    form: Form = "maps"
+
+
+class Publisher:
+    """One engine's events. ``base_model``: requests for another name are an adapter's."""
+
+    def __init__(self, settings: PublisherSettings, *, host: str, block_size: int, base_model: str) -> None:
+        self._settings = settings
+        self._block_size = block_size
+        self._base_model = base_model
+        self._next = 0
+        self._drops = 0
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=_BUFFERED)
+        self._context = zmq.asyncio.Context()
+        self._events = self._context.socket(zmq.PUB)
+        self._events.setsockopt(zmq.SNDHWM, 100_000)
+        self._events.bind(f"tcp://{host}:{settings.port}")
+        self._replay = self._context.socket(zmq.ROUTER)
+        if settings.replay_port is not None:
+            self._replay.bind(f"tcp://{host}:{settings.replay_port}")
+
+    def drop(self, count: int) -> None:
+        """The next messages get lost on their way."""
+        self._drops += count
+
+    async def publish(self, changes: Sequence[Stored | Removed]) -> None:
+        """One message for the changes of one step."""
+        if not changes:
+            return
+        payload = self._encode(changes)
+        number, self._next = self._next, self._next + 1
+        self._sent.append((number, payload))
+        if self._drops:
+            self._drops -= 1
+            return
+        await self._events.send_multipart([self._settings.topic.encode(), number.to_bytes(8, "big"), payload])
+
+    async def answer_replays(self) -> None:
+        """Until cancelled."""
+        if self._settings.replay_port is None:
+            await asyncio.Event().wait()
+        while True:
+            client, *_, start = await self._replay.recv_multipart()
+            first = int.from_bytes(start, "big")
+            for number, payload in list(self._sent):
+                if number >= first:
+                    await self._replay.send_multipart([client, b"", number.to_bytes(8, "big"), payload])
+            await self._replay.send_multipart([client, b"", _END, b""])
+
+    def close(self) -> None:
+        """Let go of the ports."""
+        self._context.destroy(linger=0)
+
+    def _encode(self, changes: Sequence[Stored | Removed]) -> bytes:
+        events = [self._stored(one) if isinstance(one, Stored) else self._removed(one.hashes) for one in changes]
+        if self._settings.form == "arrays":
+            return msgspec.msgpack.encode([0.0, [list(one.values()) for one in events], 0])
+        return msgspec.msgpack.encode({"ts": 0.0, "events": events, "data_parallel_rank": 0})
+
+    def _stored(self, one: Stored) -> dict[str, Any]:
+        adapter = one.model if one.model != self._base_model else None
+        return {
+            "type": "BlockStored",
+            "block_hashes": one.hashes,
+            "parent_block_hash": one.parent,
+            "token_ids": np.frombuffer(one.text, np.uint32).tolist(),
+            "block_size": self._block_size,
+            "lora_id": None,
+            "medium": "GPU",
+            "lora_name": adapter,
+            "extra_keys": [[adapter] if adapter else None for _ in one.hashes],
+        }
+
+    def _removed(self, hashes: list[int]) -> dict[str, Any]:
+        return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU"}

@@ -1,0 +1,188 @@
+"""KV events over real ZeroMQ sockets: from a publisher that restarts, loses messages and replays."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bench.engine.journal import Journal
+from bench.engine.publisher import Form, Publisher, PublisherSettings
+from bench.engine.text import tokens_of
+from bench.processes import free_ports
+from extproc.config.load import load
+from extproc.feeds.kv_events import KvEventFeed
+from extproc.observe import Metrics
+from extproc.pipeline import Pipeline
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from extproc.scheduling.pool import Pool
+
+SIZE = 4
+
+
+class Engine:
+    """A publisher that can be killed and started again on the same ports."""
+
+    def __init__(self, *, replays: bool = True, form: Form = "maps") -> None:
+        self.port, replay = free_ports(2)
+        self.replay = replay if replays else None
+        self._form: Form = form
+        self._journal = Journal()
+        self._publisher: Publisher | None = None
+        self._answering: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        settings = PublisherSettings(self.port, self.replay, "kv@e", self._form)
+        self._publisher = Publisher(settings, host="127.0.0.1", block_size=SIZE, base_model="m")
+        self._answering = asyncio.create_task(self._publisher.answer_replays())
+
+    async def stop(self) -> None:
+        assert self._publisher is not None
+        assert self._answering is not None
+        self._answering.cancel()
+        await asyncio.wait([self._answering])
+        self._publisher.close()
+
+    def drop(self, count: int) -> None:
+        assert self._publisher is not None
+        self._publisher.drop(count)
+
+    async def store(self, text: bytes, *, after: int | None = None) -> None:
+        """One block of text; its hash is its first byte."""
+        assert self._publisher is not None
+        self._journal.stored([text[0]], after, [text], "m")
+        await self._publisher.publish(self._journal.take())
+
+    async def remove(self, value: int) -> None:
+        assert self._publisher is not None
+        self._journal.removed(value)
+        await self._publisher.publish(self._journal.take())
+
+
+def block(letter: str) -> bytes:
+    return letter.encode() * (4 * SIZE)
+
+
+def held(pool: Pool, text: bytes) -> float:
+    """Tokens that the engine holds of ``text``."""
+    kv = pool.knowledge.kv
+    assert kv is not None
+    found = kv.match(kv.keys(tokens_of(text), adapter=None, salt=None), 1e9)
+    return max((one.weighted for one in found), default=0.0)
+
+
+def is_whole(pool: Pool) -> bool:
+    return pool.knowledge.whole_feeds == 1
+
+
+@asynccontextmanager
+async def subscribed(engine: Engine) -> AsyncIterator[tuple[Pool, Metrics]]:
+    replay = "" if engine.replay is None else f', kvReplay: "127.0.0.1:{engine.replay}"'
+    config = f"""
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {{name: s}}
+spec:
+  model: m
+  kvEvents: {{topic: "kv@"}}
+  endpoints: [{{address: "127.0.0.1:1", kvEvents: "127.0.0.1:{engine.port}"{replay}}}]
+"""
+    pipeline = Pipeline(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
+    metrics = Metrics(pipeline.pools.values, lambda: 0.0, lambda: 0.0)
+    task = asyncio.create_task(KvEventFeed(pipeline, metrics).run())
+    try:
+        yield pipeline.pools["s"], metrics
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+@pytest.mark.parametrize("form", ["maps", "arrays"])
+async def test_what_engines_store_and_remove_is_known(form: Form) -> None:
+    engine = Engine(form=form)
+    engine.start()
+    async with subscribed(engine) as (pool, _):
+        await eventually(lambda: is_whole(pool))
+        await engine.store(block("a"))
+        await engine.store(block("b"), after=ord("a"))
+        await eventually(lambda: held(pool, block("a") + block("b")) == 8)
+        await engine.remove(ord("b"))
+        await eventually(lambda: held(pool, block("a") + block("b")) == 4)
+    await engine.stop()
+
+
+async def test_what_was_said_before_we_came_is_replayed() -> None:
+    engine = Engine()
+    engine.start()
+    await engine.store(block("a"))
+    async with subscribed(engine) as (pool, _):
+        await eventually(lambda: held(pool, block("a")) == 4)
+        assert is_whole(pool)
+    await engine.stop()
+
+
+async def test_lost_messages_are_asked_for_again() -> None:
+    engine = Engine()
+    engine.start()
+    async with subscribed(engine) as (pool, metrics):
+        await eventually(lambda: is_whole(pool))
+        await engine.store(block("a"))
+        engine.drop(2)
+        await engine.store(block("b"), after=ord("a"))
+        await engine.store(block("c"), after=ord("b"))
+        await engine.store(block("d"), after=ord("c"))
+        await eventually(lambda: held(pool, block("a") + block("b") + block("c") + block("d")) == 16)
+        assert is_whole(pool)
+        assert (
+            metrics.registry.get_sample_value("attache_kv_events_total", {"server": "s", "result": "replayed"}) or 0
+        ) >= 2
+    await engine.stop()
+
+
+@pytest.mark.parametrize("replays", [True, False])
+async def test_a_restarted_engine_has_an_empty_cache(*, replays: bool) -> None:
+    engine = Engine(replays=replays)
+    engine.start()
+    async with subscribed(engine) as (pool, _):
+        await eventually(lambda: bool(pool.knowledge.partial_feeds | pool.knowledge.whole_feeds))
+        await engine.store(block("a"))
+        await eventually(lambda: held(pool, block("a")) == 4)
+        await engine.stop()
+        await eventually(lambda: held(pool, block("a")) == 0 and not is_whole(pool))
+        engine.start()
+        await eventually(lambda: bool(pool.knowledge.partial_feeds | pool.knowledge.whole_feeds))
+        await engine.store(block("b"))
+        await eventually(lambda: held(pool, block("b")) == 4)
+        assert held(pool, block("a")) == 0
+        assert is_whole(pool)
+    await engine.stop()
+
+
+async def test_without_a_replay_a_gap_is_not_trusted() -> None:
+    engine = Engine(replays=False)
+    engine.start()
+    async with subscribed(engine) as (pool, _):
+        await eventually(lambda: pool.knowledge.partial_feeds == 1)
+        await engine.store(block("a"))
+        await eventually(lambda: is_whole(pool))
+        engine.drop(1)
+        await engine.remove(ord("a"))
+        await engine.store(block("z"))
+        await eventually(lambda: held(pool, block("z")) == 4)
+        assert held(pool, block("a")) == 0, "it may have been removed: it was"
+        assert pool.knowledge.partial_feeds == 1
+    await engine.stop()
+
+
+async def test_nobody_there_leaves_the_approximate_index_to_decide() -> None:
+    engine = Engine()
+    async with subscribed(engine) as (pool, _):
+        await asyncio.sleep(0.5)
+        assert pool.knowledge.whole_feeds == pool.knowledge.partial_feeds == 0

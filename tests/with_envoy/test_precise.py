@@ -1,0 +1,23 @@
+"""KV events end to end: engines publish, extproc predicts, engines report what was really cached."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bench.prediction import measure
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+async def test_predicted_and_reported_cached_tokens_agree_through_restarts_and_lost_messages(tmp_path: Path) -> None:
+    found = await measure(tmp_path, publishes_events=True)
+    assert found.requests >= 300
+    assert found.precise_share > 0.9, "the feed is back after the restart"
+    assert found.within_a_block >= 0.99
+
+
+async def test_without_events_the_approximate_index_is_not_far_off(tmp_path: Path) -> None:
+    found = await measure(tmp_path, publishes_events=False)
+    assert found.precise_share == 0
+    assert found.within_a_block >= 0.7
