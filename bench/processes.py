@@ -113,3 +113,16 @@ def free_ports(count: int) -> list[int]:
     finally:
         for one in sockets:
             one.close()
+
+
+def ports_in_a_row(count: int) -> int:
+    """The first of ``count`` loopback ports that follow each other and that nobody listens on."""
+    while True:
+        (first,) = free_ports(1)
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as one:
+                    one.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first

@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 import yaml
 
-from bench.processes import Processes, free_ports
+from bench.processes import Processes, free_ports, ports_in_a_row
 from extproc.config.types import API_VERSION
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Stack(msgspec.Struct, frozen=True):
     metrics: str
     engines: tuple[str, ...]
     pids: dict[str, int]
-    gateway: Mapping[str, str]
+    gateway: Mapping[str, object]
 
     @property
     def config(self) -> Path:
@@ -90,7 +90,7 @@ def documents(
     engines: Sequence[str],
     *,
     picker: str = "PrefixAware",
-    gateway: Mapping[str, str],
+    gateway: Mapping[str, object],
     adapters: Sequence[str] = (),
     server: str = "llama",
     alias: str = ALIAS,
@@ -124,9 +124,10 @@ async def running_stack(
     *,
     picker: str = "PrefixAware",
     watch: bool = False,
-    gateway: Mapping[str, str] | None = None,
+    gateway: Mapping[str, object] | None = None,
     more: Mapping[str, object] | None = None,
     extproc_flags: Sequence[str] = (),
+    workers: int = 1,
 ) -> AsyncIterator[Stack]:
     """Start it all in ``directory`` and wait until it serves; end it all on the way out. Raises StartFailed.
 
@@ -138,6 +139,11 @@ async def running_stack(
     engines = [f"127.0.0.1:{port}" for port in engine_ports]
     if flags.publishes_events:
         more = {**_kv_events(engines, event_ports), **(more or {})}
+    if workers > 1:
+        # of a row of ports, others may hold some
+        metrics_port = ports_in_a_row(workers)
+        gateway = {"extproc": f"unix:{directory}/extproc", "extprocWorkers": workers, **(gateway or {})}
+        extproc_flags = (*extproc_flags, "--workers", str(workers))
     gateway = {
         "listen": f"127.0.0.1:{envoy_port}",
         "admin": f"127.0.0.1:{admin_port}",
@@ -164,7 +170,8 @@ async def running_stack(
         pids["extproc"] = await processes.start(
             "extproc",
             [
-                *(*python, "extproc", "--config", str(config), "--listen", gateway["extproc"], "--metrics", metrics),
+                *(*python, "extproc", "--config", str(config), "--listen", str(gateway["extproc"])),
+                *("--metrics", metrics),
                 *extproc_flags,
             ],
         )
@@ -174,9 +181,10 @@ async def running_stack(
         pids["envoy"] = await processes.start("envoy", envoy_command(bundle))
         for index, address in enumerate(engines):
             await processes.wait_ready(f"engine-{index}", answers(address, "/health"))
-        await processes.wait_ready("extproc", answers(metrics, "/readyz"))
-        await processes.wait_ready("envoy", answers(gateway["admin"], "/ready"))
-        await processes.wait_ready("envoy", answers(gateway["listen"], f"/v1/models/{ALIAS}"))
+        for number in range(workers):
+            await processes.wait_ready("extproc", answers(f"127.0.0.1:{metrics_port + number}", "/readyz"))
+        await processes.wait_ready("envoy", answers(str(gateway["admin"]), "/ready"))
+        await processes.wait_ready("envoy", answers(str(gateway["listen"]), f"/v1/models/{ALIAS}"))
         yield Stack(
             processes=processes,
             directory=directory,

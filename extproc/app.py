@@ -22,6 +22,9 @@ from extproc.explain_page import ExplainPage
 from extproc.feeds.directory import DirectoryFeed
 from extproc.feeds.engines import EngineScraper
 from extproc.feeds.kv_events import KvEventFeed
+from extproc.feeds.local_bus import LocalBus
+from extproc.feeds.peers import Bus, Peers
+from extproc.feeds.redis_bus import RedisBus
 from extproc.feeds.tokens import Tokenizers
 from extproc.observe import Metrics
 from extproc.pipeline import Pipeline
@@ -30,9 +33,19 @@ from extproc.streams.exchange import Desk, Exchange, GatewayOptions
 from extproc.streams.server import GrpcServer
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from extproc.config.types import Snapshot
 
 log = logging.getLogger(__name__)
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """One of several processes on this machine; ``directory`` holds the sockets between them."""
+
+    number: int
+    workers: int
+    directory: Path
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -49,6 +62,9 @@ class Settings(msgspec.Struct, frozen=True):
     decision_share: float = 0.01
     # /debug/explain: it shows who has asked what, so it is not for everybody
     shows_reasons: bool = False
+    worker: Worker | None = None
+    redis: str | None = None
+    redis_channel: str = "attache"
 
 
 async def serve(settings: Settings, snapshot: Snapshot) -> None:
@@ -64,7 +80,8 @@ class App:
         clock = self._clock = time.monotonic  # noqa: TID251 - the edge
         wall_clock = time.time  # noqa: TID251 - the edge
         self._is_ready = False
-        self._pipeline = Pipeline(snapshot, rng=random.Random(), ticket_prefix=secrets.token_hex(6))
+        origin = secrets.token_hex(6)
+        self._pipeline = Pipeline(snapshot, rng=random.Random(), ticket_prefix=origin)
         self._log_file = None if settings.decision_log is None else settings.decision_log.open("a")
         decisions = DecisionLog(
             self._log_file, share=settings.decision_share, rng=random.Random(), wall_clock=wall_clock
@@ -74,14 +91,15 @@ class App:
         self._feed.started_with(snapshot)
         self._kv_events = KvEventFeed(self._pipeline, self._metrics)
         self._tokenizers = Tokenizers(self._metrics)
-        self._scraper = EngineScraper(self._pipeline, self._metrics, clock=clock, rng=random.Random())
-        desk = Desk(self._pipeline, self._metrics, clock, int(wall_clock()), settings.gateway)
+        self._peers = Peers(self._pipeline, self._metrics, _buses(settings), origin=origin, clock=clock)
+        self._scraper = EngineScraper(
+            self._pipeline, self._metrics, clock=clock, rng=random.Random(), share=self._peers.tell
+        )
+        desk = Desk(self._pipeline, self._metrics, clock, int(wall_clock()), settings.gateway, self._peers)
         self._server = GrpcServer(
-            self._pipeline,
-            self._metrics,
+            desk,
             new_exchange=lambda: Exchange(desk, Duplex),
             tokens_of=self._tokenizers.tokens_of,
-            clock=clock,
         )
 
     async def run(self) -> None:
@@ -96,8 +114,7 @@ class App:
         log.info("listening on %s", self._settings.listen)
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = (self._feed.watch(), self._scraper.run(), self._kv_events.run())
-                feeds = [tasks.create_task(one) for one in running]
+                feeds = [tasks.create_task(one) for one in self._feeds()]
                 await stop.wait()
                 self._is_ready = False
                 await self._drain(stop)
@@ -109,6 +126,12 @@ class App:
                 self._log_file.close()
             if pages is not None:
                 await pages.cleanup()
+
+    def _feeds(self) -> list[Coroutine[None, None, None]]:
+        """What runs beside the server. Of several workers the first asks the engines, for all."""
+        feeds = [self._feed.watch(), self._kv_events.run(), self._peers.run()]
+        worker = self._settings.worker
+        return feeds if worker is not None and worker.number else [*feeds, self._scraper.run()]
 
     async def _drain(self, stop: asyncio.Event) -> None:
         log.info("draining: running streams may take up to %g s", self._settings.drain_s)
@@ -135,6 +158,15 @@ class App:
 
     async def _show_readiness(self, _: web.Request) -> web.Response:
         return web.Response(text="ready\n") if self._is_ready else web.Response(text="not ready\n", status=503)
+
+
+def _buses(settings: Settings) -> list[Bus]:
+    buses: list[Bus] = []
+    if settings.worker is not None:
+        buses.append(LocalBus(settings.worker.directory, settings.worker.number, settings.worker.workers))
+    if settings.redis is not None:
+        buses.append(RedisBus(settings.redis, settings.redis_channel))
+    return buses
 
 
 def _spare_the_collector() -> None:

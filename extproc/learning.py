@@ -49,6 +49,8 @@ class Sent(msgspec.Struct):
     is_streamed: bool
     sent_at_s: float
     is_settled: bool = False
+    # False: another process sent it, and counts it
+    is_ours: bool = True
 
 
 def learn(sent: Sent, outcome: Outcome, now: float) -> None:
@@ -90,7 +92,7 @@ def _count_tokens(sent: Sent, outcome: Outcome) -> None:
     if outcome.cached_tokens is not None:
         sent.pool.reports_cached_tokens = True
     row = sent.pool.table.row_of(outcome.served)
-    if row is not None and outcome.prompt_tokens is not None:
+    if sent.is_ours and row is not None and outcome.prompt_tokens is not None:
         sent.pool.table.prompt_tokens[row] += outcome.prompt_tokens
         sent.pool.table.cached_tokens[row] += outcome.cached_tokens or 0
 

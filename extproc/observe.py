@@ -96,6 +96,10 @@ class Metrics:
             ["server", "result"],
             registry=self.registry,
         )
+        self._shared = Counter(
+            "attache_shared_messages", "Messages between processes.", ["result"], registry=self.registry
+        )
+        self._peers = Gauge("attache_peers", "Other processes that are heard of.", registry=self.registry)
         self._scrapes = Counter(
             "attache_engine_reports", "Readings of engines' metrics.", ["server", "result"], registry=self.registry
         )
@@ -167,6 +171,14 @@ class Metrics:
     def tokenized(self, server: str, result: str) -> None:
         """A prompt was to be turned into tokens."""
         self._tokenized.labels(server, result).inc()
+
+    def shared(self, result: str) -> None:
+        """A message to or from other processes."""
+        self._shared.labels(result).inc()
+
+    def peers(self, count: int) -> None:
+        """Other processes that are heard of."""
+        self._peers.set(count)
 
     def scraped(self, server: str) -> None:
         """An engine has said how it is."""

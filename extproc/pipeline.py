@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from extproc.config.types import Snapshot
     from extproc.routing.resolve import ListedModel
     from extproc.scheduling.pickers import MakePicker
+    from extproc.scheduling.sending import Sending
 
 # Access log entries that never come must not pile up: beyond this many, the oldest are given up.
 _MAX_UNSETTLED: Final = 65_536
@@ -86,6 +87,7 @@ class Settled(msgspec.Struct, frozen=True):
     server: str
     assignment: Assignment
     outcome: Outcome
+    is_ours: bool = True
 
 
 class Pipeline:
@@ -211,6 +213,30 @@ class Pipeline:
         pool = arrival.pool
         return explain(pool.consider(_prompt(arrival, tokens), terms, now=now, rng=self._rng), pool)
 
+    def sent(self, ticket: str) -> Sent | None:
+        """A request that runs."""
+        return self._sent.get(ticket)
+
+    def repeat(self, event: Sending, now: float) -> bool:
+        """Count a request that another process has sent; whether it could be."""
+        pool = self.pools.get(event.server)
+        if pool is None or event.ticket in self._sent:
+            return False
+        assignment = pool.repeat(event, now)
+        if assignment is None:
+            return False
+        self._sent[event.ticket] = Sent(
+            pool=pool,
+            assignment=assignment,
+            chain=event.chain,
+            turn=event.turn,
+            prompt_bytes=event.prompt_bytes,
+            is_streamed=event.is_streamed,
+            sent_at_s=now,
+            is_ours=False,
+        )
+        return True
+
     def finish(self, ticket: str) -> None:
         """The request's stream has ended: its endpoint is free of it."""
         sent = self._sent.pop(ticket, None)
@@ -231,7 +257,7 @@ class Pipeline:
             return None
         sent.is_settled = True
         learn(sent, outcome, now)
-        return Settled(sent.pool.name, sent.assignment, outcome)
+        return Settled(sent.pool.name, sent.assignment, outcome, sent.is_ours)
 
     def _pool(self, server: str) -> Pool:
         pool = self.pools.get(server)

@@ -49,6 +49,7 @@ from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.bootstrap import ENDPOINTS_FOLDER, file_source
 from controller.gateway.envoy_json import address, seconds, typed
+from extproc.config.rules import worker_addresses
 from extproc.config.units import parse_duration_s
 from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE
 
@@ -119,7 +120,7 @@ def extproc_cluster(gateway: GatewayConfigSpec) -> Cluster:
     return Cluster(
         name=EXTPROC_CLUSTER,
         type=ClusterDiscoveryType.STATIC,
-        load_assignment=_assignment(EXTPROC_CLUSTER, [gateway.extproc]),
+        load_assignment=_assignment(EXTPROC_CLUSTER, worker_addresses(gateway.extproc, gateway.extproc_workers)),
         connect_timeout=seconds(1),
         circuit_breakers=_circuit_breakers(),
         # An unready extproc is none at all: what happens then is the failure mode's to say.

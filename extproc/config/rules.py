@@ -91,6 +91,16 @@ def parse_address(text: str) -> tuple[str, int]:
     return str(ip), int(port)
 
 
+def worker_addresses(address: str, workers: int) -> list[str]:
+    """Where the workers listen: the next ports, or numbered socket files; a single one as it is."""
+    if workers == 1:
+        return [address]
+    if address.startswith("unix:"):
+        return [f"{address}.{number}" for number in range(workers)]
+    host, _, port = address.rpartition(":")
+    return [f"{host}:{int(port) + number}" for number in range(workers)]
+
+
 def _check_match(match: StringMatch, path: Path) -> Iterator[Finding]:
     given = [name for name in ("exact", "prefix", "regex") if getattr(match, name) is not None]
     if len(given) != 1:

@@ -192,6 +192,8 @@ class GatewayConfigSpec(_Spec, frozen=True):
     listen: str = "127.0.0.1:8080"
     admin: str = "127.0.0.1:9901"
     extproc: str = "127.0.0.1:9002"
+    # As many processes as `extproc --workers` starts, on consecutive ports (or unix:PATH.0, unix:PATH.1, ...).
+    extproc_workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     # Open: without extproc, Envoy balances over the engines by itself. Close: it answers 503.
     failure_mode: Literal["Open", "Close"] = "Open"
     # The longest that Envoy waits for extproc's answer to one message.

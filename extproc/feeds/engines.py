@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.config.rules import parse_address
-from extproc.endpoints.live import report
+from extproc.endpoints.live import EngineState
 from extproc.endpoints.metrics_text import NAMES, MetricsReader
 from extproc.feeds.http_get import KeptConnection, get_request
+from extproc.sharing import EngineSaid, engine_said
 
 if TYPE_CHECKING:
     import random
@@ -52,7 +53,17 @@ _models_decoder: Final = msgspec.json.Decoder(_Models)
 class EngineScraper:
     """Owns what asks each endpoint of each pool that wants to know."""
 
-    def __init__(self, pipeline: Pipeline, metrics: Metrics, *, clock: Callable[[], float], rng: random.Random) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float],
+        rng: random.Random,
+        share: Callable[[EngineSaid], None] | None = None,
+    ) -> None:
+        """``share`` is told what every engine says, so that others need not ask."""
+        self._share = share
         self._pipeline = pipeline
         self._metrics = metrics
         self._clock = clock
@@ -85,7 +96,14 @@ class EngineScraper:
         for key in polls.keys() - wanted.keys():
             polls.pop(key).stop()
         for key in wanted.keys() - polls.keys():
-            polls[key] = _Poll(wanted[key], key[1], self._metrics, group, clock=self._clock, rng=self._rng)
+            polls[key] = _Poll(
+                wanted[key], key[1], self._metrics, group, clock=self._clock, rng=self._rng, said=self._said
+            )
+
+    def _said(self, event: EngineSaid) -> None:
+        engine_said(self._pipeline, event, self._clock())
+        if self._share is not None:
+            self._share(event)
 
 
 class _Poll:
@@ -100,7 +118,9 @@ class _Poll:
         *,
         clock: Callable[[], float],
         rng: random.Random,
+        said: Callable[[EngineSaid], None],
     ) -> None:
+        self._said = said
         self._pool, self._address = pool, address
         self._metrics, self._group, self._clock, self._rng = metrics, group, clock, rng
         self._host, self._port = parse_address(address)
@@ -172,29 +192,23 @@ class _Poll:
         self._due_s = self._asked_at + self._pause_s * self._rng.uniform(0.9, 1.1) - _TICK_S / 2
 
     def _take(self, body: bytes) -> None:
-        row = self._pool.table.row_of(self._address)
         self._pause_s = self._interval_s
         self._rest()
-        if row is None:
-            return
         if self._asks_models:
             self._models_due_s = self._clock() + _MODELS_EVERY_S
-            self._take_models(row, body)
+            self._take_models(body)
         else:
-            self._take_metrics(row, body)
+            self._take_metrics(body)
 
-    def _take_metrics(self, row: int, page: bytes) -> None:
-        pool, reading = self._pool, self._reader.read(page)
-        report(pool.table, row, reading.state, self._clock())
+    def _take_metrics(self, page: bytes) -> None:
+        reading = self._reader.read(page)
         if reading.has_restarted:
             log.info("engine %s has restarted: its cache is taken to be empty", self._address)
-            pool.knowledge.lost_cache(row)
-        if reading.cache is not None:
-            pool.knowledge.note_cache(row, reading.cache)
-        self._metrics.scraped(pool.name)
+        server = self._pool.name
+        self._said(EngineSaid(server, self._address, reading.state, reading.cache, reading.has_restarted))
+        self._metrics.scraped(server)
 
-    def _take_models(self, row: int, body: bytes) -> None:
-        table = self._pool.table
+    def _take_models(self, body: bytes) -> None:
         with contextlib.suppress(msgspec.DecodeError):  # not OpenAI's list: the engine does not say
             models = frozenset(model.id for model in _models_decoder.decode(body).data)
-            table.set_loras(row, msgspec.structs.replace(table.loras[row], served=models))
+            self._said(EngineSaid(self._pool.name, self._address, EngineState(), models=models))

@@ -8,6 +8,7 @@ a gap by the better of both, one without a feed by the approximate index.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
@@ -145,6 +146,12 @@ class Knowledge:
         self.index.record(row, expectation.chain, now)
         if self.kv is not None and expectation.kv_chains is not None:
             self.kv.speculate(row, expectation.kv_chains, now)
+
+    def last_use_of(self, row: int, chain: Sequence[int], tokens: float) -> float | None:
+        """When the endpoint of ``row`` last used the block with which the first ``tokens`` of a chain end."""
+        length = tokens * self.bytes_per_token
+        blocks = bisect_right(range(len(chain) + 1), length, key=self.index.covered_bytes) - 1
+        return self.index.last_use(row, chain[blocks - 1]) if blocks > 0 else None
 
     def _whole(self, tokens: float, input_tokens: float) -> float:
         """Engines know whole blocks, and always compute the last token."""

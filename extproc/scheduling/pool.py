@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import random
 
     from extproc.config.types import ModelServerSpec
+    from extproc.scheduling.sending import Sending
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -36,6 +37,8 @@ class Assignment(msgspec.Struct, frozen=True):
     cached_since_s: float | None
     tokens_ahead: float
     cost_s: float
+    # of its prefill alone
+    work: float = 0.0
     prefill: Place | None = None
     stage: str = ""
     is_precise: bool = False
@@ -109,11 +112,9 @@ class Pool:
         cached_since_s = self._cached_since(expectation, computing)
         for row in {first, computing}:
             self.knowledge.sent(row, expectation, now)
-        prefill = None
-        if pick.prefill_row is not None:
-            prefill, work = charge(table, pick.prefill_row, prefill_tokens=work, now=now), 0.0
+        place, prefill = self._charge(first, pick.prefill_row, work, now)
         return Assignment(
-            place=charge(table, first, prefill_tokens=work, now=now),
+            place=place,
             addresses=tuple([table.addresses[row] for row in pick.rows]),
             input_tokens=expectation.input_tokens,
             cached_tokens=cached,
@@ -121,10 +122,42 @@ class Pool:
             cached_since_s=cached_since_s,
             tokens_ahead=tokens_ahead,
             cost_s=pick.cost_s,
+            work=work,
             prefill=prefill,
             stage=pick.stage,
             is_precise=expectation.kv_chains is not None and bool(self.knowledge.whole_feeds >> computing & 1),
         )
+
+    def repeat(self, event: Sending, now: float) -> Assignment | None:
+        """Count a request that another process has sent; None if its endpoint is not configured here."""
+        row = self.table.row_of(event.address)
+        prefill_row = None if event.prefill is None else self.table.row_of(event.prefill)
+        if row is None or (event.prefill is not None and prefill_row is None):
+            return None
+        computing = row if prefill_row is None else prefill_row
+        cached_since_s = self.knowledge.last_use_of(computing, event.chain, event.indexed_tokens)
+        for one in {row, computing}:
+            self.knowledge.index.record(one, event.chain, now)
+        place, prefill = self._charge(row, prefill_row, event.work, now)
+        return Assignment(
+            place=place,
+            addresses=(event.address,),
+            input_tokens=event.input_tokens,
+            cached_tokens=event.cached_tokens,
+            indexed_tokens=event.indexed_tokens,
+            cached_since_s=cached_since_s,
+            tokens_ahead=event.tokens_ahead,
+            cost_s=0.0,
+            work=event.work,
+            prefill=prefill,
+        )
+
+    def _charge(self, row: int, prefill_row: int | None, work: float, now: float) -> tuple[Place, Place | None]:
+        """The prefill work goes to who computes it, a request in flight to both."""
+        if prefill_row is None:
+            return charge(self.table, row, prefill_tokens=work, now=now), None
+        prefill = charge(self.table, prefill_row, prefill_tokens=work, now=now)
+        return charge(self.table, row, prefill_tokens=0.0, now=now), prefill
 
     def _eligible(self, adapter: str | None, subset: Collection[str] | None) -> Bools | None:
         """None: everybody."""

@@ -18,8 +18,7 @@ from extproc.protocol import (
 )
 
 if TYPE_CHECKING:
-    from extproc.observe import Metrics
-    from extproc.pipeline import Pipeline
+    from extproc.streams.exchange import Desk
     from extproc.streams.messages import (
         AccessLogCommon,
         Duration,
@@ -29,14 +28,20 @@ if TYPE_CHECKING:
     )
 
 
-def receive_entries(message: StreamAccessLogsMessage, pipeline: Pipeline, metrics: Metrics, now: float) -> None:
-    """Settle every entry of a batch. Entries without a ticket (refusals, balanced without us) teach nothing."""
+def receive_entries(message: StreamAccessLogsMessage, desk: Desk, now: float) -> None:
+    """Settle every entry of a batch. Entries without a ticket (refusals, balanced without us) teach nothing.
+
+    Envoy sends its log to one of several processes: the others are told.
+    """
+    metrics = desk.metrics
     for entry in message.http_logs.log_entry:
         outcome = read_outcome(entry)
-        settled = pipeline.settle(outcome, now) if outcome.ticket else None
+        settled = desk.pipeline.settle(outcome, now) if outcome.ticket else None
+        if desk.peers is not None and outcome.ticket:
+            desk.peers.learned(outcome)
         if settled is None:
             metrics.unmatched_entry(has_ticket=bool(outcome.ticket))
-        else:
+        elif settled.is_ours:
             start = entry.common_properties.start_time
             ended_at = start.seconds + start.nanos * 1e-9 + outcome.duration_s
             metrics.settled(settled, ended_at)

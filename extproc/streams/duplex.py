@@ -85,7 +85,7 @@ class Duplex:
         if self._decision is None:
             return
         self._settle()
-        self._desk.pipeline.finish(self._decision.ticket)
+        self._desk.finish(self._decision.ticket)
 
     def _read_metadata(self, message: ProcessingRequest) -> None:
         subset = read_subset(message)
@@ -151,7 +151,7 @@ class Duplex:
         if self._has_trailers:
             answers.append(CONTINUE_REQUEST_TRAILERS)
         self._pieces.clear()
-        desk.metrics.decided(decision, desk.clock() - now)
+        desk.decided(decision, now)
         return answers
 
     def _allowed(self, head: Head) -> list[str] | None:
@@ -163,7 +163,7 @@ class Duplex:
     def _ended(self, answers: list[bytes], *, is_end: bool) -> list[bytes]:
         if is_end and self._decision is not None:
             self._settle()
-            self._desk.pipeline.finish(self._decision.ticket)
+            self._desk.finish(self._decision.ticket)
         return answers
 
     def _settle(self) -> None:
@@ -176,6 +176,8 @@ class Duplex:
         settled = self._desk.pipeline.settle(outcome, now)
         if settled is not None:
             self._desk.metrics.settled_here(settled)
+        if self._desk.peers is not None:
+            self._desk.peers.learned(outcome)
 
 
 class _Answer:

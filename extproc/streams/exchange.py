@@ -22,7 +22,8 @@ from extproc.streams.head import read_head, read_subset
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from extproc.pipeline import Arrival, Head
+    from extproc.learning import Outcome
+    from extproc.pipeline import Arrival, Decision, Head
     from extproc.request.model import Api
     from extproc.streams.messages import HttpBody, HttpHeaders, ProcessingRequest
 
@@ -45,6 +46,22 @@ class GatewayOptions(msgspec.Struct, frozen=True):
     conformance: bool = False
 
 
+class Peers(Protocol):
+    """The other processes, which count our requests as theirs."""
+
+    def sent(self, decision: Decision) -> None:
+        """A request was decided here."""
+        ...
+
+    def ended(self, ticket: str) -> None:
+        """Its stream is over."""
+        ...
+
+    def learned(self, outcome: Outcome) -> None:
+        """An outcome came here, whoever sent the request."""
+        ...
+
+
 class Desk(msgspec.Struct, frozen=True):
     """What every exchange works with. ``started_s``: Unix time of our start, the age of listed models."""
 
@@ -53,6 +70,19 @@ class Desk(msgspec.Struct, frozen=True):
     clock: Callable[[], float]
     started_s: int
     options: GatewayOptions = GatewayOptions()
+    peers: Peers | None = None
+
+    def decided(self, decision: Decision, began: float) -> None:
+        """A decision is made, and everybody is told."""
+        self.metrics.decided(decision, self.clock() - began)
+        if self.peers is not None:
+            self.peers.sent(decision)
+
+    def finish(self, ticket: str) -> None:
+        """The end of a stream is the end of its request."""
+        self.pipeline.finish(ticket)
+        if self.peers is not None:
+            self.peers.ended(ticket)
 
     def models(self, head: Head) -> bytes | None:
         """The list of models, or one of them, if that is what is asked for; raises a Refusal."""
@@ -163,7 +193,7 @@ class Buffered:
     def close(self) -> None:
         """The end of the stream is the end of the request."""
         if self._ticket is not None:
-            self._desk.pipeline.finish(self._ticket)
+            self._desk.finish(self._ticket)
 
     def _receive_headers(self, message: ProcessingRequest, headers: HttpHeaders) -> list[bytes]:
         head = read_head(headers)
@@ -203,5 +233,5 @@ class Buffered:
             arrival, now, tokens=tokens, attachment=self._attachment, wants_reasons=reasons
         )
         self._ticket = decision.ticket
-        desk.metrics.decided(decision, desk.clock() - now)
+        desk.decided(decision, now)
         return [decision_answer(decision)]

@@ -17,9 +17,8 @@ from extproc.streams.messages import ProcessingRequest, StreamAccessLogsMessage
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from extproc.observe import Metrics
-    from extproc.pipeline import Arrival, Pipeline
-    from extproc.streams.exchange import Exchange
+    from extproc.pipeline import Arrival
+    from extproc.streams.exchange import Desk, Exchange
 
 log = logging.getLogger(__name__)
 
@@ -47,18 +46,15 @@ class GrpcServer:
 
     def __init__(
         self,
-        pipeline: Pipeline,
-        metrics: Metrics,
+        desk: Desk,
         *,
         new_exchange: Callable[[], Exchange],
         tokens_of: Callable[[Arrival], Awaitable[Sequence[int] | None]],
-        clock: Callable[[], float],
     ) -> None:
+        self._desk = desk
         self._tokens_of = tokens_of
-        self._pipeline = pipeline
-        self._metrics = metrics
+        self._metrics = desk.metrics
         self._new_exchange = new_exchange
-        self._clock = clock
         self._open = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -135,7 +131,7 @@ class GrpcServer:
     ) -> bytes:
         while not is_end(message := await context.read()):
             try:
-                receive_entries(message, self._pipeline, self._metrics, self._clock())
+                receive_entries(message, self._desk, self._desk.clock())
             except Exception:
                 # one odd entry must not cut off the log stream and with it all learning
                 log.exception("access log entries could not be read")

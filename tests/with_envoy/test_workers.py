@@ -1,0 +1,75 @@
+"""Several extproc processes behind one Envoy."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+
+from bench.stack import EngineFlags, running_stack
+from bench.workers import measure
+from bench.workload.generate import Conversations
+from tests.waiting import eventually
+from tests.with_envoy.load import Load
+
+PICKED = 'attache_requests_total{outcome="picked"}'
+SHAPE = Conversations(sessions=100, sessions_per_s=5.0, system_prompts=12, system_tokens=3000)
+
+
+def folder(directory: Path, name: str) -> Path:
+    made = directory / name
+    made.mkdir()
+    return made
+
+
+async def test_two_workers_find_as_much_in_caches_as_one(tmp_path: Path) -> None:
+    one = await measure(folder(tmp_path, "one"), 1, shape=SHAPE)
+    two = await measure(folder(tmp_path, "two"), 2, shape=SHAPE)
+    assert one.failed == two.failed == 0
+    assert two.cached_ratio > one.cached_ratio - 0.03
+    assert two.imbalance < one.imbalance + 0.35
+
+
+async def test_a_worker_that_is_killed_costs_nobody_anything_and_comes_back(tmp_path: Path) -> None:
+    flags = EngineFlags(count=3, speed=20.0, stream_headers="first-token")
+    async with running_stack(tmp_path / "stack", flags, workers=2) as stack, httpx.AsyncClient() as http:
+        host, _, first = stack.metrics.removeprefix("http://").partition(":")
+        pages = [f"http://{host}:{int(first) + number}/metrics" for number in range(2)]
+
+        async def value(page: str, name: str) -> float | None:
+            try:
+                text = (await http.get(page)).text
+            except httpx.TransportError:
+                return None
+            found = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name)]
+            return sum(found) if found else None
+
+        async with Load(stack.url) as load:
+
+            async def both_work() -> bool:
+                # Envoy asks for their health once a second, and the first to answer has all until then
+                return all([(await value(page, PICKED) or 0) > 20 for page in pages])
+
+            await eventually(both_work, timeout_s=30)
+            os.kill(workers_of(stack.pids["extproc"])[1], signal.SIGKILL)
+            await load.more(200)
+
+            async def is_back() -> bool:
+                return (await value(pages[1], PICKED) or 0) > 5
+
+            await eventually(is_back, timeout_s=30)
+        assert load.tally.lost == []
+        assert load.tally.cut == 0
+
+        async def all_idle() -> bool:
+            return [await value(page, "attache_in_flight") for page in pages] == [0, 0]
+
+        await eventually(all_idle)
+
+
+def workers_of(supervisor: int) -> list[int]:
+    """The processes that it started, in their order."""
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text()
+    return sorted(map(int, children.split()))

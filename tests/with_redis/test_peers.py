@@ -1,0 +1,154 @@
+"""Processes that share over a bus: Redis between machines, sockets between workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from extproc.config.load import load
+from extproc.feeds.local_bus import LocalBus
+from extproc.feeds.peers import Bus, Peers
+from extproc.feeds.redis_bus import RedisBus
+from extproc.observe import Metrics
+from extproc.pipeline import Decision, Head, Pipeline
+from extproc.request.model import Api
+from tests.extproc.conftest import CONFIG
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.with_redis.conftest import Redis
+
+HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
+
+
+class Process:
+    """A pipeline that tells others and hears them."""
+
+    def __init__(self, name: str, bus: Bus) -> None:
+        self.pipeline = Pipeline(load({"a.yaml": CONFIG}), rng=random.Random(0), ticket_prefix=name)
+        clock = asyncio.get_running_loop().time
+        metrics = Metrics(self.pipeline.pools.values, lambda: 0.0, clock)
+        self.peers = Peers(self.pipeline, metrics, [bus], origin=name, clock=clock)
+        self.task = asyncio.create_task(self.peers.run())
+
+    @property
+    def in_flight(self) -> int:
+        return int(self.pipeline.pools["llama"].table.in_flight.sum())
+
+    def send(self, text: str) -> Decision:
+        body = json.dumps({"model": "chat", "messages": [{"role": "user", "content": text}]}).encode()
+        decision = self.pipeline.arrive(Api.CHAT, HEAD, body, asyncio.get_running_loop().time())
+        self.peers.sent(decision)
+        return decision
+
+    def end(self, decision: Decision) -> None:
+        self.pipeline.finish(decision.ticket)
+        self.peers.ended(decision.ticket)
+
+
+@asynccontextmanager
+async def processes(*buses: Bus) -> AsyncIterator[list[Process]]:
+    made = [Process(f"p{number}", bus) for number, bus in enumerate(buses)]
+    try:
+        yield made
+    finally:
+        for process in made:
+            process.task.cancel()
+        await asyncio.wait([process.task for process in made])
+
+
+async def connected(made: list[Process]) -> None:
+    """Until all hear all: what is said before a subscription stands is lost."""
+
+    for process in made:
+
+        async def all_hear(speaker: Process = process) -> bool:
+            decision = speaker.send("probe")
+            await asyncio.sleep(0.1)
+            heard = all(process.in_flight == 1 for process in made)
+            speaker.end(decision)
+            return heard
+
+        await eventually(all_hear)
+        await eventually(lambda: all(process.in_flight == 0 for process in made))
+
+
+async def test_two_machines_share_over_redis(redis: Redis) -> None:
+    async with processes(*(RedisBus(redis.url, "test") for _ in range(2))) as (one, other):
+        await connected([one, other])
+        decision = one.send("hello")
+        await eventually(lambda: other.in_flight == 1)
+        one.end(decision)
+        await eventually(lambda: other.in_flight == 0)
+
+
+async def test_channels_are_kept_apart(redis: Redis) -> None:
+    async with processes(RedisBus(redis.url, "one"), RedisBus(redis.url, "two")) as (one, other):
+        for _ in range(5):
+            one.send("hello")
+            await asyncio.sleep(0.05)
+        assert other.in_flight == 0
+
+
+async def test_redis_goes_and_comes_back(redis: Redis) -> None:
+    async with processes(*(RedisBus(redis.url, "test") for _ in range(2))) as (one, other):
+        await connected([one, other])
+        redis.stop()
+        decisions = [one.send(f"hello {number}") for number in range(5)]
+        assert one.in_flight == 5, "requests go on"
+        await asyncio.sleep(0.5)
+        for decision in decisions[:3]:
+            one.end(decision)
+        redis.start()
+        await connected_after_a_pause([one, other])
+        for decision in decisions[3:]:
+            one.end(decision)
+        await eventually(lambda: other.in_flight == one.in_flight == 0)
+
+
+async def connected_after_a_pause(made: list[Process]) -> None:
+    """The other hears again; requests that it never heard of stay unknown to it."""
+
+    async def hears() -> bool:
+        before = made[1].in_flight
+        decision = made[0].send("probe")
+        await asyncio.sleep(0.1)
+        heard = made[1].in_flight > before
+        made[0].end(decision)
+        return heard
+
+    await eventually(hears, timeout_s=20)
+
+
+async def test_a_redis_that_is_not_there_harms_nobody() -> None:
+    async with processes(RedisBus("redis://127.0.0.1:1", "test")) as (alone,):
+        decision = alone.send("hello")
+        await asyncio.sleep(0.3)
+        alone.end(decision)
+        assert alone.in_flight == 0
+        assert not alone.task.done()
+
+
+async def test_workers_share_over_sockets(tmp_path: Path) -> None:
+    async with processes(*(LocalBus(tmp_path, number, 3) for number in range(3))) as made:
+        await connected(made)
+        decisions = [process.send("hello") for process in made]
+        await eventually(lambda: all(process.in_flight == 3 for process in made))
+        for process, decision in zip(made, decisions, strict=True):
+            process.end(decision)
+        await eventually(lambda: all(process.in_flight == 0 for process in made))
+
+
+async def test_a_worker_that_dies_leaves_no_requests_behind(tmp_path: Path) -> None:
+    async with processes(*(LocalBus(tmp_path, number, 2) for number in range(2))) as made:
+        await connected(made)
+        made[0].send("hello")
+        await eventually(lambda: made[1].in_flight == 1)
+        made[0].task.cancel()
+        await eventually(lambda: made[1].in_flight == 0)
