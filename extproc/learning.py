@@ -103,7 +103,10 @@ def _learn_bytes_per_token(sent: Sent, outcome: Outcome) -> None:
         low, high = _BYTES_PER_TOKEN_BOUNDS
         knowledge = sent.pool.knowledge
         ratio = min(high, max(low, sent.prompt_bytes / tokens))
-        knowledge.bytes_per_token *= (ratio / knowledge.bytes_per_token) ** _WEIGHT
+        # the first answer says more than what was assumed
+        weight = max(_WEIGHT, 1 / (1.25 + knowledge.ratio_samples))
+        knowledge.ratio_samples += 1
+        knowledge.bytes_per_token *= (ratio / knowledge.bytes_per_token) ** weight
         knowledge.fit_blocks()
 
 

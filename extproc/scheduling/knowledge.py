@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 INITIAL_BYTES_PER_TOKEN: Final = 4.0
 # About what an 80 GB GPU with an 8B model, or four with a 70B one, hold; corrected by what engines report.
 _INITIAL_CACHE_TOKENS: Final = 400_000
+# For so many requests the index in blocks of the old size is asked, too.
+_PREVIOUS_USES: Final = 2000
 _BLOCK_BYTES_BOUNDS: Final = (32, 512)
 
 
@@ -65,7 +67,10 @@ class Knowledge:
 
     def __init__(self) -> None:
         self.bytes_per_token = INITIAL_BYTES_PER_TOKEN
+        self.ratio_samples = 0
         self.index = self._new_index(FIRST_BLOCK_BYTES)
+        self._previous: PrefixIndex | None = None
+        self._previous_uses = 0
         self.turns = Turns()
         self.kv: KvIndex | None = None
         # bit masks of endpoints by the state of their feed of KV events
@@ -77,6 +82,8 @@ class Knowledge:
     def forget(self, row: int) -> None:
         """The endpoint of ``row`` is gone."""
         self.index.forget(row)
+        if self._previous is not None:
+            self._previous.forget(row)
         self._caches.pop(row, None)
         self.note_feed(row, is_whole=None)
         if self.kv is not None:
@@ -94,6 +101,8 @@ class Knowledge:
     def lost_cache(self, row: int) -> None:
         """The engine of ``row`` has begun anew, with an empty cache."""
         self.index.forget(row)
+        if self._previous is not None:
+            self._previous.forget(row)
         cache = self._caches.get(row)
         if cache is not None:
             self.index.set_capacity(row, cache.total_tokens * self.bytes_per_token)
@@ -117,6 +126,8 @@ class Knowledge:
         size = min(high, max(low, 1 << round(math.log2(max(wanted, 1.0)))))
         current = self.index.first_block_bytes
         if size != current and not current / 1.6 < wanted < current * 1.6:
+            # what was sent so far is still known in blocks of the old size
+            self._previous, self._previous_uses = self.index, _PREVIOUS_USES
             self.index = self._new_index(size)
             self.turns = Turns()
             for row, cache in self._caches.items():
@@ -137,6 +148,8 @@ class Knowledge:
             holders = rows_in(match.holders, rows)
             indexed[holders] = cached[holders] = self._whole(held_bytes / self.bytes_per_token, input_tokens)
         self._add_turns(prompt, matches, chain, cached, input_tokens)
+        if self._previous is not None:
+            self._add_previous(self._previous, prompt.text, seed, cached, input_tokens)
         kv_chains = self._add_precise(prompt, cached, input_tokens, now)
         work = prefill_work(input_tokens - cached, cached)
         return Expectation(chain, kv_chains, matches, input_tokens, indexed, Demand(cached, work))
@@ -172,6 +185,15 @@ class Knowledge:
                 tail, answer = self.turns.continued(row, chain[match.blocks - 1], view[covered:])
                 if tail or answer:
                     cached[row] = self._whole((covered + tail + answer) / self.bytes_per_token, input_tokens)
+
+    def _add_previous(self, previous: PrefixIndex, text: bytes, seed: str, cached: Floats, input_tokens: float) -> None:
+        for match in previous.match(hash_blocks(text, seed, previous.first_block_bytes)):
+            holders = rows_in(match.holders, cached.size)
+            held = self._whole(previous.covered_bytes(match.blocks) / self.bytes_per_token, input_tokens)
+            cached[holders] = np.maximum(cached[holders], held)
+        self._previous_uses -= 1
+        if not self._previous_uses:
+            self._previous = None
 
     def _add_precise(
         self, prompt: Prompt, cached: Floats, input_tokens: float, now: float

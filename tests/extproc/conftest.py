@@ -19,6 +19,7 @@ kind: ModelServer
 metadata: {name: llama}
 spec:
   model: llama-3.1-8b
+  scrapeInterval: 0s
   endpoints: [{address: "10.0.0.1:8000"}, {address: "10.0.0.2:8000"}, {address: "10.0.0.3:8000"}]
 ---
 apiVersion: attache.dev/v1alpha1

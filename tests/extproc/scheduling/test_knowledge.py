@@ -47,6 +47,18 @@ def test_blocks_of_text_follow_the_engines_blocks_of_tokens() -> None:
     assert knowledge.index.first_block_bytes == 32
 
 
+def test_what_was_sent_before_the_blocks_changed_is_still_known() -> None:
+    knowledge, table = Knowledge(), table_of(2)
+    prompt = Prompt(b"a" * 2000, "m")
+    knowledge.sent(1, knowledge.expect(prompt, table, 0.0), 0.0)
+    knowledge.bytes_per_token = 1.0
+    knowledge.note_cache(0, CacheConfig(32, 100_000))
+    assert knowledge.index.first_block_bytes == 32
+    assert cached(knowledge, table, Prompt(b"a" * 2000 + b"b" * 100, "m")) == [0.0, 1920.0]
+    knowledge.forget(1)
+    assert cached(knowledge, table, Prompt(b"a" * 2000 + b"b" * 100, "m")) == [0.0, 0.0]
+
+
 def test_capacity_is_what_the_engine_says() -> None:
     knowledge, table = Knowledge(), table_of(1)
     knowledge.note_cache(0, CacheConfig(32, 16_384 // 4 * 10))

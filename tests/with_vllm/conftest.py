@@ -1,0 +1,196 @@
+"""Real vLLM engines on the CPU behind a real Envoy. ``make test-vllm`` installs what they need and names their Python."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import msgspec
+import pytest
+import pytest_asyncio
+import yaml
+
+from bench.prediction import Outcome, read_outcomes
+from bench.processes import Processes, free_ports
+from bench.stack import envoy_command
+from extproc.config.types import API_VERSION
+from tests.waiting import eventually
+from tests.with_vllm.model import NAME, adapter_script, write_model
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+BLOCK = 32
+_UP_S = 240
+
+
+class Engines(msgspec.Struct, frozen=True):
+    """Two engines: their addresses, where they publish and replay KV events, and the model's directory."""
+
+    addresses: tuple[str, str]
+    events: tuple[int, ...]
+    replays: tuple[int, ...]
+    model: Path
+    adapter: Path
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The Python that has vLLM."""
+    python = os.environ.get("ATTACHE_VLLM", "")
+    if not python:
+        pytest.skip(
+            "NOT TESTED WITH VLLM: run `make test-vllm`, which installs it (3 GB), or set ATTACHE_VLLM to its Python"
+        )
+    return python
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engines(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engines]:
+    """One after the other: two that start at once take twice as long on two cores."""
+    directory = tmp_path_factory.mktemp("vllm")
+    model, adapter = directory / "model", directory / "adapter"
+    write_model(model)
+    adapter.mkdir()
+    writing = await asyncio.create_subprocess_exec(vllm_python, *adapter_script(adapter))
+    assert await writing.wait() == 0
+    ports, events, replays = (tuple(free_ports(2)) for _ in range(3))
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    }
+    async with Processes(directory) as processes, httpx.AsyncClient() as http:
+        for number, port in enumerate(ports):
+            command = _command(vllm_python, model, port, events[number], replays[number])
+            await processes.start(f"vllm-{number}", ["env", *(f"{k}={v}" for k, v in environment.items()), *command])
+
+            async def is_up(port: int = port) -> bool:
+                try:
+                    return (await http.get(f"http://127.0.0.1:{port}/health")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            try:
+                await eventually(is_up, timeout_s=_UP_S)
+            except TimeoutError:
+                tail = (directory / f"vllm-{number}.log").read_text()[-3000:]
+                pytest.fail(f"vLLM is not up after {_UP_S} s; its log ends so:\n{tail}")
+        addresses = (f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}")
+        yield Engines(addresses, events, replays, model, adapter)
+
+
+def _command(python: str, model: Path, port: int, events: int, replay: int) -> list[str]:
+    published = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{events}",
+        "replay_endpoint": f"tcp://*:{replay}",
+        "topic": f"kv@127.0.0.1:{port}@{NAME}",
+    }
+    flags = {
+        "--model": model,
+        "--served-model-name": NAME,
+        "--load-format": "dummy",
+        "--dtype": "bfloat16",
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--max-model-len": 8192,
+        "--block-size": BLOCK,
+        "--num-gpu-blocks-override": 2048,
+        "--kv-cache-memory-bytes": 268_435_456,
+        "--max-num-batched-tokens": 2048,
+        "--max-num-seqs": 64,
+        "--max-loras": 2,
+        "--max-cpu-loras": 4,
+        "--max-lora-rank": 8,
+        "--kv-events-config": json.dumps(published),
+    }
+    switches = ["--enforce-eager", "--enable-prompt-tokens-details", "--enable-lora"]
+    words = [str(word) for pair in flags.items() for word in pair]
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *words, *switches]
+
+
+class Gateway(msgspec.Struct, frozen=True):
+    """Envoy and extproc in front of the engines."""
+
+    url: str
+    metrics: str
+    log: Path
+
+    async def outcomes(self, count: int) -> Sequence[Outcome]:
+        """What came of the first ``count`` requests."""
+
+        async def are_there() -> bool:
+            return self.log.exists() and len(read_outcomes(self.log)) >= count
+
+        await eventually(are_there, timeout_s=20)
+        return read_outcomes(self.log)
+
+    async def metric(self, name: str) -> float:
+        """The sum of a family's series."""
+        async with httpx.AsyncClient() as http:
+            page = (await http.get(f"{self.metrics}/metrics")).text
+        return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(name))
+
+
+@asynccontextmanager
+async def gateway(directory: Path, engines: Engines, *, precise: bool) -> AsyncIterator[Gateway]:
+    """``precise``: by KV events and the model's own tokenizer."""
+    listen, admin, grpc, metrics = free_ports(4)
+    endpoints = [{"address": address} for address in engines.addresses]
+    server = {"model": NAME, "scrapeInterval": "200ms", "endpoints": endpoints}
+    if precise:
+        server.update({"kvEvents": {}, "tokenizer": {"path": str(engines.model), "timeout": "2s"}})
+        for endpoint, events, replay in zip(endpoints, engines.events, engines.replays, strict=True):
+            endpoint.update({"kvEvents": f"127.0.0.1:{events}", "kvReplay": f"127.0.0.1:{replay}"})
+    at = {"listen": f"127.0.0.1:{listen}", "admin": f"127.0.0.1:{admin}", "extproc": f"127.0.0.1:{grpc}"}
+    rule = {"targetModels": [{"modelServerName": "tiny"}]}
+    documents = [
+        _document("ModelServer", "tiny", server),
+        _document("ModelRoute", "tiny", {"modelName": "chat", "loraAdapters": ["sql"], "rules": [rule]}),
+        _document("GatewayConfig", "gateway", dict(at)),
+    ]
+    config, bundle, log = directory / "config", directory / "envoy", directory / "decisions.jsonl"
+    config.mkdir(parents=True)
+    (config / "all.yaml").write_text(yaml.safe_dump_all(documents))
+    python = [sys.executable, "-m"]
+    flags = ["--metrics", f"127.0.0.1:{metrics}", "--decision-log", str(log), "--decision-sample", "1"]
+    async with Processes(directory) as processes, httpx.AsyncClient() as http:
+
+        async def is_there(url: str) -> bool:
+            try:
+                return (await http.get(url)).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        await processes.start(
+            "extproc", [*python, "extproc", "--config", str(config), "--listen", at["extproc"], *flags]
+        )
+        await eventually(lambda: is_there(f"http://127.0.0.1:{metrics}/readyz"), timeout_s=30)
+        writer = [*python, "controller", "bundle", "--config", str(config), "--out", str(bundle)]
+        await processes.start("bundle", writer)
+        await eventually((bundle / "bootstrap.json").is_file, timeout_s=30)
+        await processes.start("envoy", envoy_command(bundle))
+        await eventually(lambda: is_there(f"http://{at['listen']}/v1/models/chat"), timeout_s=30)
+        made = Gateway(f"http://{at['listen']}", f"http://127.0.0.1:{metrics}", log)
+
+        async def have_reported() -> bool:
+            return await made.metric("attache_engine_reports_total") >= 4
+
+        await eventually(have_reported, timeout_s=30)
+        await asyncio.sleep(1.0)  # for replays of KV events
+        yield made
+
+
+def _document(kind: str, name: str, spec: dict[str, object]) -> dict[str, object]:
+    return {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": spec}
