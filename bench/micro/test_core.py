@@ -7,15 +7,25 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import pytest
 
-from bench.stack import ALIAS, documents
+from bench.stack import ALIAS, MODEL, ROOT, documents
 from bench.workload.text import text_of
 from extproc.config.load import load
+from extproc.config.types import ModelServerSpec
+from extproc.endpoints.ledger import prefill_work
+from extproc.endpoints.table import EndpointTable
 from extproc.pipeline import Head, Pipeline
 from extproc.prefix.hashing import hash_blocks
+from extproc.prefix.kv_events import Stored
+from extproc.prefix.kv_index import KvIndex, Source
 from extproc.request.model import Api
 from extproc.request.openai import parse
+from extproc.scheduling.picker import Demand, RequestFacts, View
+from extproc.scheduling.picker_config import read_picker_text
+from extproc.scheduling.pickers import make_picker
+from extproc.scheduling.registry import installed
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
@@ -54,3 +64,59 @@ def test_a_whole_decision(benchmark: BenchmarkFixture, size: int, endpoints: int
         return decision.server
 
     assert benchmark(decide) == "llama"
+
+
+def view_over(endpoints: int) -> View:
+    """Endpoints with some load and some cached prefixes, as they are in the middle of a day."""
+    table, rng = EndpointTable(), np.random.default_rng(0)
+    table.replace(f"10.{number // 62500}.{number // 250 % 250}.{number % 250 + 1}:8000" for number in range(endpoints))
+    rows = table.is_active.size
+    table.in_flight[:] = rng.integers(0, 40, rows) * table.is_active
+    table.waiting[:], table.running[:] = rng.integers(0, 5, rows), rng.integers(0, 40, rows)
+    table.kv_usage[:], table.backlog_tokens[:] = rng.random(rows), rng.random(rows) * 50_000
+    table.seen_at_s[:] = 0.0
+    cached = np.where(rng.random(rows) < 0.2, 1500.0, 0.0)
+    return View(table, Demand(cached, prefill_work(2000.0 - cached, cached)), RequestFacts("m", 2000.0), 0.1)
+
+
+@pytest.mark.parametrize("endpoints", [10, 100, 1000])
+@pytest.mark.parametrize("policy", ["default", "llm-d default", "llm-d token load"])
+def test_pick(benchmark: BenchmarkFixture, policy: str, endpoints: int) -> None:
+    picker = make_picker(ModelServerSpec(model="m", endpoints=()), {})
+    if policy != "default":
+        file = ROOT / "bench/policies" / f"{policy.replace(' ', '-')}.yaml"
+        picker = read_picker_text(file.name, file.read_text(), installed()).picker
+    view, rng = view_over(endpoints), random.Random(0)
+    assert benchmark(lambda: picker.pick(view, rng=rng)).rows
+
+
+def test_four_hundred_kilobytes_against_warm_prefixes_on_100_endpoints(benchmark: BenchmarkFixture) -> None:
+    engines = [f"10.0.0.{number + 1}:8000" for number in range(100)]
+    pipeline = Pipeline(
+        load({"all.yaml": documents(engines, gateway={}).encode()}), rng=random.Random(0), ticket_prefix="t"
+    )
+    # a fifth of the endpoints hold some of it, each as far as another
+    long = body(400_000)
+    for share in range(1, 21):
+        request = parse(Api.CHAT, body(400_000 * share // 20))
+        knowledge = pipeline.pools["llama"].knowledge
+        knowledge.index.record(share, hash_blocks(request.prompt, MODEL), 0.0)
+
+    def decide() -> str:
+        decision = pipeline.arrive(Api.CHAT, HEAD, long, 0.0)
+        pipeline.finish(decision.ticket)
+        return decision.server
+
+    assert benchmark(decide) == "llama"
+
+
+def test_tokens_of_a_hundred_thousand_against_the_precise_index(benchmark: BenchmarkFixture) -> None:
+    index, tokens = KvIndex(), list(range(100_000))
+    for row in range(20):
+        known = tokens[: 16 * (312 * (row + 1))]
+        index.apply(Source(row), [Stored(tuple(range(len(known) // 16)), None, tuple(known), 16)])
+
+    def match() -> int:
+        return len(index.match(index.keys(tokens, adapter=None, salt=None), 0.0))
+
+    assert benchmark(match) == 20
