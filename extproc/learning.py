@@ -10,7 +10,7 @@ import msgspec
 from extproc.endpoints.learning import learn_prefill_rate, note_failure, note_success
 from extproc.endpoints.ledger import prefill_work
 from extproc.endpoints.live import note_latency
-from extproc.prefix.turns import Turn
+from extproc.prefix.turns import Tail, Turn
 from extproc.scheduling.pool import Assignment, Pool
 
 _WEIGHT: Final = 0.05
@@ -44,7 +44,8 @@ class Sent(msgspec.Struct):
     pool: Pool
     assignment: Assignment
     chain: Sequence[int]
-    turn: Turn
+    # the prompt beyond its whole blocks
+    tail: Tail
     prompt_bytes: int
     is_streamed: bool
     sent_at_s: float
@@ -85,7 +86,7 @@ def _learn_turn(sent: Sent, outcome: Outcome) -> None:
     if row is not None and outcome.completion_tokens:
         knowledge = sent.pool.knowledge
         answer_bytes = outcome.completion_tokens * knowledge.bytes_per_token
-        knowledge.turns.ended(row, sent.chain, Turn(sent.turn.tail, sent.turn.tail_bytes, answer_bytes))
+        knowledge.turns.ended(row, sent.chain, Turn(sent.tail, answer_bytes))
 
 
 def _count_tokens(sent: Sent, outcome: Outcome) -> None:

@@ -88,7 +88,7 @@ def sending_of(decision: Decision, pipeline: Pipeline) -> Sending | None:
         address=assignment.place.address,
         prefill=None if assignment.prefill is None else assignment.prefill.address,
         chain=list(sent.chain),
-        turn=sent.turn,
+        tail=sent.tail,
         prompt_bytes=sent.prompt_bytes,
         is_streamed=sent.is_streamed,
         input_tokens=assignment.input_tokens,

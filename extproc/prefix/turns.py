@@ -14,48 +14,54 @@ import msgspec
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 # Turns remembered over all endpoints, some 300 bytes each.
 _MOST_TURNS: Final = 20_000
 _WEIGHT: Final = 0.1
 
 
+class Tail(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a prompt that no whole block covers: a digest of it, and its length."""
+
+    digest: int
+    length: int
+
+
 class Turn(msgspec.Struct, frozen=True):
     """A served prompt beyond its last whole block, and the answer's size in bytes of text."""
 
-    tail: int
-    tail_bytes: int
+    tail: Tail
     answer_bytes: float
 
 
+_NONE: Final[dict[int, Turn]] = {}
+
+
 class Turns:
-    """Ended turns by the last whole block of their prompt and the endpoint (row) that served them."""
+    """Ended turns by the last whole block of their prompt, and the endpoints (rows) that served them."""
 
     def __init__(self) -> None:
         self.answer_share = 1.0
-        self._turns: OrderedDict[tuple[int, int], Turn] = OrderedDict()
+        self._turns: OrderedDict[int, dict[int, Turn]] = OrderedDict()
 
     def ended(self, row: int, chain: Sequence[int], prompt: Turn) -> None:
         """The endpoint has answered the prompt of ``chain``, which was made into a Turn when it was sent."""
         if chain:
-            key = (chain[-1], row)
-            self._turns[key] = prompt
-            self._turns.move_to_end(key)
+            self._turns.setdefault(chain[-1], {})[row] = prompt
+            self._turns.move_to_end(chain[-1])
             if len(self._turns) > _MOST_TURNS:
                 self._turns.popitem(last=False)
 
-    def continued(self, row: int, last_block: int, rest: bytes | memoryview) -> tuple[int, float]:
-        """Bytes beyond ``last_block`` that the endpoint holds of a prompt that goes on with ``rest``: prompt, and answer."""
-        turn = self._turns.get((last_block, row))
-        if (
-            turn is None
-            or len(rest) < turn.tail_bytes
-            or xxhash.xxh3_64_intdigest(rest[: turn.tail_bytes]) != turn.tail
-        ):
-            return 0, 0.0
-        goes_on = len(rest) - turn.tail_bytes
-        return turn.tail_bytes, min(self.answer_share * turn.answer_bytes, goes_on)
+    def continued(self, last_block: int, rest: bytes | memoryview) -> Iterator[tuple[int, float]]:
+        """Endpoints that served a prompt which ended after ``last_block``, and of which ``rest`` is the continuation.
+
+        With each, how many bytes beyond the block it holds: of the prompt and of its answer.
+        """
+        for row, turn in self._turns.get(last_block, _NONE).items():
+            goes_on = len(rest) - turn.tail.length
+            if goes_on >= 0 and xxhash.xxh3_64_intdigest(rest[: turn.tail.length]) == turn.tail.digest:
+                yield row, turn.tail.length + min(self.answer_share * turn.answer_bytes, goes_on)
 
     def learn(self, *, expected: float, found: float) -> None:
         """``found`` of ``expected`` tokens of an answer were in the cache when the next prompt came."""
@@ -64,7 +70,7 @@ class Turns:
             self.answer_share += _WEIGHT * (max(share, 0.05) - self.answer_share)
 
 
-def tail_of(prompt: bytes, covered: int, answer_bytes: float = 0.0) -> Turn:
+def tail_of(prompt: bytes, covered: int) -> Tail:
     """The part of ``prompt`` that its whole blocks do not cover."""
-    tail = memoryview(prompt)[covered:]
-    return Turn(xxhash.xxh3_64_intdigest(tail), len(tail), answer_bytes)
+    tail = prompt[covered:]
+    return Tail(xxhash.xxh3_64_intdigest(tail), len(tail))

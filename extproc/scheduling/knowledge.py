@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 
 from extproc.endpoints.ledger import prefill_work
-from extproc.endpoints.table import Floats
 from extproc.prefix.hashing import FIRST_BLOCK_BYTES, hash_blocks
 from extproc.prefix.index import Match, PrefixIndex
 from extproc.prefix.turns import Turns
@@ -25,7 +24,7 @@ from extproc.scheduling.picker import Demand
 
 if TYPE_CHECKING:
     from extproc.endpoints.live import CacheConfig
-    from extproc.endpoints.table import EndpointTable
+    from extproc.endpoints.table import EndpointTable, Floats
     from extproc.prefix.kv_index import KvIndex
 
 # English text and code in JSON, until the engines' reported usage says better.
@@ -49,16 +48,12 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Expectation(msgspec.Struct, frozen=True):
-    """A prompt against all that is known, by row.
-
-    ``cached_tokens``: what is expected in each cache, of which ``indexed_tokens`` are whole blocks that were sent there before.
-    """
+    """A prompt against all that is known. ``matches``: who holds which whole blocks of it that were sent there before."""
 
     chain: Sequence[int]
     kv_chains: dict[int, list[int]] | None
     matches: Sequence[Match]
     input_tokens: float
-    indexed_tokens: Floats
     demand: Demand
 
 
@@ -141,18 +136,27 @@ class Knowledge:
         if prompt.tokens is not None:
             input_tokens = float(max(len(prompt.tokens), 1))
         rows = len(table.addresses)
+        cached, work = np.zeros(rows), np.full(rows, prefill_work(input_tokens, 0.0))
         matches = self.index.match(chain)
-        indexed, cached = np.zeros(rows), np.zeros(rows)
         for match in matches:
-            held_bytes = self.index.covered_bytes(match.blocks)
+            held = self._whole(self.index.covered_bytes(match.blocks) / self.bytes_per_token, input_tokens)
             holders = rows_in(match.holders, rows)
-            indexed[holders] = cached[holders] = self._whole(held_bytes / self.bytes_per_token, input_tokens)
-        self._add_turns(prompt, matches, chain, cached, input_tokens)
+            cached[holders], work[holders] = held, prefill_work(input_tokens - held, held)
+        more = self._add_turns(prompt, matches, chain, cached, input_tokens)
         if self._previous is not None:
-            self._add_previous(self._previous, prompt.text, seed, cached, input_tokens)
+            more = self._add_previous(self._previous, prompt.text, seed, cached, input_tokens) or more
         kv_chains = self._add_precise(prompt, cached, input_tokens, now)
-        work = prefill_work(input_tokens - cached, cached)
-        return Expectation(chain, kv_chains, matches, input_tokens, indexed, Demand(cached, work))
+        if more or kv_chains is not None:
+            work = prefill_work(input_tokens - cached, cached)
+        return Expectation(chain, kv_chains, matches, input_tokens, Demand(cached, work))
+
+    def indexed_tokens(self, expectation: Expectation, row: int) -> tuple[float, float | None]:
+        """Of what the endpoint of ``row`` holds: the whole blocks that were sent there, and when the last was used."""
+        longest = max((match.blocks for match in expectation.matches if match.holders >> row & 1), default=0)
+        if not longest:
+            return 0.0, None
+        tokens = self.index.covered_bytes(longest) / self.bytes_per_token
+        return self._whole(tokens, expectation.input_tokens), self.index.last_use(row, expectation.chain[longest - 1])
 
     def sent(self, row: int, expectation: Expectation, now: float) -> None:
         """The prompt goes to the endpoint of ``row``: it will hold it."""
@@ -172,28 +176,28 @@ class Knowledge:
 
     def _add_turns(
         self, prompt: Prompt, matches: Sequence[Match], chain: Sequence[int], cached: Floats, input_tokens: float
-    ) -> None:
-        view = memoryview(prompt.text)
-        taken = 0
-        # the longest match first: a row counts where it ends
-        for match in reversed(matches):
+    ) -> bool:
+        """Whether anybody holds more than whole blocks."""
+        found = False
+        for match in matches:
             covered = self.index.covered_bytes(match.blocks)
-            holders, taken = match.holders & ~taken, taken | match.holders
-            while holders:
-                row = (holders & -holders).bit_length() - 1
-                holders &= holders - 1
-                tail, answer = self.turns.continued(row, chain[match.blocks - 1], view[covered:])
-                if tail or answer:
-                    cached[row] = self._whole((covered + tail + answer) / self.bytes_per_token, input_tokens)
+            for row, held in self.turns.continued(chain[match.blocks - 1], memoryview(prompt.text)[covered:]):
+                tokens = self._whole((covered + held) / self.bytes_per_token, input_tokens)
+                if match.holders >> row & 1 and tokens > cached[row]:
+                    cached[row], found = tokens, True
+        return found
 
-    def _add_previous(self, previous: PrefixIndex, text: bytes, seed: str, cached: Floats, input_tokens: float) -> None:
-        for match in previous.match(hash_blocks(text, seed, previous.first_block_bytes)):
+    def _add_previous(self, previous: PrefixIndex, text: bytes, seed: str, cached: Floats, input_tokens: float) -> bool:
+        """Whether the index in blocks of the old size knows of anybody."""
+        matches = previous.match(hash_blocks(text, seed, previous.first_block_bytes))
+        for match in matches:
             holders = rows_in(match.holders, cached.size)
             held = self._whole(previous.covered_bytes(match.blocks) / self.bytes_per_token, input_tokens)
             cached[holders] = np.maximum(cached[holders], held)
         self._previous_uses -= 1
         if not self._previous_uses:
             self._previous = None
+        return bool(matches)
 
     def _add_precise(
         self, prompt: Prompt, cached: Floats, input_tokens: float, now: float

@@ -109,16 +109,17 @@ class Pool:
         if not expectation.matches:
             table.cold_at_s[first] = now
         tokens_ahead = backlog_of(table, computing, now) + work
-        cached_since_s = self._cached_since(expectation, computing)
-        for row in {first, computing}:
-            self.knowledge.sent(row, expectation, now)
+        indexed_tokens, cached_since_s = self.knowledge.indexed_tokens(expectation, computing)
+        self.knowledge.sent(computing, expectation, now)
+        if computing != first:
+            self.knowledge.sent(first, expectation, now)
         place, prefill = self._charge(first, pick.prefill_row, work, now)
         return Assignment(
             place=place,
             addresses=tuple([table.addresses[row] for row in pick.rows]),
             input_tokens=expectation.input_tokens,
             cached_tokens=cached,
-            indexed_tokens=float(expectation.indexed_tokens[computing]),
+            indexed_tokens=indexed_tokens,
             cached_since_s=cached_since_s,
             tokens_ahead=tokens_ahead,
             cost_s=pick.cost_s,
@@ -162,6 +163,8 @@ class Pool:
     def _eligible(self, adapter: str | None, subset: Collection[str] | None) -> Bools | None:
         """None: everybody."""
         table = self.table
+        if subset is None and adapter is None and not table.has_draining:
+            return None
         eligible: Bools | None = None
         if subset is not None:
             eligible = np.zeros(len(table.addresses), np.bool_)
@@ -178,7 +181,3 @@ class Pool:
             if among.any():
                 eligible = among
         return eligible
-
-    def _cached_since(self, expectation: Expectation, row: int) -> float | None:
-        longest = max((match.blocks for match in expectation.matches if match.holders >> row & 1), default=0)
-        return self.knowledge.index.last_use(row, expectation.chain[longest - 1]) if longest else None

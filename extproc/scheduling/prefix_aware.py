@@ -85,26 +85,25 @@ class PrefixAware:
 
     def order(self, cost: Floats, cached_tokens: Floats, count: int, rng: random.Random) -> list[int]:
         """The ``count`` cheapest rows; among those that are as good as the cheapest, chance says which comes first."""
-        cheapest = int(cost.argmin())
-        best = float(cost[cheapest])
-        equal = (cost <= best * (1 + self._parameters.tie_share) + self._parameters.tie_s).nonzero()[0]
-        first = cheapest
-        if equal.size > 1:
-            equal = equal[cached_tokens[equal] >= cached_tokens[cheapest]]
-            first = int(equal[rng.randrange(equal.size)])
         # one more than is needed: the first choice may be among them
         others = _cheapest(cost, min(count + 1, cost.size))
-        return [first, *(row for row in others if row != first)][:count]
+        first = others[0]
+        best = float(cost[first])
+        limit = best * (1 + self._parameters.tie_share) + self._parameters.tie_s
+        if len(others) > 1 and cost[others[1]] <= limit:
+            equal = (cost <= limit).nonzero()[0]
+            equal = equal[cached_tokens[equal] >= cached_tokens[first]]
+            first = int(equal[rng.randrange(equal.size)])
+        return [first, *[row for row in others if row != first]][:count]
 
 
 def _cheapest(cost: Floats, count: int) -> list[int]:
     if cost.size <= _SORTED_WHOLE:
-        nearest = cost.argsort()[:count]
-    else:
-        nearest = cost.argpartition(count - 1)[:count]
-        nearest = nearest[cost[nearest].argsort()]
-    rows: list[int] = nearest.tolist()
-    return rows
+        rows: list[int] = cost.argsort()[:count].tolist()
+        return rows
+    nearest = cost.argpartition(count - 1)[:count]
+    found: list[int] = nearest[cost[nearest].argsort()].tolist()
+    return found
 
 
 def explain_costs(profile: str, cost: Floats, view: View) -> Reasons:

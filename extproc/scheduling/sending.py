@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from extproc.prefix.turns import Turn
+from extproc.prefix.turns import Tail
 
 
 class Sending(msgspec.Struct, frozen=True, array_like=True, tag="s"):
@@ -15,7 +15,7 @@ class Sending(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     address: str
     prefill: str | None
     chain: list[int]
-    turn: Turn
+    tail: Tail
     prompt_bytes: int
     is_streamed: bool
     input_tokens: float

@@ -8,7 +8,7 @@ from extproc.endpoints.live import CacheConfig
 from extproc.endpoints.table import EndpointTable
 from extproc.prefix.kv_events import Stored
 from extproc.prefix.kv_index import KvIndex, Source
-from extproc.prefix.turns import Turns, tail_of
+from extproc.prefix.turns import Turn, Turns, tail_of
 from extproc.scheduling.knowledge import Knowledge, Prompt
 
 
@@ -91,7 +91,7 @@ def test_the_next_turn_finds_prompt_and_answer() -> None:
     expectation = knowledge.expect(Prompt(first, "m"), table, 0.0)
     knowledge.sent(1, expectation, 0.0)
     covered = knowledge.index.covered_bytes(len(expectation.chain))
-    knowledge.turns.ended(1, expectation.chain, tail_of(first, covered, answer_bytes=400.0))
+    knowledge.turns.ended(1, expectation.chain, Turn(tail_of(first, covered), 400.0))
     second = first + b'\nassistant\n"' + b"x" * 400 + b'"\nuser\n"more"'
     # 1008 bytes of prompt and 400 of answer, four bytes a token
     assert cached(knowledge, table, Prompt(second, "m")) == [0.0, 352.0]
