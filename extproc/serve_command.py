@@ -14,10 +14,13 @@ import uvloop
 from extproc.config.load import load_directory
 from extproc.config.rules import parse_address, worker_addresses
 from extproc.config.units import parse_duration_s
+from extproc.scheduling.pickers import picker_notes
 from extproc.workers import supervise
 
 if TYPE_CHECKING:
     from extproc.app import Settings
+
+log = logging.getLogger(__name__)
 
 
 def run(words: list[str]) -> int:
@@ -26,9 +29,13 @@ def run(words: list[str]) -> int:
     options = parser.parse_args(words)
     # its mistakes once, not from every worker
     snapshot = load_directory(options.config)
+    notes = picker_notes(snapshot)
     if options.pool is not None and options.pool not in {server.metadata.name for server in snapshot.servers}:
         parser.error(f"--pool: no ModelServer in {options.config} is called '{options.pool}'")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if options.worker is None:
+        for note in notes:
+            log.info("%s", note)
     try:
         settings = _settings(options)
     except ValueError as error:

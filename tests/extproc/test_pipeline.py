@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.config.load import load
+from extproc.endpoints.table import Loras
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownModel, UnknownPath
 from extproc.learning import Outcome
 from extproc.pipeline import _MAX_UNSETTLED, Decision, Head, Pipeline
 from extproc.request.model import Api
+from extproc.streams.answer import decision_answer
+from extproc.streams.messages import ProcessingResponse
 from tests.extproc.conftest import CONFIG
 
 if TYPE_CHECKING:
@@ -288,3 +291,79 @@ def test_the_same_seed_and_requests_give_the_same_decisions() -> None:
         return [arrive(pipeline, chat(str(n), model="chat")).assignment.addresses for n in range(50)]
 
     assert run() == run()
+
+
+PAIRS = b"""
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec:
+  model: llama
+  pdGroup: {groupKey: group, prefillLabels: {role: prefill}, decodeLabels: {role: decode}, minUncachedTokens: 200}
+  endpoints:
+    - {address: "10.0.0.1:8000", labels: {role: prefill, group: a}}
+    - {address: "10.0.0.2:8000", labels: {role: decode, group: a}}
+    - {address: "10.0.0.3:8000", labels: {role: decode, group: b}}
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: llama}
+spec: {modelName: llama, rules: [{targetModels: [{modelServerName: llama}]}]}
+"""
+
+
+def test_a_pair_is_charged_told_and_let_go_together(pipeline: Pipeline) -> None:
+    pipeline.apply(load({"a.yaml": PAIRS}))
+    table = pipeline.pools["llama"].table
+    # no prefill engine is in group b: it takes nothing as long as a can
+    table.in_flight[table.row_of("10.0.0.3:8000")] = 100
+    decision = arrive(pipeline, chat(model="llama"))
+    assert decision.assignment.addresses == ("10.0.0.2:8000",)
+    assert decision.assignment.prefill is not None
+    assert decision.assignment.prefill.address == "10.0.0.1:8000"
+    answer = ProcessingResponse.FromString(decision_answer(decision))
+    headers = {o.header.key: o.header.raw_value for o in answer.request_body.response.header_mutation.set_headers}
+    assert headers["x-prefiller-host-port"] == b"10.0.0.1:8000"
+    prefill, decode = (table.row_of(f"10.0.0.{number}:8000") for number in (1, 2))
+    assert (table.in_flight[prefill], table.in_flight[decode]) == (1, 1)
+    assert (table.backlog_tokens[prefill] > 3000, table.backlog_tokens[decode]) == (True, 0)
+    pipeline.finish(decision.ticket)
+    assert (table.in_flight[prefill], table.in_flight[decode]) == (0, 0)
+    # both hold the prompt now, so it need not be sent on again
+    again = arrive(pipeline, chat(model="llama"), now=1.0)
+    assert (again.assignment.addresses[0], again.assignment.prefill) == ("10.0.0.2:8000", None)
+
+
+def test_an_adapter_goes_only_where_it_is_served(pipeline: Pipeline) -> None:
+    table = pipeline.pools["llama"].table
+    row = table.row_of("10.0.0.2:8000")
+    assert row is not None
+    table.set_loras(row, Loras(served=frozenset({"llama-3.1-8b", "sql"})))
+    for number in range(10):
+        assert arrive(pipeline, chat(f"{number} hello", model="sql")).assignment.addresses == ("10.0.0.2:8000",)
+    assert len(arrive(pipeline, chat()).assignment.addresses) == 3
+
+
+def test_a_draining_endpoint_gets_nothing_while_others_are_there(pipeline: Pipeline) -> None:
+    drained = CONFIG.replace(b'{address: "10.0.0.1:8000"}', b'{address: "10.0.0.1:8000", draining: true}')
+    pipeline.apply(load({"a.yaml": drained.replace(b"modelName: chat", b"modelName: llama-3.1-8b")}))
+    for number in range(10):
+        assert "10.0.0.1:8000" not in arrive(pipeline, chat(f"{number} hello")).assignment.addresses
+    only = CONFIG.replace(
+        b'[{address: "10.0.0.1:8000"}, {address: "10.0.0.2:8000"}, {address: "10.0.0.3:8000"}]',
+        b'[{address: "10.0.0.1:8000", draining: true}]',
+    )
+    pipeline.apply(load({"a.yaml": only.replace(b"modelName: chat", b"modelName: llama-3.1-8b")}))
+    assert arrive(pipeline, chat()).assignment.addresses == ("10.0.0.1:8000",)
+
+
+def test_tenants_whose_caches_are_parted_share_no_prefix(pipeline: Pipeline) -> None:
+    scoped = CONFIG.replace(b"scrapeInterval: 0s", b"scrapeInterval: 0s\n  cacheScopeHeader: X-Tenant")
+    pipeline.apply(load({"a.yaml": scoped.replace(b"modelName: chat", b"modelName: llama-3.1-8b")}))
+
+    def cached(tenant: str) -> float:
+        head = Head("POST", "/v1/chat/completions", {"x-tenant": tenant}, has_body=True)
+        return pipeline.arrive(Api.CHAT, head, chat(), 0.0).assignment.cached_tokens
+
+    assert (cached("acme"), cached("other")) == (0, 0)
+    assert cached("acme") > 1000

@@ -12,6 +12,7 @@ from extproc.config.load import load_directory
 from extproc.feeds.directory import DirectoryFeed
 from extproc.observe import Metrics
 from extproc.pipeline import Pipeline
+from extproc.scheduling.framework import ConfiguredPicker
 from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually
 
@@ -101,3 +102,32 @@ async def test_a_new_server_waits_until_envoy_knows_it_too(watched: Watched, mon
     watched.file.write_bytes(CONFIG.replace(b"modelName: chat", b"modelName: talk"))
     await watched.until(lambda: watched.names() == ["talk", "sql"])
     assert 0.3 not in {seconds for seconds, _ in waits}
+
+
+PICKER = b"""
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins: [{type: queue-scorer}, {type: random-picker}]
+"""
+
+
+async def test_a_picker_is_replaced_with_its_file_and_a_broken_one_is_refused(watched: Watched) -> None:
+    file = watched.file.with_name("epp.yaml")
+    file.write_bytes(PICKER)
+    watched.file.write_bytes(CONFIG.replace(b"spec:\n  model:", b"spec:\n  pickerConfig: epp.yaml\n  model:"))
+
+    def picker() -> object:
+        return watched.pipeline.pools["llama"].picker
+
+    await watched.until(lambda: isinstance(picker(), ConfiguredPicker))
+    pool = watched.pipeline.pools["llama"]
+    pool.table.in_flight[0] = 3
+    file.write_bytes(PICKER.replace(b"random-picker", b"max-score-picker"))
+    await watched.until(lambda: "MaxScore" in repr(picker()))
+    assert watched.pipeline.pools["llama"] is pool
+    assert pool.table.in_flight[0] == 3, "what is known of the engines stays"
+    file.write_bytes(PICKER.replace(b"queue-scorer", b"queue-scorr"))
+    await watched.until(lambda: watched.sample("attache_config_valid") == 0)
+    assert "MaxScore" in repr(picker())
+    file.write_bytes(PICKER)
+    await watched.until(lambda: "Random" in repr(picker()))
