@@ -68,6 +68,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         raise ValueError("--workers, --duplex-choices and --buffered-choices take 1 or more")
     if not 0 <= options.decision_sample <= 1:
         raise ValueError("--decision-sample is a share from 0 to 1")
+    _check_rows(options.listen, metrics, options.workers)
     worker, listen, decisions = None, options.listen, options.decision_log
     if options.worker is not None:
         place, _, directory = options.worker.partition(":")
@@ -96,6 +97,18 @@ def _settings(options: argparse.Namespace) -> Settings:
         redis=options.redis,
         redis_channel=options.redis_channel,
     )
+
+
+def _check_rows(listen: str, metrics: tuple[str, int] | None, workers: int) -> None:
+    """Workers take consecutive ports: those of gRPC and those of metrics must not meet."""
+    if workers == 1 or metrics is None or listen.startswith("unix:"):
+        return
+    first = parse_address(listen)[1]
+    if abs(first - metrics[1]) < workers:
+        ports = f"{first} to {first + workers - 1}"
+        raise ValueError(
+            f"{workers} workers listen on ports {ports}; write --metrics {metrics[0]}:{first + 100}, or 'off'"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from extproc.scheduling.registry import BUILT_IN
+
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(
     path.relative_to(ROOT) for package in ("extproc", "controller", "bench") for path in (ROOT / package).rglob("*.py")
@@ -22,6 +24,11 @@ def test_a_module_says_what_it_is_and_stays_small(module: Path) -> None:
     said = ast.get_docstring(ast.parse(text))
     assert said, "begin with a sentence that says what this module is"
     assert len(text.splitlines()) <= LONGEST, "more than one idea? split it"
+
+
+def test_the_plugin_page_names_every_plugin() -> None:
+    page = (ROOT / "docs" / "plugins.md").read_text()
+    assert [name for name in BUILT_IN if f"`{name}`" not in page] == []
 
 
 def test_the_architecture_page_names_every_module() -> None:

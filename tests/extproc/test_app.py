@@ -246,10 +246,13 @@ def test_check_says_every_mistake_and_its_exit_status(tmp_path: Path, capsys: py
     assert "did you mean" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--listen", "nowhere"], ["--metrics", "80"], ["--drain", "5"]])
+@pytest.mark.parametrize(
+    "arguments", [["--listen", "nowhere"], ["--metrics", "80"], ["--drain", "5"], ["--workers", "2"]]
+)
 def test_an_argument_that_does_not_parse_is_explained(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "all.yaml").write_bytes(CONFIG)
     with pytest.raises(SystemExit) as caught:
         main(["--config", str(tmp_path), *arguments])
     assert caught.value.code == 2
