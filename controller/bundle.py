@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2
-# extproc takes up to two seconds to follow a change that names a new server, and sends requests to the old one until then.
-_LINGER_S: Final = 5.0
+# extproc takes up to four seconds to follow a change that names a new server, and sends requests to the old one until then.
+_LINGER_S: Final = 10.0
 
 # Where the golden bundles expect to be mounted.
 GOLDEN_PATH: Final = "/etc/attache/envoy"

@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--drain", default="5m", help="how long running streams may take after SIGTERM (default: 5m)")
     add(
         "--settle",
-        default="1500ms",
+        default="3s",
         help="how long a new ModelServer waits for Envoy to know it as well (default: %(default)s)",
     )
     _add_several(parser)
