@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
+
+from extproc.tallies import Counts, Spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -41,43 +43,41 @@ class Metrics:
         self._log = log
         self.registry = CollectorRegistry()
         self._wall_clock = wall_clock
-        self._requests = Counter(
-            "attache_requests", "Requests by what was decided.", ["outcome"], registry=self.registry
-        )
-        # looking labels up costs as much as counting
-        self._picked = self._requests.labels("picked")
-        self._picks = Counter("attache_picks", "Requests sent to a ModelServer.", ["server"], registry=self.registry)
-        self._picks_of: dict[str, Counter] = {}
-        self._answers = Counter(
+        self._requests = Counts("attache_requests", "Requests by what was decided.", ["outcome"], self.registry)
+        self._requests.begin("picked")
+        self._picks = Counts("attache_picks", "Requests sent to a ModelServer.", ["server"], self.registry)
+        self._answers = Counts(
             "attache_answers",
             "Answers by ModelServer, class of status, and whether the first choice served.",
             ["server", "status_class", "first_choice"],
-            registry=self.registry,
+            self.registry,
         )
-        self._pick_seconds = Histogram(
+        self._pick_seconds = Spread(
             "attache_pick_seconds",
             "Parse, route, pick: from a whole body to the decision.",
-            buckets=_PICK_BUCKETS,
-            registry=self.registry,
+            _PICK_BUCKETS,
+            self.registry,
         )
-        self._stream_seconds = Histogram(
+        self._stream_seconds = Spread(
             "attache_stream_seconds",
             "Life of an ext_proc stream, which is that of the request.",
-            buckets=_STREAM_BUCKETS,
-            registry=self.registry,
+            _STREAM_BUCKETS,
+            self.registry,
         )
-        self._open_streams = Gauge("attache_open_streams", "ext_proc streams open now.", registry=self.registry)
-        self._log_entries = Counter(
-            "attache_access_log_entries", "Access log entries by use.", ["result"], registry=self.registry
+        self._open = 0
+        open_streams = Gauge("attache_open_streams", "ext_proc streams open now.", registry=self.registry)
+        open_streams.set_function(lambda: self._open)
+        self._log_entries = Counts(
+            "attache_access_log_entries", "Access log entries by use.", ["result"], self.registry
         )
-        self._log_lag = Histogram(
+        self._log_lag = Spread(
             "attache_access_log_lag_seconds",
             "From the end of a request to its access log entry.",
-            buckets=_LAG_BUCKETS,
-            registry=self.registry,
+            _LAG_BUCKETS,
+            self.registry,
         )
-        self._config_reloads = Counter(
-            "attache_config_reloads", "Readings of the configuration by result.", ["result"], registry=self.registry
+        self._config_reloads = Counts(
+            "attache_config_reloads", "Readings of the configuration by result.", ["result"], self.registry
         )
         self._config_valid = Gauge(
             "attache_config_valid", "1 if the directory as it is now could be applied.", registry=self.registry
@@ -87,21 +87,19 @@ class Metrics:
             "When the configuration in use was read.",
             registry=self.registry,
         )
-        self._kv_events = Counter(
-            "attache_kv_events", "Messages with KV events, and replays.", ["server", "result"], registry=self.registry
+        self._kv_events = Counts(
+            "attache_kv_events", "Messages with KV events, and replays.", ["server", "result"], self.registry
         )
-        self._tokenized = Counter(
+        self._tokenized = Counts(
             "attache_tokenized_prompts",
             "Prompts for the precise index: all but `tokenized` were matched by the approximate one.",
             ["server", "result"],
-            registry=self.registry,
+            self.registry,
         )
-        self._shared = Counter(
-            "attache_shared_messages", "Messages between processes.", ["result"], registry=self.registry
-        )
+        self._shared = Counts("attache_shared_messages", "Messages between processes.", ["result"], self.registry)
         self._peers = Gauge("attache_peers", "Other processes that are heard of.", registry=self.registry)
-        self._scrapes = Counter(
-            "attache_engine_reports", "Readings of engines' metrics.", ["server", "result"], registry=self.registry
+        self._scrapes = Counts(
+            "attache_engine_reports", "Readings of engines' metrics.", ["server", "result"], self.registry
         )
         self.registry.register(_EndpointSeries(pools, clock))
         age = Gauge("attache_config_age_seconds", "Age of the configuration in use.", registry=self.registry)
@@ -111,11 +109,11 @@ class Metrics:
 
     def stream_opened(self) -> None:
         """A request's stream begins."""
-        self._open_streams.inc()
+        self._open += 1
 
     def stream_closed(self, seconds: float) -> None:
         """A request's stream is over."""
-        self._open_streams.dec()
+        self._open -= 1
         self._stream_seconds.observe(seconds)
 
     def wants_reasons(self) -> bool:
@@ -126,29 +124,25 @@ class Metrics:
         """A request was sent on its way."""
         if self._log is not None:
             self._log.decided(decision)
-        self._picked.inc()
-        picks = self._picks_of.get(decision.server)
-        if picks is None:
-            # as many as the configuration names
-            picks = self._picks_of[decision.server] = self._picks.labels(decision.server)
-        picks.inc()
+        self._requests.add("picked")
+        self._picks.add(decision.server)
         self._pick_seconds.observe(seconds)
 
     def answered_models(self) -> None:
         """The list of models was given."""
-        self._requests.labels("models_listed").inc()
+        self._requests.add("models_listed")
 
     def refused(self, refusal: Refusal) -> None:
         """A client was told why not."""
-        self._requests.labels(refusal.outcome).inc()
+        self._requests.add(refusal.outcome)
 
     def failed(self) -> None:
         """A decision ended in an error of ours; Envoy goes on by its failure mode."""
-        self._requests.labels("internal_error").inc()
+        self._requests.add("internal_error")
 
     def settled(self, settled: Settled, ended_at: float) -> None:
         """An access log entry found its decision. ``ended_at``: wall clock."""
-        self._log_entries.labels("settled").inc()
+        self._log_entries.add("settled")
         self._log_lag.observe(max(0.0, self._wall_clock() - ended_at))
         self._count_answer(settled)
 
@@ -158,7 +152,7 @@ class Metrics:
         outcome = settled.outcome
         status_class = f"{outcome.status // 100}xx" if 100 <= outcome.status < 600 else "none"
         first = "yes" if outcome.served == settled.assignment.place.address else "no"
-        self._answers.labels(settled.server, status_class, first).inc()
+        self._answers.add(settled.server, status_class, first)
 
     def settled_here(self, settled: Settled) -> None:
         """An answer passed through here, so its outcome is known at once."""
@@ -166,15 +160,15 @@ class Metrics:
 
     def kv_events(self, server: str, result: str) -> None:
         """A message with KV events, or a replay of them."""
-        self._kv_events.labels(server, result).inc()
+        self._kv_events.add(server, result)
 
     def tokenized(self, server: str, result: str) -> None:
         """A prompt was to be turned into tokens."""
-        self._tokenized.labels(server, result).inc()
+        self._tokenized.add(server, result)
 
     def shared(self, result: str) -> None:
         """A message to or from other processes."""
-        self._shared.labels(result).inc()
+        self._shared.add(result)
 
     def peers(self, count: int) -> None:
         """Other processes that are heard of."""
@@ -182,26 +176,26 @@ class Metrics:
 
     def scraped(self, server: str) -> None:
         """An engine has said how it is."""
-        self._scrapes.labels(server, "read").inc()
+        self._scrapes.add(server, "read")
 
     def scrape_failed(self, server: str) -> None:
         """An engine could not be asked."""
-        self._scrapes.labels(server, "failed").inc()
+        self._scrapes.add(server, "failed")
 
     def unmatched_entry(self, *, has_ticket: bool) -> None:
         """An access log entry without a ticket, or with one that this process did not give or has settled."""
-        self._log_entries.labels("unknown_ticket" if has_ticket else "no_ticket").inc()
+        self._log_entries.add("unknown_ticket" if has_ticket else "no_ticket")
 
     def config_applied(self) -> None:
         """A new configuration is in use."""
-        self._config_reloads.labels("applied").inc()
+        self._config_reloads.add("applied")
         self._config_valid.set(1)
         self._applied_at = self._wall_clock()
         self._config_applied.set(self._applied_at)
 
     def config_refused(self) -> None:
         """The directory is broken; the last good state stays."""
-        self._config_reloads.labels("refused").inc()
+        self._config_reloads.add("refused")
         self._config_valid.set(0)
 
     def config_mended(self) -> None:
