@@ -13,7 +13,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from bench.micro import overhead, streams
+from bench.micro import overhead, scraping, streams
 from bench.processes import StartFailed
 from bench.stack import EnvoyMissing
 
@@ -47,6 +47,13 @@ def main(arguments: list[str] | None = None) -> int:
         f"extproc's processor time for an answer of 1 token {found.one_token_us:.0f} µs, for a streamed one of 1,000 "
         f"{found.thousand_tokens_us:.0f} µs: ratio {found.ratio:.2f} (at most 1.1)"
     )
+    if not options.only:
+        for name, cost in scraping.measure().items():
+            console.print(
+                f"asking {scraping.ENGINES} engines {scraping.HERTZ} times a second, {name}: {cost.pages_per_s:.0f} pages/s, "
+                f"{cost.core_share:.1%} of one core",
+                highlight=False,
+            )
     out.mkdir(parents=True, exist_ok=True)
     (out / "overhead.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     console.print(f"written: {out / 'overhead.json'}", highlight=False)
