@@ -100,9 +100,10 @@ async def _compare(settings: Settings, console: Console) -> Comparison:
         for policy in settings.policies:
             bar = progress.add_task(f"{policy}: starting", total=settings.workload.requests, state="")
             with tempfile.TemporaryDirectory(prefix="attache-run-") as directory:
-                async with running_stack(Path(directory), settings.flags, picker=policy) as stack:
-                    progress.reset(bar, description=policy)
-                    runs.append(await _run(policy, stack, settings, progress, bar))
+                picker = policy if policy in POLICIES else Path(policy)
+                async with running_stack(Path(directory), settings.flags, picker=picker) as stack:
+                    progress.reset(bar, description=Path(policy).stem)
+                    runs.append(await _run(Path(policy).stem, stack, settings, progress, bar))
     return Comparison(settings.workload.name, _describe(settings.flags), settings.flags.speed, tuple(runs))
 
 
@@ -130,7 +131,9 @@ def _picker_of(policy: str) -> MakePicker:
     try:
         picker = read_picker_text(policy, Path(policy).read_text(), installed()).picker
     except OSError as error:
-        raise ConfigInvalid([Mistake(policy, 0, "", f"cannot be read: {error.strerror}")]) from None
+        raise ConfigInvalid(
+            [Mistake(policy, 0, "", f"cannot be read: {error.strerror}; name a file, or {', '.join(POLICIES)}")]
+        ) from None
     return lambda _spec, _files: picker
 
 
@@ -183,8 +186,7 @@ def _read(arguments: list[str] | None) -> Settings:
     parser.add_argument(
         "--policies",
         default=",".join(POLICIES),
-        help="with --virtual also files of EndpointPickerConfig, such as bench/policies/llm-d-default.yaml\n"
-        "(default: %(default)s)",
+        help="also files of EndpointPickerConfig, such as bench/policies/llm-d-default.yaml\n(default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of generated conversations")
     parser.add_argument(
@@ -193,8 +195,8 @@ def _read(arguments: list[str] | None) -> Settings:
     parser.add_argument("--out", type=Path, help="default: bench/out/run-NAME")
     options = parser.parse_args(arguments)
     policies = tuple(options.policies.split(","))
-    if not options.virtual and not set(policies) <= set(POLICIES):
-        parser.error(f"--policies takes {' and '.join(POLICIES)}, separated by a comma; with --virtual files, too")
+    for policy in policies:
+        _picker_of(policy)  # raises ConfigInvalid before anything is started
     is_trace = options.trace is not None
     if is_trace:
         workload = read_trace(options.trace, Part(options.skip, options.limit))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -122,7 +123,7 @@ async def running_stack(
     directory: Path,
     flags: EngineFlags,
     *,
-    picker: str = "PrefixAware",
+    picker: str | Path = "PrefixAware",
     watch: bool = False,
     gateway: Mapping[str, object] | None = None,
     more: Mapping[str, object] | None = None,
@@ -131,12 +132,14 @@ async def running_stack(
 ) -> AsyncIterator[Stack]:
     """Start it all in ``directory`` and wait until it serves; end it all on the way out. Raises StartFailed.
 
-    ``gateway`` and ``more``: of the GatewayConfig's and the ModelServer's fields, those that are not to be as they come.
+    ``picker``: a name, or the file of an EndpointPickerConfig. ``gateway`` and ``more``: of the GatewayConfig's and the ModelServer's fields, those that are not to be as they come.
     """
     ports = free_ports(3 * flags.count + 4)
     envoy_port, admin_port, extproc_port, metrics_port, *rest = ports
     engine_ports, event_ports = rest[: flags.count], list(zip(*[iter(rest[flags.count :])] * 2, strict=True))
     engines = [f"127.0.0.1:{port}" for port in engine_ports]
+    if isinstance(picker, Path):
+        more = {"pickerConfig": picker.name, **(more or {})}
     if flags.publishes_events:
         more = {**_kv_events(engines, event_ports), **(more or {})}
     if workers > 1:
@@ -153,7 +156,10 @@ async def running_stack(
     envoy_binary()  # without one there is no need to start the rest
     config, bundle = directory / "config", directory / "envoy"
     config.mkdir(parents=True)
-    text = documents(engines, picker=picker, gateway=gateway, adapters=flags.adapters, more=more)
+    if isinstance(picker, Path):
+        shutil.copy(picker, config)
+    named = "PrefixAware" if isinstance(picker, Path) else picker
+    text = documents(engines, picker=named, gateway=gateway, adapters=flags.adapters, more=more)
     (config / "attache.yaml").write_text(text)
     python = [sys.executable, "-m"]
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:

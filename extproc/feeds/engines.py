@@ -35,6 +35,7 @@ _TIMEOUT_S: Final = 2.0
 _LONGEST_PAUSE_S: Final = 10.0
 # The list of models changes when an adapter is loaded or unloaded.
 _MODELS_EVERY_S: Final = 1.0
+_MODELS_RARELY_S: Final = 5.0
 # Engines are asked in small batches: waking up for each of them costs several times what the asking does.
 _TICK_S: Final = 0.025
 
@@ -107,7 +108,7 @@ class EngineScraper:
 
 
 class _Poll:
-    """Asks one engine, again and again: the metrics, and now and then the models if adapters are routed."""
+    """Asks one engine, again and again: the metrics, and now and then the models, oftener if adapters are routed."""
 
     def __init__(
         self,
@@ -131,7 +132,8 @@ class _Poll:
         self._asks_models = False
         self._is_asking = False
         self._asked_at = clock()
-        self._models_due_s = 0.0
+        # the metrics first
+        self._models_due_s = clock() + pool.spec.scrape_interval_s
         self._pause_s = self._interval_s = pool.spec.scrape_interval_s
         self._loop = asyncio.get_running_loop()
         # not all at once
@@ -160,7 +162,7 @@ class _Poll:
         self._ask(now)
 
     def _ask(self, now: float) -> None:
-        self._asks_models = bool(self._pool.adapters) and now >= self._models_due_s
+        self._asks_models = now >= self._models_due_s
         if self._connection is None or not self._connection.is_open:
             self._connecting = self._group.create_task(self._connect())
             return
@@ -195,7 +197,7 @@ class _Poll:
         self._pause_s = self._interval_s
         self._rest()
         if self._asks_models:
-            self._models_due_s = self._clock() + _MODELS_EVERY_S
+            self._models_due_s = self._clock() + (_MODELS_EVERY_S if self._pool.adapters else _MODELS_RARELY_S)
             self._take_models(body)
         else:
             self._take_metrics(body)

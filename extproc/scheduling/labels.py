@@ -44,6 +44,11 @@ def serves_adapter(table: EndpointTable, adapter: str) -> Bools:
     )
 
 
+def has_not_said(table: EndpointTable) -> Bools:
+    """Rows whose engine was never asked what it serves."""
+    return table.remembered("unsaid", lambda: np.fromiter((one.served is None for one in table.loras), np.bool_))
+
+
 def runs_adapter(table: EndpointTable, adapter: str) -> Bools:
     """Rows whose engine has ``adapter`` in its batch now."""
     return table.remembered(

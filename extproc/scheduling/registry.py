@@ -57,6 +57,7 @@ _FILTERS: Final = {
     "lora-affinity": filters.LoraLoaded,
     "lora-loaded-filter": filters.LoraLoaded,
     "least-request-filter": filters.LeastRequestFilter,
+    "model-loaded-filter": filters.ModelLoaded,
     "healthy-filter": filters.Healthy,
     "subset-hint-filter": filters.SubsetHint,
 }

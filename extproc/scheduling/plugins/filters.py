@@ -9,7 +9,7 @@ import numpy as np
 
 from extproc.endpoints.ledger import backlogs
 from extproc.endpoints.live import kv_usage, running, waiting
-from extproc.scheduling.labels import runs_adapter, serves_adapter
+from extproc.scheduling.labels import has_not_said, runs_adapter, serves_adapter
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
@@ -38,6 +38,15 @@ class LoraLoaded(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
         if adapter is None:
             return among
         return among & (serves_adapter(view.table, adapter) | runs_adapter(view.table, adapter))
+
+
+class ModelLoaded(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """Endpoints whose own list of models has the one that is asked for; those that have not said are believed to."""
+
+    def keep(self, view: View, among: Bools) -> Bools:
+        """Nobody, if all say that they have it not."""
+        model = view.request.model
+        return among & (serves_adapter(view.table, model) | has_not_said(view.table))
 
 
 class Healthy(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

@@ -15,6 +15,7 @@ from extproc.scheduling.plugins.filters import (
     Healthy,
     LeastRequestFilter,
     LoraLoaded,
+    ModelLoaded,
     PrefixCacheAffinity,
     Saturation,
     SubsetHint,
@@ -74,6 +75,14 @@ def test_an_adapter_stays_where_it_is_loaded() -> None:
     view.table.set_loras(2, Loras(served=frozenset({"sql"})))
     assert kept(LoraLoaded(), view) == [1, 2], "an idle adapter is in no batch, but served all the same"
     assert kept(LoraLoaded(), view_of(3)) == [0, 1, 2]
+
+
+def test_a_model_is_asked_of_engines_that_have_it_or_have_not_said() -> None:
+    view = view_of(3)
+    assert kept(ModelLoaded(), view) == [0, 1, 2]
+    view.table.set_loras(0, Loras(served=frozenset({"m"})))
+    view.table.set_loras(1, Loras(served=frozenset({"other"})))
+    assert kept(ModelLoaded(), view) == [0, 2]
 
 
 @pytest.mark.parametrize(
