@@ -75,7 +75,7 @@ def test_a_policy_of_llm_ds_can_be_compared_with_ours(
     ("arguments", "said"),
     [
         (["--trace", "none.jsonl"], "No such file"),
-        (["--policies", "Magic"], "name a file, or PrefixAware, RoundRobin"),
+        (["--policies", "Magic"], "name a file, or PrefixAware"),
         (["--virtual", "--policies", "none.yaml"], "none.yaml: cannot be read"),
         (["--virtual", "--policies", "pyproject.toml"], "pyproject.toml"),
         (["--hardware", "abacus"], "invalid choice"),
