@@ -157,7 +157,9 @@ def bootstrap(
         }
     )
     retry = {"retry_on": "connect-failure,reset-before-request,503", "num_retries": 3}
-    route = {"match": {"prefix": "/"}, "route": {"cluster": "pool", "timeout": "60s", "retry_policy": retry}}
+    # only who has a list can go down it
+    retries = {"retry_policy": retry} if "load_assignment" in cluster else {}
+    route = {"match": {"prefix": "/"}, "route": {"cluster": "pool", "timeout": "60s", **retries}}
     manager = {
         "@type": "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "gateway",

@@ -86,27 +86,6 @@ async def test_requests_without_a_body_get_an_endpoint(standard: Standard, metho
     assert answer.status_code == 200
 
 
-async def test_a_body_that_ends_with_trailers_arrives_whole(standard: Standard) -> None:
-    body = chat(100_000)
-    half = len(body) // 2
-    host, _, port = standard.url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n"
-        writer.write(f"{head}trailer: x-end\r\n\r\n".encode())
-        for part in (body[:half], body[half:]):
-            writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
-            await writer.drain()
-        writer.write(b"0\r\nx-end: 1\r\n\r\n")
-        answer = await asyncio.wait_for(reader.read(), 20)
-    finally:
-        writer.close()
-        await writer.wait_closed()
-    assert answer.startswith(b"HTTP/1.1 200")
-    told = json.loads(answer[answer.index(b"{") : answer.rindex(b"}") + 1])
-    assert told["digest"] == hashlib.sha256(body).hexdigest()
-
-
 @pytest.mark.parametrize(("pieces", "size"), [(1, 10), (200, 40), (20, 61_990), (8, 200_000)])
 async def test_streamed_answers_pass_unchanged(standard: Standard, pieces: int, size: int) -> None:
     headers = {"x-pieces": str(pieces), "x-piece-bytes": str(size)}
@@ -234,6 +213,34 @@ async def test_answers_need_not_pass_where_the_mode_may_be_overridden(tmp_path: 
             return await metric(standard, "attache_in_flight") == 0
 
         await eventually(is_idle)
+
+
+async def test_a_body_that_ends_with_trailers_arrives_whole(tmp_path: Path) -> None:
+    # without retries: with them, Envoy 1.40 sends a body that ends with trailers twice, whoever the ext_proc server is
+    body = chat(100_000)
+    async with engines(2) as addresses, gateway(tmp_path, addresses) as (url, _):
+        answer = await ask_with_trailers(url, body)
+    assert answer.startswith(b"HTTP/1.1 200")
+    told = json.loads(answer[answer.index(b"{") : answer.rindex(b"}") + 1])
+    assert told["digest"] == hashlib.sha256(body).hexdigest()
+
+
+async def ask_with_trailers(url: str, body: bytes) -> bytes:
+    """The whole answer to a chunked request in two parts."""
+    half = len(body) // 2
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n"
+        writer.write(f"{head}trailer: x-end\r\n\r\n".encode())
+        for part in (body[:half], body[half:]):
+            writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+            await writer.drain()
+        writer.write(b"0\r\nx-end: 1\r\n\r\n")
+        return await asyncio.wait_for(reader.read(), 20)
+    finally:
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_health_services_answer_as_the_protocol_says(tmp_path: Path) -> None:
