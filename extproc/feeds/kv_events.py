@@ -175,9 +175,7 @@ class _Subscription:
             if start is not None and not await self._replay(start, socket):
                 stream.missed(number, payload)
         except UnreadableEvents as error:
-            self._metrics.kv_events(self._publisher.server, "unreadable")
-            log.warning("KV events of %s: %s", self._publisher.address, error)
-            stream.disconnected()
+            self._give_up_on(stream, error)
         self._metrics.kv_events(self._publisher.server, "received")
         self._say(is_whole=stream.is_whole)
 
@@ -194,11 +192,21 @@ class _Subscription:
             self._metrics.kv_events(self._publisher.server, "replay_failed")
             log.warning("KV events of %s: no replay from %s", self._publisher.address, self._publisher.replay)
             return False
-        stream.replayed(start, messages)
+        try:
+            stream.replayed(start, messages)
+        except UnreadableEvents as error:
+            self._give_up_on(stream, error)
+            return False
         self._metrics.kv_events(self._publisher.server, "replayed")
         self._say(is_whole=stream.is_whole)
         await self._drop_old(stream, socket)
         return True
+
+    def _give_up_on(self, stream: KvStream, error: UnreadableEvents) -> None:
+        """What was said cannot be read: nothing is known of this cache, until the next message says otherwise."""
+        self._metrics.kv_events(self._publisher.server, "unreadable")
+        log.warning("KV events of %s: %s", self._publisher.address, error)
+        stream.disconnected()
 
     async def _ask(self, replay: str, start: int) -> list[tuple[int, bytes]]:
         socket = self._context.socket(zmq.DEALER)

@@ -54,6 +54,12 @@ class Engine:
         assert self._publisher is not None
         self._publisher.drop(count)
 
+    def garble_the_past(self) -> None:
+        """Its first message is nothing that can be read."""
+        assert self._publisher is not None
+        self._publisher._sent.append((0, b"\xc1"))
+        self._publisher._next = 1
+
     async def store(self, text: bytes, *, after: int | None = None) -> None:
         """One block of text; its hash is its first byte."""
         assert self._publisher is not None
@@ -186,3 +192,20 @@ async def test_nobody_there_leaves_the_approximate_index_to_decide() -> None:
     async with subscribed(engine) as (pool, _):
         await asyncio.sleep(0.5)
         assert pool.knowledge.whole_feeds == pool.knowledge.partial_feeds == 0
+
+
+async def test_a_replay_that_cannot_be_read_ends_nothing() -> None:
+    engine = Engine()
+    engine.start()
+    engine.garble_the_past()
+    async with subscribed(engine) as (pool, metrics):
+
+        def unreadable() -> float:
+            labels = {"server": "s", "result": "unreadable"}
+            return metrics.registry.get_sample_value("attache_kv_events_total", labels) or 0
+
+        await eventually(lambda: unreadable() >= 1)
+        await engine.store(block("a"))
+        await eventually(lambda: held(pool, block("a")) == 4)
+        assert not is_whole(pool)
+    await engine.stop()
