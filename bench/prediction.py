@@ -37,6 +37,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     kind: str
     status: int = 0
+    served: str = ""
     predicted_cached_tokens: float = 0.0
     is_precise: bool = False
     prompt_tokens: float | None = None

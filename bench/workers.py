@@ -9,6 +9,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,6 +18,7 @@ import uvloop
 from rich.console import Console
 
 from bench.load.client import Client
+from bench.prediction import read_outcomes
 from bench.stack import ALIAS, EngineFlags, running_stack
 from bench.workload.generate import Conversations, conversations
 
@@ -55,20 +57,9 @@ async def measure(directory: Path, workers: int, *, shape: Conversations = SHAPE
     )
 
 
-def _served(directory: Path) -> dict[str, int]:
+def _served(directory: Path) -> Counter[str]:
     """Requests by the engine that answered, as all workers' logs tell."""
-    served: dict[str, int] = {}
-    for file in directory.glob("decisions*"):
-        for line in file.read_bytes().splitlines():
-            one = msgspec.json.decode(line, type=_Line)
-            if one.kind == "outcome":
-                served[one.served] = served.get(one.served, 0) + 1
-    return served
-
-
-class _Line(msgspec.Struct):
-    kind: str
-    served: str = ""
+    return Counter(one.served for file in directory.glob("decisions*") for one in read_outcomes(file))
 
 
 def main() -> int:

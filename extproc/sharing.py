@@ -129,10 +129,10 @@ class Mirror:
         return len(self._heard_at)
 
     def receive(self, batch: Batch, now: float) -> list[Outcome]:
-        """Repeat what another process did; returns outcomes of our own requests, which it learned of first."""
+        """Repeat what another process did; returns outcomes that it learned of first, of our requests or another's."""
         running = self._running.setdefault(batch.origin, set())
         self._heard_at[batch.origin] = now
-        ours = []
+        outcomes = []
         for event in batch.events:
             match event:
                 case Sending():
@@ -142,12 +142,12 @@ class Mirror:
                     running.discard(event.ticket)
                     self._pipeline.finish(event.ticket)
                 case Learned():
-                    ours.append(event.outcome)
+                    outcomes.append(event.outcome)
                 case EngineSaid():
                     engine_said(self._pipeline, event, now)
                 case Alive():
                     self._end(running, running.difference(event.running))
-        return ours
+        return outcomes
 
     def forget_the_silent(self, now: float) -> None:
         """A process that is gone has no requests."""

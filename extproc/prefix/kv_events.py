@@ -7,7 +7,6 @@ and, since 0.30 or so, maps; SGLang writes arrays. Fields at the end may be miss
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -107,29 +106,3 @@ def _named(raw: object, names: tuple[str, ...], *, skip: int = 0) -> dict[str, A
         msg = f"expected an array or a map, got {type(raw).__name__}"
         raise TypeError(msg)
     return dict(zip(names, raw[skip:], strict=False))
-
-
-class Verdict(enum.Enum):
-    """What a sequence number says of those before it."""
-
-    NEXT = "next"
-    # it begins somewhere: what came before is not known
-    LATE = "late"
-    GAP = "gap"
-    RESTART = "restart"
-
-
-class Sequence:
-    """Numbers count up by one; one that runs backwards is a new process with an empty cache."""
-
-    def __init__(self) -> None:
-        self.expected: int | None = None
-
-    def take(self, number: int) -> Verdict:
-        """Judge the next number, and go on from it."""
-        expected, self.expected = self.expected, number + 1
-        if expected is None:
-            return Verdict.NEXT if number == 0 else Verdict.LATE
-        if number == expected:
-            return Verdict.NEXT
-        return Verdict.GAP if number > expected else Verdict.RESTART

@@ -76,9 +76,7 @@ class Knowledge:
 
     def forget(self, row: int) -> None:
         """The endpoint of ``row`` is gone."""
-        self.index.forget(row)
-        if self._previous is not None:
-            self._previous.forget(row)
+        self._forget_prefixes(row)
         self._caches.pop(row, None)
         self.note_feed(row, is_whole=None)
         if self.kv is not None:
@@ -91,25 +89,21 @@ class Knowledge:
         self._caches[row] = cache
         self._block_tokens = min(one.block_tokens for one in self._caches.values())
         self.fit_blocks()
-        self.index.set_capacity(row, cache.total_tokens * self.bytes_per_token)
+        self._set_capacity(row)
 
     def lost_cache(self, row: int) -> None:
         """The engine of ``row`` has begun anew, with an empty cache."""
-        self.index.forget(row)
-        if self._previous is not None:
-            self._previous.forget(row)
-        cache = self._caches.get(row)
-        if cache is not None:
-            self.index.set_capacity(row, cache.total_tokens * self.bytes_per_token)
+        self._forget_prefixes(row)
+        self._set_capacity(row)
 
     def note_feed(self, row: int, *, is_whole: bool | None) -> None:
         """The feed of KV events of ``row`` is whole, or has missed something; None: there is none."""
         bit = 1 << row
         self.whole_feeds &= ~bit
         self.partial_feeds &= ~bit
-        if is_whole is not None and is_whole:
+        if is_whole:
             self.whole_feeds |= bit
-        elif is_whole is not None:
+        elif is_whole is False:
             self.partial_feeds |= bit
 
     def fit_blocks(self) -> None:
@@ -125,8 +119,8 @@ class Knowledge:
             self._previous, self._previous_uses = self.index, _PREVIOUS_USES
             self.index = self._new_index(size)
             self.turns = Turns()
-            for row, cache in self._caches.items():
-                self.index.set_capacity(row, cache.total_tokens * self.bytes_per_token)
+            for row in self._caches:
+                self._set_capacity(row)
 
     def expect(self, prompt: Prompt, table: EndpointTable, now: float) -> Expectation:
         """What each endpoint holds of ``prompt`` and would have to compute."""
@@ -169,6 +163,16 @@ class Knowledge:
         length = tokens * self.bytes_per_token
         blocks = bisect_right(range(len(chain) + 1), length, key=self.index.covered_bytes) - 1
         return self.index.last_use(row, chain[blocks - 1]) if blocks > 0 else None
+
+    def _forget_prefixes(self, row: int) -> None:
+        self.index.forget(row)
+        if self._previous is not None:
+            self._previous.forget(row)
+
+    def _set_capacity(self, row: int) -> None:
+        cache = self._caches.get(row)
+        if cache is not None:
+            self.index.set_capacity(row, cache.total_tokens * self.bytes_per_token)
 
     def _whole(self, tokens: float, input_tokens: float) -> float:
         """Engines know whole blocks, and always compute the last token."""

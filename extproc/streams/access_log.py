@@ -16,6 +16,7 @@ from extproc.protocol import (
     TTFT_TAG,
     USAGE_NAMESPACE,
 )
+from extproc.streams.head import metadata_value
 
 if TYPE_CHECKING:
     from extproc.streams.exchange import Desk
@@ -64,21 +65,13 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
 
 
 def _text(metadata: Metadata, namespace: str, key: str) -> str:
-    # reading a missing key of a protobuf map would add it
-    if namespace not in metadata.filter_metadata:
-        return ""
-    fields = metadata.filter_metadata[namespace].fields
-    return fields[key].string_value if key in fields else ""
+    value = metadata_value(metadata, namespace, key)
+    return "" if value is None else value.string_value
 
 
 def _whole(metadata: Metadata, namespace: str, key: str) -> int | None:
-    if namespace not in metadata.filter_metadata:
-        return None
-    fields = metadata.filter_metadata[namespace].fields
-    if key not in fields:
-        return None
-    value = fields[key]
-    return int(value.number_value) if value.WhichOneof("kind") == "number_value" else None
+    value = metadata_value(metadata, namespace, key)
+    return int(value.number_value) if value is not None and value.WhichOneof("kind") == "number_value" else None
 
 
 def _ttfb_s(common: AccessLogCommon) -> float | None:

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from extproc.errors import Refusal
     from extproc.pipeline import Decision
     from extproc.routing.resolve import ListedModel
-    from extproc.streams.messages import CommonResponse
+    from extproc.streams.messages import BodyResponse, CommonResponse
 
 _OVERWRITE: Final = 2  # HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 # Of ProcessingMode, as numbers: header and trailer modes SEND and SKIP, body modes NONE and FULL_DUPLEX_STREAMED.
-_SEND, _SKIP, _NONE, _FULL_DUPLEX = 1, 2, 0, 4
+_SEND, _SKIP, _NONE = 1, 2, 0
+FULL_DUPLEX: Final = 4
 # Envoy takes streamed bodies in messages of up to 64 KB.
 MOST_BODY_BYTES: Final = 62_000
 
@@ -66,31 +67,37 @@ def duplex_decision_answer(decision: Decision, *, overrides_mode: bool) -> bytes
     if overrides_mode:
         mode = answer.mode_override
         mode.request_header_mode = mode.request_trailer_mode = mode.response_header_mode = _SEND
-        mode.request_body_mode, mode.response_body_mode = _FULL_DUPLEX, _NONE
+        mode.request_body_mode, mode.response_body_mode = FULL_DUPLEX, _NONE
         mode.response_trailer_mode = _SKIP
     return answer.SerializeToString()
 
 
 def request_body_answers(body: bytes, *, is_end: bool) -> Iterator[bytes]:
     """A request's body in pieces that the gateway takes."""
-    for start in range(0, max(len(body), 1), MOST_BODY_BYTES):
+    for piece, is_last in _pieces(body):
         answer = ProcessingResponse()
-        streamed = answer.request_body.response.body_mutation.streamed_response
-        streamed.body = body[start : start + MOST_BODY_BYTES]
-        streamed.end_of_stream = is_end and start + MOST_BODY_BYTES >= len(body)
+        _stream(answer.request_body, piece, is_end=is_end and is_last)
         yield answer.SerializeToString()
 
 
-def response_body_answers(body: bytes, *, is_end: bool) -> list[bytes]:
+def response_body_answers(body: bytes, *, is_end: bool) -> Iterator[bytes]:
     """A piece of an answer, sent on as it came, in pieces that the gateway takes."""
-    answers = []
-    for start in range(0, max(len(body), 1), MOST_BODY_BYTES):
+    for piece, is_last in _pieces(body):
         answer = ProcessingResponse()
-        streamed = answer.response_body.response.body_mutation.streamed_response
-        streamed.body = body if len(body) <= MOST_BODY_BYTES else body[start : start + MOST_BODY_BYTES]
-        streamed.end_of_stream = is_end and start + MOST_BODY_BYTES >= len(body)
-        answers.append(answer.SerializeToString())
-    return answers
+        _stream(answer.response_body, piece, is_end=is_end and is_last)
+        yield answer.SerializeToString()
+
+
+def _pieces(body: bytes) -> Iterator[tuple[bytes, bool]]:
+    """At least one, and which is the last."""
+    for start in range(0, max(len(body), 1), MOST_BODY_BYTES):
+        # slicing all of it copies nothing
+        yield body[start : start + MOST_BODY_BYTES], start + MOST_BODY_BYTES >= len(body)
+
+
+def _stream(side: BodyResponse, piece: bytes, *, is_end: bool) -> None:
+    streamed = side.response.body_mutation.streamed_response
+    streamed.body, streamed.end_of_stream = piece, is_end
 
 
 def _routing_headers(decision: Decision) -> dict[str, str]:

@@ -68,7 +68,7 @@ class Duplex:
             case "response_body":
                 body = message.response_body
                 self._answer.came(body.body, self._desk.clock())
-                answers = response_body_answers(body.body, is_end=body.end_of_stream)
+                answers = list(response_body_answers(body.body, is_end=body.end_of_stream))
                 return self._ended(answers, is_end=body.end_of_stream)
             case "response_trailers":
                 return self._ended([CONTINUE_RESPONSE_TRAILERS], is_end=True)
@@ -138,20 +138,18 @@ class Duplex:
             return pipeline.receive_unread(pool, head, body)
 
     def _dispatch(self, arrival: Arrival, tokens: Sequence[int] | None) -> list[bytes]:
-        desk = self._desk
-        now = self._decided_at = desk.clock()
-        attachment = Attachment(desk.options.duplex_choices, self._allowed(arrival.head))
-        reasons = desk.metrics.wants_reasons()
-        decision = desk.pipeline.dispatch(arrival, now, tokens=tokens, attachment=attachment, wants_reasons=reasons)
+        options = self._desk.options
+        self._decided_at = self._desk.clock()
+        attachment = Attachment(options.duplex_choices, self._allowed(arrival.head))
+        decision = self._desk.decide(arrival, attachment, began=self._decided_at, tokens=tokens)
         self._decision = decision
-        answers = [duplex_decision_answer(decision, overrides_mode=desk.options.overrides_mode)]
+        answers = [duplex_decision_answer(decision, overrides_mode=options.overrides_mode)]
         if arrival.head.has_body:
             body = decision.body if decision.body is not None else arrival.body
             answers.extend(request_body_answers(body, is_end=not self._has_trailers))
         if self._has_trailers:
             answers.append(CONTINUE_REQUEST_TRAILERS)
         self._pieces.clear()
-        desk.decided(decision, now)
         return answers
 
     def _allowed(self, head: Head) -> list[str] | None:

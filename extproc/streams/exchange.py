@@ -8,7 +8,7 @@ endpoint picker protocol of the Gateway API Inference Extension asks: see ``dupl
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -16,7 +16,14 @@ from extproc.errors import MethodNotAllowed, Refusal, UnknownModel
 from extproc.observe import Metrics
 from extproc.pipeline import Attachment, Pipeline
 from extproc.protocol import MODELS_PATH
-from extproc.streams.answer import CONTINUE_HEADERS, decision_answer, model_answer, models_answer, refusal_answer
+from extproc.streams.answer import (
+    CONTINUE_HEADERS,
+    FULL_DUPLEX,
+    decision_answer,
+    model_answer,
+    models_answer,
+    refusal_answer,
+)
 from extproc.streams.head import read_head, read_subset
 
 if TYPE_CHECKING:
@@ -26,8 +33,6 @@ if TYPE_CHECKING:
     from extproc.pipeline import Arrival, Decision, Head
     from extproc.request.model import Api
     from extproc.streams.messages import HttpBody, HttpHeaders, ProcessingRequest
-
-FULL_DUPLEX: Final = 4  # ProcessingMode.BodySendMode.FULL_DUPLEX_STREAMED
 
 
 class GatewayOptions(msgspec.Struct, frozen=True):
@@ -72,11 +77,16 @@ class Desk(msgspec.Struct, frozen=True):
     options: GatewayOptions = GatewayOptions()
     peers: Peers | None = None
 
-    def decided(self, decision: Decision, began: float) -> None:
-        """A decision is made, and everybody is told."""
+    def decide(
+        self, arrival: Arrival, attachment: Attachment, *, began: float, tokens: Sequence[int] | None
+    ) -> Decision:
+        """A decision, of which everybody is told; raises a Refusal."""
+        reasons = self.metrics.wants_reasons()
+        decision = self.pipeline.dispatch(arrival, began, tokens=tokens, attachment=attachment, wants_reasons=reasons)
         self.metrics.decided(decision, self.clock() - began)
         if self.peers is not None:
             self.peers.sent(decision)
+        return decision
 
     def finish(self, ticket: str) -> None:
         """The end of a stream is the end of its request."""
@@ -227,11 +237,6 @@ class Buffered:
         return [] if arrival is None else self._dispatch(arrival, self._desk.clock(), tokens)
 
     def _dispatch(self, arrival: Arrival, now: float, tokens: Sequence[int] | None) -> list[bytes]:
-        desk = self._desk
-        reasons = desk.metrics.wants_reasons()
-        decision = desk.pipeline.dispatch(
-            arrival, now, tokens=tokens, attachment=self._attachment, wants_reasons=reasons
-        )
+        decision = self._desk.decide(arrival, self._attachment, began=now, tokens=tokens)
         self._ticket = decision.ticket
-        desk.decided(decision, now)
         return [decision_answer(decision)]

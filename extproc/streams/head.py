@@ -37,7 +37,7 @@ def read_status(message: HttpHeaders) -> int:
 
 def read_subset(message: ProcessingRequest) -> list[str] | None:
     """The endpoints that the gateway allows, as a list or in one string; None: it does not say."""
-    value = _field(message.metadata_context, SUBSET_NAMESPACE, SUBSET)
+    value = metadata_value(message.metadata_context, SUBSET_NAMESPACE, SUBSET)
     if value is None:
         return None
     if value.WhichOneof("kind") == "list_value":
@@ -47,11 +47,12 @@ def read_subset(message: ProcessingRequest) -> list[str] | None:
 
 def read_served(message: ProcessingRequest) -> str:
     """The endpoint that answered, as the gateway says; empty: it does not."""
-    value = _field(message.metadata_context, LB_NAMESPACE, SERVED)
+    value = metadata_value(message.metadata_context, LB_NAMESPACE, SERVED)
     return value.string_value if value is not None else ""
 
 
-def _field(metadata: Metadata, namespace: str, key: str) -> _Value | None:
+def metadata_value(metadata: Metadata, namespace: str, key: str) -> _Value | None:
+    """One value of dynamic metadata, if it is there."""
     # reading a missing key of a protobuf map would add it
     if namespace not in metadata.filter_metadata:
         return None

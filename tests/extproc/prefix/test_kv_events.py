@@ -8,12 +8,12 @@ import pytest
 from extproc.prefix.kv_events import (
     Cleared,
     Removed,
-    Sequence,
     Stored,
     UnreadableEvents,
-    Verdict,
     decode_batch,
 )
+from extproc.prefix.kv_index import KvIndex, Source
+from extproc.prefix.kv_stream import KvStream
 
 MAPS = {
     "ts": 1.5,
@@ -103,10 +103,28 @@ def test_what_is_no_batch_is_refused_with_one_error(payload: bytes) -> None:
         decode_batch(payload)
 
 
+def message(value: int) -> bytes:
+    return msgspec.msgpack.encode([0.0, [["BlockStored", [value], None, [value], 1]], 0])
+
+
 def test_sequence_numbers_tell_gaps_and_restarts() -> None:
-    sequence = Sequence()
-    assert [sequence.take(number) for number in (0, 1, 2, 5, 6, 0, 1)] == [
-        *(Verdict.NEXT, Verdict.NEXT, Verdict.NEXT),
-        *(Verdict.GAP, Verdict.NEXT, Verdict.RESTART, Verdict.NEXT),
-    ]
-    assert Sequence().take(17) is Verdict.LATE
+    stream = KvStream(KvIndex(), Source(0))
+    assert [stream.receive(number, message(number)) for number in (0, 1, 2)] == [None, None, None]
+    assert stream.receive(5, message(5)) == 3, "ask for what is missing"
+    stream.replayed(3, [(number, message(number)) for number in (3, 4, 5)])
+    assert (stream.receive(6, message(6)), stream.is_whole) == (None, True)
+    assert stream.is_old(6)
+    # backwards: a restart
+    assert (stream.receive(0, message(0)), stream.is_whole) == (None, True)
+    assert stream.receive(1, message(1)) is None
+
+
+def test_a_stream_that_began_without_us_is_asked_for_from_its_beginning() -> None:
+    stream = KvStream(KvIndex(), Source(0))
+    assert stream.receive(17, message(17)) == 0
+    stream.missed(17, message(17))
+    assert stream.is_whole is False
+    stream.replayed(0, [(16, message(16)), (17, message(17))])
+    assert stream.is_whole is False, "the replay's memory is too short"
+    stream.replayed(0, [])
+    assert stream.is_whole is True, "an engine that has said nothing"
