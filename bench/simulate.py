@@ -21,7 +21,8 @@ from bench.engine.text import Message, answer_words, count_tokens, render_chat
 from bench.load.client import Result
 from extproc.endpoints.live import EngineState, report
 from extproc.learning import Outcome
-from extproc.pipeline import Head, Pipeline
+from extproc.passage import Head
+from extproc.pipeline import Pipeline
 from extproc.request.model import Api
 from extproc.scheduling.pickers import make_picker
 

@@ -25,17 +25,25 @@ from extproc.feeds.kv_events import KvEventFeed
 from extproc.feeds.local_bus import LocalBus
 from extproc.feeds.peers import Bus, Peers
 from extproc.feeds.redis_bus import RedisBus
+from extproc.feeds.redis_limits import RedisLimits
 from extproc.feeds.tokens import Tokenizers
 from extproc.observe import Metrics
+from extproc.passage import Held
 from extproc.pipeline import Pipeline
 from extproc.streams.duplex import Duplex
+from extproc.streams.entry import GrantWanted, TokensWanted
 from extproc.streams.exchange import Desk, Exchange, GatewayOptions
 from extproc.streams.server import GrpcServer
+from extproc.streams.waiting_room import WaitingRoom
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from extproc.admission.limits import Ask, Grant, Usage
     from extproc.config.types import Snapshot
+    from extproc.passage import Released
+    from extproc.sharing import EngineSaid
+    from extproc.streams.entry import Answer, Pending
 
 log = logging.getLogger(__name__)
 
@@ -81,26 +89,77 @@ class App:
         wall_clock = time.time  # noqa: TID251 - the edge
         self._is_ready = False
         origin = secrets.token_hex(6)
-        self._pipeline = Pipeline(snapshot, rng=random.Random(), ticket_prefix=origin)
+        self._pipeline = Pipeline(snapshot, rng=random.Random(), ticket_prefix=origin, elsewhere=self)
         self._log_file = None if settings.decision_log is None else settings.decision_log.open("a")
         decisions = DecisionLog(
             self._log_file, share=settings.decision_share, rng=random.Random(), wall_clock=wall_clock
         )
-        self._metrics = Metrics(lambda: list(self._pipeline.pools.values()), wall_clock, clock, decisions)
-        self._feed = DirectoryFeed(settings.config, self._pipeline, self._metrics, settle_s=settings.settle_s)
+        self._metrics = Metrics(
+            lambda: list(self._pipeline.pools.values()),
+            wall_clock,
+            clock,
+            decisions,
+            lambda: self._pipeline.entrance.gates,
+        )
+        self._room = WaitingRoom(self._pipeline, clock, self._released)
+        changed = self._room.notify
+        self._feed = DirectoryFeed(
+            settings.config, self._pipeline, self._metrics, settle_s=settings.settle_s, changed=changed
+        )
         self._feed.started_with(snapshot)
         self._kv_events = KvEventFeed(self._pipeline, self._metrics)
         self._tokenizers = Tokenizers(self._metrics)
-        self._peers = Peers(self._pipeline, self._metrics, _buses(settings), origin=origin, clock=clock)
-        self._scraper = EngineScraper(
-            self._pipeline, self._metrics, clock=clock, rng=random.Random(), share=self._peers.tell
+        self._limits: RedisLimits | None = None
+        if settings.redis is not None:
+            self._limits = RedisLimits(settings.redis, settings.redis_channel, self._metrics, clock)
+        # workers of one start have their sockets in one directory
+        machine = origin if settings.worker is None else str(settings.worker.directory)
+        self._peers = Peers(
+            self._pipeline,
+            self._metrics,
+            _buses(settings),
+            origin=origin,
+            clock=clock,
+            machine=machine,
+            changed=changed,
         )
-        desk = Desk(self._pipeline, self._metrics, clock, int(wall_clock()), settings.gateway, self._peers)
+        self._scraper = EngineScraper(
+            self._pipeline, self._metrics, clock=clock, rng=random.Random(), share=self._engine_said
+        )
+        desk = self._desk = Desk(
+            self._pipeline, self._metrics, clock, int(wall_clock()), settings.gateway, self._peers, changed
+        )
         self._server = GrpcServer(
             desk,
-            new_exchange=lambda: Exchange(desk, Duplex),
-            tokens_of=self._tokenizers.tokens_of,
+            new_exchange=lambda is_trusted: Exchange(desk, Duplex, is_trusted=is_trusted),
+            answer_to=self._answer_to,
         )
+
+    def settle(self, grant: Grant, used: Usage | None) -> None:
+        """To the store of global limits."""
+        if self._limits is not None:
+            self._limits.settle(grant, used)
+
+    def spent(self, ask: Ask, amount: float) -> None:
+        """To the other workers."""
+        self._peers.spent(ask, amount)
+
+    async def _answer_to(self, pending: Pending) -> Answer:
+        """What a request waits for."""
+        match pending:
+            case TokensWanted():
+                return await self._tokenizers.tokens_of(pending.arrival)
+            case GrantWanted():
+                return None if self._limits is None else await self._limits.reserve(pending.asks)
+            case Held():
+                return await self._room.wait(pending)
+
+    def _released(self, one: Released) -> None:
+        self._desk.released(one)
+
+    def _engine_said(self, event: EngineSaid) -> None:
+        self._peers.tell(event)
+        self._room.notify()
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain. A second signal ends the drain."""
@@ -130,6 +189,8 @@ class App:
     def _feeds(self) -> list[Coroutine[None, None, None]]:
         """What runs beside the server. Of several workers the first asks the engines, for all."""
         feeds = [self._feed.watch(), self._kv_events.run(), self._peers.run()]
+        if self._limits is not None:
+            feeds.append(self._limits.run())
         worker = self._settings.worker
         return feeds if worker is not None and worker.number else [*feeds, self._scraper.run()]
 

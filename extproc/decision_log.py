@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-    from extproc.pipeline import Decision, Settled
+    from extproc.passage import Decision, Settled
 
 log = logging.getLogger(__name__)
 

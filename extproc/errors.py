@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class Refusal(Exception):
     """A request that ends here. ``message`` says what to do about it; the class says status, type and code."""
 
     status: ClassVar[int] = 500
-    error_type: ClassVar[str] = "server_error"
+    error_type: str = "server_error"
     code: ClassVar[str | None] = None
     outcome: ClassVar[str] = "error"
+    # beside retry-after
+    headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -64,6 +70,55 @@ class NoEndpoint(Refusal):
     error_type = "service_unavailable_error"
     code = "no_endpoint"
     outcome = "no_endpoint"
+
+
+class RateLimited(Refusal):
+    """The caller has used up what a ModelRoute grants. ``kind``: of what, requests or tokens."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+    outcome = "rate_limited"
+
+    def __init__(self, message: str, *, kind: str, headers: Mapping[str, str], retry_after_s: int | None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.error_type = kind
+        self.headers = headers
+
+
+class LimitsUnavailable(Refusal):
+    """Redis cannot be asked, and the limit is not to be granted without it."""
+
+    status = 503
+    error_type = "service_unavailable_error"
+    code = "limits_unavailable"
+    outcome = "limits_unavailable"
+
+
+class QueueFull(Refusal):
+    """No place to wait, or it had to be given up to a request of higher priority."""
+
+    status = 429
+    error_type = "requests"
+    code = "queue_full"
+    outcome = "queue_full"
+
+
+class Shed(Refusal):
+    """Engines are nearly full, and the request's priority says that it can go."""
+
+    status = 429
+    error_type = "requests"
+    code = "shed"
+    outcome = "shed"
+
+
+class QueueTimeout(Refusal):
+    """It has waited as long as it may."""
+
+    status = 503
+    error_type = "service_unavailable_error"
+    code = "queue_timeout"
+    outcome = "queue_timeout"
 
 
 class _ErrorDetail(msgspec.Struct, frozen=True):

@@ -14,7 +14,8 @@ import msgspec
 from extproc.config.load import load_directory
 from extproc.errors import Refusal
 from extproc.explain import Explanation, to_text
-from extproc.pipeline import Head, Pipeline
+from extproc.passage import Head
+from extproc.pipeline import Pipeline
 from extproc.protocol import CHAT_PATH
 
 
@@ -58,7 +59,7 @@ def run(words: list[str]) -> int:
 
 def _decide(directory: Path, head: Head, body: bytes) -> Explanation:
     pipeline = Pipeline(load_directory(directory), rng=random.Random(), ticket_prefix="explain")
-    return pipeline.explain(pipeline.receive(pipeline.admit(head), head, body), 0.0)
+    return pipeline.explain(pipeline.reception.receive(pipeline.reception.admit(head), head, body), 0.0)
 
 
 def _ask(url: str, path: str, headers: dict[str, str], body: bytes) -> Explanation:

@@ -8,12 +8,13 @@ import msgspec
 from aiohttp import web
 
 from extproc.errors import Refusal, to_openai_body
-from extproc.pipeline import Head
+from extproc.passage import Head
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from extproc.pipeline import Arrival, Pipeline
+    from extproc.passage import Arrival
+    from extproc.pipeline import Pipeline
 
 
 class ExplainPage:
@@ -34,7 +35,7 @@ class ExplainPage:
         headers = {name.lower(): value for name, value in http.headers.items()}
         head = Head("POST", "/" + http.match_info["path"], headers, has_body=True)
         try:
-            arrival = self._pipeline.receive(self._pipeline.admit(head), head, await http.read())
+            arrival = self._pipeline.reception.receive(self._pipeline.reception.admit(head), head, await http.read())
             tokens = await self._tokens_of(arrival) if arrival.wants_tokens else None
             explanation = self._pipeline.explain(arrival, self._clock(), tokens=tokens)
         except Refusal as refusal:

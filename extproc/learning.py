@@ -7,6 +7,8 @@ from typing import Final
 
 import msgspec
 
+from extproc.admission.limits import NOTHING, Grant, Usage
+from extproc.admission.waiting import Wanted
 from extproc.endpoints.learning import learn_prefill_rate, note_failure, note_success
 from extproc.endpoints.ledger import prefill_work
 from extproc.endpoints.live import note_latency
@@ -26,7 +28,10 @@ _PREFILL_GRACE_S: Final = 1.0
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """One access log entry. What Envoy did not see is None; ``status`` 0: the client left before there was one."""
+    """One access log entry. What Envoy did not see is None; ``status`` 0: the client left before there was one.
+
+    Times count from the request's arrival, what it was held included.
+    """
 
     ticket: str
     status: int
@@ -52,14 +57,24 @@ class Sent(msgspec.Struct):
     is_settled: bool = False
     # False: another process sent it, and counts it
     is_ours: bool = True
+    # in its server's queue, if there is one, how long it was held there, and what its flow was charged
+    wanted: Wanted | None = None
+    waited_s: float = 0.0
+    charged: float = 0.0
+    reserved: Usage = NOTHING
+    grants: tuple[Grant, ...] = ()
 
 
 def learn(sent: Sent, outcome: Outcome, now: float) -> None:
     """Correct what is known of the pool and its endpoints."""
+    if sent.waited_s and outcome.ttfb_s is not None:
+        # engines are judged by the time since it went
+        outcome = msgspec.structs.replace(outcome, ttfb_s=max(0.0, outcome.ttfb_s - sent.waited_s))
     _learn_place(sent, outcome, now)
     if not 200 <= outcome.status < 300:
         return
     _count_tokens(sent, outcome)
+    _learn_output(sent, outcome)
     _learn_bytes_per_token(sent, outcome)
     _learn_turn(sent, outcome)
     if outcome.served == sent.assignment.place.address:
@@ -98,6 +113,29 @@ def _count_tokens(sent: Sent, outcome: Outcome) -> None:
         sent.pool.table.cached_tokens[row] += outcome.cached_tokens or 0
 
 
+def _learn_output(sent: Sent, outcome: Outcome) -> None:
+    if outcome.completion_tokens is not None:
+        pool = sent.pool
+        pool.output_tokens += _WEIGHT * (outcome.completion_tokens - pool.output_tokens)
+
+
+def usage_of(sent: Sent, outcome: Outcome) -> Usage:
+    """What a request took, as reported. Where an answer was cut off and nobody says, what was reserved counts as used.
+
+    So nobody gains by hanging up just before the end; a request that no engine answered took nothing.
+    """
+    is_answered = 200 <= outcome.status < 300
+    if not is_answered and outcome.prompt_tokens is None:
+        return NOTHING
+    written = outcome.completion_tokens
+    if written is None:
+        written = 0 if outcome.ttfb_s is None else None
+    return Usage(
+        input_tokens=sent.reserved.input_tokens if outcome.prompt_tokens is None else outcome.prompt_tokens,
+        output_tokens=sent.reserved.output_tokens if written is None else written,
+    )
+
+
 def _learn_bytes_per_token(sent: Sent, outcome: Outcome) -> None:
     tokens = outcome.prompt_tokens
     if tokens is not None and tokens >= _MIN_TOKENS_FOR_RATIO:
@@ -125,7 +163,7 @@ def _learn_rate(sent: Sent, outcome: Outcome) -> None:
     learn_prefill_rate(pool.table, assignment.computing.row, tokens_ahead=ahead, ttft_s=outcome.ttfb_s)
     if pool.table.holds(assignment.place):
         written = (outcome.completion_tokens or 0) - 1
-        tpot_s = (outcome.duration_s - outcome.ttfb_s) / written if written > 0 else None
+        tpot_s = (outcome.duration_s - sent.waited_s - outcome.ttfb_s) / written if written > 0 else None
         note_latency(pool.table, assignment.place.row, ttft_s=outcome.ttfb_s, tpot_s=tpot_s)
 
 

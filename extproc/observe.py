@@ -12,16 +12,18 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from extproc.observe_admission import AdmissionMetrics
 from extproc.tallies import Counts, Spread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from prometheus_client.metrics_core import Metric
 
+    from extproc.admission.gate import Gate
     from extproc.decision_log import DecisionLog
     from extproc.errors import Refusal
-    from extproc.pipeline import Decision, Settled
+    from extproc.passage import Arrival, Decision, Settled
     from extproc.scheduling.pool import Pool
 
 _PICK_BUCKETS: Final = (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2, 0.1, 1.0)
@@ -38,10 +40,12 @@ class Metrics:
         wall_clock: Callable[[], float],
         clock: Callable[[], float],
         log: DecisionLog | None = None,
+        gates: Callable[[], Mapping[str, Gate]] = dict,
     ) -> None:
-        """``clock``: the one that endpoint tables go by."""
+        """``clock``: the one that endpoint tables go by. ``gates``: by ModelServer, where there is flow control."""
         self._log = log
         self.registry = CollectorRegistry()
+        self.admission = AdmissionMetrics(self.registry, gates)
         self._wall_clock = wall_clock
         self._requests = Counts("attache_requests", "Requests by what was decided.", ["outcome"], self.registry)
         self._requests.begin("picked")
@@ -120,21 +124,25 @@ class Metrics:
         """Whether the next decision is to be explained, for the log."""
         return self._log is not None and self._log.samples()
 
-    def decided(self, decision: Decision, seconds: float) -> None:
-        """A request was sent on its way."""
+    def decided(self, decision: Decision, seconds: float | None) -> None:
+        """A request was sent on its way; None: it had to wait for that."""
         if self._log is not None:
             self._log.decided(decision)
         self._requests.add("picked")
         self._picks.add(decision.server)
-        self._pick_seconds.observe(seconds)
+        if seconds is not None:
+            self._pick_seconds.observe(seconds)
+        self.admission.sent(decision)
 
     def answered_models(self) -> None:
         """The list of models was given."""
         self._requests.add("models_listed")
 
-    def refused(self, refusal: Refusal) -> None:
-        """A client was told why not."""
+    def refused(self, refusal: Refusal, arrival: Arrival | None = None) -> None:
+        """A client was told why not; ``arrival``: if its request came so far."""
         self._requests.add(refusal.outcome)
+        if arrival is not None:
+            self.admission.refused(refusal, arrival)
 
     def failed(self) -> None:
         """A decision ended in an error of ours; Envoy goes on by its failure mode."""
@@ -149,6 +157,7 @@ class Metrics:
     def _count_answer(self, settled: Settled) -> None:
         if self._log is not None:
             self._log.settled(settled)
+        self.admission.settled(settled)
         outcome = settled.outcome
         status_class = f"{outcome.status // 100}xx" if 100 <= outcome.status < 600 else "none"
         first = "yes" if outcome.served == settled.assignment.place.address else "no"

@@ -1,4 +1,4 @@
-"""The way of a request, as plain function calls: it arrives, it is over, its outcome is known.
+"""The way of a request, as plain function calls: it arrives, goes or waits, is over, and its outcome is known.
 
 No clock, no event loop and no network in here: the same pipeline runs under Envoy, in tests and in virtual time.
 """
@@ -6,88 +6,38 @@ No clock, no event loop and no network in here: the same pipeline runs under Env
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
-from extproc.endpoints.ledger import release
-from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownPath
-from extproc.explain import Explanation, explain
-from extproc.learning import Outcome, Sent, learn
+from extproc.admission.identity import Identities
+from extproc.admission.limits import Usage
+from extproc.admission.waiting import Wanted
+from extproc.entrance import Entrance
+from extproc.errors import Refusal
+from extproc.explain import explain
+from extproc.learning import Outcome, Sent, learn, usage_of
+from extproc.passage import BUNDLE, Arrival, Attachment, Decision, Head, Held, Released, Settled, Terms
 from extproc.prefix.turns import tail_of
-from extproc.protocol import MODELS_PATH
-from extproc.request.model import Api, InferenceRequest
-from extproc.request.openai import INFERENCE_PATHS, parse, with_changes
-from extproc.routing.resolve import Destination, RoutingTable
-from extproc.scheduling.knowledge import Prompt
+from extproc.reception import Reception
+from extproc.rewriting import changed_body, prompt_of
+from extproc.routing.resolve import RoutingTable
 from extproc.scheduling.pickers import make_picker
-from extproc.scheduling.pool import Assignment, Pool, Terms
+from extproc.scheduling.pool import Choice, Pool
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Iterator, Sequence
 
     from extproc.config.types import Snapshot
-    from extproc.routing.resolve import ListedModel
+    from extproc.endpoints.table import Bools
+    from extproc.entrance import Elsewhere
+    from extproc.explain import Explanation
+    from extproc.request.model import Api
+    from extproc.scheduling.knowledge import Expectation
     from extproc.scheduling.pickers import MakePicker
     from extproc.scheduling.sending import Sending
 
 # Access log entries that never come must not pile up: beyond this many, the oldest are given up.
-_MAX_UNSETTLED: Final = 65_536
-
-
-class Head(msgspec.Struct, frozen=True):
-    """A request's headers. Names are lower-case; ``path`` is without its query."""
-
-    method: str
-    path: str
-    headers: Mapping[str, str]
-    has_body: bool
-
-
-class Attachment(msgspec.Struct, frozen=True):
-    """How the asking gateway is attached: how many endpoints its answers may name, and which of them this request may have."""
-
-    choices: int = 4
-    subset: Collection[str] | None = None
-
-
-BUNDLE: Final = Attachment()
-
-
-class Arrival(msgspec.Struct, frozen=True):
-    """A request that has been parsed and routed. ``wants_tokens``: picking is more precise with the prompt's tokens."""
-
-    request: InferenceRequest
-    destination: Destination
-    pool: Pool
-    head: Head
-    body: bytes
-
-    @property
-    def wants_tokens(self) -> bool:
-        """Whether there is a precise index to ask."""
-        knowledge = self.pool.knowledge
-        return knowledge.kv is not None and bool(knowledge.whole_feeds | knowledge.partial_feeds)
-
-
-class Decision(msgspec.Struct, frozen=True):
-    """Where a request goes and why. ``body``: what to send instead of the client's, if anything had to change."""
-
-    ticket: str
-    server: str
-    assignment: Assignment
-    body: bytes | None
-    explanation: Explanation | None = None
-
-
-class Settled(msgspec.Struct, frozen=True):
-    """An outcome with the decision that led to it."""
-
-    server: str
-    assignment: Assignment
-    outcome: Outcome
-    is_ours: bool = True
+_MOST_UNSETTLED: Final = 65_536
 
 
 class Pipeline:
@@ -100,6 +50,7 @@ class Pipeline:
         rng: random.Random,
         ticket_prefix: str,
         make_picker: MakePicker = make_picker,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self._make_picker = make_picker
         self.pools: dict[str, Pool] = {}
@@ -109,13 +60,10 @@ class Pipeline:
         self._sent: dict[str, Sent] = {}
         self._unsettled: OrderedDict[str, Sent] = OrderedDict()
         self._snapshot = snapshot
-        self._routing = RoutingTable(snapshot)
+        self.entrance = Entrance(rng=rng, elsewhere=elsewhere)
+        # of the configuration in use
+        self.reception: Reception
         self.apply(snapshot)
-
-    @property
-    def models(self) -> list[ListedModel]:
-        """The names that clients can ask for."""
-        return self._routing.models
 
     @property
     def snapshot(self) -> Snapshot:
@@ -129,7 +77,7 @@ class Pipeline:
         """
         files = snapshot.picker_files
         pickers = {one.metadata.name: self._make_picker(one.spec, files) for one in snapshot.servers}
-        self._routing = RoutingTable(snapshot)
+        routing = RoutingTable(snapshot)
         pools: dict[str, Pool] = {}
         for server in snapshot.servers:
             name = server.metadata.name
@@ -137,60 +85,82 @@ class Pipeline:
             if known is not None:
                 known.update(server.spec, pickers[name])
             pools[name] = known or Pool(name, server.spec, pickers[name])
-            pools[name].adapters = self._routing.adapters_of(name)
+            pools[name].adapters = routing.adapters_of(name)
         self.pools = pools
+        self.entrance.apply(snapshot, pools)
         self._snapshot = snapshot
+        self.reception = Reception(routing, Identities(snapshot), pools, self.entrance, self._rng)
 
-    def admit(self, head: Head) -> Api:
-        """Refuse what can be refused before the body is here."""
-        api = INFERENCE_PATHS.get(head.path)
-        if api is None:
-            known = ", ".join(INFERENCE_PATHS)
-            raise UnknownPath(
-                f"Nothing is served under {head.method} {head.path[:100]}; there are {known}, {MODELS_PATH}."
-            )
-        if head.method != "POST":
-            raise MethodNotAllowed(f"{head.path} takes POST, not {head.method[:20]}.")
-        if not head.has_body:
-            raise BadRequest("The request has no body; send a JSON object with at least 'model'.")
-        return api
+    def enter(self, arrival: Arrival, now: float, terms: Terms) -> Decision | Held:
+        """Go at once, or wait for an engine to have room; raises a Refusal, and then nothing was granted."""
+        try:
+            if arrival.pool.name not in self.entrance.gates:
+                return self._send(arrival, now, terms)
+            pool = arrival.pool
+            prompt = prompt_of(arrival, terms.tokens)
+            expectation = pool.expect(prompt, now)
+            eligible = pool.eligible(prompt.adapter, terms.attachment.subset)
+            wanted = self.entrance.wanted(self._next_ticket(), arrival, expectation, eligible, now)
+            found = self.entrance.enter(wanted, arrival, terms, now)
+            if isinstance(found, Held):
+                return found
+            return self._send(arrival, now, terms, wanted=wanted, among=found, expectation=expectation)
+        except Refusal:
+            self.entrance.settle_grants(terms.grants, None, now)
+            raise
 
-    def receive(self, api: Api, head: Head, body: bytes) -> Arrival:
-        """Parse and route; raises a Refusal."""
-        request = parse(api, body)
-        destination = self._routing.resolve(request.model, head.headers, head.path, self._rng)
-        return Arrival(request, destination, self.pools[destination.server], head, body)
+    def release(self, now: float) -> Iterator[Released]:
+        """The waits that end: engines have room, or it took too long."""
+        for held, found in self.entrance.next(now):
+            result: Decision | Refusal
+            if isinstance(found, Refusal):
+                result = found
+            else:
+                try:
+                    result = self._send(held.arrival, now, held.terms, wanted=held.wanted, among=found)
+                except Refusal as refusal:
+                    result = refusal
+            if isinstance(result, Refusal):
+                self.entrance.settle_grants(held.terms.grants, None, now)
+            yield Released(held, result)
 
-    def receive_unread(self, server: str, head: Head, body: bytes) -> Arrival:
-        """A request that is none of the APIs', for a gateway that has only one pool: nothing of it is known."""
-        request = InferenceRequest(Api.UNKNOWN, "", b"", is_streamed=False, stream_options={}, max_output_tokens=None)
-        return Arrival(request, Destination(server, ""), self._pool(server), head, body)
+    def leave(self, held: Held, now: float) -> None:
+        """The client of a held request has gone, before it heard of a decision."""
+        if self.entrance.leave(held):
+            self.entrance.settle_grants(held.terms.grants, None, now)
+        sent = self._sent.get(held.ticket)
+        if sent is not None:
+            # let go, and never sent
+            sent.is_settled = True
+            self.finish(held.ticket, now)
+            self._close(sent, None, 0.0, now)
 
-    def receive_for(self, server: str, api: Api, head: Head, body: bytes) -> Arrival:
-        """Parse, and route to ``server`` unless a ModelRoute knows the model; raises a Refusal."""
-        request = parse(api, body)
-        if self._routing.knows(request.model):
-            return self.receive(api, head, body)
-        return Arrival(request, Destination(server, request.model), self._pool(server), head, body)
+    def dispatch(self, arrival: Arrival, now: float, terms: Terms = Terms()) -> Decision:  # noqa: B008 - frozen
+        """Pick, and count the request as sent, whoever waits; raises a Refusal."""
+        return self._send(arrival, now, terms)
 
-    def dispatch(
+    def _send(
         self,
         arrival: Arrival,
         now: float,
+        terms: Terms,
         *,
-        tokens: Sequence[int] | None = None,
-        attachment: Attachment = BUNDLE,
-        wants_reasons: bool = False,
+        wanted: Wanted | None = None,
+        among: Bools | None = None,
+        expectation: Expectation | None = None,
     ) -> Decision:
-        """Pick, and count the request as sent; raises a Refusal."""
         request, pool = arrival.request, arrival.pool
-        terms = Terms(arrival.head.headers, attachment.choices, attachment.subset, wants_reasons)
-        considered = pool.consider(_prompt(arrival, tokens), terms, now=now, rng=self._rng)
-        explanation = explain(considered, pool) if wants_reasons else None
-        assignment, chain = pool.commit(considered, now), considered.expectation.chain
-        ticket = self._next_ticket()
+        choice = Choice(
+            arrival.head.headers, terms.attachment.choices, terms.attachment.subset, terms.wants_reasons, among
+        )
+        prompt = prompt_of(arrival, terms.tokens)
+        considered = pool.consider(prompt, choice, now=now, rng=self._rng, expectation=expectation)
+        explanation = explain(considered, pool) if terms.wants_reasons else None
+        output_tokens = pool.expected_output(request.max_output_tokens)
+        assignment, chain = pool.commit(considered, now, output_tokens), considered.expectation.chain
+        ticket = self._next_ticket() if wanted is None else wanted.ticket
         covered = pool.knowledge.index.covered_bytes(len(chain))
-        self._sent[ticket] = Sent(
+        sent = self._sent[ticket] = Sent(
             pool=pool,
             assignment=assignment,
             chain=chain,
@@ -198,20 +168,40 @@ class Pipeline:
             prompt_bytes=len(request.prompt),
             is_streamed=request.is_streamed,
             sent_at_s=now,
+            grants=terms.grants,
         )
-        return Decision(ticket, arrival.destination.server, assignment, _changed_body(arrival), explanation)
+        waited_s = 0.0
+        gate = self.entrance.gates.get(pool.name) if wanted is not None else None
+        if wanted is not None and gate is not None:
+            waited_s = now - wanted.arrived_s
+            sent.wanted, sent.waited_s = wanted, waited_s
+            sent.reserved = Usage(assignment.input_tokens, output_tokens)
+            sent.charged = gate.service(sent.reserved, assignment.cached_tokens)
+            gate.sent(wanted, sent.charged, now)
+        elif terms.grants:
+            sent.reserved = Usage(assignment.input_tokens, output_tokens)
+        return Decision(
+            ticket,
+            arrival.destination.server,
+            assignment,
+            changed_body(arrival),
+            explanation,
+            wanted,
+            waited_s,
+            terms.grants,
+        )
 
     def arrive(self, api: Api, head: Head, body: bytes, now: float) -> Decision:
         """Receive and dispatch in one; raises a Refusal."""
-        return self.dispatch(self.receive(api, head, body), now)
+        return self.dispatch(self.reception.receive(api, head, body), now)
 
     def explain(
         self, arrival: Arrival, now: float, *, tokens: Sequence[int] | None = None, attachment: Attachment = BUNDLE
     ) -> Explanation:
         """What would be decided, with every reason, and nothing changed; raises a Refusal."""
-        terms = Terms(arrival.head.headers, attachment.choices, attachment.subset, wants_reasons=True)
+        choice = Choice(arrival.head.headers, attachment.choices, attachment.subset, wants_reasons=True)
         pool = arrival.pool
-        return explain(pool.consider(_prompt(arrival, tokens), terms, now=now, rng=self._rng), pool)
+        return explain(pool.consider(prompt_of(arrival, tokens), choice, now=now, rng=self._rng), pool)
 
     def sent(self, ticket: str) -> Sent | None:
         """A request that runs."""
@@ -225,7 +215,7 @@ class Pipeline:
         assignment = pool.repeat(event, now)
         if assignment is None:
             return False
-        self._sent[event.ticket] = Sent(
+        sent = self._sent[event.ticket] = Sent(
             pool=pool,
             assignment=assignment,
             chain=event.chain,
@@ -235,20 +225,25 @@ class Pipeline:
             sent_at_s=now,
             is_ours=False,
         )
+        gate = self.entrance.gates.get(event.server)
+        if gate is not None and event.flow is not None:
+            # the flow has had it, wherever it came in
+            sent.wanted = Wanted(event.ticket, event.flow, now, now, priority=event.priority)
+            sent.charged, sent.reserved = event.service, Usage(event.input_tokens, event.tokens - event.input_tokens)
+            gate.sent(sent.wanted, event.service, now)
         return True
 
-    def finish(self, ticket: str) -> None:
+    def finish(self, ticket: str, now: float = 0.0) -> None:
         """The request's stream has ended: its endpoint is free of it."""
         sent = self._sent.pop(ticket, None)
         if sent is None:
             return
-        release(sent.pool.table, sent.assignment.place)
-        if sent.assignment.prefill is not None:
-            release(sent.pool.table, sent.assignment.prefill)
+        sent.pool.release(sent.assignment)
         if not sent.is_settled:
             self._unsettled[ticket] = sent
-            if len(self._unsettled) > _MAX_UNSETTLED:
-                self._unsettled.popitem(last=False)
+            if len(self._unsettled) > _MOST_UNSETTLED:
+                _, lost = self._unsettled.popitem(last=False)
+                self._close(lost, lost.reserved, lost.charged, now)
 
     def settle(self, outcome: Outcome, now: float) -> Settled | None:
         """Learn from what happened; None if the ticket is unknown (another process gave it, or it is settled)."""
@@ -257,40 +252,24 @@ class Pipeline:
             return None
         sent.is_settled = True
         learn(sent, outcome, now)
-        return Settled(sent.pool.name, sent.assignment, outcome, sent.is_ours)
+        used = usage_of(sent, outcome)
+        gate = self.entrance.gates.get(sent.pool.name)
+        service = 0.0
+        if gate is not None and sent.wanted is not None:
+            cached = sent.assignment.cached_tokens if outcome.cached_tokens is None else outcome.cached_tokens
+            service = gate.service(used, float(cached))
+        self._close(sent, used, service, now)
+        return Settled(sent.pool.name, sent.assignment, outcome, sent.is_ours, sent.wanted, service)
 
-    def _pool(self, server: str) -> Pool:
-        pool = self.pools.get(server)
-        if pool is None:
-            raise NoEndpoint(
-                f"The ModelServer '{server}' is not configured any more; add it, or start with another --pool."
-            )
-        return pool
+    def _close(self, sent: Sent, used: Usage | None, service: float, now: float) -> None:
+        """Correct the accounts of its flow and of its limits; None: it never went."""
+        gate = self.entrance.gates.get(sent.pool.name)
+        if gate is not None and sent.wanted is not None:
+            tokens = 0.0 if used is None else used.input_tokens + used.output_tokens
+            gate.over(sent.wanted, service - sent.charged, tokens=tokens, now=now)
+        if sent.is_ours:
+            self.entrance.settle_grants(sent.grants, used, now)
 
     def _next_ticket(self) -> str:
         self._tickets += 1
         return f"{self._ticket_prefix}-{self._tickets:x}"
-
-
-def _prompt(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:
-    request, spec, model = arrival.request, arrival.pool.spec, arrival.destination.model
-    header = spec.cache_scope_header
-    return Prompt(
-        text=request.prompt,
-        model=model,
-        adapter=model if model not in {spec.model, ""} else None,
-        scope="" if header is None else arrival.head.headers.get(header.lower(), ""),
-        salt=request.cache_salt,
-        tokens=tokens,
-    )
-
-
-def _changed_body(arrival: Arrival) -> bytes | None:
-    """The body under the engines' model name and with usage asked for; None if the client's own will do."""
-    request = arrival.request
-    changes: dict[str, object] = {}
-    if arrival.destination.model != request.model:
-        changes["model"] = arrival.destination.model
-    if request.leaves_usage_out and arrival.pool.spec.stream_usage == "Always":
-        changes["stream_options"] = {**request.stream_options, "include_usage": True}
-    return with_changes(arrival.body, changes) if changes else None

@@ -36,6 +36,28 @@ SERVER_HEADER: Final = "x-attache-server"
 # Headers that belong to the gateway: what a client sends under these prefixes is removed before anything reads it.
 RESERVED_PREFIXES: Final = ("x-gateway-", "x-attache-")
 
+# Who asks, as Envoy writes it after authentication: the name of an API key, or what a token says.
+CLIENT: Final = "x-attache-client"
+TENANT: Final = "x-attache-tenant"
+USER: Final = "x-attache-user"
+# Milliseconds from arrival until the first token is wanted.
+DEADLINE_MS: Final = "x-attache-deadline-ms"
+# Of llm-d and, older, of the Gateway API Inference Extension: what a request is worth, whose flow it belongs to, its targets.
+OBJECTIVES: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+FAIRNESS_IDS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
+SLO_TTFT_MS: Final = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+SLO_TPOT_MS: Final = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+# Clients' own words in those are removed as well.
+OBJECTIVE_PREFIXES: Final = ("x-llm-d-", "x-slo-")
+
+# Of OpenAI's API; in our metadata under the same names.
+RATE_LIMIT_HEADERS: Final = tuple(
+    f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")
+)
+
+# On gRPC streams of our own bundle, which has removed all of these that a client sent: no client can write it.
+BUNDLE_MARK: Final = "x-attache-bundle"
+
 # Our own dynamic metadata: the ticket that joins a decision with its access log entry, and the model asked for.
 NAMESPACE: Final = "attache"
 TICKET: Final = "ticket"

@@ -89,6 +89,7 @@ def _settings(options: argparse.Namespace) -> Settings:
             pool=options.pool,
             overrides_mode=options.mode_override,
             conformance=options.conformance,
+            trusts_headers=options.trust_headers,
         ),
         decision_log=decisions,
         decision_share=options.decision_sample,
@@ -169,4 +170,9 @@ def _add_gateways(parser: argparse.ArgumentParser) -> None:
         help="the same where bodies come whole, as from our bundle (default: 4)",
     )
     add("--mode-override", action="store_true", help="the gateway allows it: spare answers the way here")
+    add(
+        "--trust-headers",
+        action="store_true",
+        help="the gateway writes x-attache-tenant, x-llm-d-inference-objective and the like itself, and removes its clients'",
+    )
     add("--conformance", action="store_true", help="obey the header test-epp-endpoint-selection")

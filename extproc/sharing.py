@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.admission.buckets import Limit
 from extproc.endpoints.live import CacheConfig, EngineState, report
 from extproc.learning import Outcome
 from extproc.scheduling.sending import Sending
 
 if TYPE_CHECKING:
-    from extproc.pipeline import Decision, Pipeline
+    from extproc.passage import Decision
+    from extproc.pipeline import Pipeline
 
 # A process that has said nothing for so long is gone, and its requests with it.
 SILENCE_S: Final = 3.0
@@ -52,7 +54,16 @@ class Alive(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     running: list[str]
 
 
-Event = Sending | Ended | Learned | EngineSaid | Alive
+class Spent(msgspec.Struct, frozen=True, array_like=True, tag="b"):
+    """So much of a local limit's bucket is gone, or, below 0, back. ``machine``: whose limit it is."""
+
+    machine: str
+    key: str
+    limit: Limit
+    amount: float
+
+
+Event = Sending | Ended | Learned | EngineSaid | Alive | Spent
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
@@ -96,6 +107,10 @@ def sending_of(decision: Decision, pipeline: Pipeline) -> Sending | None:
         indexed_tokens=assignment.indexed_tokens,
         tokens_ahead=assignment.tokens_ahead,
         work=assignment.work,
+        tokens=assignment.tokens,
+        flow=None if sent.wanted is None else sent.wanted.flow,
+        priority=0 if sent.wanted is None else sent.wanted.priority,
+        service=sent.charged,
     )
 
 
@@ -113,13 +128,16 @@ def engine_said(pipeline: Pipeline, event: EngineSaid, now: float) -> None:
         pool.knowledge.lost_cache(row)
     if event.cache is not None:
         pool.knowledge.note_cache(row, event.cache)
+        pool.table.kv_tokens[row] = event.cache.total_tokens
 
 
 class Mirror:
     """The others' requests in our books."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, machine: str = "") -> None:
+        """``machine``: whose processes share their local limits."""
         self._pipeline = pipeline
+        self._machine = machine
         self._running: dict[str, set[str]] = {}
         self._heard_at: dict[str, float] = {}
 
@@ -140,13 +158,17 @@ class Mirror:
                         running.add(event.ticket)
                 case Ended():
                     running.discard(event.ticket)
-                    self._pipeline.finish(event.ticket)
+                    self._pipeline.finish(event.ticket, now)
+                case Spent():
+                    if event.machine == self._machine:
+                        limits = self._pipeline.entrance.limits
+                        limits.spent_elsewhere(event.key, event.limit, event.amount, now)
                 case Learned():
                     outcomes.append(event.outcome)
                 case EngineSaid():
                     engine_said(self._pipeline, event, now)
                 case Alive():
-                    self._end(running, running.difference(event.running))
+                    self._end(running, running.difference(event.running), now)
         return outcomes
 
     def forget_the_silent(self, now: float) -> None:
@@ -154,9 +176,9 @@ class Mirror:
         for origin in [one for one, heard_at in self._heard_at.items() if now - heard_at > SILENCE_S]:
             del self._heard_at[origin]
             running = self._running.pop(origin, set())
-            self._end(running, set(running))
+            self._end(running, set(running), now)
 
-    def _end(self, running: set[str], ended: set[str]) -> None:
+    def _end(self, running: set[str], ended: set[str], now: float) -> None:
         for ticket in ended:
             running.discard(ticket)
-            self._pipeline.finish(ticket)
+            self._pipeline.finish(ticket, now)

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from numpy.typing import NDArray
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
@@ -49,35 +50,87 @@ class Counts(Collector):
         yield family
 
 
-class Spread(Collector):
-    """One histogram without labels. ``bounds``: upper bounds of its buckets, in seconds."""
+class Sums(Collector):
+    """One counter family of amounts. Its label values are bounded by who adds."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
+        self._name, self._text, self._labels = name, text, labels
+        self._sums: dict[tuple[str, ...], float] = {}
+        registry.register(self)
+
+    def add(self, amount: float, *values: str) -> None:
+        """So much more under these label values."""
+        self._sums[values] = self._sums.get(values, 0.0) + amount
+
+    def describe(self) -> Iterable[Metric]:
+        """Its name, so that a second one of that name is refused."""
+        return [CounterMetricFamily(self._name, self._text, labels=self._labels)]
+
+    def collect(self) -> Iterator[Metric]:
+        """All series."""
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for values, amount in self._sums.items():
+            family.add_metric(values, amount)
+        yield family
+
+
+class Spreads(Collector):
+    """One histogram family. ``bounds``: upper bounds of its buckets, in seconds."""
+
+    def __init__(
+        self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str], registry: CollectorRegistry
+    ) -> None:
+        self._name, self._text, self._labels = name, text, labels
+        self._bounds = np.array(bounds)
+        self._series: dict[tuple[str, ...], _Buckets] = {}
+        registry.register(self)
+
+    def observe(self, seconds: float, *values: str) -> None:
+        """One more value under these label values."""
+        buckets = self._series.get(values)
+        if buckets is None:
+            buckets = self._series[values] = _Buckets(self._bounds)
+        buckets.observe(seconds)
+
+    def describe(self) -> Iterable[Metric]:
+        """Its name, so that a second one of that name is refused."""
+        return [HistogramMetricFamily(self._name, self._text, labels=self._labels)]
+
+    def collect(self) -> Iterator[Metric]:
+        """All series."""
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        for values, buckets in self._series.items():
+            family.add_metric(values, *buckets.cumulated())
+        yield family
+
+
+class Spread(Spreads):
+    """One histogram without labels, which is there from the start."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
-        self._name, self._text = name, text
-        self._bounds = np.array(bounds)
+        super().__init__(name, text, bounds, [], registry)
+        self._series[()] = _Buckets(self._bounds)
+
+
+class _Buckets:
+    """One series; values are sorted into buckets many at a time."""
+
+    def __init__(self, bounds: NDArray[np.float64]) -> None:
+        self._bounds = bounds
         self._counts = np.zeros(len(bounds) + 1, np.int64)
         self._sum = 0.0
         self._pending: list[float] = []
-        registry.register(self)
 
     def observe(self, seconds: float) -> None:
-        """One more value; they are sorted into buckets many at a time."""
         self._pending.append(seconds)
         if len(self._pending) >= _MOST_PENDING:
             self._sort()
 
-    def describe(self) -> Iterable[Metric]:
-        """Its name, so that a second one of that name is refused."""
-        return [HistogramMetricFamily(self._name, self._text)]
-
-    def collect(self) -> Iterator[Metric]:
-        """The buckets, cumulated as Prometheus wants them."""
+    def cumulated(self) -> tuple[list[tuple[str, float]], float]:
+        """As Prometheus wants them, and their sum."""
         self._sort()
-        cumulated = np.cumsum(self._counts).tolist()
         names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
-        family = HistogramMetricFamily(self._name, self._text)
-        family.add_metric([], list(zip(names, cumulated, strict=True)), self._sum)
-        yield family
+        return list(zip(names, np.cumsum(self._counts).tolist(), strict=True)), self._sum
 
     def _sort(self) -> None:
         values, self._pending = np.array(self._pending), []

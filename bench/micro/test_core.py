@@ -16,7 +16,8 @@ from extproc.config.load import load
 from extproc.config.types import ModelServerSpec
 from extproc.endpoints.ledger import prefill_work
 from extproc.endpoints.table import EndpointTable
-from extproc.pipeline import Head, Pipeline
+from extproc.passage import Head
+from extproc.pipeline import Pipeline
 from extproc.prefix.hashing import hash_blocks
 from extproc.prefix.kv_events import Stored
 from extproc.prefix.kv_index import KvIndex, Source

@@ -31,9 +31,17 @@ def build(snapshot: Snapshot, directory: str) -> Mapping[str, str]:
     clusters = [extproc_cluster(snapshot.gateway), *(server_cluster(server, directory) for server in snapshot.servers)]
     files[CLUSTERS_FILE] = to_resources(clusters)
     files[ROUTES_FILE] = to_resources([route_configuration(snapshot)])
-    files[LISTENERS_FILE] = to_resources([listener(snapshot.gateway, directory)])
+    files[LISTENERS_FILE] = to_resources(
+        [listener(snapshot.gateway, directory, longest_wait_s=longest_wait_s(snapshot))]
+    )
     files[BOOTSTRAP_FILE] = to_json(bootstrap(snapshot.gateway, directory))
     return files
+
+
+def longest_wait_s(snapshot: Snapshot) -> float:
+    """For how long extproc may hold a request of any server."""
+    controls = [server.spec.flow_control for server in snapshot.servers]
+    return max((control.longest_wait_s for control in controls if control is not None), default=0.0)
 
 
 def with_servers(snapshot: Snapshot, more: Iterable[ModelServer]) -> Snapshot:

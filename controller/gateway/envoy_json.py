@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import xxhash
 from envoy_data_plane.envoy.config.core.v3 import Address, Pipe, SocketAddress, TypedExtensionConfig
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 from envoy_data_plane.google.protobuf import Any
 
 from extproc.config.rules import parse_address
@@ -30,6 +31,11 @@ _PROTO_NAMES = cast("Casing", _as_it_is)
 def typed(name: str, message: Message) -> TypedExtensionConfig:
     """An extension called ``name`` with its configuration."""
     return TypedExtensionConfig(name=name, typed_config=Any.pack(message))
+
+
+def http_filter(name: str, message: Message) -> HttpFilter:
+    """An HTTP filter called ``name`` with its configuration."""
+    return HttpFilter(name=name, typed_config=Any.pack(message))
 
 
 def seconds(value: float) -> timedelta:

@@ -8,6 +8,7 @@ from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutatio
 from envoy_data_plane.envoy.config.core.v3 import (
     GrpcService,
     GrpcServiceEnvoyGrpc,
+    HeaderValue,
     SubstitutionFormatString,
     TypedExtensionConfig,
 )
@@ -41,7 +42,6 @@ from envoy_data_plane.envoy.extensions.filters.http.transform.v3 import (
     Transformation,
     TransformConfig,
 )
-from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 from envoy_data_plane.envoy.type.matcher.v3 import HttpRequestHeaderMatchInput
 from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher as EnvoyRegex
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
@@ -59,9 +59,11 @@ from envoy_data_plane.xds.type.matcher.v3 import (
     StringMatcher,
 )
 
+from controller.gateway.authentication import authentication_filters
 from controller.gateway.clusters import EXTPROC_CLUSTER
-from controller.gateway.envoy_json import seconds, typed
+from controller.gateway.envoy_json import http_filter, seconds, typed
 from extproc.protocol import (
+    BUNDLE_MARK,
     CACHED_TOKENS,
     COMPLETION_TOKENS,
     EMBEDDINGS_PATH,
@@ -75,7 +77,7 @@ from extproc.protocol import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from betterproto2 import Message
+    from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 
     from extproc.config.types import GatewayConfigSpec
 
@@ -99,23 +101,26 @@ _USAGE_PATHS: Final = (
 )
 
 
-def http_filters(gateway: GatewayConfigSpec) -> list[HttpFilter]:
-    """The chain of the HTTP connection manager."""
-    chain = [_filter("envoy.filters.http.ext_proc", _ask_extproc(gateway))]
+def http_filters(gateway: GatewayConfigSpec, longest_wait_s: float) -> list[HttpFilter]:
+    """The chain of the HTTP connection manager. ``longest_wait_s``: for which extproc may hold a request."""
+    chain = [
+        *authentication_filters(gateway.authentication),
+        http_filter("envoy.filters.http.ext_proc", _ask_extproc(gateway, longest_wait_s)),
+    ]
     if gateway.failure_mode == "Open":
-        chain.append(_filter("attache.model_without_extproc", _read_model_without_extproc()))
-        chain.append(_filter(RENAME_FILTER, TransformConfig()))
-    chain.append(_filter("attache.usage_of_streams", _read_usage_of_streams()))
-    chain.append(_filter("attache.usage", _read_usage()))
-    chain.append(_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
+        chain.append(http_filter("attache.model_without_extproc", _read_model_without_extproc()))
+        chain.append(http_filter(RENAME_FILTER, TransformConfig()))
+    chain.append(http_filter("attache.usage_of_streams", _read_usage_of_streams()))
+    chain.append(http_filter("attache.usage", _read_usage()))
+    chain.append(http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
     return chain
 
 
-def extproc_service(*, timeout_s: float | None = None) -> GrpcService:
-    """How Envoy calls extproc; without a timeout a stream may live as long as it likes."""
+def extproc_service() -> GrpcService:
+    """How Envoy calls extproc; without a timeout a stream may live as long as it likes. The mark says who we are."""
     return GrpcService(
         envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER),
-        timeout=None if timeout_s is None else seconds(timeout_s),
+        initial_metadata=[HeaderValue(key=BUNDLE_MARK, value="1")],
     )
 
 
@@ -126,7 +131,7 @@ def rename_model(name: str) -> TransformConfig:
     return TransformConfig(request_transformation=Transformation(body_transformation=merge))
 
 
-def _ask_extproc(gateway: GatewayConfigSpec) -> ExternalProcessor:
+def _ask_extproc(gateway: GatewayConfigSpec, longest_wait_s: float) -> ExternalProcessor:
     """Headers, then the whole body; of the answer extproc sees nothing. A header mode of SKIP would not hold requests."""
     header, body = ProcessingModeHeaderSendMode, ProcessingModeBodySendMode
     return ExternalProcessor(
@@ -140,7 +145,8 @@ def _ask_extproc(gateway: GatewayConfigSpec) -> ExternalProcessor:
             response_body_mode=body.NONE,
             response_trailer_mode=header.SKIP,
         ),
-        message_timeout=seconds(gateway.message_timeout_s),
+        # a held request is an unanswered message
+        message_timeout=seconds(gateway.message_timeout_s + longest_wait_s),
         mutation_rules=HeaderMutationRules(disallow_system=True, disallow_is_error=True),
         metadata_options=MetadataOptions(
             receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, NAMESPACE])
@@ -213,7 +219,3 @@ def _skipped_if(header: str, regex: str, extension: TypedExtensionConfig) -> Ext
         ),
         extension_config=extension,
     )
-
-
-def _filter(name: str, config: Message) -> HttpFilter:
-    return HttpFilter(name=name, typed_config=Any.pack(config))

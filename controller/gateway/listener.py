@@ -37,17 +37,31 @@ from controller.gateway.envoy_json import address, seconds, typed
 from controller.gateway.filters import extproc_service, http_filters
 from controller.gateway.local_replies import local_replies
 from controller.gateway.routes import ROUTES_NAME
-from extproc.protocol import ACCESS_LOG_NAME, RESERVED_PREFIXES, SIDECAR_HEADERS, TTFT_TAG
+from extproc.protocol import (
+    ACCESS_LOG_NAME,
+    CLIENT,
+    DESTINATION,
+    OBJECTIVE_PREFIXES,
+    RESERVED_PREFIXES,
+    SERVER_HEADER,
+    SIDECAR_HEADERS,
+    SUBSET,
+    TTFT_TAG,
+)
 
 if TYPE_CHECKING:
     from extproc.config.types import GatewayConfigSpec
 
-# Beside our own: a client could set timeouts and retries with Envoy's.
-_STRIPPED_PREFIXES: Final = (*RESERVED_PREFIXES, "x-envoy-")
+# A client could set timeouts and retries with Envoy's.
+_ENVOYS_PREFIX: Final = "x-envoy-"
+# What nobody writes but this gateway itself, trusted or not.
+_OWN_HEADERS: Final = (DESTINATION, SUBSET, SERVER_HEADER, CLIENT, *SIDECAR_HEADERS)
+# Envoy's default, as long as nobody is held longer.
+_IDLE_S: Final = 300.0
 
 
-def listener(gateway: GatewayConfigSpec, directory: str) -> Listener:
-    """Where clients connect."""
+def listener(gateway: GatewayConfigSpec, directory: str, *, longest_wait_s: float = 0.0) -> Listener:
+    """Where clients connect. ``longest_wait_s``: for which extproc may hold a request."""
     return Listener(
         name="attache",
         address=address(gateway.listen),
@@ -57,7 +71,7 @@ def listener(gateway: GatewayConfigSpec, directory: str) -> Listener:
                 filters=[
                     Filter(
                         name="envoy.filters.network.http_connection_manager",
-                        typed_config=Any.pack(_connection_manager(gateway, directory)),
+                        typed_config=Any.pack(_connection_manager(gateway, directory, longest_wait_s)),
                     )
                 ]
             )
@@ -65,12 +79,12 @@ def listener(gateway: GatewayConfigSpec, directory: str) -> Listener:
     )
 
 
-def _connection_manager(gateway: GatewayConfigSpec, directory: str) -> HttpConnectionManager:
+def _connection_manager(gateway: GatewayConfigSpec, directory: str, longest_wait_s: float) -> HttpConnectionManager:
     return HttpConnectionManager(
         stat_prefix="attache",
         rds=Rds(route_config_name=ROUTES_NAME, config_source=file_source(directory, ROUTES_FILE)),
-        early_header_mutation_extensions=[_strip_reserved_headers()],
-        http_filters=http_filters(gateway),
+        early_header_mutation_extensions=[_strip_reserved_headers(gateway)],
+        http_filters=http_filters(gateway, longest_wait_s),
         local_reply_config=local_replies(gateway),
         access_log=[_access_log(gateway)],
         use_remote_address=True,
@@ -90,12 +104,16 @@ def _connection_manager(gateway: GatewayConfigSpec, directory: str) -> HttpConne
         # A malformed request ends its stream, not the connection that others share.
         stream_error_on_invalid_http_message=True,
         request_headers_timeout=seconds(30),
+        stream_idle_timeout=seconds(_IDLE_S + longest_wait_s),
         server_header_transformation=HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH,
     )
 
 
-def _strip_reserved_headers() -> TypedExtensionConfig:
-    """Before routing, filters or tracing read anything: only the gateway writes these."""
+def _strip_reserved_headers(gateway: GatewayConfigSpec) -> TypedExtensionConfig:
+    """Before routing, filters or tracing read anything: only the gateway writes these, or gateways before it that are trusted."""
+    prefixes = [_ENVOYS_PREFIX]
+    if gateway.clients == "Untrusted":
+        prefixes = [*RESERVED_PREFIXES, *OBJECTIVE_PREFIXES, _ENVOYS_PREFIX]
     return typed(
         "envoy.http.early_header_mutation.header_mutation",
         EarlyHeaderMutation(
@@ -105,9 +123,9 @@ def _strip_reserved_headers() -> TypedExtensionConfig:
                         key_matcher=StringMatcher(prefix=prefix, ignore_case=True)
                     )
                 )
-                for prefix in _STRIPPED_PREFIXES
+                for prefix in prefixes
             ]
-            + [HeaderMutation(remove=name) for name in SIDECAR_HEADERS]
+            + [HeaderMutation(remove=name) for name in _OWN_HEADERS]
         ),
     )
 

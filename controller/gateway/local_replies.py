@@ -25,6 +25,7 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
         f"The request body is larger than the gateway takes ({gateway.max_body_size}); "
         "send a shorter prompt or ask for a higher maxBodySize."
     )
+    no_key = "The request has no API key, or none that is known; send one as 'authorization: Bearer KEY'."
     no_route = "No model, or none that is served, was asked for; GET /v1/models lists those that are."
     no_picker = "The gateway cannot choose an engine at the moment; try again soon."
     no_engine = "No engine could take the request; try again soon."
@@ -39,6 +40,7 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
                     text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"), content_type="application/json"
                 ),
             ),
+            _mapper("response.code == 401", no_key, "invalid_request_error", "invalid_api_key"),
             _mapper("response.code == 413", too_large, "invalid_request_error", "request_too_large"),
             _mapper("response.code == 404", no_route, "invalid_request_error", "model_not_found"),
             _mapper(

@@ -6,7 +6,12 @@ import json
 import re
 from typing import TYPE_CHECKING, Final
 
-from envoy_data_plane.envoy.config.core.v3 import DataSource, HeaderValue, HeaderValueOption
+from envoy_data_plane.envoy.config.core.v3 import (
+    DataSource,
+    HeaderValue,
+    HeaderValueOption,
+    HeaderValueOptionHeaderAppendAction,
+)
 from envoy_data_plane.envoy.config.route.v3 import (
     DirectResponseAction,
     HeaderMatcher,
@@ -37,12 +42,17 @@ from controller.gateway.envoy_json import seconds
 from controller.gateway.filters import FALLBACK_MODEL, FALLBACK_NAMESPACE, RENAME_FILTER, rename_model
 from extproc.protocol import (
     CHAT_PATH,
+    CLIENT,
     COMPLETIONS_PATH,
     DESTINATION,
     EMBEDDINGS_PATH,
     MODELS_PATH,
+    NAMESPACE,
+    RATE_LIMIT_HEADERS,
     RESPONSES_PATH,
     SERVER_HEADER,
+    TENANT,
+    USER,
 )
 
 if TYPE_CHECKING:
@@ -76,11 +86,25 @@ def route_configuration(snapshot: Snapshot) -> RouteConfiguration:
                 name="attache",
                 domains=["*"],
                 routes=routes,
-                request_headers_to_remove=[DESTINATION, SERVER_HEADER],
+                request_headers_to_remove=[DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER],
+                response_headers_to_add=_rate_limit_headers(snapshot),
                 request_body_buffer_limit=snapshot.gateway.max_body_bytes,
             )
         ],
     )
+
+
+def _rate_limit_headers(snapshot: Snapshot) -> list[HeaderValueOption]:
+    """What extproc has said of limits in metadata; nothing where it has not."""
+    if not any(route.spec.rate_limits for route in snapshot.routes):
+        return []
+    return [
+        HeaderValueOption(
+            header=HeaderValue(key=name, value=f"%DYNAMIC_METADATA({NAMESPACE}:{name})%"),
+            append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+        )
+        for name in RATE_LIMIT_HEADERS
+    ]
 
 
 def _route_to(server: ModelServer) -> Route:

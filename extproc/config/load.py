@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 import xxhash
 
+from extproc.config.admission import InferenceObjective
 from extproc.config.documents import Document, read_documents
 from extproc.config.mistakes import ConfigInvalid, Mistake
 from extproc.config.rules import check_gateway, check_route, check_server
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
     from extproc.config.shape import Finding
 
-Kind = ModelRoute | ModelServer | GatewayConfig
-T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig)
+Kind = ModelRoute | ModelServer | GatewayConfig | InferenceObjective
+T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig, InferenceObjective)
 
 _TRIES: Final = 10
 
@@ -29,6 +30,11 @@ _KINDS: Mapping[str, type[Kind]] = {
     "ModelRoute": ModelRoute,
     "ModelServer": ModelServer,
     "GatewayConfig": GatewayConfig,
+    "InferenceObjective": InferenceObjective,
+}
+# Kinds of others, under their own groups.
+_FOREIGN: Mapping[str, tuple[str, ...]] = {
+    "InferenceObjective": ("inference.networking.x-k8s.io/v1alpha2", "llm-d.ai/v1alpha2"),
 }
 
 
@@ -105,6 +111,7 @@ def load(files: Mapping[str, bytes]) -> Snapshot:
         routes=tuple(route for _, route in _of(decoded, ModelRoute)),
         servers=tuple(server for _, server in _of(decoded, ModelServer)),
         gateway=gateways[0][1].spec if gateways else GatewayConfigSpec(),
+        objectives=tuple(objective for _, objective in _of(decoded, InferenceObjective)),
         picker_files=pickers,
     )
 
@@ -146,9 +153,10 @@ def _decode(document: Document, mistakes: list[Mistake]) -> Kind | None:
         mistakes.append(document.mistake((), "is not a mapping; write apiVersion, kind, metadata and spec"))
         return None
     found: list[Finding] = []
-    if value.get("apiVersion") != API_VERSION:
-        found.append((("apiVersion",), f"write apiVersion: {API_VERSION}"))
     kind = value.get("kind")
+    versions = _FOREIGN.get(str(kind), (API_VERSION,))
+    if value.get("apiVersion") not in versions:
+        found.append((("apiVersion",), f"write apiVersion: {' or '.join(versions)}"))
     cls = _KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:
         found.append((("kind",), f"'{kind}' is not a kind; {suggest(str(kind), _KINDS)}"))
@@ -177,6 +185,8 @@ def _check_all(decoded: list[tuple[Document, Kind]], pickers: Mapping[str, Docum
         yield document.mistake(("kind",), "a second GatewayConfig; a directory takes one, merge the two")
     yield from _unique(routes, lambda route: [route.metadata.name], ("metadata", "name"), "ModelRoute")
     yield from _unique(servers, lambda server: [server.metadata.name], ("metadata", "name"), "ModelServer")
+    objectives = _of(decoded, InferenceObjective)
+    yield from _unique(objectives, lambda one: [one.metadata.name], ("metadata", "name"), "InferenceObjective")
     yield from _unique(routes, _asked_names, ("spec",), "model or adapter")
 
 

@@ -6,14 +6,15 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING
 
+from extproc.config.admission_rules import check_authentication, check_flow_control, check_limits
 from extproc.config.shape import Finding, suggest
-from extproc.config.units import parse_duration_s, parse_size_bytes
+from extproc.config.units import check, parse_duration_s, parse_size_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Collection, Iterator
 
     from extproc.config.mistakes import Path
-    from extproc.config.types import GatewayConfigSpec, ModelRouteSpec, ModelServerSpec, StringMatch
+    from extproc.config.types import GatewayConfigSpec, ModelMatch, ModelRouteSpec, ModelServerSpec, StringMatch
 
 
 def check_server(spec: ModelServerSpec, picker_files: Collection[str]) -> Iterator[Finding]:
@@ -21,33 +22,38 @@ def check_server(spec: ModelServerSpec, picker_files: Collection[str]) -> Iterat
     seen: set[str] = set()
     for index, endpoint in enumerate(spec.endpoints):
         path: Path = ("spec", "endpoints", index, "address")
-        yield from _check(parse_address, endpoint.address, path)
+        yield from check(parse_address, endpoint.address, path)
         if endpoint.address in seen:
             yield path, f"'{endpoint.address}' is listed twice; write each engine once"
         seen.add(endpoint.address)
         for name, address in (("kvEvents", endpoint.kv_events), ("kvReplay", endpoint.kv_replay)):
             if address is not None:
-                yield from _check(parse_address, address, ("spec", "endpoints", index, name))
+                yield from check(parse_address, address, ("spec", "endpoints", index, name))
     if spec.picker_config is not None and spec.picker_config not in picker_files:
         advice = suggest(spec.picker_config, picker_files)
         yield ("spec", "pickerConfig"), f"no file '{spec.picker_config}' holds an EndpointPickerConfig; {advice}"
     if spec.picker_config is not None and spec.pd_group is not None:
         yield ("spec", "pdGroup"), "has no effect beside pickerConfig; set groupKey of its disagg-profile-handler"
-    yield from _check(parse_duration_s, spec.scrape_interval, ("spec", "scrapeInterval"))
-    yield from _check(parse_duration_s, spec.tokenizer.timeout, ("spec", "tokenizer", "timeout"))
+    yield from check(parse_duration_s, spec.scrape_interval, ("spec", "scrapeInterval"))
+    yield from check(parse_duration_s, spec.tokenizer.timeout, ("spec", "tokenizer", "timeout"))
+    if spec.flow_control is not None:
+        yield from check_flow_control(spec.flow_control)
     policy: Path = ("spec", "trafficPolicy")
-    yield from _check(parse_duration_s, spec.traffic_policy.timeout, (*policy, "timeout"))
-    yield from _check(parse_duration_s, spec.traffic_policy.connect_timeout, (*policy, "connectTimeout"))
+    yield from check(parse_duration_s, spec.traffic_policy.timeout, (*policy, "timeout"))
+    yield from check(parse_duration_s, spec.traffic_policy.connect_timeout, (*policy, "connectTimeout"))
     ejection = spec.traffic_policy.outlier_detection.ejection_time
-    yield from _check(parse_duration_s, ejection, (*policy, "outlierDetection", "ejectionTime"))
+    yield from check(parse_duration_s, ejection, (*policy, "outlierDetection", "ejectionTime"))
 
 
 def check_route(spec: ModelRouteSpec, server_names: set[str]) -> Iterator[Finding]:
     """Targets exist, some weight is positive, matches compile, and there is a name that a client can ask for."""
     if spec.model_name is None and not spec.lora_adapters:
         yield ("spec",), "no client can ask for this route; write modelName, loraAdapters or both"
+    yield from check_limits(spec.rate_limits)
     for number, rule in enumerate(spec.rules):
         path: Path = ("spec", "rules", number)
+        if rule.ttft_target is not None:
+            yield from check(parse_duration_s, rule.ttft_target, (*path, "ttftTarget"))
         for index, target in enumerate(rule.target_models):
             if target.model_server_name not in server_names:
                 name = target.model_server_name
@@ -56,23 +62,22 @@ def check_route(spec: ModelRouteSpec, server_names: set[str]) -> Iterator[Findin
         if not any(target.weight for target in rule.target_models):
             yield (*path, "targetModels"), "all weights are 0, so nothing could be chosen; give one a positive weight"
         if rule.model_match is not None:
-            for header, match in rule.model_match.headers.items():
-                yield from _check_match(match, (*path, "modelMatch", "headers", header))
-            if rule.model_match.uri is not None:
-                yield from _check_match(rule.model_match.uri, (*path, "modelMatch", "uri"))
+            yield from _check_matches(rule.model_match, (*path, "modelMatch"))
         elif number < len(spec.rules) - 1:
             yield path, "has no modelMatch, so the rules after it are never reached; write it last"
 
 
 def check_gateway(spec: GatewayConfigSpec) -> Iterator[Finding]:
     """Listening addresses, durations and sizes parse."""
-    yield from _check(parse_address, spec.listen, ("spec", "listen"))
-    yield from _check(parse_address, spec.admin, ("spec", "admin"))
+    yield from check(parse_address, spec.listen, ("spec", "listen"))
+    yield from check(parse_address, spec.admin, ("spec", "admin"))
     if not spec.extproc.startswith("unix:"):
-        yield from _check(parse_address, spec.extproc, ("spec", "extproc"))
-    yield from _check(parse_duration_s, spec.message_timeout, ("spec", "messageTimeout"))
-    yield from _check(parse_duration_s, spec.access_log_flush, ("spec", "accessLogFlush"))
-    yield from _check(parse_size_bytes, spec.max_body_size, ("spec", "maxBodySize"))
+        yield from check(parse_address, spec.extproc, ("spec", "extproc"))
+    yield from check(parse_duration_s, spec.message_timeout, ("spec", "messageTimeout"))
+    yield from check(parse_duration_s, spec.access_log_flush, ("spec", "accessLogFlush"))
+    if spec.authentication is not None:
+        yield from check_authentication(spec.authentication)
+    yield from check(parse_size_bytes, spec.max_body_size, ("spec", "maxBodySize"))
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -101,6 +106,13 @@ def worker_addresses(address: str, workers: int) -> list[str]:
     return [f"{host}:{int(port) + number}" for number in range(workers)]
 
 
+def _check_matches(given: ModelMatch, path: Path) -> Iterator[Finding]:
+    for header, match in given.headers.items():
+        yield from _check_match(match, (*path, "headers", header))
+    if given.uri is not None:
+        yield from _check_match(given.uri, (*path, "uri"))
+
+
 def _check_match(match: StringMatch, path: Path) -> Iterator[Finding]:
     given = [name for name in ("exact", "prefix", "regex") if getattr(match, name) is not None]
     if len(given) != 1:
@@ -110,10 +122,3 @@ def _check_match(match: StringMatch, path: Path) -> Iterator[Finding]:
             re.compile(match.regex)
         except re.error as error:
             yield (*path, "regex"), f"not a regular expression: {error}; mend it or use exact or prefix"
-
-
-def _check(parse: Callable[[str], object], text: str, path: Path) -> Iterator[Finding]:
-    try:
-        parse(text)
-    except ValueError as error:
-        yield path, str(error)

@@ -11,17 +11,13 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from extproc.config.admission import FlowControl, InferenceObjective, Priority, RateLimit
+from extproc.config.authentication import Authentication
 from extproc.config.documents import Document
+from extproc.config.spec import Name, NonEmpty, Spec
 from extproc.config.units import parse_duration_s, parse_size_bytes
 
 API_VERSION = "attache.dev/v1alpha1"
-
-Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
-NonEmpty = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-
-
-class _Spec(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True, kw_only=True):
-    """Common settings of all that is written in YAML: camelCase, unknown fields refused."""
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,11 +25,11 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
 
     name: Name
     namespace: str = "default"
-    labels: dict[str, str] = {}
-    annotations: dict[str, str] = {}
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+    annotations: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-class StringMatch(_Spec, frozen=True):
+class StringMatch(Spec, frozen=True):
     """Exactly one of the three is set. ``regex`` must match the whole value (RE2-compatible syntax, as in Envoy)."""
 
     exact: str | None = None
@@ -41,29 +37,38 @@ class StringMatch(_Spec, frozen=True):
     regex: str | None = None
 
 
-class ModelMatch(_Spec, frozen=True):
+class ModelMatch(Spec, frozen=True):
     """All given conditions must hold. Header names are case-insensitive."""
 
-    headers: dict[str, StringMatch] = {}
+    headers: dict[str, StringMatch] = msgspec.field(default_factory=dict)
     uri: StringMatch | None = None
 
 
-class TargetModel(_Spec, frozen=True):
+class TargetModel(Spec, frozen=True):
     """One weighted destination of a rule."""
 
     model_server_name: Name
     weight: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 100
 
 
-class RouteRule(_Spec, frozen=True):
+class RouteRule(Spec, frozen=True):
     """The first rule whose match holds decides; a rule without a match always holds."""
 
     target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=16)]
     name: str = ""
     model_match: ModelMatch | None = None
+    # of requests that no InferenceObjective says more of; below 0: the first to go when engines are scarce
+    priority: Priority = 0
+    # how soon the first token is wanted, for the order Deadline
+    ttft_target: str | None = None
+
+    @property
+    def ttft_target_s(self) -> float | None:
+        """The target in seconds, if there is one."""
+        return None if self.ttft_target is None else parse_duration_s(self.ttft_target)
 
 
-class ModelRouteSpec(_Spec, frozen=True):
+class ModelRouteSpec(Spec, frozen=True):
     """Which model names a client may ask for, and where such requests go.
 
     A request for ``model_name`` is sent on under the ModelServer's own model name; one for an adapter keeps its name.
@@ -72,9 +77,10 @@ class ModelRouteSpec(_Spec, frozen=True):
     rules: Annotated[tuple[RouteRule, ...], msgspec.Meta(min_length=1, max_length=16)]
     model_name: NonEmpty | None = None
     lora_adapters: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=1000)] = ()
+    rate_limits: Annotated[tuple[RateLimit, ...], msgspec.Meta(max_length=16)] = ()
 
 
-class StaticEndpoint(_Spec, frozen=True):
+class StaticEndpoint(Spec, frozen=True):
     """One engine: ``ip:port`` (``[::1]:8000`` for IPv6).
 
     ``price``: what a second of it costs, relative to others. ``draining``: it gets nothing new while others are there.
@@ -82,14 +88,14 @@ class StaticEndpoint(_Spec, frozen=True):
     """
 
     address: NonEmpty
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
     price: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     draining: bool = False
     kv_events: NonEmpty | None = None
     kv_replay: NonEmpty | None = None
 
 
-class PdGroup(_Spec, frozen=True):
+class PdGroup(Spec, frozen=True):
     """Engines in two roles: labels say who computes prompts and who writes answers; a pair shares ``group_key``'s value.
 
     A prompt of which the decode engine misses less than ``min_uncached_tokens`` is computed there.
@@ -101,7 +107,7 @@ class PdGroup(_Spec, frozen=True):
     min_uncached_tokens: Annotated[int, msgspec.Meta(ge=0)] = 512
 
 
-class KvEvents(_Spec, frozen=True):
+class KvEvents(Spec, frozen=True):
     """Engines publish what enters and leaves their KV caches (vLLM's ``--kv-events-config``); we know their caches precisely.
 
     Rank r of ``data_parallel_size`` publishes on ``port + r``. Without ``replay_port``, what was missed stays unknown.
@@ -113,7 +119,7 @@ class KvEvents(_Spec, frozen=True):
     data_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
 
 
-class Tokenizer(_Spec, frozen=True):
+class Tokenizer(Spec, frozen=True):
     """Who turns prompts into tokens for precise matching: the files in ``path``, or else the engines' own /tokenize."""
 
     path: NonEmpty | None = None
@@ -126,20 +132,20 @@ class Tokenizer(_Spec, frozen=True):
         return parse_duration_s(self.timeout)
 
 
-class RetryPolicy(_Spec, frozen=True):
+class RetryPolicy(Spec, frozen=True):
     """How Envoy goes down the list of endpoints when one fails before its first byte."""
 
     attempts: Annotated[int, msgspec.Meta(ge=0, le=10)] = 2
 
 
-class OutlierDetection(_Spec, frozen=True):
+class OutlierDetection(Spec, frozen=True):
     """When Envoy takes an engine out of the set, and for how long at first."""
 
     consecutive_failures: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 3
     ejection_time: str = "10s"
 
 
-class TrafficPolicy(_Spec, frozen=True):
+class TrafficPolicy(Spec, frozen=True):
     """Time limits and retries between Envoy and the engines."""
 
     timeout: str = "30m"
@@ -158,7 +164,7 @@ class TrafficPolicy(_Spec, frozen=True):
         return parse_duration_s(self.connect_timeout)
 
 
-class ModelServerSpec(_Spec, frozen=True):
+class ModelServerSpec(Spec, frozen=True):
     """The engines that serve one base model."""
 
     model: NonEmpty
@@ -179,6 +185,8 @@ class ModelServerSpec(_Spec, frozen=True):
     tokenizer: Tokenizer = Tokenizer()
     # A request header: prompts under different values share no cache (a tenant's salt, say).
     cache_scope_header: NonEmpty | None = None
+    # Who goes first when the engines are scarce; without it, every request goes at once.
+    flow_control: FlowControl | None = None
 
     @property
     def scrape_interval_s(self) -> float:
@@ -186,7 +194,7 @@ class ModelServerSpec(_Spec, frozen=True):
         return parse_duration_s(self.scrape_interval)
 
 
-class GatewayConfigSpec(_Spec, frozen=True):
+class GatewayConfigSpec(Spec, frozen=True):
     """How Envoy listens and how it talks to extproc. At most one such document in a directory."""
 
     listen: str = "127.0.0.1:8080"
@@ -200,6 +208,11 @@ class GatewayConfigSpec(_Spec, frozen=True):
     message_timeout: str = "5s"
     max_body_size: str = "64Mi"
     access_log_flush: str = "200ms"
+    # Trusted: whoever can connect is a gateway of our own, which writes tenants, users and objectives into headers and removes
+    # what its clients put there. Untrusted: such headers are removed here.
+    clients: Literal["Untrusted", "Trusted"] = "Untrusted"
+    # How Envoy tells who asks; without it everybody is the tenant "anonymous".
+    authentication: Authentication | None = None
 
     @property
     def message_timeout_s(self) -> float:
@@ -249,4 +262,5 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     routes: tuple[ModelRoute, ...]
     servers: tuple[ModelServer, ...]
     gateway: GatewayConfigSpec
+    objectives: tuple[InferenceObjective, ...] = ()
     picker_files: Mapping[str, Document] = {}

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from extproc.config.mistakes import Path
+    from extproc.config.shape import Finding
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -26,3 +33,11 @@ def parse_size_bytes(text: str) -> int:
         msg = f"'{text}' is not a size; write a whole number with a unit, such as 512Ki or 64Mi"
         raise ValueError(msg)
     return int(match[1]) * _BYTES[match[2]]
+
+
+def check(parse: Callable[[str], object], text: str, path: Path) -> Iterator[Finding]:
+    """What ``parse`` says against ``text``, if anything."""
+    try:
+        parse(text)
+    except ValueError as error:
+        yield path, str(error)

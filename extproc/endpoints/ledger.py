@@ -30,20 +30,24 @@ def prefill_work(uncached: Number, cached: Number) -> Number:
     return uncached * (1 + (cached + uncached / 2) / _ATTENTION_TOKENS)
 
 
-def charge(table: EndpointTable, row: int, *, prefill_tokens: float, now: float) -> Place:
-    """A request with this much uncached input goes to ``row``."""
+def charge(table: EndpointTable, row: int, *, prefill_tokens: float, now: float, tokens: float = 0.0) -> Place:
+    """A request with this much uncached input goes to ``row``; ``tokens``: of its prompt and answer."""
     table.in_flight[row] += 1
+    table.in_flight_tokens[row] += tokens
     table.backlog_tokens[row] = backlog_of(table, row, now) + prefill_tokens
     table.backlog_at_s[row] = now
     return table.place(row)
 
 
-def release(table: EndpointTable, place: Place) -> None:
+def release(table: EndpointTable, place: Place, tokens: float = 0.0) -> None:
     """The request is over, however it ended. Nothing to do if its endpoint is no longer configured."""
     if not table.holds(place):
         return
     table.in_flight[place.row] -= 1
+    table.in_flight_tokens[place.row] -= tokens
     if table.in_flight[place.row] == 0:
+        # rounding must not add up
+        table.in_flight_tokens[place.row] = 0.0
         # no request, no work: the estimate starts from the truth again
         table.backlog_tokens[place.row] = 0.0
 

@@ -51,6 +51,7 @@ def report(table: EndpointTable, row: int, state: EngineState, now: float) -> No
     if state.kv_usage is not None:
         table.kv_usage[row] = min(1.0, max(0.0, state.kv_usage))
     table.seen_at_s[row], table.seen_in_flight[row] = now, table.in_flight[row]
+    table.seen_in_flight_tokens[row] = table.in_flight_tokens[row]
     table.has_foreign = table.has_foreign or table.waiting[row] + table.running[row] > table.in_flight[row]
     note_latency(table, row, ttft_s=state.ttft_s, tpot_s=state.tpot_s)
     if state.loras is not None:

@@ -36,6 +36,9 @@ _COLUMNS: Final = (
     "kv_usage",
     "seen_at_s",
     "seen_in_flight",
+    "in_flight_tokens",
+    "seen_in_flight_tokens",
+    "kv_tokens",
     "ttft_s",
     "tpot_s",
     "price",
@@ -82,13 +85,13 @@ class Traits(msgspec.Struct, frozen=True):
 class EndpointTable:
     """Columns by row.
 
-    ``is_active``; ``absence_s``: infinite where there is no endpoint, else 0. ``in_flight`` requests; ``backlog_tokens`` of
-    prefill work waiting as of ``backlog_at_s``. ``prefill_rate``: tokens of work a second, agreed on from ``own_log_rate``
+    ``is_active``; ``absence_s``: infinite where there is no endpoint, else 0. ``in_flight`` requests and ``in_flight_tokens``, of
+    prompts and of answers as far as expected; ``backlog_tokens`` of prefill work waiting as of ``backlog_at_s``. ``prefill_rate``: tokens of work a second, agreed on from ``own_log_rate``
     and ``rate_samples`` of all. ``avoid_until_s``, and the ``failures`` in a row that led to it. ``prompt_tokens`` and
     ``cached_tokens`` as reported since the endpoint came.
 
     As engines say of themselves: requests ``waiting`` and ``running``, ``kv_usage`` from 0 to 1, ``loras``; at ``seen_at_s``,
-    when ``seen_in_flight`` of ours were there. ``ttft_s`` and ``tpot_s``: recent means, 0 if unknown. ``cold_at_s``: when the
+    when ``seen_in_flight`` of ours with ``seen_in_flight_tokens`` were there; ``kv_tokens`` that a cache holds, 0 if unknown. ``ttft_s`` and ``tpot_s``: recent means, 0 if unknown. ``cold_at_s``: when the
     endpoint was last sent a prompt of which nobody held anything. ``price`` and ``traits`` are the configuration's.
     """
 
@@ -102,6 +105,9 @@ class EndpointTable:
         self.kv_usage: Floats = np.zeros(0)
         self.seen_at_s: Floats = np.zeros(0)
         self.seen_in_flight: Ints = np.zeros(0, np.int64)
+        self.in_flight_tokens: Floats = np.zeros(0)
+        self.seen_in_flight_tokens: Floats = np.zeros(0)
+        self.kv_tokens: Floats = np.zeros(0)
         self.ttft_s: Floats = np.zeros(0)
         self.tpot_s: Floats = np.zeros(0)
         self.price: Floats = np.zeros(0)
@@ -215,6 +221,7 @@ class EndpointTable:
         self.waiting[row] = self.running[row] = self.kv_usage[row] = self.cold_at_s[row] = 0.0
         self.ttft_s[row] = self.tpot_s[row] = 0.0
         self.seen_at_s[row], self.seen_in_flight[row] = _NEVER, 0
+        self.in_flight_tokens[row] = self.seen_in_flight_tokens[row] = self.kv_tokens[row] = 0.0
         self.loras[row] = Loras()
         self.prefill_rate[row] = INITIAL_PREFILL_RATE
         measured = self.is_active & (self.rate_samples > 0)

@@ -10,9 +10,10 @@ from extproc.config.load import load_directory, signature
 from extproc.config.mistakes import ConfigInvalid
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-    from extproc.config.types import Snapshot
+    from extproc.config.types import ModelServer, Snapshot
     from extproc.observe import Metrics
     from extproc.pipeline import Pipeline
 
@@ -25,11 +26,21 @@ _POLL_S: Final = 0.1
 class DirectoryFeed:
     """Feeds a directory's snapshots to the pipeline."""
 
-    def __init__(self, directory: Path, pipeline: Pipeline, metrics: Metrics, *, settle_s: float) -> None:
-        """``settle_s``: how long a configuration with a new ModelServer must stand before it is applied.
+    def __init__(
+        self,
+        directory: Path,
+        pipeline: Pipeline,
+        metrics: Metrics,
+        *,
+        settle_s: float,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``settle_s``: how long a configuration with a new ModelServer, or a server's first engine, must stand before it is applied.
 
-        Envoy is told of the server by another process, and would have no route for it yet.
+        Envoy is told of them by another process, and would have no route for the server, or nobody behind it, yet.
+        ``changed``: called when a new configuration is in use.
         """
+        self._changed = changed
         self._directory = directory
         self._settle_s = settle_s
         self._pipeline = pipeline
@@ -62,7 +73,7 @@ class DirectoryFeed:
         if snapshot.version == self._version:
             self._metrics.config_mended()
             return
-        if any(server.metadata.name not in self._pipeline.pools for server in snapshot.servers):
+        if any(self._is_new(server) for server in snapshot.servers):
             before = signature(self._directory)
             await asyncio.sleep(self._settle_s)
             if signature(self._directory) != before:
@@ -74,12 +85,17 @@ class DirectoryFeed:
             return
         self._version = snapshot.version
         self._metrics.config_applied()
+        self._changed()
         log.info(
             "configuration %s applied: %d routes, %d servers",
             snapshot.version,
             len(snapshot.routes),
             len(snapshot.servers),
         )
+
+    def _is_new(self, server: ModelServer) -> bool:
+        pool = self._pipeline.pools.get(server.metadata.name)
+        return pool is None or (bool(server.spec.endpoints) and not len(pool.table))
 
     def _refuse(self, error: Exception) -> None:
         self._metrics.config_refused()

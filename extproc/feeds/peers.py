@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from extproc.sharing import HEARTBEAT_S, Alive, Batch, Ended, Event, Learned, Mirror, decode, encode, sending_of
+from extproc.sharing import HEARTBEAT_S, Alive, Batch, Ended, Event, Learned, Mirror, Spent, decode, encode, sending_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from extproc.admission.limits import Ask
     from extproc.learning import Outcome
     from extproc.observe import Metrics
-    from extproc.pipeline import Decision, Pipeline
+    from extproc.passage import Decision
+    from extproc.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +46,25 @@ class Peers:
     """This process's voice and ear. Without a bus it is alone and says nothing."""
 
     def __init__(
-        self, pipeline: Pipeline, metrics: Metrics, buses: list[Bus], *, origin: str, clock: Callable[[], float]
+        self,
+        pipeline: Pipeline,
+        metrics: Metrics,
+        buses: list[Bus],
+        *,
+        origin: str,
+        clock: Callable[[], float],
+        machine: str = "",
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
+        """``machine``: whose processes share local limits. ``changed``: called when others' requests have come or gone."""
         self._pipeline = pipeline
         self._metrics = metrics
         self._buses = buses
         self._origin = origin
         self._clock = clock
-        self._mirror = Mirror(pipeline)
+        self._machine = machine
+        self._changed = changed
+        self._mirror = Mirror(pipeline, machine)
         self._waiting: list[Event] = []
         self._running: dict[str, None] = {}
         self._has_news = asyncio.Event()
@@ -74,6 +87,11 @@ class Peers:
         """An access log entry came here, whoever sent the request."""
         if self._buses:
             self.tell(Learned(outcome))
+
+    def spent(self, ask: Ask, amount: float) -> None:
+        """So much of a local limit is gone, or back."""
+        if self._buses and amount:
+            self.tell(Spent(self._machine, ask.key, ask.limit, amount))
 
     def tell(self, event: Event) -> None:
         """Anything."""
@@ -125,3 +143,4 @@ class Peers:
             settled = self._pipeline.settle(outcome, now)
             if settled is not None and settled.is_ours:
                 self._metrics.settled_here(settled)
+        self._changed()

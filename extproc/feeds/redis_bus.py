@@ -19,21 +19,33 @@ class RedisMissing(Exception):
     """The client library is not installed."""
 
 
+def redis_client(url: str, *, timeout_s: float | None, connections: int = 4) -> tuple[Any, type[Exception]]:
+    """A client with that many connections at most, and the type of its errors; raises RedisMissing."""
+    try:
+        # an extra: only who runs on several machines needs it
+        from redis.asyncio import BlockingConnectionPool, Redis  # noqa: PLC0415
+        from redis.exceptions import RedisError  # noqa: PLC0415
+    except ImportError:
+        raise RedisMissing("install the extra: pip install 'attache[redis]'") from None
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=connections,
+        timeout=timeout_s or _TIMEOUT_S,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s or _TIMEOUT_S,
+        socket_keepalive=True,
+    )
+    return Redis.from_pool(pool), RedisError
+
+
 class RedisBus:
     """``url``: redis://host:port/db; ``channel``: shared by those that serve the same engines."""
 
     def __init__(self, url: str, channel: str) -> None:
-        try:
-            # an extra: only who runs on several machines needs it
-            from redis.asyncio import Redis  # noqa: PLC0415
-            from redis.exceptions import RedisError  # noqa: PLC0415
-        except ImportError:
-            raise RedisMissing("install the extra: pip install 'attache[redis]'") from None
-        self._error: type[Exception] = RedisError
         self._channel = channel
-        self._redis: Any = Redis.from_url(url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
+        self._redis, self._error = redis_client(url, timeout_s=_TIMEOUT_S)
         # a subscriber waits for as long as nobody says anything
-        self._listening: Any = Redis.from_url(url, socket_connect_timeout=_TIMEOUT_S, socket_keepalive=True)
+        self._listening, _ = redis_client(url, timeout_s=None)
         self._is_away = False
 
     async def run(self, receive: Callable[[bytes], None]) -> None:

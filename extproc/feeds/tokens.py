@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from extproc.observe import Metrics
-    from extproc.pipeline import Arrival
+    from extproc.passage import Arrival
     from extproc.scheduling.pool import Pool
 
 log = logging.getLogger(__name__)

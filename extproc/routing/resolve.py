@@ -20,10 +20,16 @@ _SHOWN_CHARACTERS = 100
 
 
 class Destination(msgspec.Struct, frozen=True):
-    """Where a request goes: the ModelServer, and the model name that its engines know (base model or adapter)."""
+    """Where a request goes: the ModelServer, and the model name that its engines know (base model or adapter).
+
+    ``route``: whose limits hold. ``priority`` and ``ttft_s``: what the rule says of its requests.
+    """
 
     server: str
     model: str
+    route: str = ""
+    priority: int = 0
+    ttft_s: float | None = None
 
 
 class ListedModel(msgspec.Struct, frozen=True):
@@ -97,16 +103,17 @@ def _choose(rule: _Rule, rng: random.Random) -> Destination:
 
 
 def _compile(route: ModelRoute, served: Mapping[str, str], *, adapter: str | None) -> _Route:
-    rules = tuple(_compile_rule(rule, served, adapter) for rule in route.spec.rules)
+    rules = tuple(_compile_rule(route.metadata.name, rule, served, adapter) for rule in route.spec.rules)
     return _Route(route.metadata.name, rules)
 
 
-def _compile_rule(rule: RouteRule, served: Mapping[str, str], adapter: str | None) -> _Rule:
+def _compile_rule(route: str, rule: RouteRule, served: Mapping[str, str], adapter: str | None) -> _Rule:
     targets = [target for target in rule.target_models if target.weight]
+    names = [target.model_server_name for target in targets]
     return _Rule(
         holds=compile_match(rule.model_match),
         destinations=tuple(
-            Destination(target.model_server_name, adapter or served[target.model_server_name]) for target in targets
+            Destination(name, adapter or served[name], route, rule.priority, rule.ttft_target_s) for name in names
         ),
         cumulative_weights=tuple(accumulate(target.weight for target in targets)),
     )

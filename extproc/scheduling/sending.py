@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from extproc.admission.waiting import FlowKey
 from extproc.prefix.turns import Tail
 
 
@@ -23,3 +24,8 @@ class Sending(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     indexed_tokens: float
     tokens_ahead: float
     work: float
+    tokens: float = 0.0
+    # whose flow is charged, and how much, if the server has flow control
+    flow: FlowKey | None = None
+    priority: int = 0
+    service: float = 0.0

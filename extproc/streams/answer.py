@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.admission.limits import granted_headers
 from extproc.errors import to_openai_body
 from extproc.protocol import (
     DESTINATION,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from extproc.errors import Refusal
-    from extproc.pipeline import Decision
+    from extproc.passage import Decision
     from extproc.routing.resolve import ListedModel
     from extproc.streams.messages import BodyResponse, CommonResponse
 
@@ -122,12 +123,19 @@ def _set_metadata(answer: ProcessingResponse, decision: Decision) -> None:
     metadata = answer.dynamic_metadata.fields
     destination = ",".join(decision.assignment.addresses)
     metadata[LB_NAMESPACE].struct_value.fields[DESTINATION].string_value = destination
-    metadata[NAMESPACE].struct_value.fields[TICKET].string_value = decision.ticket
+    own = metadata[NAMESPACE].struct_value.fields
+    own[TICKET].string_value = decision.ticket
+    if decision.grants:
+        # the bundle's routes write them into the answer's headers
+        for name, value in granted_headers(decision.grants).items():
+            own[name].string_value = value
 
 
 def refusal_answer(refusal: Refusal) -> bytes:
     """An OpenAI error object instead of an answer from an engine."""
-    headers = {} if refusal.retry_after_s is None else {"retry-after": str(refusal.retry_after_s)}
+    headers = dict(refusal.headers)
+    if refusal.retry_after_s is not None:
+        headers["retry-after"] = str(refusal.retry_after_s)
     return _immediate(refusal.status, to_openai_body(refusal), headers, details=DETAILS_PREFIX + refusal.outcome)
 
 

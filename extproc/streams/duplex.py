@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from extproc.errors import BadRequest
 from extproc.learning import Outcome
-from extproc.pipeline import Attachment
+from extproc.passage import Attachment
 from extproc.protocol import CONFORMANCE_HEADER
 from extproc.request.openai import INFERENCE_PATHS
 from extproc.streams.answer import (
@@ -22,31 +22,32 @@ from extproc.streams.answer import (
     request_body_answers,
     response_body_answers,
 )
+from extproc.streams.entry import Entry
 from extproc.streams.exchange import Desk, UnexpectedMessage
 from extproc.streams.head import read_head, read_served, read_status, read_subset
 from extproc.streams.usage import UsageReader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from extproc.pipeline import Arrival, Decision, Head
+    from extproc.passage import Arrival, Decision, Head
     from extproc.streams.messages import HttpBody, ProcessingRequest
 
 
 class Duplex:
     """One request in pieces: first it comes, then its answer goes."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, is_trusted: bool) -> None:
         self._desk = desk
+        self._is_trusted = is_trusted
         self._head: Head | None = None
         self._subset: list[str] | None = None
         self._pieces: list[bytes] = []
         self._has_trailers = False
+        self._arrival: Arrival | None = None
         self._decision: Decision | None = None
-        self._decided_at = 0.0
+        self._began = 0.0
         self._answer = _Answer()
         self._is_settled = False
-        self.question: Arrival | None = None
+        self.entry: Entry | None = None
 
     def receive(self, message: ProcessingRequest, kind: str | None) -> list[bytes]:
         """Any of the six kinds of messages."""
@@ -54,7 +55,7 @@ class Duplex:
             self._read_metadata(message)
         match kind:
             case "request_headers":
-                self._head = read_head(message.request_headers)
+                self._head = read_head(message.request_headers, is_trusted=self._is_trusted)
                 return [] if self._head.has_body else self._decide_without_body(self._head)
             case "request_body":
                 return self._receive_body(message.request_body)
@@ -74,11 +75,6 @@ class Duplex:
                 return self._ended([CONTINUE_RESPONSE_TRAILERS], is_end=True)
         msg = f"got {kind}; set both body modes FULL_DUPLEX_STREAMED, header and trailer modes SEND"
         raise UnexpectedMessage(msg)
-
-    def resume(self, tokens: Sequence[int] | None) -> list[bytes]:
-        """Decide the request in question."""
-        arrival, self.question = self.question, None
-        return [] if arrival is None else self._dispatch(arrival, tokens)
 
     def close(self) -> None:
         """The end of the stream is the end of the request; an answer that was cut off is one all the same."""
@@ -105,11 +101,11 @@ class Duplex:
     def _decide_without_body(self, head: Head) -> list[bytes]:
         pool = self._desk.options.pool
         if pool is not None:
-            return self._dispatch(self._desk.pipeline.receive_unread(pool, head, b""), None)
+            return self._enter(self._desk.pipeline.reception.receive_unread(pool, head, b""))
         models = self._desk.models(head)
         if models is not None:
             return [models]
-        self._desk.pipeline.admit(head)
+        self._desk.pipeline.reception.admit(head)
         return []
 
     def _decide(self) -> list[bytes]:
@@ -117,33 +113,38 @@ class Duplex:
             msg = "got trailers without headers; set request_header_mode SEND"
             raise UnexpectedMessage(msg)
         body = b"".join(self._pieces)
-        arrival = self._receive(self._head, body)
-        if arrival.wants_tokens and arrival.request.prompt:
-            self.question = arrival
-            return []
-        return self._dispatch(arrival, None)
+        return self._enter(self._receive(self._head, body))
 
     def _receive(self, head: Head, body: bytes) -> Arrival:
         """By our routes; what they do not know goes to the pool that the gateway asks for, if it has one."""
         pipeline, pool = self._desk.pipeline, self._desk.options.pool
         if pool is None:
-            return pipeline.receive(pipeline.admit(head), head, body)
+            return pipeline.reception.receive(pipeline.reception.admit(head), head, body)
         api = INFERENCE_PATHS.get(head.path)
         if api is None:
-            return pipeline.receive_unread(pool, head, body)
+            return pipeline.reception.receive_unread(pool, head, body)
         try:
-            return pipeline.receive_for(pool, api, head, body)
+            return pipeline.reception.receive_for(pool, api, head, body)
         except BadRequest:
             # engines know more APIs and fields than we do, and say best what is wrong
-            return pipeline.receive_unread(pool, head, body)
+            return pipeline.reception.receive_unread(pool, head, body)
 
-    def _dispatch(self, arrival: Arrival, tokens: Sequence[int] | None) -> list[bytes]:
-        options = self._desk.options
-        self._decided_at = self._desk.clock()
-        attachment = Attachment(options.duplex_choices, self._allowed(arrival.head))
-        decision = self._desk.decide(arrival, attachment, began=self._decided_at, tokens=tokens)
+    def _enter(self, arrival: Arrival) -> list[bytes]:
+        self._arrival = arrival
+        attachment = Attachment(self._desk.options.duplex_choices, self._allowed(arrival.head))
+        self.entry = Entry(self._desk, arrival, attachment, self._desk.clock())
+        decision = self.entry.begin()
+        return [] if decision is None else self.decided(decision)
+
+    def decided(self, decision: Decision) -> list[bytes]:
+        """The answer to the headers, and the body in pieces behind it."""
+        arrival = self._arrival
+        if arrival is None:
+            return []
+        # outcomes count from the arrival, as an access log does
+        self._began = self._desk.clock() - decision.waited_s
         self._decision = decision
-        answers = [duplex_decision_answer(decision, overrides_mode=options.overrides_mode)]
+        answers = [duplex_decision_answer(decision, overrides_mode=self._desk.options.overrides_mode)]
         if arrival.head.has_body:
             body = decision.body if decision.body is not None else arrival.body
             answers.extend(request_body_answers(body, is_end=not self._has_trailers))
@@ -170,7 +171,7 @@ class Duplex:
         self._is_settled = True
         now = self._desk.clock()
         first = self._decision.assignment.place.address
-        outcome = self._answer.outcome(self._decision.ticket, first, begun=self._decided_at, now=now)
+        outcome = self._answer.outcome(self._decision.ticket, first, begun=self._began, now=now)
         settled = self._desk.pipeline.settle(outcome, now)
         if settled is not None:
             self._desk.metrics.settled_here(settled)

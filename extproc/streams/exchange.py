@@ -14,7 +14,8 @@ import msgspec
 
 from extproc.errors import MethodNotAllowed, Refusal, UnknownModel
 from extproc.observe import Metrics
-from extproc.pipeline import Attachment, Pipeline
+from extproc.passage import Attachment, Decision, Held
+from extproc.pipeline import Pipeline
 from extproc.protocol import MODELS_PATH
 from extproc.streams.answer import (
     CONTINUE_HEADERS,
@@ -24,13 +25,12 @@ from extproc.streams.answer import (
     models_answer,
     refusal_answer,
 )
+from extproc.streams.entry import Answer, Entry, Pending
 from extproc.streams.head import read_head, read_subset
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from extproc.learning import Outcome
-    from extproc.pipeline import Arrival, Decision, Head
+    from extproc.passage import Arrival, Head, Released, Terms
     from extproc.request.model import Api
     from extproc.streams.messages import HttpBody, HttpHeaders, ProcessingRequest
 
@@ -41,7 +41,8 @@ class GatewayOptions(msgspec.Struct, frozen=True):
     ``buffered_choices`` and ``duplex_choices``: how many endpoints an answer may name, by the way bodies come. Several for gateways
     that go down a list (our bundle; Istio), one for those that read an address (ORIGINAL_DST). ``pool``: the ModelServer to
     which all that no ModelRoute knows goes. ``overrides_mode``: the gateway allows ``mode_override``, so answers can be spared
-    the way through here. ``conformance``: tests may choose the endpoint by header.
+    the way through here. ``conformance``: tests may choose the endpoint by header. ``trusts_headers``: the gateway itself writes
+    the headers that say who asks, and removes what its clients put there; our bundle does, and says so.
     """
 
     buffered_choices: int = 4
@@ -49,6 +50,7 @@ class GatewayOptions(msgspec.Struct, frozen=True):
     pool: str | None = None
     overrides_mode: bool = False
     conformance: bool = False
+    trusts_headers: bool = False
 
 
 class Peers(Protocol):
@@ -68,7 +70,10 @@ class Peers(Protocol):
 
 
 class Desk(msgspec.Struct, frozen=True):
-    """What every exchange works with. ``started_s``: Unix time of our start, the age of listed models."""
+    """What every exchange works with. ``started_s``: Unix time of our start, the age of listed models.
+
+    ``changed`` is called when something may let a held request go.
+    """
 
     pipeline: Pipeline
     metrics: Metrics
@@ -76,23 +81,43 @@ class Desk(msgspec.Struct, frozen=True):
     started_s: int
     options: GatewayOptions = GatewayOptions()
     peers: Peers | None = None
+    changed: Callable[[], None] = lambda: None
 
-    def decide(
-        self, arrival: Arrival, attachment: Attachment, *, began: float, tokens: Sequence[int] | None
-    ) -> Decision:
-        """A decision, of which everybody is told; raises a Refusal."""
-        reasons = self.metrics.wants_reasons()
-        decision = self.pipeline.dispatch(arrival, began, tokens=tokens, attachment=attachment, wants_reasons=reasons)
-        self.metrics.decided(decision, self.clock() - began)
+    def enter(self, arrival: Arrival, terms: Terms, *, began: float) -> Decision | Held:
+        """A decision, of which everybody is told, or the request held; raises a Refusal."""
+        found = self.pipeline.enter(arrival, began, terms)
+        if isinstance(found, Held):
+            self.changed()
+        else:
+            self.decided(found, self.clock() - began)
+        return found
+
+    def released(self, one: Released) -> None:
+        """A wait has ended."""
+        if isinstance(one.result, Decision):
+            self.decided(one.result, None)
+        self.metrics.admission.released(one)
+
+    def decided(self, decision: Decision, seconds: float | None) -> None:
+        """Tell everybody; ``seconds``: that it took, None if it had to wait."""
+        self.metrics.decided(decision, seconds)
         if self.peers is not None:
             self.peers.sent(decision)
-        return decision
+
+    def leave(self, held: Held) -> None:
+        """The client of a held request has gone."""
+        self.pipeline.leave(held, self.clock())
+        self.metrics.admission.left(held)
+        if self.peers is not None:
+            self.peers.ended(held.ticket)
+        self.changed()
 
     def finish(self, ticket: str) -> None:
         """The end of a stream is the end of its request."""
-        self.pipeline.finish(ticket)
+        self.pipeline.finish(ticket, self.clock())
         if self.peers is not None:
             self.peers.ended(ticket)
+        self.changed()
 
     def models(self, head: Head) -> bytes | None:
         """The list of models, or one of them, if that is what is asked for; raises a Refusal."""
@@ -100,7 +125,7 @@ class Desk(msgspec.Struct, frozen=True):
             return None
         if head.method != "GET":
             raise MethodNotAllowed(f"{head.path[:100]} takes GET, not {head.method[:20]}.")
-        models = self.pipeline.models
+        models = self.pipeline.reception.models
         name = head.path.removeprefix(MODELS_PATH).removeprefix("/")
         model = next((model for model in models if model.name == name), None)
         if name and model is None:
@@ -119,16 +144,16 @@ class Conversation(Protocol):
     """One way of talking."""
 
     @property
-    def question(self) -> Arrival | None:
-        """A request that would be decided better with its tokens; ``resume`` decides it."""
+    def entry(self) -> Entry | None:
+        """The request on its way to a decision; while something is pending, ``resume`` goes on."""
         ...
 
     def receive(self, message: ProcessingRequest, kind: str | None) -> list[bytes]:
         """Serialized answers to ``message``; raises UnexpectedMessage or a Refusal."""
         ...
 
-    def resume(self, tokens: Sequence[int] | None) -> list[bytes]:
-        """Answers to the message that raised the question; raises a Refusal."""
+    def decided(self, decision: Decision) -> list[bytes]:
+        """Answers to the message that asked for it."""
         ...
 
     def close(self) -> None:
@@ -137,59 +162,70 @@ class Conversation(Protocol):
 
 
 class Exchange:
-    """One stream, in the way that its first message asks for."""
+    """One stream, in the way that its first message asks for. ``is_trusted``: a gateway vouches for its headers."""
 
-    def __init__(self, desk: Desk, new_duplex: Callable[[Desk], Conversation]) -> None:
+    def __init__(self, desk: Desk, new_duplex: Callable[[Desk, bool], Conversation], *, is_trusted: bool) -> None:
         self._desk = desk
         self._new_duplex = new_duplex
+        self._is_trusted = is_trusted
         self._opened_at = desk.clock()
         self._conversation: Conversation | None = None
         desk.metrics.stream_opened()
 
     @property
-    def question(self) -> Arrival | None:
-        """A request whose tokens are asked for: the shell answers with ``resume``."""
-        return self._conversation.question if self._conversation is not None else None
+    def pending(self) -> Pending | None:
+        """What the request must wait for: the shell answers with ``resume``."""
+        entry = self._conversation.entry if self._conversation is not None else None
+        return entry.pending if entry is not None else None
 
     def receive(self, message: ProcessingRequest) -> list[bytes]:
         """Serialized answers to ``message``; raises UnexpectedMessage."""
-        if self._conversation is None:
+        conversation = self._conversation
+        if conversation is None:
             is_duplex = message.protocol_config.request_body_mode == FULL_DUPLEX
-            self._conversation = self._new_duplex(self._desk) if is_duplex else Buffered(self._desk)
+            new = self._new_duplex if is_duplex else Buffered
+            conversation = self._conversation = new(self._desk, self._is_trusted)
         try:
-            return self._conversation.receive(message, message.WhichOneof("request"))
+            return conversation.receive(message, message.WhichOneof("request"))
         except Refusal as refusal:
             return self._refuse(refusal)
 
-    def resume(self, tokens: Sequence[int] | None) -> list[bytes]:
-        """Go on with the request in question; None: nobody knows its tokens."""
-        if self._conversation is None:
+    def resume(self, answer: Answer) -> list[bytes]:
+        """Go on with what was pending."""
+        conversation = self._conversation
+        entry = conversation.entry if conversation is not None else None
+        if conversation is None or entry is None:
             return []
         try:
-            return self._conversation.resume(tokens)
+            decision = entry.resume(answer)
         except Refusal as refusal:
             return self._refuse(refusal)
+        return [] if decision is None else conversation.decided(decision)
 
     def close(self) -> None:
         """The stream has ended, in whatever way."""
         if self._conversation is not None:
+            if self._conversation.entry is not None:
+                self._conversation.entry.close()
             self._conversation.close()
         self._desk.metrics.stream_closed(self._desk.clock() - self._opened_at)
 
     def _refuse(self, refusal: Refusal) -> list[bytes]:
-        self._desk.metrics.refused(refusal)
+        entry = self._conversation.entry if self._conversation is not None else None
+        self._desk.metrics.refused(refusal, None if entry is None else entry.arrival)
         return [refusal_answer(refusal)]
 
 
 class Buffered:
     """Headers, then the whole body."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, is_trusted: bool) -> None:
         self._desk = desk
+        self._is_trusted = is_trusted
         self._admitted: tuple[Api, Head] | None = None
         self._attachment = Attachment(desk.options.buffered_choices)
         self._ticket: str | None = None
-        self.question: Arrival | None = None
+        self.entry: Entry | None = None
 
     def receive(self, message: ProcessingRequest, kind: str | None) -> list[bytes]:
         """Headers or a body."""
@@ -206,13 +242,13 @@ class Buffered:
             self._desk.finish(self._ticket)
 
     def _receive_headers(self, message: ProcessingRequest, headers: HttpHeaders) -> list[bytes]:
-        head = read_head(headers)
+        head = read_head(headers, is_trusted=self._is_trusted)
         models = self._desk.models(head)
         if models is not None:
             return [models]
         if message.HasField("metadata_context"):
             self._attachment = Attachment(self._desk.options.buffered_choices, read_subset(message))
-        self._admitted = self._desk.pipeline.admit(head), head
+        self._admitted = self._desk.pipeline.reception.admit(head), head
         return [CONTINUE_HEADERS]
 
     def _receive_body(self, message: HttpBody) -> list[bytes]:
@@ -223,20 +259,14 @@ class Buffered:
         desk, now = self._desk, self._desk.clock()
         pool = desk.options.pool
         if pool is None:
-            arrival = desk.pipeline.receive(api, head, message.body)
+            arrival = desk.pipeline.reception.receive(api, head, message.body)
         else:
-            arrival = desk.pipeline.receive_for(pool, api, head, message.body)
-        if arrival.wants_tokens:
-            self.question = arrival
-            return []
-        return self._dispatch(arrival, now, None)
+            arrival = desk.pipeline.reception.receive_for(pool, api, head, message.body)
+        self.entry = Entry(desk, arrival, self._attachment, now)
+        decision = self.entry.begin()
+        return [] if decision is None else self.decided(decision)
 
-    def resume(self, tokens: Sequence[int] | None) -> list[bytes]:
-        """Decide the request in question."""
-        arrival, self.question = self.question, None
-        return [] if arrival is None else self._dispatch(arrival, self._desk.clock(), tokens)
-
-    def _dispatch(self, arrival: Arrival, now: float, tokens: Sequence[int] | None) -> list[bytes]:
-        decision = self._desk.decide(arrival, self._attachment, began=now, tokens=tokens)
+    def decided(self, decision: Decision) -> list[bytes]:
+        """The answer to the body."""
         self._ticket = decision.ticket
         return [decision_answer(decision)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from extproc.pipeline import Head
+from extproc.passage import Head
 from extproc.protocol import LB_NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE
 
 if TYPE_CHECKING:
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from extproc.streams.messages import Value as _Value
 
 
-def read_head(message: HttpHeaders) -> Head:
-    """A request's method, path and headers."""
+def read_head(message: HttpHeaders, *, is_trusted: bool = False) -> Head:
+    """A request's method, path and headers; ``is_trusted``: a gateway vouches for what they say of the caller."""
     method = path = ""
     for header in message.headers.headers:
         if header.key == ":path":
             path, _, _ = _value(header).partition("?")
         elif header.key == ":method":
             method = _value(header)
-    return Head(method=method, path=path, headers=_Headers(message), has_body=not message.end_of_stream)
+    return Head(method, path, _Headers(message), has_body=not message.end_of_stream, is_trusted=is_trusted)
 
 
 def read_status(message: HttpHeaders) -> int:

@@ -11,13 +11,14 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
+from extproc.protocol import BUNDLE_MARK
 from extproc.streams.access_log import receive_entries
 from extproc.streams.messages import ProcessingRequest, StreamAccessLogsMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable
 
-    from extproc.pipeline import Arrival
+    from extproc.streams.entry import Answer, Pending
     from extproc.streams.exchange import Desk, Exchange
 
 log = logging.getLogger(__name__)
@@ -48,11 +49,12 @@ class GrpcServer:
         self,
         desk: Desk,
         *,
-        new_exchange: Callable[[], Exchange],
-        tokens_of: Callable[[Arrival], Awaitable[Sequence[int] | None]],
+        new_exchange: Callable[[bool], Exchange],
+        answer_to: Callable[[Pending], Awaitable[Answer]],
     ) -> None:
+        """``new_exchange``: given whether headers are to be trusted. ``answer_to``: waits for what a request waits for."""
         self._desk = desk
-        self._tokens_of = tokens_of
+        self._answer_to = answer_to
         self._metrics = desk.metrics
         self._new_exchange = new_exchange
         self._open = 0
@@ -105,15 +107,15 @@ class GrpcServer:
         return grpc.method_handlers_generic_handler(ACCESS_LOG, {"StreamAccessLogs": handler})
 
     async def _process(self, _: object, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> None:
-        exchange = self._new_exchange()
+        exchange = self._new_exchange(self._desk.options.trusts_headers or _is_bundle(context))
         self._open += 1
         self._is_idle.clear()
         try:
             # grpc.aio's read and write cost half of its async iterators
             while not is_end(message := await context.read()):
                 answers = exchange.receive(message)
-                if exchange.question is not None:
-                    answers = exchange.resume(await self._tokens_of(exchange.question))
+                while (pending := exchange.pending) is not None:
+                    answers = exchange.resume(await self._answer_to(pending))
                 for answer in answers:
                     await context.write(answer)
         except Exception:
@@ -136,6 +138,11 @@ class GrpcServer:
                 # one odd entry must not cut off the log stream and with it all learning
                 log.exception("access log entries could not be read")
         return b""
+
+
+def _is_bundle(context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> bool:
+    """Whether it is our own bundle that asks: gRPC's metadata are the gateway's, no client can write there."""
+    return any(name == BUNDLE_MARK for name, _ in context.invocation_metadata() or ())
 
 
 def is_end(message: object) -> bool:

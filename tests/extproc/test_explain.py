@@ -17,7 +17,8 @@ from extproc.explain import to_text
 from extproc.explain_page import ExplainPage
 from extproc.learning import Outcome
 from extproc.observe import Metrics
-from extproc.pipeline import Head, Pipeline
+from extproc.passage import Head, Terms
+from extproc.pipeline import Pipeline
 from extproc.request.model import Api
 from extproc.scheduling.knowledge import Prompt
 from tests.extproc.conftest import CONFIG
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from extproc.pipeline import Arrival
+    from extproc.passage import Arrival
 
 BODY = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello " * 500}]}).encode()
 HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
@@ -55,7 +56,7 @@ def pipeline_of(*, configured: bool) -> Pipeline:
 
 
 def arrival_of(pipeline: Pipeline) -> Arrival:
-    return pipeline.receive(Api.CHAT, HEAD, BODY)
+    return pipeline.reception.receive(Api.CHAT, HEAD, BODY)
 
 
 def test_filters_and_scores_are_shown_with_their_weights() -> None:
@@ -134,7 +135,7 @@ def test_a_sample_of_decisions_and_their_outcomes_is_written_down() -> None:
     log = DecisionLog(file, share=1.0, rng=random.Random(0), wall_clock=lambda: 17.0)
     metrics = Metrics(pipeline.pools.values, lambda: 0.0, lambda: 0.0, log)
     assert metrics.wants_reasons()
-    decision = pipeline.dispatch(arrival_of(pipeline), 0.0, wants_reasons=True)
+    decision = pipeline.dispatch(arrival_of(pipeline), 0.0, Terms(wants_reasons=True))
     metrics.decided(decision, 0.001)
     served = decision.assignment.place.address
     settled = pipeline.settle(Outcome(decision.ticket, 200, served, 1.0, 0.5, 700, 5, 64), 1.0)
@@ -157,5 +158,5 @@ def test_only_the_share_is_written_and_a_full_disk_ends_the_log_alone() -> None:
     assert not DecisionLog(None, share=1.0, rng=rng, wall_clock=lambda: 0.0).samples()
     pipeline = pipeline_of(configured=True)
     log = DecisionLog(Full(), share=1.0, rng=rng, wall_clock=lambda: 0.0)
-    log.decided(pipeline.dispatch(arrival_of(pipeline), 0.0, wants_reasons=True))
+    log.decided(pipeline.dispatch(arrival_of(pipeline), 0.0, Terms(wants_reasons=True)))
     assert not log.samples()

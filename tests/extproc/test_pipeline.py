@@ -12,7 +12,8 @@ from extproc.config.load import load
 from extproc.endpoints.table import Loras
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownModel, UnknownPath
 from extproc.learning import Outcome
-from extproc.pipeline import _MAX_UNSETTLED, Decision, Head, Pipeline
+from extproc.passage import Decision, Head
+from extproc.pipeline import _MOST_UNSETTLED, Pipeline
 from extproc.request.model import Api
 from extproc.streams.answer import decision_answer
 from extproc.streams.messages import ProcessingResponse
@@ -137,7 +138,7 @@ def test_usage_is_left_alone_where_the_server_says_so(pipeline: Pipeline) -> Non
 )
 def test_what_headers_already_show_is_refused_before_the_body(pipeline: Pipeline, head: Head, refusal: type) -> None:
     with pytest.raises(refusal):
-        pipeline.admit(head)
+        pipeline.reception.admit(head)
 
 
 def test_a_refused_request_counts_nowhere(pipeline: Pipeline, pool: Pool) -> None:
@@ -200,11 +201,11 @@ def test_an_unknown_ticket_teaches_nothing(pipeline: Pipeline) -> None:
 def test_outcomes_that_never_come_do_not_pile_up(pipeline: Pipeline) -> None:
     first = arrive(pipeline, chat("hi"))
     pipeline.finish(first.ticket)
-    for _ in range(_MAX_UNSETTLED):
+    for _ in range(_MOST_UNSETTLED):
         pipeline.finish(arrive(pipeline, chat("hi")).ticket)
 
     assert pipeline.settle(outcome_of(first), 1.0) is None
-    assert len(pipeline._unsettled) == _MAX_UNSETTLED
+    assert len(pipeline._unsettled) == _MOST_UNSETTLED
 
 
 def test_an_endpoint_that_was_passed_over_is_avoided_until_it_serves(pipeline: Pipeline) -> None:

@@ -10,7 +10,8 @@ import pytest
 from extproc.config.load import load
 from extproc.endpoints.live import CacheConfig, EngineState
 from extproc.learning import Outcome
-from extproc.pipeline import Decision, Head, Pipeline
+from extproc.passage import Decision, Head
+from extproc.pipeline import Pipeline
 from extproc.request.model import Api
 from extproc.sharing import (
     SILENCE_S,

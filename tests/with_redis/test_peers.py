@@ -13,7 +13,8 @@ from extproc.feeds.local_bus import LocalBus
 from extproc.feeds.peers import Bus, Peers
 from extproc.feeds.redis_bus import RedisBus
 from extproc.observe import Metrics
-from extproc.pipeline import Decision, Head, Pipeline
+from extproc.passage import Decision, Head
+from extproc.pipeline import Pipeline
 from extproc.request.model import Api
 from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually

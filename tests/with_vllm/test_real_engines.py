@@ -14,7 +14,8 @@ import pytest
 
 from extproc.config.load import load
 from extproc.feeds.tokens import LocalTokenizer
-from extproc.pipeline import Head, Pipeline
+from extproc.passage import Head
+from extproc.pipeline import Pipeline
 from extproc.request.model import Api
 from tests.waiting import eventually
 from tests.with_vllm.conftest import BLOCK, Engines, gateway
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bench.prediction import Outcome
-    from extproc.pipeline import Arrival
+    from extproc.passage import Arrival
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -175,4 +176,4 @@ metadata: {{name: tiny}}
 spec: {{modelName: {NAME}, rules: [{{targetModels: [{{modelServerName: tiny}}]}}]}}
 """
     pipeline = Pipeline(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
-    return pipeline.receive(Api.CHAT, Head("POST", "/v1/chat/completions", {}, has_body=True), body)
+    return pipeline.reception.receive(Api.CHAT, Head("POST", "/v1/chat/completions", {}, has_body=True), body)

@@ -32,7 +32,7 @@ class Watched:
         self.feed.started_with(snapshot)
 
     def names(self) -> list[str]:
-        return [model.name for model in self.pipeline.models]
+        return [model.name for model in self.pipeline.reception.models]
 
     def sample(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(name, labels)

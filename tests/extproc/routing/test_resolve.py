@@ -81,8 +81,8 @@ def test_a_weight_of_zero_is_never_drawn() -> None:
 
 
 def test_the_model_is_sent_under_its_servers_name_and_an_adapter_under_its_own() -> None:
-    assert resolve("chat", x_team="testers") == Destination("canary", "llama-3.2-8b")
-    assert resolve("sql", x_team="testers") == Destination("canary", "sql")
+    assert resolve("chat", x_team="testers") == Destination("canary", "llama-3.2-8b", "chat")
+    assert resolve("sql", x_team="testers") == Destination("canary", "sql", "chat")
 
 
 def test_an_unknown_model_is_named_but_not_at_any_length() -> None:

@@ -23,7 +23,7 @@ class Conversation:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.metrics = Metrics(pipeline.pools.values, lambda: 1000.0, lambda: 0.0)
-        self.exchange = Exchange(Desk(pipeline, self.metrics, lambda: 5.0, started_s=77), Duplex)
+        self.exchange = Exchange(Desk(pipeline, self.metrics, lambda: 5.0, started_s=77), Duplex, is_trusted=False)
 
     def send_headers(
         self, path: str = "/v1/chat/completions", *, method: str = "POST", end: bool = False
@@ -150,7 +150,9 @@ def test_what_clients_send_adds_no_series(conversation: Conversation, pipeline: 
     before = len(list(conversation.metrics.registry.collect()))
     for number in range(50):
         one = Conversation(pipeline)
-        one.exchange = Exchange(Desk(pipeline, conversation.metrics, lambda: 5.0, started_s=77), Duplex)
+        one.exchange = Exchange(
+            Desk(pipeline, conversation.metrics, lambda: 5.0, started_s=77), Duplex, is_trusted=False
+        )
         one.send_headers()
         one.send_body(CHAT.replace(b'"chat"', f'"model-{number}"'.encode()))
 

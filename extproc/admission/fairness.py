@@ -1,0 +1,295 @@
+"""Fairness between flows: which of those that wait may send its next request. Each policy keeps a column or two, a row a flow.
+
+Service is counted in tokens, weighted (an output token costs more than one of input) and over the flow's own weight. A flow
+is charged when a request goes, by what is expected, and corrected when the engines have said what it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+import numpy as np
+
+from extproc.endpoints.table import Bools, Floats
+
+if TYPE_CHECKING:
+    from extproc.endpoints.table import Ints
+
+
+class Heads(msgspec.Struct, frozen=True):
+    """Who waits, by row, and of their first requests the ``keys`` of the order inside their flow and tokens ``cached`` in an engine."""
+
+    waiting: Bools
+    keys: Floats
+    cached: Floats
+
+
+class Policy(Protocol):
+    """Chooses a flow. Rows are numbers of flows; their columns grow with ``grow``."""
+
+    def grow(self, rows: int) -> None:
+        """Make room for ``rows`` flows; new ones begin at 0."""
+        ...
+
+    def begin(self, row: int, waiting: Bools) -> None:
+        """A flow that had nothing waiting now has; ``waiting``: the others that have."""
+        ...
+
+    def choose(self, among: Bools, heads: Heads, now: float) -> int:
+        """The row whose head goes; at least one is ``among``."""
+        ...
+
+    def charge(self, row: int, service: float, now: float) -> None:
+        """One of the flow's requests goes, and is expected to take this much."""
+        ...
+
+    def correct(self, row: int, service: float, now: float) -> None:
+        """It took so much more, or, below 0, less."""
+        ...
+
+    def forget(self, row: int) -> None:
+        """The row will be another flow's."""
+        ...
+
+    def debt(self, row: int) -> float:
+        """What the flow has had beyond others; flows with the least are forgotten first."""
+        ...
+
+
+class VirtualTokenCounter:
+    """The flow with the least service goes first; one that comes back is lifted to the least of those that wait.
+
+    VTC (Sheng et al., OSDI 2024, algorithm 2): without the lift, who was away could claim all that others had meanwhile. Two
+    flows that both wait all the time never differ by more than twice the largest request or batch (theorem 4.4).
+    """
+
+    def __init__(self) -> None:
+        self.counters: Floats = np.zeros(0)
+        self._last_left = 0.0
+
+    def grow(self, rows: int) -> None:
+        """More counters."""
+        self.counters = _grown(self.counters, rows)
+
+    def begin(self, row: int, waiting: Bools) -> None:
+        """The lift; where nobody waits, to the counter of the flow that was served last."""
+        among = self.counters[waiting]
+        floor = float(among.min()) if among.size else self._last_left
+        self.counters[row] = max(float(self.counters[row]), floor)
+
+    def choose(self, among: Bools, heads: Heads, now: float) -> int:
+        """The least counter."""
+        return _least(self.counters, among)
+
+    def charge(self, row: int, service: float, now: float) -> None:
+        """Count it."""
+        self._last_left = float(self.counters[row])
+        self.counters[row] += service
+
+    def correct(self, row: int, service: float, now: float) -> None:
+        """Count what it really was."""
+        self.counters[row] += service
+
+    def forget(self, row: int) -> None:
+        """A newcomer begins at 0 and is lifted."""
+        self.counters[row] = 0.0
+
+    def debt(self, row: int) -> float:
+        """The counter."""
+        return float(self.counters[row])
+
+
+class DeficitLocality:
+    """Of the flows that still have a deficit to spend, the one whose head has most of its prompt in a cache.
+
+    DLPM (Cao et al., arXiv 2501.14312): every flow gets ``quantum`` tokens a round, spends them on uncached input and on output,
+    and a new round begins when none of those that wait has any left. So a flow is ahead by no more than a quantum and a request.
+    """
+
+    def __init__(self, quantum: float) -> None:
+        self._quantum = quantum
+        self._round = 0
+        self.deficits: Floats = np.zeros(0)
+        self._rounds: Ints = np.zeros(0, np.int64)
+
+    def grow(self, rows: int) -> None:
+        """Newcomers have had no part in any round."""
+        more = rows - self._rounds.size
+        self.deficits = _grown(self.deficits, rows)
+        self._rounds = np.pad(self._rounds, (0, more), constant_values=-1)
+
+    def begin(self, row: int, waiting: Bools) -> None:
+        """Its part in this round, if it has not had it; what it did not spend in rounds long past is lost."""
+        if self._rounds[row] != self._round:
+            self.deficits[row] = min(float(self.deficits[row]) + self._quantum, self._quantum)
+            self._rounds[row] = self._round
+
+    def choose(self, among: Bools, heads: Heads, now: float) -> int:
+        """New rounds until somebody can pay; then the longest match, then who came first."""
+        best = float(self.deficits[among].max())
+        if best <= 0:
+            rounds = math.floor(-best / self._quantum) + 1
+            self.deficits[heads.waiting] += rounds * self._quantum
+            self._round += rounds
+            self._rounds[heads.waiting] = self._round
+        able = (among & (self.deficits > 0)).nonzero()[0]
+        cached = heads.cached[able]
+        longest = able[cached >= cached.max()]
+        return int(longest[heads.keys[longest].argmin()])
+
+    def charge(self, row: int, service: float, now: float) -> None:
+        """Spend it."""
+        self.deficits[row] -= service
+
+    def correct(self, row: int, service: float, now: float) -> None:
+        """Spend the rest, or get it back."""
+        self.deficits[row] -= service
+
+    def forget(self, row: int) -> None:
+        """A newcomer owes nothing."""
+        self.deficits[row] = 0.0
+        self._rounds[row] = -1
+
+    def debt(self, row: int) -> float:
+        """What it has overdrawn."""
+        return -float(self.deficits[row])
+
+
+class SlidingWindow:
+    """The flow that was given least within the last ``window_s`` goes first (Kthena's fairness)."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self.used: Floats = np.zeros(0)
+        self._epochs: Ints = np.zeros(0, np.int64)
+        # services in the order in which they leave the window
+        self._recent: deque[tuple[float, int, int, float]] = deque()
+
+    def grow(self, rows: int) -> None:
+        """More sums."""
+        self.used = _grown(self.used, rows)
+        self._epochs = np.pad(self._epochs, (0, rows - self._epochs.size))
+
+    def begin(self, row: int, waiting: Bools) -> None:
+        """The window forgets by itself."""
+
+    def choose(self, among: Bools, heads: Heads, now: float) -> int:
+        """The least sum."""
+        self._expire(now)
+        return _least(self.used, among)
+
+    def charge(self, row: int, service: float, now: float) -> None:
+        """Count it until the window has passed."""
+        self._expire(now)
+        self.used[row] += service
+        self._recent.append((now, row, int(self._epochs[row]), service))
+
+    def correct(self, row: int, service: float, now: float) -> None:
+        """Count the difference from now on."""
+        self.charge(row, service, now)
+
+    def forget(self, row: int) -> None:
+        """What leaves the window later is not the new flow's."""
+        self.used[row] = 0.0
+        self._epochs[row] += 1
+
+    def debt(self, row: int) -> float:
+        """The sum."""
+        return float(self.used[row])
+
+    def _expire(self, now: float) -> None:
+        while self._recent and self._recent[0][0] <= now - self._window_s:
+            _, row, epoch, service = self._recent.popleft()
+            if epoch == self._epochs[row]:
+                self.used[row] -= service
+
+
+class RoundRobin:
+    """A turn each, whatever it costs."""
+
+    def __init__(self) -> None:
+        self._turns: Floats = np.zeros(0)
+        self._turn = 0
+
+    def grow(self, rows: int) -> None:
+        """More turns."""
+        self._turns = _grown(self._turns, rows)
+
+    def begin(self, row: int, waiting: Bools) -> None:
+        """Who comes back waits for its turn."""
+
+    def choose(self, among: Bools, heads: Heads, now: float) -> int:
+        """Whose last turn is longest ago."""
+        return _least(self._turns, among)
+
+    def charge(self, row: int, service: float, now: float) -> None:
+        """It has had its turn."""
+        self._turn += 1
+        self._turns[row] = self._turn
+
+    def correct(self, row: int, service: float, now: float) -> None:
+        """Turns cost nothing."""
+
+    def forget(self, row: int) -> None:
+        """As one who never had a turn."""
+        self._turns[row] = 0.0
+
+    def debt(self, row: int) -> float:
+        """The last turn."""
+        return float(self._turns[row])
+
+
+class GlobalStrict:
+    """No fairness: the order inside a flow is that of all requests."""
+
+    def grow(self, rows: int) -> None:
+        """Nothing to keep."""
+
+    def begin(self, row: int, waiting: Bools) -> None:
+        """Nothing to keep."""
+
+    def choose(self, among: Bools, heads: Heads, now: float) -> int:
+        """The first of all heads."""
+        return _least(heads.keys, among)
+
+    def charge(self, row: int, service: float, now: float) -> None:
+        """Nothing to keep."""
+
+    def correct(self, row: int, service: float, now: float) -> None:
+        """Nothing to keep."""
+
+    def forget(self, row: int) -> None:
+        """Nothing to keep."""
+
+    def debt(self, row: int) -> float:
+        """Nobody has any."""
+        return 0.0
+
+
+_NOT_AMONG: Final = np.inf
+
+
+def _least(values: Floats, among: Bools) -> int:
+    return int(np.where(among, values, _NOT_AMONG).argmin())
+
+
+def _grown(column: Floats, rows: int) -> Floats:
+    return np.pad(column, (0, rows - column.size))
+
+
+def make_policy(name: str, *, quantum: float, window_s: float) -> Policy:
+    """The policy of that name in the configuration."""
+    match name:
+        case "DeficitLocality":
+            return DeficitLocality(quantum)
+        case "SlidingWindow":
+            return SlidingWindow(window_s)
+        case "RoundRobin":
+            return RoundRobin()
+        case "GlobalStrict":
+            return GlobalStrict()
+        case _:
+            return VirtualTokenCounter()

@@ -1,0 +1,190 @@
+"""The flows of one band, and what waits in each.
+
+A flow has a row from its first request until it is forgotten: its account with the fairness policy outlives its requests. Rows
+of flows with nothing waiting and nothing running are used again when there are too many.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from extproc.admission.fairness import Heads, Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from extproc.admission.order import Order
+    from extproc.admission.waiting import FlowKey, Wanted
+    from extproc.endpoints.table import Bools, Floats, Ints
+
+# Beyond this, flows that do nothing are forgotten: 10 MB or so.
+MOST_IDLE_FLOWS: Final = 10_000
+_FIRST_ROWS: Final = 8
+
+_Entry = tuple[float, int, "Wanted"]
+
+
+class _Flow:
+    """Requests of one flow in their order, and by ticket in the order in which they came."""
+
+    __slots__ = ("heap", "members")
+
+    def __init__(self) -> None:
+        self.heap: list[_Entry] = []
+        self.members: dict[str, Wanted] = {}
+
+    def add(self, key: float, number: int, wanted: Wanted) -> None:
+        self.members[wanted.ticket] = wanted
+        heapq.heappush(self.heap, (key, number, wanted))
+
+    def remove(self, ticket: str) -> None:
+        """Those that left are passed over when they come up, or swept out when they are the most."""
+        del self.members[ticket]
+        if len(self.heap) > 2 * len(self.members) + 8:
+            self.heap = [entry for entry in self.heap if entry[2].ticket in self.members]
+            heapq.heapify(self.heap)
+
+    def head(self) -> _Entry | None:
+        heap, members = self.heap, self.members
+        while heap and heap[0][2].ticket not in members:
+            heapq.heappop(heap)
+        return heap[0] if heap else None
+
+    def in_order(self) -> Iterator[Wanted]:
+        """From the head on, without sorting all: best first through the heap's tree."""
+        heap = self.heap
+        reached: list[tuple[_Entry, int]] = [(heap[0], 0)] if heap else []
+        while reached:
+            entry, index = heapq.heappop(reached)
+            if entry[2].ticket in self.members:
+                yield entry[2]
+            for child in (2 * index + 1, 2 * index + 2):
+                if child < len(heap):
+                    heapq.heappush(reached, (heap[child], child))
+
+
+class Flows:
+    """All flows of a band. ``waiting`` and ``running``: requests by row; ``heads``: the first of each."""
+
+    def __init__(self, policy: Policy, order: Order) -> None:
+        self.policy = policy
+        self.order = order
+        self.requests = 0
+        self.running: Ints = np.zeros(0, np.int64)
+        self.heads = Heads(np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))
+        self._flows: list[_Flow] = []
+        self._rows: dict[FlowKey, int] = {}
+        self._keys: list[FlowKey | None] = []
+        self._free: list[int] = []
+        self._numbers = 0
+        self._next_sweep = MOST_IDLE_FLOWS
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> Bools:
+        """Which rows have something waiting."""
+        return self.heads.waiting
+
+    def row_of(self, key: FlowKey) -> int:
+        """The flow's row; a newcomer gets one."""
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = self._new_row()
+            self._keys[row] = key
+        return row
+
+    def add(self, wanted: Wanted) -> None:
+        """It waits."""
+        row = self.row_of(wanted.flow)
+        if not self.heads.waiting[row]:
+            self.policy.begin(row, self.heads.waiting)
+        self._numbers += 1
+        self.requests += 1
+        self._flows[row].add(self.order.key(wanted), self._numbers, wanted)
+        self._look(row)
+
+    def remove(self, wanted: Wanted) -> None:
+        """It waits no more."""
+        row = self._rows[wanted.flow]
+        self._flows[row].remove(wanted.ticket)
+        self.requests -= 1
+        self._look(row)
+
+    def choose(self, among: Bools, now: float) -> int:
+        """The row that may go next."""
+        return self.policy.choose(among, self.heads, now)
+
+    def in_order(self, row: int) -> Iterator[Wanted]:
+        """What waits in a flow, from its head on."""
+        return self._flows[row].in_order()
+
+    def newest_of_largest(self) -> Wanted:
+        """Who gives way when there is no place: of the flow that holds the most, what came last."""
+        largest = max(self._rows.values(), key=lambda row: len(self._flows[row].members))
+        members = self._flows[largest].members
+        return members[next(reversed(members))]
+
+    def begin_service(self, key: FlowKey, service: float, now: float) -> None:
+        """One request of the flow goes, at this expected cost."""
+        row = self.row_of(key)
+        self.running[row] += 1
+        self.policy.charge(row, service, now)
+
+    def end_service(self, key: FlowKey, correction: float, now: float) -> None:
+        """One of its requests is over."""
+        row = self._rows.get(key)
+        if row is not None:
+            self.running[row] -= 1
+            self.policy.correct(row, correction, now)
+
+    def sizes(self) -> Iterator[tuple[FlowKey, int]]:
+        """Flows with requests that wait, and how many."""
+        for key, row in self._rows.items():
+            if self._flows[row].members:
+                yield key, len(self._flows[row].members)
+
+    def _look(self, row: int) -> None:
+        heads, head = self.heads, self._flows[row].head()
+        heads.waiting[row] = head is not None
+        if head is not None:
+            heads.keys[row], heads.cached[row] = head[0], head[2].cached_tokens
+
+    def _new_row(self) -> int:
+        if len(self._rows) >= self._next_sweep:
+            self._forget_idle()
+            # where all are busy, looking through them each time would not help
+            self._next_sweep = max(MOST_IDLE_FLOWS, len(self._rows) * 5 // 4)
+        if not self._free:
+            self._grow(max(_FIRST_ROWS, 2 * len(self._keys)))
+        return self._free.pop()
+
+    def _forget_idle(self) -> None:
+        """Half of those that do nothing: the ones that are the least in debt lose least by it."""
+        idle = [(self.policy.debt(row), key, row) for key, row in self._rows.items() if self._is_idle(row)]
+        for _, key, row in sorted(idle, key=lambda one: one[0])[: (len(idle) + 1) // 2]:
+            del self._rows[key]
+            self._keys[row] = None
+            self.policy.forget(row)
+            self._free.append(row)
+
+    def _is_idle(self, row: int) -> bool:
+        return not self._flows[row].members and not self.running[row]
+
+    def _grow(self, rows: int) -> None:
+        old = len(self._keys)
+        self._free.extend(range(rows - 1, old - 1, -1))
+        self._keys += [None] * (rows - old)
+        self._flows += [_Flow() for _ in range(rows - old)]
+        self.running = np.pad(self.running, (0, rows - old))
+
+        def grown(column: Floats) -> Floats:
+            return np.pad(column, (0, rows - old))
+
+        heads = self.heads
+        self.heads = Heads(np.pad(heads.waiting, (0, rows - old)), grown(heads.keys), grown(heads.cached))
+        self.policy.grow(rows)

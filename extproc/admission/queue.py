@@ -1,0 +1,191 @@
+"""Requests that wait for the engines of one ModelServer: bands by priority, flows in a band, an order in a flow.
+
+Between bands: guaranteed shares, by a virtual token counter whose weights are the shares, so that what one band leaves the
+others borrow; or strictly the higher first. A band that has nothing waiting, whose ceiling is reached or whose requests find
+no room is passed over: it never holds up those below it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from extproc.admission.fairness import Heads, VirtualTokenCounter, make_policy
+from extproc.admission.flows import Flows
+from extproc.admission.order import ORDERS
+from extproc.config.units import parse_duration_s
+from extproc.errors import QueueFull
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from extproc.admission.saturation import Room
+    from extproc.admission.waiting import FlowKey, Wanted
+    from extproc.config.admission import Band, FlowControl
+    from extproc.endpoints.table import Bools
+
+# How far behind blocked requests to look for one that may pass them: flows, and requests of a flow.
+_FLOWS_LOOKED_AT: Final = 8
+_REQUESTS_LOOKED_AT: Final = 4
+
+
+class BandState:
+    """One band with its flows."""
+
+    def __init__(self, spec: Band, control: FlowControl) -> None:
+        self.spec = spec
+        self.bytes = 0
+        policy = make_policy(
+            spec.fairness or control.fairness, quantum=control.quantum, window_s=parse_duration_s(control.window)
+        )
+        self.flows = Flows(policy, ORDERS[spec.order or control.order](parse_duration_s(control.ageing)))
+
+    @property
+    def requests(self) -> int:
+        """How many wait."""
+        return self.flows.requests
+
+
+class FairQueue:
+    """Who waits, and who goes next. Bounded in requests and bytes, by band and in all."""
+
+    def __init__(self, control: FlowControl) -> None:
+        self._control = control
+        self.bands = [
+            BandState(spec, control) for spec in sorted(control.bands, key=lambda one: one.priority, reverse=True)
+        ]
+        self._shares = VirtualTokenCounter()
+        self._shares.grow(len(self.bands))
+        self._waiting: dict[str, tuple[Wanted, BandState]] = {}
+        self._bytes = 0
+        self._expiries: list[tuple[float, int, str]] = []
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def bytes(self) -> int:
+        """Of all bodies that wait."""
+        return self._bytes
+
+    def band_of(self, priority: int) -> BandState:
+        """The highest band that the priority reaches; below all of them, the lowest."""
+        return next((band for band in self.bands if priority >= band.spec.priority), self.bands[-1])
+
+    def enter(self, wanted: Wanted) -> list[Wanted]:
+        """It waits. Returns those of lower bands that had to give way; raises QueueFull if it finds no place itself."""
+        band = self.band_of(wanted.priority)
+        spec = band.spec
+        if band.requests >= spec.max_requests or band.bytes + wanted.size_bytes > spec.most_bytes:
+            raise QueueFull(f"The queue for {spec.name} requests is full; try again later, or ask for less.")
+        evicted = self._make_place(band, wanted)
+        if not band.requests:
+            self._shares.begin(self.bands.index(band), self._bands_waiting())
+        band.flows.add(wanted)
+        band.bytes += wanted.size_bytes
+        self._bytes += wanted.size_bytes
+        self._waiting[wanted.ticket] = wanted, band
+        heapq.heappush(self._expiries, (wanted.expires_s, next(self._numbers), wanted.ticket))
+        return evicted
+
+    def next(self, room: Room, now: float) -> tuple[Wanted, Bools] | None:
+        """Who goes now, and the endpoints that have room for it; it waits no more."""
+        found = self._find(room, now)
+        if found is not None:
+            self.leave(found[0].ticket)
+        return found
+
+    def leave(self, ticket: str) -> Wanted | None:
+        """It waits no more, for whatever reason; None if it did not."""
+        wanted, band = self._waiting.pop(ticket, (None, None))
+        if wanted is None or band is None:
+            return None
+        band.flows.remove(wanted)
+        band.bytes -= wanted.size_bytes
+        self._bytes -= wanted.size_bytes
+        return wanted
+
+    def expire(self, now: float) -> Iterator[Wanted]:
+        """Those that have waited as long as they may."""
+        while self._expiries and self._expiries[0][0] <= now:
+            wanted = self.leave(heapq.heappop(self._expiries)[2])
+            if wanted is not None:
+                yield wanted
+
+    def next_expiry_s(self) -> float | None:
+        """When the first of those that wait will have waited too long."""
+        while self._expiries and self._expiries[0][2] not in self._waiting:
+            heapq.heappop(self._expiries)
+        return self._expiries[0][0] if self._expiries else None
+
+    def begin_service(self, wanted: Wanted, service: float, now: float) -> None:
+        """It goes, and is expected to take so much of the engines, in weighted tokens."""
+        band = self.band_of(wanted.priority)
+        band.flows.begin_service(wanted.flow, service / self._weight(wanted.flow), now)
+        self._shares.charge(self.bands.index(band), service / band.spec.share, now)
+
+    def end_service(self, wanted: Wanted, correction: float, now: float) -> None:
+        """It is over, and took so much more than was expected, or less."""
+        band = self.band_of(wanted.priority)
+        band.flows.end_service(wanted.flow, correction / self._weight(wanted.flow), now)
+        self._shares.correct(self.bands.index(band), correction / band.spec.share, now)
+
+    def _find(self, room: Room, now: float) -> tuple[Wanted, Bools] | None:
+        among = self._bands_waiting()
+        heads = Heads(among, np.zeros(len(self.bands)), np.zeros(len(self.bands)))
+        while among.any():
+            index = self._choose_band(among, heads, now)
+            band = self.bands[index]
+            if room.saturation < band.spec.ceiling:
+                found = self._find_in(band, room, now)
+                if found is not None:
+                    return found
+            among[index] = False
+        return None
+
+    def _choose_band(self, among: Bools, heads: Heads, now: float) -> int:
+        if self._control.sharing == "Strict":
+            return int(among.argmax())
+        return self._shares.choose(among, heads, now)
+
+    def _find_in(self, band: BandState, room: Room, now: float) -> tuple[Wanted, Bools] | None:
+        """The head of the flow whose turn it is, or, behind a head that finds no room, one that takes nothing from it."""
+        among = band.flows.waiting.copy()
+        for _ in range(_FLOWS_LOOKED_AT):
+            if not room.open.any() or not among.any():
+                return None
+            row = band.flows.choose(among, now)
+            for wanted in itertools.islice(band.flows.in_order(row), _REQUESTS_LOOKED_AT):
+                rows = room.rows_for(wanted)
+                if rows is not None:
+                    return wanted, rows
+                room.reserve(wanted)
+            among[row] = False
+        return None
+
+    def _make_place(self, band: BandState, wanted: Wanted) -> list[Wanted]:
+        evicted: list[Wanted] = []
+        while not self._has_place(wanted):
+            lower = next((one for one in reversed(self.bands) if one.requests), band)
+            if lower is band or lower.spec.priority > band.spec.priority:
+                for one in evicted:
+                    self.enter(one)
+                raise QueueFull("The queue is full; try again later, or ask for less.")
+            gone = self.leave(lower.flows.newest_of_largest().ticket)
+            if gone is not None:
+                evicted.append(gone)
+        return evicted
+
+    def _has_place(self, wanted: Wanted) -> bool:
+        control = self._control
+        return len(self) < control.max_requests and self._bytes + wanted.size_bytes <= control.most_bytes
+
+    def _bands_waiting(self) -> Bools:
+        return np.array([band.requests > 0 for band in self.bands])
+
+    def _weight(self, flow: FlowKey) -> float:
+        return self._control.weights.get(flow.who, 1.0)

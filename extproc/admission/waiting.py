@@ -1,0 +1,42 @@
+"""What the queue knows of a request."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from extproc.endpoints.table import Bools
+
+
+class FlowKey(msgspec.Struct, frozen=True, order=True):
+    """Whose requests are one flow, to be treated fairly among others. ``model`` is empty where tenants are the flows."""
+
+    who: str
+    model: str = ""
+
+
+class Wanted(msgspec.Struct, frozen=True, eq=False):
+    """One request that asks to go. Tokens: ``uncached_tokens`` at the engine that holds most, ``output_tokens`` as expected.
+
+    ``deadline_s``: when the first token is wanted. ``rows``: the endpoints that may serve it, None for all. ``size_bytes``: of
+    its body, which waits with it.
+    """
+
+    ticket: str
+    flow: FlowKey
+    arrived_s: float
+    expires_s: float
+    priority: int = 0
+    size_bytes: int = 0
+    input_tokens: float = 0.0
+    uncached_tokens: float = 0.0
+    output_tokens: float = 0.0
+    deadline_s: float = math.inf
+    session: str = ""
+    rows: Bools | None = None
+
+    @property
+    def cached_tokens(self) -> float:
+        """What the best engine holds of it."""
+        return self.input_tokens - self.uncached_tokens

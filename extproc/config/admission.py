@@ -1,0 +1,157 @@
+"""Who may ask how much, and who goes first when the engines are scarce."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from extproc.config.spec import Name, NonEmpty, Spec
+from extproc.config.units import parse_duration_s, parse_size_bytes
+
+# As Kubernetes' and InferenceObjective's: higher goes first, below 0 is sheddable.
+Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
+Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
+PositiveWeight = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+
+Unit = Literal["second", "minute", "hour", "day", "month"]
+# A month is 30 days.
+UNIT_SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0, "month": 2592000.0}
+
+
+class RateLimit(Spec, frozen=True):
+    """What each tenant, user, API key or value of ``header`` may use a ``unit``; ``Route``: all of them together.
+
+    A bucket that fills at the limit's rate: in any time t no more than ``limit * t / unit + burst`` passes. ``burst``: how much
+    the bucket holds, as a multiple of the limit.
+    """
+
+    per: Literal["Tenant", "User", "ApiKey", "Header", "Route"] = "Tenant"
+    header: NonEmpty | None = None
+    unit: Unit = "minute"
+    requests: Tokens | None = None
+    input_tokens: Tokens | None = None
+    output_tokens: Tokens | None = None
+    total_tokens: Tokens | None = None
+    burst: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
+    # Local: each machine grants the limit by itself. Global: all that share a Redis grant it together.
+    scope: Literal["Local", "Global"] = "Local"
+    # What to do with a Global limit while Redis cannot be reached: go on by what this machine grants, or answer 503.
+    without_redis: Literal["Local", "Refuse"] = "Local"
+
+    @property
+    def unit_s(self) -> float:
+        """The unit in seconds."""
+        return UNIT_SECONDS[self.unit]
+
+
+class Saturation(Spec, frozen=True):
+    """When an engine has room for one more; null: does not count. The fullest of these says how full an engine is.
+
+    ``queue_depth`` and ``kv_usage``: as engines report, with what was sent since. ``max_requests`` and ``max_tokens`` in flight, and
+    ``max_wait`` until an engine begins with a new prompt: by our own books, whatever engines report.
+    """
+
+    queue_depth: Annotated[int, msgspec.Meta(ge=1)] | None = 5
+    kv_usage: Fraction | None = 0.8
+    max_requests: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_tokens: Tokens | None = None
+    max_wait: str | None = "1s"
+
+    @property
+    def max_wait_s(self) -> float | None:
+        """The longest wait in an engine, in seconds."""
+        return None if self.max_wait is None else parse_duration_s(self.max_wait)
+
+
+Fairness = Literal["VirtualTokenCounter", "DeficitLocality", "SlidingWindow", "RoundRobin", "GlobalStrict"]
+Order = Literal["FirstCome", "Deadline", "ShortestFirst", "SessionBoost", "LeastAttained"]
+
+
+class Band(Spec, frozen=True):
+    """Requests of ``priority`` and above, up to the next band's; ``share`` of the engines while all bands want them.
+
+    ``ceiling``: only while engines are less full than this. ``fairness`` and ``order``: if not the queue's.
+    """
+
+    name: Name
+    priority: Priority
+    share: PositiveWeight
+    ceiling: Fraction = 1.0
+    max_requests: Annotated[int, msgspec.Meta(ge=1)] = 5000
+    max_bytes: str = "1Gi"
+    fairness: Fairness | None = None
+    order: Order | None = None
+
+    @property
+    def most_bytes(self) -> int:
+        """Bound on the bodies that wait."""
+        return parse_size_bytes(self.max_bytes)
+
+
+BANDS = (
+    Band(name="critical", priority=10, share=80),
+    Band(name="high", priority=1, share=15),
+    Band(name="standard", priority=0, share=4),
+    Band(name="best-effort", priority=-(2**31), share=1),
+)
+
+
+class FlowControl(Spec, frozen=True):
+    """Hold requests while engines are full, and let them go band by band, flow by flow.
+
+    ``flow_by``: what is treated fairly. ``weights`` by tenant (or by the header's value). ``ageing``: nobody is overtaken by who came
+    this much later. ``input_weight``, ``cached_weight`` and ``output_weight``: what a token costs a flow. ``quantum``: tokens of DeficitLocality.
+    ``shed_from``: from this fullness on (1: engines full, 2: the queue too) requests of negative priority are refused by
+    chance. ``no_endpoint_timeout``: how long to wait for a first engine.
+    """
+
+    saturation: Saturation = Saturation()
+    timeout: str = "60s"
+    no_endpoint_timeout: str = "60s"
+    max_requests: Annotated[int, msgspec.Meta(ge=1)] = 20_000
+    max_bytes: str = "2Gi"
+    bands: Annotated[tuple[Band, ...], msgspec.Meta(min_length=1, max_length=16)] = BANDS
+    sharing: Literal["Guaranteed", "Strict"] = "Guaranteed"
+    fairness: Fairness = "VirtualTokenCounter"
+    order: Order = "FirstCome"
+    ageing: str = "30s"
+    flow_by: Literal["TenantAndModel", "Tenant", "User", "Header"] = "TenantAndModel"
+    session_header: NonEmpty = "x-session-id"
+    weights: dict[str, PositiveWeight] = msgspec.field(default_factory=dict)
+    input_weight: PositiveWeight = 1.0
+    # a token that was found in a cache costs the engine next to nothing
+    cached_weight: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.1
+    output_weight: PositiveWeight = 2.0
+    window: str = "1m"
+    quantum: Tokens = 60_000
+    shed_from: Annotated[float, msgspec.Meta(ge=0, lt=2)] = 1.0
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long a request may be held, in seconds."""
+        return max(parse_duration_s(self.timeout), parse_duration_s(self.no_endpoint_timeout))
+
+    @property
+    def most_bytes(self) -> int:
+        """Bound on the bodies that wait, over all bands."""
+        return parse_size_bytes(self.max_bytes)
+
+
+class _Name(msgspec.Struct, frozen=True):
+    name: Name
+
+
+class ObjectiveSpec(Spec, frozen=True):
+    """``pool_ref`` is read and not asked for: an objective counts for every server."""
+
+    priority: Priority = 0
+    pool_ref: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class InferenceObjective(msgspec.Struct, frozen=True, kw_only=True):
+    """A document of the Gateway API Inference Extension, or llm-d's of the same form: a priority by name."""
+
+    metadata: _Name
+    spec: ObjectiveSpec = ObjectiveSpec()

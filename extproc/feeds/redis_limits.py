@@ -1,0 +1,199 @@
+"""Rate limits that all machines share: the buckets in Redis, changed by scripts, one round trip a request.
+
+The arithmetic is that of ``admission/buckets.py``; the time is Redis' own, so that clocks need not agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+from extproc.admission.buckets import Claim
+from extproc.admission.limits import Grant, refusal
+from extproc.feeds.redis_bus import redis_client
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from extproc.admission.limits import Ask, Usage
+    from extproc.errors import RateLimited
+    from extproc.observe import Metrics
+
+log = logging.getLogger(__name__)
+
+# Beyond it, this machine's own buckets decide.
+_PATIENCE_S: Final = 0.25
+# While Redis is away nobody waits for it, but for one in so many seconds.
+_PAUSE_S: Final = 1.0
+_CONNECTIONS: Final = 16
+# Settlements that wait for Redis; beyond that the oldest are lost, and what they reserved stays taken.
+_MOST_SETTLEMENTS: Final = 100_000
+_SETTLED_AT_ONCE: Final = 200
+
+# The fields of a bucket, filled until now. A key lives until its bucket would be full, and a little longer.
+_FILL: Final = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
+local function fill(key, rate, capacity)
+  local held = redis.call('HMGET', key, 'level', 'at', 'claims', 'shrink', 'epoch')
+  local b = {level = capacity, at = now, claims = 0, shrink = 1, epoch = 0}
+  if held[1] then
+    b.level, b.at, b.claims = tonumber(held[1]), tonumber(held[2]), tonumber(held[3])
+    b.shrink, b.epoch = tonumber(held[4]), tonumber(held[5])
+    b.level = math.min(capacity, b.level + rate * math.max(0, now - b.at))
+    b.at = math.max(now, b.at)
+    local left = capacity - b.level
+    if b.claims > left then
+      b.shrink = b.shrink * left / b.claims
+      b.claims = left
+      if b.shrink < 1e-9 or left <= 0 then
+        b.shrink, b.claims, b.epoch = 1, 0, b.epoch + 1
+      end
+    end
+  end
+  return b
+end
+local function store(key, b, rate, capacity)
+  redis.call('HSET', key, 'level', string.format('%.17g', b.level), 'at', string.format('%.17g', b.at),
+    'claims', string.format('%.17g', b.claims), 'shrink', string.format('%.17g', b.shrink), 'epoch', b.epoch)
+  redis.call('EXPIRE', key, math.ceil(math.min(31536000, 3600 + 2 * (capacity - b.level) / rate)))
+end
+"""
+
+# ARGV: rate, capacity, amount for each key. Answers 1 or 0, and level, shrink, epoch for each key.
+_RESERVE: Final = (
+    _FILL
+    + """
+local buckets, granted = {}, 1
+for i, key in ipairs(KEYS) do
+  local b = fill(key, tonumber(ARGV[3 * i - 2]), tonumber(ARGV[3 * i - 1]))
+  buckets[i] = b
+  if tonumber(ARGV[3 * i]) > b.level + 1e-6 then granted = 0 end
+end
+local answer = {granted}
+for i, key in ipairs(KEYS) do
+  local b = buckets[i]
+  if granted == 1 then
+    b.level = b.level - tonumber(ARGV[3 * i])
+    b.claims = b.claims + tonumber(ARGV[3 * i])
+    store(key, b, tonumber(ARGV[3 * i - 2]), tonumber(ARGV[3 * i - 1]))
+  end
+  answer[#answer + 1] = string.format('%.17g', b.level)
+  answer[#answer + 1] = string.format('%.17g', b.shrink)
+  answer[#answer + 1] = tostring(b.epoch)
+end
+return answer
+"""
+)
+
+# ARGV: rate, capacity, amount, shrink, epoch, used for each key.
+_SETTLE: Final = (
+    _FILL
+    + """
+for i, key in ipairs(KEYS) do
+  local a = 6 * i - 5
+  local rate, capacity, amount = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2])
+  local b = fill(key, rate, capacity)
+  local held = 0
+  if tonumber(ARGV[a + 4]) == b.epoch then held = amount * b.shrink / tonumber(ARGV[a + 3]) end
+  b.claims = math.max(0, b.claims - held)
+  b.level = b.level + math.min(amount - tonumber(ARGV[a + 5]), held)
+  store(key, b, rate, capacity)
+end
+return 1
+"""
+)
+
+
+class RedisLimits:
+    """``url``: redis://host:port/db; ``prefix``: of its keys."""
+
+    def __init__(self, url: str, prefix: str, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._redis, self._error = redis_client(url, timeout_s=_PATIENCE_S, connections=_CONNECTIONS)
+        self._reserve: Any = self._redis.register_script(_RESERVE)
+        self._settle: Any = self._redis.register_script(_SETTLE)
+        self._prefix = prefix
+        self._metrics = metrics
+        self._clock = clock
+        self._away_until_s = 0.0
+        self._settlements: deque[tuple[Grant, Usage | None]] = deque(maxlen=_MOST_SETTLEMENTS)
+        self._has_settlements = asyncio.Event()
+
+    async def reserve(self, asks: Sequence[Ask]) -> Grant | RateLimited | None:
+        """All or nothing; None if Redis does not answer in time."""
+        now = self._clock()
+        if now < self._away_until_s:
+            self._metrics.admission.asked_redis("away", 0.0)
+            return None
+        numbers = [part for ask in asks for part in (ask.limit.rate, ask.limit.capacity, ask.amount)]
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                granted, *fields = await self._reserve(keys=[self._key(ask) for ask in asks], args=numbers)
+        except (self._error, OSError) as error:  # a TimeoutError among them
+            self._lost(error)
+            return None
+        levels = [float(one) for one in fields[::3]]
+        self._metrics.admission.asked_redis("granted" if granted else "refused", self._clock() - now)
+        if not granted:
+            return refusal(asks, levels)
+        states = zip(asks, fields[1::3], fields[2::3], strict=True)
+        claims = [Claim(ask.amount, float(shrink), int(epoch)) for ask, shrink, epoch in states]
+        return Grant(asks, claims, levels, is_global=True)
+
+    def settle(self, grant: Grant, used: Usage | None) -> None:
+        """Soon, and together with others."""
+        self._settlements.append((grant, used))
+        self._has_settlements.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                await self._has_settlements.wait()
+                await asyncio.sleep(max(0.0, self._away_until_s - self._clock()))
+                await self._settle_some()
+                if not self._settlements:
+                    self._has_settlements.clear()
+        finally:
+            await self._redis.aclose()
+
+    async def _settle_some(self) -> None:
+        """What is not answered is not told again: it may have been done, and done twice it would give too much back."""
+        count = min(_SETTLED_AT_ONCE, len(self._settlements))
+        batch = [self._settlements.popleft() for _ in range(count)]
+        try:
+            async with asyncio.timeout(1.0):
+                pipe = self._redis.pipeline(transaction=False)
+                for grant, used in batch:
+                    await self._settle(
+                        keys=[self._key(ask) for ask in grant.asks], args=list(_settled(grant, used)), client=pipe
+                    )
+                await pipe.execute()
+        except (self._error, OSError) as error:
+            self._lost(error)
+
+    def _key(self, ask: Ask) -> str:
+        return f"{self._prefix}:limit:{ask.key}"
+
+    def _lost(self, error: Exception) -> None:
+        if self._clock() >= self._away_until_s:
+            log.warning("Redis does not answer, limits are granted by this machine alone: %r", error)
+        self._away_until_s = self._clock() + _PAUSE_S
+        self._metrics.admission.asked_redis("failed", 0.0)
+
+
+def _settled(grant: Grant, used: Usage | None) -> list[float]:
+    return [
+        number
+        for ask, claim in zip(grant.asks, grant.claims, strict=True)
+        for number in (
+            ask.limit.rate,
+            ask.limit.capacity,
+            claim.amount,
+            claim.shrink,
+            claim.epoch,
+            0.0 if used is None else used.of(ask.resource),
+        )
+    ]
