@@ -96,10 +96,11 @@ def documents(
     server: str = "llama",
     alias: str = ALIAS,
     more: Mapping[str, object] | None = None,
+    route: Mapping[str, object] | None = None,
 ) -> str:
     """A configuration directory's only file: one model under a short name, on all engines.
 
-    ``more``: fields of the ModelServer that are not to be as they come.
+    ``more`` and ``route``: fields of the ModelServer and of the ModelRoute that are not to be as they come.
     """
 
     def document(kind: str, name: str, spec: Mapping[str, object]) -> dict[str, object]:
@@ -108,10 +109,11 @@ def documents(
     spec: dict[str, object] = {"model": MODEL, "picker": picker}
     spec.update({"endpoints": [{"address": address} for address in engines], **(more or {})})
     rule = {"targetModels": [{"modelServerName": server}]}
+    named = {"modelName": alias, "loraAdapters": list(adapters)}
     return yaml.safe_dump_all(
         [
             document("ModelServer", server, spec),
-            document("ModelRoute", "llama", {"modelName": alias, "loraAdapters": list(adapters), "rules": [rule]}),
+            document("ModelRoute", "llama", {**named, "rules": [rule], **(route or {})}),
             document("GatewayConfig", "gateway", dict(gateway)),
         ],
         sort_keys=False,
@@ -119,7 +121,7 @@ def documents(
 
 
 @contextlib.asynccontextmanager
-async def running_stack(
+async def running_stack(  # noqa: PLR0913 - what tests want to be different
     directory: Path,
     flags: EngineFlags,
     *,
@@ -127,12 +129,16 @@ async def running_stack(
     watch: bool = False,
     gateway: Mapping[str, object] | None = None,
     more: Mapping[str, object] | None = None,
+    route: Mapping[str, object] | None = None,
     extproc_flags: Sequence[str] = (),
     workers: int = 1,
+    headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Stack]:
     """Start it all in ``directory`` and wait until it serves; end it all on the way out. Raises StartFailed.
 
-    ``picker``: a name, or the file of an EndpointPickerConfig. ``gateway`` and ``more``: of the GatewayConfig's and the ModelServer's fields, those that are not to be as they come.
+    ``picker``: a name, or the file of an EndpointPickerConfig. ``gateway``, ``more`` and ``route``: of the fields of
+    GatewayConfig, ModelServer and ModelRoute, those that are not to be as they come.
+    ``headers``: that clients must send.
     """
     ports = free_ports(3 * flags.count + 4)
     envoy_port, admin_port, extproc_port, metrics_port, *rest = ports
@@ -159,13 +165,13 @@ async def running_stack(
     if isinstance(picker, Path):
         shutil.copy(picker, config)
     named = "PrefixAware" if isinstance(picker, Path) else picker
-    text = documents(engines, picker=named, gateway=gateway, adapters=flags.adapters, more=more)
+    text = documents(engines, picker=named, gateway=gateway, adapters=flags.adapters, more=more, route=route)
     (config / "attache.yaml").write_text(text)
     python = [sys.executable, "-m"]
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
 
         def answers(address: str, path: str) -> _Answers:
-            return _Answers(http, f"http://{address}{path}")
+            return _Answers(http, f"http://{address}{path}", headers or {})
 
         pids: dict[str, int] = {}
         for index, port in enumerate(engine_ports):
@@ -215,13 +221,14 @@ def _kv_events(engines: Sequence[str], ports: Sequence[tuple[int, int]]) -> dict
 class _Answers:
     """Whether a page answers 200."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, http: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> None:
         self._http = http
         self._url = url
+        self._headers = headers
 
     async def __call__(self) -> bool:
         try:
-            async with self._http.get(self._url) as response:
+            async with self._http.get(self._url, headers=self._headers) as response:
                 return response.status == 200
         except (TimeoutError, aiohttp.ClientError):
             return False

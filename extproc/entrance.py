@@ -197,7 +197,7 @@ def _reserved(arrival: Arrival) -> Usage:
     """Input by what characters of this model make; output as much as was asked for, or else as answers have had."""
     request, pool = arrival.request, arrival.pool
     most = request.max_output_tokens
-    tokens = max(1.0, len(request.prompt) / pool.knowledge.bytes_per_token)
+    tokens = pool.input_estimate.tokens(len(request.prompt), pool.knowledge.bytes_per_token)
     return Usage(tokens, pool.output_tokens if most is None else float(most))
 
 

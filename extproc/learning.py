@@ -138,9 +138,11 @@ def usage_of(sent: Sent, outcome: Outcome) -> Usage:
 
 def _learn_bytes_per_token(sent: Sent, outcome: Outcome) -> None:
     tokens = outcome.prompt_tokens
+    knowledge = sent.pool.knowledge
+    if tokens is not None and sent.grants:
+        sent.pool.input_estimate.learn(sent.prompt_bytes, knowledge.bytes_per_token, tokens)
     if tokens is not None and tokens >= _MIN_TOKENS_FOR_RATIO:
         low, high = _BYTES_PER_TOKEN_BOUNDS
-        knowledge = sent.pool.knowledge
         ratio = min(high, max(low, sent.prompt_bytes / tokens))
         # the first answer says more than what was assumed
         weight = max(_WEIGHT, 1 / (1.25 + knowledge.ratio_samples))

@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 Condition = Callable[[], bool | Awaitable[bool]]
 
 
-async def eventually(holds: Condition, *, timeout_s: float = 10.0) -> None:
+async def eventually(holds: Condition, *, timeout_s: float = 10.0, pause_s: float = 0.02) -> None:
     """Ask again and again until it holds; TimeoutError if it never does."""
     async with asyncio.timeout(timeout_s):
         while not await _ask(holds):  # noqa: ASYNC110  it happens elsewhere: there is no event to wait for
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(pause_s)
 
 
 async def _ask(holds: Condition) -> bool:

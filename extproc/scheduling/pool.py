@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
+from extproc.admission.estimates import InputEstimate
 from extproc.endpoints.ledger import backlog_of, charge, release
 from extproc.endpoints.table import Bools, EndpointTable, Place, Traits
 from extproc.prefix.kv_index import KvIndex
@@ -94,6 +95,7 @@ class Pool:
         self.adapters: frozenset[str] = frozenset()
         self.typical_ttft_s = 0.0
         self.output_tokens = INITIAL_OUTPUT_TOKENS
+        self.input_estimate = InputEstimate()
         self.reports_cached_tokens = False
         self.picker = picker
         self.update(spec, picker)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from tests.with_redis.conftest import Redis
+    from tests.redis_server import Redis
 
 HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
 

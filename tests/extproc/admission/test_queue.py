@@ -146,8 +146,8 @@ def test_a_small_request_passes_a_large_one_only_where_that_is_not_delayed() -> 
     # the large one will go to the first engine, which has more room: that is kept
     found = scene.queue.next(Room(table, limits, 0.0), 0.0)
     assert found is not None
-    wanted, rows = found
-    assert wanted.ticket == "small-2"
+    assert found[0].ticket == "small-2"
+    assert found[1].nonzero()[0].tolist() == [1]
     charge(table, 1, prefill_tokens=0, tokens=300, now=0.0)
     assert scene.queue.next(Room(table, limits, 0.0), 0.0) is None
     # and a request larger than any engine goes to one that is empty

@@ -1,0 +1,57 @@
+"""A real Redis. Without its binary these tests are skipped, loudly; where it must be there, they fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bench.processes import free_ports
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Redis:
+    """A server that can be ended and started again on its port."""
+
+    def __init__(self, binary: str, directory: Path) -> None:
+        (self.port,) = free_ports(1)
+        self.url = f"redis://127.0.0.1:{self.port}"
+        self._command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        for _ in range(100):
+            probe = subprocess.run(["redis-cli", "-p", str(self.port), "ping"], capture_output=True, check=False)
+            if probe.stdout.strip() == b"PONG":
+                return
+            time.sleep(0.05)
+        raise TimeoutError("redis-server does not answer")
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+@pytest.fixture(name="redis")
+def running_redis(tmp_path: Path) -> Iterator[Redis]:
+    """A running server with nothing in it."""
+    binary = shutil.which("redis-server")
+    if binary is None:
+        message = "no redis-server: install Debian's package redis-server"
+        if os.environ.get("CI") or os.environ.get("ATTACHE_REQUIRE_REDIS"):
+            pytest.fail(message)
+        pytest.skip(f"NOT TESTED WITH REDIS: {message}")
+    server = Redis(binary, tmp_path)
+    server.start()
+    yield server
+    server.stop()

@@ -1,0 +1,252 @@
+"""Limits and queues through a real Envoy: who is held, who goes first, what those are told who cannot go."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TYPE_CHECKING
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from bench.stack import ALIAS, EngineFlags, Stack, running_stack
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+    from pathlib import Path
+
+ONE_AT_A_TIME = {"queueDepth": None, "kvUsage": None, "maxWait": None, "maxRequests": 1}
+OBJECTIVE = {
+    "apiVersion": "inference.networking.x-k8s.io/v1alpha2",
+    "kind": "InferenceObjective",
+    "metadata": {"name": "urgent"},
+    "spec": {"priority": 100, "poolRef": {"name": "llama"}},
+}
+KEYS = [
+    {"name": "acme-1", "key": "sk-acme-secret", "tenant": "acme"},
+    {"name": "bell-1", "key": "sk-bell-secret", "tenant": "bell"},
+]
+
+
+def request(*, max_tokens: int = 1, **fields: object) -> dict[str, object]:
+    return {"model": ALIAS, "max_tokens": max_tokens, "messages": [{"role": "user", "content": "hello"}], **fields}
+
+
+async def metric(stack: Stack, name: str, **labels: str) -> float:
+    """The sum of a metric's series that have these labels."""
+    async with httpx.AsyncClient(verify=False) as http:  # noqa: S501 - plain HTTP; loading certificates takes long
+        text = (await http.get(f"{stack.metrics}/metrics")).text
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if all(one in line for one in wanted))
+
+
+async def envoy_stat(stack: Stack, name: str) -> int:
+    async with httpx.AsyncClient(verify=False) as http:  # noqa: S501 - plain HTTP; loading certificates takes long
+        text = (await http.get(f"{stack.admin}/stats", params={"filter": f"^{name}$"})).text
+    return int(text.rpartition(":")[2])
+
+
+def edit(stack: Stack, kind: str, **spec: object) -> None:
+    """Change fields of a document's spec, as an operator would."""
+    file = stack.config / "attache.yaml"
+    documents = list(yaml.safe_load_all(file.read_text()))
+    for document in documents:
+        if document["kind"] == kind:
+            document["spec"].update(spec)
+    new = file.with_suffix(".new")
+    new.write_text(yaml.safe_dump_all(documents))
+    new.rename(file)
+
+
+class Scene:
+    """A stack whose only engine takes one request at a time, and clients of it."""
+
+    def __init__(self, stack: Stack, http: httpx.AsyncClient) -> None:
+        self.stack = stack
+        self.http = http
+        self.order: list[str] = []
+
+    async def ask(self, name: str, headers: Mapping[str, str], **fields: object) -> httpx.Response:
+        answer = await self.http.post("/v1/chat/completions", json=request(**fields), headers=dict(headers))
+        self.order.append(name)
+        return answer
+
+    async def waiting(self) -> float:
+        return await metric(self.stack, "attache_queue_waiting")
+
+
+@pytest.fixture
+async def held(tmp_path: Path) -> AsyncIterator[Scene]:
+    """Clients are trusted here: they are the gateway that says who asks."""
+    control = {"saturation": ONE_AT_A_TIME, "sharing": "Strict", "fairness": "RoundRobin", "timeout": "40s"}
+    async with running_stack(
+        tmp_path / "stack",
+        EngineFlags(count=1, speed=10.0, stream_headers="first-token"),
+        watch=True,
+        gateway={"clients": "Trusted", "messageTimeout": "1s"},
+        more={"flowControl": control},
+    ) as stack:
+        (stack.config / "urgent.yaml").write_text(yaml.safe_dump(OBJECTIVE))
+        await eventually(lambda: metric_is(stack, "attache_config_reloads_total", 2, result="applied"))
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=stack.url, timeout=60, limits=limits) as http:
+            yield Scene(stack, http)
+
+
+async def metric_is(stack: Stack, name: str, value: float, **labels: str) -> bool:
+    return await metric(stack, name, **labels) == value
+
+
+async def test_of_two_hundred_held_clients_fifty_leave_and_the_rest_are_served_in_order(held: Scene) -> None:
+    stack = held.stack
+    began = await metric(stack, "attache_picks_total")
+    sent_before = await envoy_stat(stack, "cluster.server/llama.upstream_rq_total")
+    blocker = asyncio.create_task(held.ask("blocker", {}, max_tokens=20_000))
+    await eventually(lambda: metric_is(stack, "attache_in_flight", 1))
+    clients: dict[str, asyncio.Task[httpx.Response]] = {}
+    for number in range(200):
+        tenant, is_urgent = "ab"[number % 2], number % 10 == 9
+        headers = {"x-attache-tenant": tenant, **({"x-llm-d-inference-objective": "urgent"} if is_urgent else {})}
+        name = f"{'urgent' if is_urgent else tenant}-{number:03}"
+        clients[name] = asyncio.create_task(held.ask(name, headers))
+        # so that they arrive in this order
+        await eventually(lambda count=number + 1: metric_is(stack, "attache_queue_waiting", count), pause_s=0.001)
+    assert not blocker.done(), "the first request must take until all others are there"
+    leaving = [name for name in clients if int(name.rpartition("-")[2]) % 4 == 2]
+    for name in leaving:
+        clients[name].cancel()
+    await eventually(lambda: metric_is(stack, "attache_queue_waiting", 150))
+
+    staying = [task for name, task in clients.items() if name not in leaving]
+    answers = await asyncio.gather(blocker, *staying)
+    assert {one.status_code for one in answers} == {200}
+    # the urgent first, then a turn each, in a flow in the order in which they came
+    stayed = [name for name in clients if name not in leaving]
+    urgent = [name for name in stayed if name.startswith("urgent")]
+    a, b = ([name for name in stayed if name.startswith(f"{tenant}-")] for tenant in "ab")
+    assert held.order[1:21] == urgent
+    turns = list(itertools.chain.from_iterable(itertools.zip_longest(a, b)))
+    assert held.order[21:] == [name for name in turns if name is not None]
+
+    # Envoy and extproc agree on what happened
+    assert await metric(stack, "attache_picks_total") - began == 151
+    assert await envoy_stat(stack, "cluster.server/llama.upstream_rq_total") - sent_before == 151
+    assert await metric(stack, "attache_queue_waits_total", outcome="left") == 50
+    assert await metric(stack, "attache_queue_waits_total", outcome="sent") == 150
+    assert await envoy_stat(stack, "http.attache.downstream_rq_rx_reset") == 50
+    await eventually(lambda: metric_is(stack, "attache_in_flight", 0))
+    assert await metric(stack, "attache_open_streams") == 0
+
+
+FORGED = {
+    "x-attache-tenant": "bell",
+    "x-attache-user": "root",
+    "x-attache-client": "bell-1",
+    "X-Attache-Deadline-Ms": "1",
+    "x-llm-d-inference-objective": "urgent",
+    "x-gateway-inference-objective": "urgent",
+    "x-llm-d-inference-fairness-id": "bell",
+    "X-Gateway-Inference-Fairness-Id": "bell",
+    "x-llm-d-slo-ttft-ms": "1",
+    "x-slo-tpot-ms": "1",
+    "x-attache-bundle": "1",
+}
+LIMITED = {
+    "rateLimits": [
+        {"per": "Tenant", "unit": "hour", "requests": 3},
+        {"per": "Tenant", "unit": "hour", "totalTokens": 100_000},
+    ]
+}
+
+
+@pytest.fixture
+async def keyed(tmp_path: Path) -> AsyncIterator[Stack]:
+    """Clients are told apart by API keys; every tenant has three requests an hour."""
+    async with running_stack(
+        tmp_path / "stack",
+        EngineFlags(count=1, speed=20.0, stream_headers="first-token"),
+        watch=True,
+        gateway={"authentication": {"apiKeys": KEYS}},
+        more={"flowControl": {"saturation": ONE_AT_A_TIME}},
+        route=LIMITED,
+        headers={"authorization": f"Bearer {KEYS[0]['key']}"},
+    ) as stack:
+        (stack.config / "urgent.yaml").write_text(yaml.safe_dump(OBJECTIVE))
+        await eventually(lambda: metric_is(stack, "attache_config_reloads_total", 2, result="applied"))
+        yield stack
+
+
+def client_of(stack: Stack, key: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key=key, max_retries=0, timeout=30)
+
+
+async def ask_as(client: openai.AsyncOpenAI, **headers: str) -> httpx.Headers:
+    answer = await client.chat.completions.with_raw_response.create(
+        model=ALIAS, messages=[{"role": "user", "content": "hello"}], max_tokens=2, extra_headers=headers
+    )
+    return answer.headers
+
+
+async def test_forged_headers_change_nothing(keyed: Stack) -> None:
+    async with client_of(keyed, "sk-acme-secret") as acme, client_of(keyed, "sk-bell-secret") as bell:
+        for _ in range(3):
+            await ask_as(acme, **FORGED)
+        # it was acme that used up what it has, and not bell
+        with pytest.raises(openai.RateLimitError):
+            await ask_as(acme, **FORGED)
+        await ask_as(bell)
+    assert await metric(keyed, "attache_tenant_requests_total", outcome="picked", tenant="acme") == 3
+    assert await metric(keyed, "attache_tenant_requests_total", outcome="rate_limited", tenant="acme") == 1
+    assert await metric(keyed, "attache_tenant_requests_total", tenant="bell") == 1
+    # and nobody was urgent
+    assert await metric(keyed, "attache_queue_wait_seconds_count", band="standard") == 4
+    assert await metric(keyed, "attache_queue_wait_seconds_count") == 4
+
+
+async def test_who_has_no_key_is_told_so(keyed: Stack) -> None:
+    async with client_of(keyed, "sk-of-nobody") as nobody:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            await ask_as(nobody, **FORGED)
+    assert caught.value.code == "invalid_api_key"
+
+
+async def test_limits_are_told_in_the_headers_and_errors_that_openais_clients_read(keyed: Stack) -> None:
+    async with client_of(keyed, "sk-acme-secret") as acme:
+        headers = [await ask_as(acme) for _ in range(3)]
+        assert [one["x-ratelimit-remaining-requests"] for one in headers] == ["2", "1", "0"]
+        assert headers[0]["x-ratelimit-limit-requests"] == "3"
+        assert headers[0]["x-ratelimit-reset-requests"] == "20m0s"
+        assert headers[0]["x-ratelimit-limit-tokens"] == "100000"
+        assert 99_900 < int(headers[0]["x-ratelimit-remaining-tokens"]) < 100_000
+        with pytest.raises(openai.RateLimitError) as caught:
+            await ask_as(acme)
+    error = caught.value
+    assert (error.code, error.type) == ("rate_limit_exceeded", "requests")
+    assert "Please try again in 20m0s" in error.message
+    assert error.response.headers["x-ratelimit-remaining-requests"] == "0"
+    assert 1150 <= int(error.response.headers["retry-after"]) <= 1200
+
+
+async def test_tokens_are_reserved_by_what_is_asked_for_and_settled_by_what_was_written(keyed: Stack) -> None:
+    edit(keyed, "ModelRoute", rateLimits=[{"per": "Tenant", "unit": "hour", "outputTokens": 1000}])
+    await eventually(lambda: metric_is(keyed, "attache_config_reloads_total", 3, result="applied"))
+
+    async with client_of(keyed, "sk-acme-secret") as acme:
+
+        async def remaining(most: int | None) -> int:
+            answer = await acme.chat.completions.with_raw_response.create(
+                model=ALIAS, messages=[{"role": "user", "content": "hello"}], max_tokens=most
+            )
+            return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+        # nothing said: as many as answers have had, which is 200 before any has; the engine writes 256
+        assert await remaining(None) == 800
+        await eventually(lambda: metric_is(keyed, "attache_access_log_entries_total", 1, result="settled"))
+        assert await remaining(700) == 44
+        with pytest.raises(openai.RateLimitError) as caught:
+            await remaining(2000)
+        assert "no more than 1000 are granted at once" in caught.value.message

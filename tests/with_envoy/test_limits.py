@@ -1,0 +1,188 @@
+"""Rate limits through a real Envoy under random traffic: no window sees more than was promised, with Redis and without."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import TYPE_CHECKING
+
+import httpx
+import msgspec
+import pytest
+
+from bench.stack import ALIAS, EngineFlags, Stack, running_stack
+from tests.redis_server import running_redis
+from tests.waiting import eventually
+from tests.with_envoy.load import Load
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tests.redis_server import Redis
+
+__all__ = ["running_redis"]
+
+# Tokens a second, and how many at once.
+RATE, BURST = 400, 1.5
+LIMIT = {"per": "Route", "unit": "second", "totalTokens": RATE, "burst": BURST}
+CLOCK = time.monotonic  # noqa: TID251 - clients have clocks
+FLAGS = EngineFlags(count=2, speed=20.0, stream_headers="first-token")
+
+
+class Granted(msgspec.Struct, frozen=True):
+    """A request that was answered: it was granted between these two times."""
+
+    sent_s: float
+    answered_s: float
+    tokens: int
+
+
+class Traffic:
+    """Clients that ask at random, for random lengths."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        self._url = url
+        self._rng = random.Random(seed)
+        self.granted: list[Granted] = []
+        self.refused = 0
+        self.other: list[int] = []
+
+    async def run(self, *, clients: int, seconds: float) -> None:
+        """Until then; what the first second taught of prompts' lengths is not part of what was granted."""
+        await self._run(2, 1.0)
+        await asyncio.sleep(1.0)
+        self.granted.clear()
+        await self._run(clients, seconds)
+
+    async def _run(self, clients: int, seconds: float) -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with (
+            httpx.AsyncClient(base_url=self._url, timeout=30, limits=limits) as http,
+            asyncio.TaskGroup() as group,
+        ):
+            for _ in range(clients):
+                group.create_task(self._ask_again(http, CLOCK() + seconds))
+
+    async def _ask_again(self, http: httpx.AsyncClient, until_s: float) -> None:
+        rng = self._rng
+        while CLOCK() < until_s:
+            text = "word " * rng.randrange(1, 40)
+            body: dict[str, object] = {"model": ALIAS, "messages": [{"role": "user", "content": text}]}
+            body["max_tokens"] = rng.randrange(1, 60)
+            sent_s = CLOCK()
+            answer = await http.post("/v1/chat/completions", json=body)
+            if answer.status_code == 200:
+                tokens = answer.json()["usage"]["total_tokens"]
+                self.granted.append(Granted(sent_s, CLOCK(), tokens))
+            elif answer.status_code == 429:
+                self.refused += 1
+            else:
+                self.other.append(answer.status_code)
+            await asyncio.sleep(rng.expovariate(30))
+
+    def most_over(self, *, rate: float, burst: float) -> float:
+        """By how much the worst window exceeded the promise; below 0 by how much it fell short."""
+        return most_over(self.granted, rate=rate, burst=burst)
+
+
+def most_over(granted: Sequence[Granted], *, rate: float, burst: float) -> float:
+    """All that was sent after a window began and answered before it ended was granted within it."""
+    worst = -burst
+    ends = sorted(granted, key=lambda one: one.answered_s)
+    for begin_s in {one.sent_s for one in granted}:
+        tokens = 0
+        for one in ends:
+            if one.sent_s >= begin_s:
+                tokens += one.tokens
+                worst = max(worst, tokens - rate * (one.answered_s - begin_s) - burst)
+    return worst
+
+
+async def metric(http: httpx.AsyncClient, page: str, name: str) -> float:
+    text = (await http.get(page)).text
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_no_window_sees_more_tokens_than_the_limit_and_the_burst(tmp_path: Path, seed: int) -> None:
+    async with running_stack(tmp_path / "stack", FLAGS, route={"rateLimits": [LIMIT]}) as stack:
+        traffic = Traffic(stack.url, seed)
+        await traffic.run(clients=12, seconds=5)
+    assert traffic.other == []
+    assert traffic.refused > 20
+    assert traffic.most_over(rate=RATE, burst=RATE * BURST) <= 0
+    # and most of what was promised was had
+    assert sum(one.tokens for one in traffic.granted) > 0.5 * (5 * RATE + RATE * BURST)
+
+
+async def test_four_processes_with_redis_grant_together_what_one_would(tmp_path: Path, redis: Redis) -> None:
+    limit = {**LIMIT, "scope": "Global"}
+    async with running_stack(
+        tmp_path / "stack", FLAGS, route={"rateLimits": [limit]}, workers=4, extproc_flags=["--redis", redis.url]
+    ) as stack:
+        traffic = Traffic(stack.url, 3)
+        await traffic.run(clients=16, seconds=6)
+        used = await workers_used(stack, 4)
+    assert traffic.other == []
+    assert traffic.refused > 20
+    assert used >= 2, "Envoy did not spread the requests"
+    assert traffic.most_over(rate=RATE, burst=RATE * BURST) <= 0
+    assert sum(one.tokens for one in traffic.granted) > 0.5 * (6 * RATE + RATE * BURST)
+
+
+async def workers_used(stack: Stack, workers: int) -> int:
+    host, _, first = stack.metrics.rpartition(":")
+    async with httpx.AsyncClient() as http:
+        pages = [f"{host}:{int(first) + number}/metrics" for number in range(workers)]
+        asked = [await metric(http, page, 'attache_limits_redis_total{result="granted"}') for page in pages]
+    return sum(count > 0 for count in asked)
+
+
+async def test_redis_dies_under_load_and_no_request_is_lost(tmp_path: Path, redis: Redis) -> None:
+    limit = {"per": "Route", "unit": "second", "requests": 100_000, "scope": "Global"}
+    async with (
+        running_stack(
+            tmp_path / "stack", FLAGS, route={"rateLimits": [limit]}, extproc_flags=["--redis", redis.url]
+        ) as stack,
+        httpx.AsyncClient() as http,
+    ):
+        page = f"{stack.metrics}/metrics"
+
+        async def count(result: str) -> float:
+            return await metric(http, page, f'attache_limits_redis_total{{result="{result}"}}')
+
+        async with Load(stack.url) as load:
+            await load.more(100)
+            assert await count("granted") >= 100
+            redis.stop()
+            await load.more(200)
+            assert await count("failed") >= 1
+            assert await count("away") >= 50
+            redis.start()
+            before = await count("granted")
+
+            async def asks_again() -> bool:
+                return await count("granted") > before + 50
+
+            await eventually(asks_again, timeout_s=20)
+        assert load.tally.lost == []
+        assert load.tally.cut == 0
+
+
+async def test_who_wants_no_limit_without_redis_gets_an_answer_that_says_so(tmp_path: Path, redis: Redis) -> None:
+    limit = {"requests": 1000, "scope": "Global", "withoutRedis": "Refuse"}
+    async with (
+        running_stack(
+            tmp_path / "stack", FLAGS, route={"rateLimits": [limit]}, extproc_flags=["--redis", redis.url]
+        ) as stack,
+        httpx.AsyncClient(base_url=stack.url) as http,
+    ):
+        body = {"model": ALIAS, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+        assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+        redis.stop()
+        answer = await http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "limits_unavailable"
+        assert answer.headers["retry-after"] == "1"
