@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hmac
 import itertools
+import json
 from typing import TYPE_CHECKING
 
 import httpx
@@ -250,3 +253,113 @@ async def test_tokens_are_reserved_by_what_is_asked_for_and_settled_by_what_was_
         with pytest.raises(openai.RateLimitError) as caught:
             await remaining(2000)
         assert "no more than 1000 are granted at once" in caught.value.message
+
+
+async def test_who_waits_too_long_is_told_when_to_come_back(held: Scene) -> None:
+    edit(held.stack, "ModelServer", flowControl={"saturation": ONE_AT_A_TIME, "timeout": "300ms"})
+    await eventually(lambda: metric_is(held.stack, "attache_config_reloads_total", 3, result="applied"))
+    blocker = asyncio.create_task(held.ask("blocker", {}, max_tokens=8000))
+    await eventually(lambda: metric_is(held.stack, "attache_in_flight", 1))
+    answer = await held.ask("late", {})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "queue_timeout"
+    assert int(answer.headers["retry-after"]) >= 1
+    assert (await blocker).status_code == 200
+
+
+async def test_a_full_queue_refuses_the_lowest_first(held: Scene) -> None:
+    edit(held.stack, "ModelServer", flowControl={"saturation": ONE_AT_A_TIME, "maxRequests": 2})
+    await eventually(lambda: metric_is(held.stack, "attache_config_reloads_total", 3, result="applied"))
+    blocker = asyncio.create_task(held.ask("blocker", {}, max_tokens=8000))
+    await eventually(lambda: metric_is(held.stack, "attache_in_flight", 1))
+    waiting = [asyncio.create_task(held.ask(f"waiting-{number}", {})) for number in range(2)]
+    await eventually(lambda: metric_is(held.stack, "attache_queue_waiting", 2))
+    refused = await held.ask("one too many", {})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+    urgent = asyncio.create_task(held.ask("urgent", {"x-llm-d-inference-objective": "urgent"}))
+    answers = await asyncio.gather(blocker, *waiting, urgent)
+    assert sorted(one.status_code for one in answers) == [200, 200, 200, 429]
+    assert answers[-1].status_code == 200
+    assert held.order[-2] == "urgent"
+
+
+async def test_changing_the_queue_keeps_those_who_wait_and_taking_it_away_lets_them_go(held: Scene) -> None:
+    stack = held.stack
+    blocker = asyncio.create_task(held.ask("blocker", {}, max_tokens=8000))
+    await eventually(lambda: metric_is(stack, "attache_in_flight", 1))
+    waiting = [asyncio.create_task(held.ask(f"waiting-{number}", {})) for number in range(5)]
+    await eventually(lambda: metric_is(stack, "attache_queue_waiting", 5))
+    edit(stack, "ModelServer", flowControl={"saturation": ONE_AT_A_TIME, "fairness": "SlidingWindow"})
+    await eventually(lambda: metric_is(stack, "attache_config_reloads_total", 3, result="applied"))
+    assert await held.waiting() == 5
+    edit(stack, "ModelServer", flowControl=None)
+    answers = await asyncio.gather(*waiting)
+    assert {one.status_code for one in answers} == {200}
+    assert not blocker.done()
+    assert (await blocker).status_code == 200
+
+
+async def test_a_model_without_engines_holds_its_requests_until_the_first_is_there(held: Scene) -> None:
+    stack = held.stack
+    engine = stack.engines[0].removeprefix("http://")
+    control = {"saturation": ONE_AT_A_TIME, "fairness": "RoundRobin", "noEndpointTimeout": "30s"}
+    edit(stack, "ModelServer", endpoints=[], flowControl=control)
+    await eventually(lambda: metric_is(stack, "attache_config_reloads_total", 3, result="applied"))
+    clients = []
+    for number in range(6):
+        headers = {"x-attache-tenant": "a" if number < 3 else "b"}
+        clients.append(asyncio.create_task(held.ask(f"{'aaabbb'[number]}{number}", headers)))
+        await eventually(lambda count=number + 1: metric_is(stack, "attache_queue_waiting", count))
+    # what an autoscaler reads
+    assert await metric(stack, "attache_wanted_engines", server="llama") == 6
+
+    edit(stack, "ModelServer", endpoints=[{"address": engine}])
+    answers = await asyncio.gather(*clients)
+    assert [one.status_code for one in answers] == [200] * 6
+    assert held.order == ["a0", "b3", "a1", "b4", "a2", "b5"]
+    assert await metric(stack, "attache_wanted_engines", server="llama") == 0
+
+
+async def test_a_model_that_gets_no_engine_in_time_says_so(held: Scene) -> None:
+    stack = held.stack
+    edit(stack, "ModelServer", endpoints=[], flowControl={"noEndpointTimeout": "200ms"})
+    await eventually(lambda: metric_is(stack, "attache_config_reloads_total", 3, result="applied"))
+    answer = await held.ask("nobody there", {})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_endpoint")
+    assert answer.headers["retry-after"]
+
+
+def signed(secret: bytes, **claims: object) -> str:
+    """A token as an issuer would sign it."""
+
+    def part(value: bytes) -> str:
+        return base64.urlsafe_b64encode(value).decode().rstrip("=")
+
+    text = f"{part(json.dumps({'alg': 'HS256', 'kid': 'k'}).encode())}.{part(json.dumps(claims).encode())}"
+    return f"{text}.{part(hmac.digest(secret, text.encode(), 'sha256'))}"
+
+
+async def test_tokens_say_who_asks(tmp_path: Path) -> None:
+    secret = b"a secret that only the issuer and Envoy know"
+    key = base64.urlsafe_b64encode(secret).decode().rstrip("=")
+    jwks = tmp_path / "jwks.json"
+    jwks.write_text(json.dumps({"keys": [{"kty": "oct", "alg": "HS256", "kid": "k", "k": key}]}))
+    issuer = {"name": "login", "issuer": "https://login.example", "jwksFile": str(jwks), "tenantClaim": "org"}
+    claims = {"iss": "https://login.example", "exp": 4_000_000_000, "sub": "alice", "org": "acme"}
+    good = {"authorization": f"Bearer {signed(secret, **claims)}", **FORGED}
+    forged = {"authorization": f"Bearer {signed(b'another', **{**claims, 'org': 'bell'})}"}
+    async with running_stack(
+        tmp_path / "stack",
+        EngineFlags(count=1, speed=20.0),
+        gateway={"authentication": {"jwt": [issuer]}},
+        more={"flowControl": {}},
+        headers={"authorization": good["authorization"]},
+    ) as stack:
+        async with httpx.AsyncClient(base_url=stack.url) as http:
+            statuses = [
+                (await http.post("/v1/chat/completions", json=request(), headers=headers)).status_code
+                for headers in (good, forged, {})
+            ]
+        assert statuses == [200, 401, 401]
+        assert await metric(stack, "attache_tenant_requests_total", tenant="acme", outcome="picked") == 1
+        assert await metric(stack, "attache_tenant_requests_total") == 1
