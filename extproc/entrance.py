@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.admission.gate import Gate
 from extproc.admission.limits import LocalLimits, RouteLimits, Usage
@@ -20,10 +20,14 @@ if TYPE_CHECKING:
     from extproc.admission.limits import Ask, Grant
     from extproc.config.admission import FlowControl
     from extproc.config.types import Snapshot
-    from extproc.endpoints.table import Bools
+    from extproc.endpoints.table import Bools, Floats
     from extproc.passage import Arrival
     from extproc.scheduling.knowledge import Expectation
     from extproc.scheduling.pool import Pool
+
+
+# Of the engines that hold a prompt, so many are remembered while it waits.
+_MOST_HOLDERS: Final = 4
 
 
 class Elsewhere(Protocol):
@@ -163,6 +167,7 @@ class Entrance:
             deadline_s=now + _target_s(arrival),
             session=arrival.head.headers.get(control.session_header.lower(), ""),
             rows=rows,
+            holders=_holders(expectation.demand.cached_tokens) if cached else (),
         )
 
     def _new_gate(self, pool: Pool, control: FlowControl) -> Gate:
@@ -199,6 +204,12 @@ def _reserved(arrival: Arrival) -> Usage:
     most = request.max_output_tokens
     tokens = pool.input_estimate.tokens(len(request.prompt), pool.knowledge.bytes_per_token)
     return Usage(tokens, pool.output_tokens if most is None else float(most))
+
+
+def _holders(cached_tokens: Floats) -> tuple[tuple[int, float], ...]:
+    """The rows that hold most, and how much."""
+    rows = cached_tokens.argsort()[: -_MOST_HOLDERS - 1 : -1]
+    return tuple((int(row), float(cached_tokens[row])) for row in rows if cached_tokens[row])
 
 
 def _flow(arrival: Arrival, control: FlowControl) -> FlowKey:

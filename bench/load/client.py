@@ -30,6 +30,7 @@ class Result(msgspec.Struct, frozen=True):
     cached_tokens: int
     output_tokens: int
     error: str = ""
+    label: str = ""
 
 
 class _PromptDetails(msgspec.Struct):
@@ -120,7 +121,7 @@ class Client:
             due += turn.think_s / self._speed
             await asyncio.sleep(due - clock())
             messages.append({"role": "user", "content": turn.text})
-            result, text = await self._ask(http, messages, turn, due=due, began=began)
+            result, text = await self._ask(http, session, messages, turn, due=due, began=began)
             note(result)
             if result.error:
                 return  # a conversation without its answer cannot go on
@@ -130,6 +131,7 @@ class Client:
     async def _ask(
         self,
         http: aiohttp.ClientSession,
+        session: Session,
         messages: list[dict[str, str]],
         turn: Turn,
         *,
@@ -143,14 +145,13 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        headers = {**session.headers, "content-type": "application/json"}
         clock = asyncio.get_running_loop().time
         parts: list[bytes] = []
         first = last = 0.0
         error, answer = "", Answer("", _Usage(), is_complete=False)
         try:
-            async with http.post(
-                self._url, data=msgspec.json.encode(body), headers={"content-type": "application/json"}
-            ) as response:
+            async with http.post(self._url, data=msgspec.json.encode(body), headers=headers) as response:
                 # engines write the first token together with what a stream begins with
                 async for part in response.content.iter_any():
                     last = clock()
@@ -173,5 +174,6 @@ class Client:
             cached_tokens=(details.cached_tokens or 0) if details else 0,
             output_tokens=answer.usage.completion_tokens,
             error=error,
+            label=session.label,
         )
         return result, answer.text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 
@@ -17,11 +19,16 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Session(msgspec.Struct, frozen=True):
-    """A conversation, or a single request of a trace. ``begins_s``: seconds from the start of the workload."""
+    """A conversation, or a single request of a trace. ``begins_s``: seconds from the start of the workload.
+
+    ``headers``: of its requests, as a trusted gateway would write them: who asks, and what for. ``label``: of its results.
+    """
 
     begins_s: float
     turns: tuple[Turn, ...]
     system: str = ""
+    headers: Mapping[str, str] = {}
+    label: str = ""
 
 
 class Workload(msgspec.Struct, frozen=True):

@@ -128,17 +128,21 @@ class DeficitLocality:
             self._rounds[row] = self._round
 
     def choose(self, among: Bools, heads: Heads, now: float) -> int:
-        """New rounds until somebody can pay; then the longest match, then who came first."""
+        """The longest match of those that can pay, then who came first."""
+        able = self.able(among, heads).nonzero()[0]
+        cached = heads.cached[able]
+        longest = able[cached >= cached.max()]
+        return int(longest[heads.keys[longest].argmin()])
+
+    def able(self, among: Bools, heads: Heads) -> Bools:
+        """Those that can pay, after as many new rounds as it takes until somebody can."""
         best = float(self.deficits[among].max())
         if best <= 0:
             rounds = math.floor(-best / self._quantum) + 1
             self.deficits[heads.waiting] += rounds * self._quantum
             self._round += rounds
             self._rounds[heads.waiting] = self._round
-        able = (among & (self.deficits > 0)).nonzero()[0]
-        cached = heads.cached[able]
-        longest = able[cached >= cached.max()]
-        return int(longest[heads.keys[longest].argmin()])
+        return among & (self.deficits > 0)
 
     def charge(self, row: int, service: float, now: float) -> None:
         """Spend it."""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from extproc.admission.fairness import Heads, Policy
+from extproc.admission.fairness import DeficitLocality, Heads, Policy
+from extproc.admission.nearness import Nearness
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,9 +70,11 @@ class _Flow:
 class Flows:
     """All flows of a band. ``waiting`` and ``running``: requests by row; ``heads``: the first of each."""
 
-    def __init__(self, policy: Policy, order: Order) -> None:
+    def __init__(self, policy: Policy, order: Order, ageing_s: float) -> None:
         self.policy = policy
         self.order = order
+        self._ageing_s = ageing_s
+        self._nearness = Nearness(self._is_waiting) if isinstance(policy, DeficitLocality) else None
         self.requests = 0
         self.running: Ints = np.zeros(0, np.int64)
         self.heads = Heads(np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))
@@ -79,6 +82,7 @@ class Flows:
         self._rows: dict[FlowKey, int] = {}
         self._keys: list[FlowKey | None] = []
         self._free: list[int] = []
+        self._tickets: dict[str, int] = {}
         self._numbers = 0
         self._next_sweep = MOST_IDLE_FLOWS
 
@@ -106,18 +110,33 @@ class Flows:
         self._numbers += 1
         self.requests += 1
         self._flows[row].add(self.order.key(wanted), self._numbers, wanted)
+        self._tickets[wanted.ticket] = row
+        if self._nearness is not None:
+            self._nearness.add(wanted)
         self._look(row)
 
     def remove(self, wanted: Wanted) -> None:
         """It waits no more."""
-        row = self._rows[wanted.flow]
+        row = self._tickets.pop(wanted.ticket)
         self._flows[row].remove(wanted.ticket)
         self.requests -= 1
+        if self._nearness is not None:
+            self._nearness.sweep(self.requests)
         self._look(row)
 
     def choose(self, among: Bools, now: float) -> int:
         """The row that may go next."""
         return self.policy.choose(among, self.heads, now)
+
+    def nearest(self, rows: Bools, now: float) -> Wanted | None:
+        """Where the policy looks for locality: who has most of its prompt at any of ``rows``, unless somebody is overdue."""
+        policy = self.policy
+        if self._nearness is None or not isinstance(policy, DeficitLocality):
+            return None
+        able = policy.able(self.heads.waiting, self.heads)
+        if float(self.heads.keys[able].min()) < now - self._ageing_s:
+            return None
+        return self._nearness.nearest(rows, lambda one: bool(able[self._tickets[one.ticket]]))
 
     def in_order(self, row: int) -> Iterator[Wanted]:
         """What waits in a flow, from its head on."""
@@ -147,6 +166,9 @@ class Flows:
         for key, row in self._rows.items():
             if self._flows[row].members:
                 yield key, len(self._flows[row].members)
+
+    def _is_waiting(self, ticket: str) -> bool:
+        return ticket in self._tickets
 
     def _look(self, row: int) -> None:
         heads, head = self.heads, self._flows[row].head()

@@ -41,7 +41,8 @@ class BandState:
         policy = make_policy(
             spec.fairness or control.fairness, quantum=control.quantum, window_s=parse_duration_s(control.window)
         )
-        self.flows = Flows(policy, ORDERS[spec.order or control.order](parse_duration_s(control.ageing)))
+        ageing_s = parse_duration_s(control.ageing)
+        self.flows = Flows(policy, ORDERS[spec.order or control.order](ageing_s), ageing_s)
 
     @property
     def requests(self) -> int:
@@ -154,6 +155,10 @@ class FairQueue:
 
     def _find_in(self, band: BandState, room: Room, now: float) -> tuple[Wanted, Bools] | None:
         """The head of the flow whose turn it is, or, behind a head that finds no room, one that takes nothing from it."""
+        near = band.flows.nearest(room.open, now)
+        rows = None if near is None else room.rows_for(near)
+        if near is not None and rows is not None:
+            return near, rows
         among = band.flows.waiting.copy()
         for _ in range(_FLOWS_LOOKED_AT):
             if not room.open.any() or not among.any():

@@ -59,8 +59,10 @@ class Room:
         self._among = _usable(table, now)
         trust = belief(table, now)
         self._backlog_s: Floats = backlogs(table, now) / table.prefill_rate
-        self.pressure = np.maximum(self._reported(trust), self._own(trust))
+        soft, hard = np.maximum(self._reported(trust), self._waits()), self._counts(trust)
+        self.pressure = np.maximum(soft, hard)
         self.open: Bools = self._among & (self.pressure < 1)
+        self._allowed: Bools = self._among & (hard < 1) & (soft < 1 + limits.headroom)
         self._stages = stages
         self.has_endpoints = bool(self._among.any())
         whole = np.minimum(self.pressure, 1.0)
@@ -75,18 +77,27 @@ class Room:
         if self._limits.max_tokens is not None:
             left = self._limits.max_tokens - self._table.in_flight_tokens
             # what is larger than an engine goes to an empty one, and nowhere else
-            rows = rows & ((left >= wanted.input_tokens + wanted.output_tokens) | (self._table.in_flight == 0))
+            rows = rows & ((left >= wanted.tokens) | (self._table.in_flight == 0))
         if self._stages is not None:
             rows = self._stages.pairs(rows)
-        return rows if rows.any() else None
+        if not rows.any():
+            return None
+        # where somebody has room, one that is a little too full may be worth its wait
+        return rows if wanted.uncached_tokens == wanted.input_tokens else rows | self._worth_waiting(wanted)
+
+    def _worth_waiting(self, wanted: Wanted) -> Bools:
+        rows = self._allowed if wanted.rows is None else self._allowed & wanted.rows
+        if self._limits.max_tokens is not None:
+            rows = rows & (self._limits.max_tokens - self._table.in_flight_tokens >= wanted.tokens)
+        return rows if self._stages is None else self._stages.pairs(rows)
 
     def reserve(self, wanted: Wanted) -> None:
         """Nobody behind ``wanted`` may use the endpoint that will first have room for it."""
         among = self._among if wanted.rows is None else self._among & wanted.rows
         if among.any():
             nearest = int(np.where(among, self._fullness(), np.inf).argmin())
-            self.open = self.open.copy()
-            self.open[nearest] = False
+            self.open, self._allowed = self.open.copy(), self._allowed.copy()
+            self.open[nearest] = self._allowed[nearest] = False
 
     def opens_at_s(self) -> float:
         """When to look again, if nothing happens before."""
@@ -118,17 +129,19 @@ class Room:
             pressure = np.maximum(pressure, trust * (table.kv_usage + more) / limits.kv_usage)
         return pressure
 
-    def _own(self, trust: Floats) -> Floats:
-        """By our own books."""
+    def _waits(self) -> Floats:
+        """By our own books: until an engine would begin with a new prompt."""
+        wait_s = self._limits.max_wait_s
+        return self._backlog_s / wait_s if wait_s else np.zeros(len(self._table.addresses))
+
+    def _counts(self, trust: Floats) -> Floats:
+        """By our own books: what is in flight."""
         table, limits = self._table, self._limits
         pressure: Floats = (1 - trust) * table.in_flight / _ASSUMED_BATCH
         if limits.max_requests is not None:
             pressure = table.in_flight / limits.max_requests
         if limits.max_tokens is not None:
             pressure = np.maximum(pressure, np.where(table.in_flight_tokens >= limits.max_tokens, 1.0, 0.0))
-        wait_s = limits.max_wait_s
-        if wait_s is not None:
-            pressure = np.maximum(pressure, self._backlog_s / wait_s)
         return pressure
 
 

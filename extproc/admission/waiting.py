@@ -19,8 +19,8 @@ class FlowKey(msgspec.Struct, frozen=True, order=True):
 class Wanted(msgspec.Struct, frozen=True, eq=False):
     """One request that asks to go. Tokens: ``uncached_tokens`` at the engine that holds most, ``output_tokens`` as expected.
 
-    ``deadline_s``: when the first token is wanted. ``rows``: the endpoints that may serve it, None for all. ``size_bytes``: of
-    its body, which waits with it.
+    ``deadline_s``: when the first token is wanted. ``rows``: the endpoints that may serve it, None for all. ``holders``: those that
+    hold most of it, with how much. ``size_bytes``: of its body, which waits with it.
     """
 
     ticket: str
@@ -35,8 +35,14 @@ class Wanted(msgspec.Struct, frozen=True, eq=False):
     deadline_s: float = math.inf
     session: str = ""
     rows: Bools | None = None
+    holders: tuple[tuple[int, float], ...] = ()
 
     @property
     def cached_tokens(self) -> float:
         """What the best engine holds of it."""
         return self.input_tokens - self.uncached_tokens
+
+    @property
+    def tokens(self) -> float:
+        """Of its prompt, and of its answer as far as expected."""
+        return self.input_tokens + self.output_tokens

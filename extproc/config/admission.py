@@ -50,14 +50,16 @@ class Saturation(Spec, frozen=True):
     """When an engine has room for one more; null: does not count. The fullest of these says how full an engine is.
 
     ``queue_depth`` and ``kv_usage``: as engines report, with what was sent since. ``max_requests`` and ``max_tokens`` in flight, and
-    ``max_wait`` until an engine begins with a new prompt: by our own books, whatever engines report.
+    ``max_wait`` until an engine begins with a new prompt: by our own books, whatever engines report. ``headroom``: how far beyond
+    its queue depth, KV usage and wait a full engine may still be chosen, for what it has cached, while another has room.
     """
 
     queue_depth: Annotated[int, msgspec.Meta(ge=1)] | None = 5
     kv_usage: Fraction | None = 0.8
     max_requests: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_tokens: Tokens | None = None
-    max_wait: str | None = "1s"
+    max_wait: str | None = "250ms"
+    headroom: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
 
     @property
     def max_wait_s(self) -> float | None:

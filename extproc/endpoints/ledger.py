@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # for a 70B one, by FLOPs and the efficiencies that kernels reach (0.65 of the peak for matrix products, 0.4 for attention).
 _ATTENTION_TOKENS: Final = 20_000.0
 
+_MEAN_WEIGHT: Final = 0.05
+
 Number = TypeVar("Number", float, "Floats")
 
 
@@ -34,6 +36,8 @@ def charge(table: EndpointTable, row: int, *, prefill_tokens: float, now: float,
     """A request with this much uncached input goes to ``row``; ``tokens``: of its prompt and answer."""
     table.in_flight[row] += 1
     table.in_flight_tokens[row] += tokens
+    if prefill_tokens:
+        table.mean_work += _MEAN_WEIGHT * (prefill_tokens - table.mean_work)
     table.backlog_tokens[row] = backlog_of(table, row, now) + prefill_tokens
     table.backlog_at_s[row] = now
     return table.place(row)
@@ -50,6 +54,18 @@ def release(table: EndpointTable, place: Place, tokens: float = 0.0) -> None:
         table.in_flight_tokens[place.row] = 0.0
         # no request, no work: the estimate starts from the truth again
         table.backlog_tokens[place.row] = 0.0
+
+
+def correct_backlog(table: EndpointTable, row: int, *, waiting: float, now: float) -> None:
+    """The engine says how many requests wait in it: so much work waits, and not what we reckoned.
+
+    Without this, a rate that is learned too high empties the bucket while the engine's queue grows, and one that is too low
+    keeps it full before an idle engine. What is being computed already may be as much as one request.
+    """
+    reckoned = backlog_of(table, row, now)
+    waits = waiting * table.mean_work
+    table.backlog_tokens[row] = min(max(reckoned, waits), waits + table.mean_work)
+    table.backlog_at_s[row] = now
 
 
 def backlog_of(table: EndpointTable, row: int, now: float) -> float:

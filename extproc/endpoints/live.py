@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
+from extproc.endpoints.ledger import correct_backlog
 from extproc.endpoints.table import Loras
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def report(table: EndpointTable, row: int, state: EngineState, now: float) -> No
     """The engine of ``row`` has said how it is."""
     if state.waiting is not None:
         table.waiting[row] = state.waiting
+        correct_backlog(table, row, waiting=state.waiting, now=now)
     if state.running is not None:
         table.running[row] = state.running
     if state.kv_usage is not None:

@@ -123,6 +123,8 @@ class EndpointTable:
         self.has_failures = False
         # whether any engine was ever seen with more requests than we sent
         self.has_foreign = False
+        # of one request, as sent lately
+        self.mean_work = 0.0
         self.rate_samples: Ints = np.zeros(0, np.int64)
         self.own_log_rate: Floats = np.zeros(0)
         # variance of the logarithm of one answer's rate, over all endpoints

@@ -158,6 +158,31 @@ def test_a_small_request_passes_a_large_one_only_where_that_is_not_delayed() -> 
     assert huge[0].ticket == "huge-4"
 
 
+def test_locality_serves_what_a_free_engine_holds_within_the_deficits() -> None:
+    scene = Scene(fairness="DeficitLocality", quantum=1000)
+    charge(scene.table, 0, prefill_tokens=0, now=0.0)
+
+    def enter(who: str, row: int, cached: float) -> str:
+        return scene.enter(who, input_tokens=900.0, uncached_tokens=900 - cached, holders=((row, cached),))
+
+    elsewhere, some, most = enter("acme", 0, 800), enter("acme", 1, 300), enter("bell", 1, 700)
+    # the first engine is busy: what only it holds waits for it, while others can be served better
+    assert scene.next(busy=1, service=1200) == most
+    # bell has spent what it had
+    again = enter("bell", 1, 850)
+    assert scene.next(busy=1, service=100) == some
+    assert scene.next(busy=1, service=100) == elsewhere
+    assert scene.next(busy=1, service=100) == again
+
+
+def test_locality_lets_nobody_wait_beyond_the_ageing_bound() -> None:
+    scene = Scene(fairness="DeficitLocality", ageing="10s")
+    old = scene.enter("acme", input_tokens=900.0, uncached_tokens=900.0)
+    near = scene.enter("acme", now=5.0, input_tokens=900.0, uncached_tokens=10.0, holders=((1, 890.0),))
+    assert scene.next(busy=1, now=11.0) == old
+    assert scene.next(busy=1, now=11.0) == near
+
+
 def test_a_full_band_refuses_and_a_full_queue_makes_the_lowest_band_give_way() -> None:
     bands = (
         Band(name="high", priority=1, share=1, max_requests=2),

@@ -16,7 +16,7 @@ from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointTable, Traits
 
 NOW = 100.0
 REPORTS = Saturation(queue_depth=5, kv_usage=0.8, max_wait=None)
-WANTED = Wanted("t", FlowKey("acme"), NOW, NOW + 60, input_tokens=100.0)
+WANTED = Wanted("t", FlowKey("acme"), NOW, NOW + 60, input_tokens=100.0, uncached_tokens=100.0)
 
 
 @pytest.fixture
@@ -130,6 +130,24 @@ def test_without_engines_nobody_goes(table: EndpointTable) -> None:
     assert not room.has_endpoints
     assert room.rows_for(WANTED) is None
     assert math.isfinite(room.opens_at_s())
+
+
+def test_an_engine_a_little_too_full_may_be_worth_the_wait_for_what_it_has_cached(table: EndpointTable) -> None:
+    limits = Saturation(queue_depth=None, kv_usage=None, max_wait="500ms", headroom=1.0)
+    cached = Wanted("t", FlowKey("acme"), NOW, NOW + 60, input_tokens=100.0, uncached_tokens=10.0)
+    charge(table, 0, prefill_tokens=0.9 * INITIAL_PREFILL_RATE, now=NOW)
+
+    def rows(wanted: Wanted) -> list[int] | None:
+        found = Room(table, limits, NOW).rows_for(wanted)
+        return None if found is None else found.nonzero()[0].tolist()
+
+    assert rows(WANTED) == [1]
+    assert rows(cached) == [0, 1]
+    charge(table, 0, prefill_tokens=0.2 * INITIAL_PREFILL_RATE, now=NOW)
+    assert rows(cached) == [1]
+    # and with nobody free, nobody goes
+    charge(table, 1, prefill_tokens=0.6 * INITIAL_PREFILL_RATE, now=NOW)
+    assert rows(cached) is None
 
 
 def test_a_pair_needs_room_at_both_engines_of_one_group() -> None:
