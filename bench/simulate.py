@@ -201,8 +201,10 @@ class Simulation:
             self._at(again_s, self._look_again)
 
     def _look_again(self, now: float) -> None:
-        self._looks_again_s = math.inf
-        self._release(now)
+        # an earlier look may have taken the place of this one
+        if now == self._looks_again_s:
+            self._looks_again_s = math.inf
+            self._release(now)
 
     def _send(self, asked: _Asked, decision: Decision, now: float) -> None:
         address = decision.assignment.place.address

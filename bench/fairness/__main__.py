@@ -21,7 +21,7 @@ def measure(seed: int) -> Report:
         busy=flood(rate=3.2, seconds=40, engines=4, policies=FLOOD_POLICIES, seed=seed),
         quiet=flood(rate=2.9, seconds=40, engines=8, policies=FLOOD_POLICIES, seed=seed),
         apart=apart(backlogged, policies={"FCFS": FCFS, "VTC": VTC}, seed=seed),
-        orders=orders(rate=20, seconds=20, engines=2, seed=seed),
+        orders=orders(rate=13, seconds=40, engines=2, seed=seed),
         shares=shares(rate=45, seconds=20, engines=2, seed=seed),
         locality=locality(rate=3, seconds=30, engines=2, seed=seed),
     )

@@ -16,6 +16,8 @@ import numpy as np
 from extproc.endpoints.table import Bools, Floats
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from extproc.endpoints.table import Ints
 
 
@@ -136,7 +138,7 @@ class DeficitLocality:
 
     def able(self, among: Bools, heads: Heads) -> Bools:
         """Those that can pay, after as many new rounds as it takes until somebody can."""
-        best = float(self.deficits[among].max())
+        best = float(np.where(among, self.deficits, -np.inf).max())
         if best <= 0:
             rounds = math.floor(-best / self._quantum) + 1
             self.deficits[heads.waiting] += rounds * self._quantum
@@ -282,6 +284,33 @@ def _least(values: Floats, among: Bools) -> int:
 
 def _grown(column: Floats, rows: int) -> Floats:
     return np.pad(column, (0, rows - column.size))
+
+
+class Shares:
+    """Between a few bands: a virtual token counter whose weights are the bands' shares, without columns."""
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        self._shares = shares
+        self._counters = [0.0] * len(shares)
+        self._last = 0.0
+
+    def begin(self, band: int, waiting: Iterable[int]) -> None:
+        """The lift; ``waiting``: the other bands in which somebody waits."""
+        floor = min((self._counters[other] for other in waiting), default=self._last)
+        self._counters[band] = max(self._counters[band], floor)
+
+    def order(self, among: Iterable[int]) -> list[int]:
+        """Who has had least of its share first."""
+        return sorted(among, key=self._counters.__getitem__)
+
+    def charge(self, band: int, service: float) -> None:
+        """Count it."""
+        self._last = self._counters[band]
+        self.correct(band, service)
+
+    def correct(self, band: int, service: float) -> None:
+        """Count what it really was."""
+        self._counters[band] += service / self._shares[band]
 
 
 def make_policy(name: str, *, quantum: float, window_s: float) -> Policy:

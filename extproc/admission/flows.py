@@ -134,9 +134,10 @@ class Flows:
         if self._nearness is None or not isinstance(policy, DeficitLocality):
             return None
         able = policy.able(self.heads.waiting, self.heads)
-        if float(self.heads.keys[able].min()) < now - self._ageing_s:
+        tickets, can_pay = self._tickets, able.item
+        if float(np.where(able, self.heads.keys, np.inf).min()) < now - self._ageing_s:
             return None
-        return self._nearness.nearest(rows, lambda one: bool(able[self._tickets[one.ticket]]))
+        return self._nearness.nearest(rows, lambda one: bool(can_pay(tickets[one.ticket])))
 
     def in_order(self, row: int) -> Iterator[Wanted]:
         """What waits in a flow, from its head on."""

@@ -43,6 +43,7 @@ class Gate:
         self._table = table
         self._stages = stages
         self._rng = rng
+        self._limits = control.saturation.limits()
         self._timeout_s = parse_duration_s(control.timeout)
         self._no_endpoint_timeout_s = parse_duration_s(control.no_endpoint_timeout)
         self._rate = 0.0
@@ -127,7 +128,7 @@ class Gate:
         return math.ceil(min(_LONGEST_RETRY_S, max(1.0, seconds)))
 
     def _room(self, now: float) -> Room:
-        room = Room(self._table, self.control.saturation, now, self._stages())
+        room = Room(self._table, self._limits, now, self._stages())
         self.saturation, self.stale_endpoints = room.saturation, room.stale_endpoints
         return room
 

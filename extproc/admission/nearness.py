@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from extproc.admission.waiting import Wanted
     from extproc.endpoints.table import Bools
 
-# Requests that may not go now, behind which to look for one that may.
-_LOOKED_AT: Final = 16
+# Of each heap: the root and its children, which are its best and two of its next.
+_LOOKED_AT: Final = 3
 
 _Entry = tuple[float, int, "Wanted"]
 
@@ -34,14 +34,19 @@ class Nearness:
             self._entries += 1
 
     def nearest(self, rows: Bools, may_go: Callable[[Wanted], bool]) -> Wanted | None:
-        """The one with the longest match at any of ``rows``."""
-        best: _Entry | None = None
+        """One with a long match at any of ``rows``: the longest of those that may go, as far as it is quick to find."""
+        heaps = []
         for row, heap in self._heaps.items():
             if row < rows.size and rows[row]:
-                found = self._first(heap, may_go)
-                if found is not None and (best is None or found < best):
-                    best = found
-        return None if best is None else best[2]
+                self._drop_gone(heap)
+                if heap:
+                    heaps.append(heap)
+        heaps.sort(key=_best)
+        for heap in heaps:
+            for entry in heap[:_LOOKED_AT]:
+                if self._is_waiting(entry[2].ticket) and may_go(entry[2]):
+                    return entry[2]
+        return None
 
     def sweep(self, waiting: int) -> None:
         """Let go of those that wait no more, when they are the most."""
@@ -53,19 +58,11 @@ class Nearness:
             self._heaps[row] = kept
         self._entries = sum(len(heap) for heap in self._heaps.values())
 
-    def _first(self, heap: list[_Entry], may_go: Callable[[Wanted], bool]) -> _Entry | None:
-        passed: list[_Entry] = []
-        found = None
-        while heap and len(passed) < _LOOKED_AT:
-            entry = heap[0]
-            if not self._is_waiting(entry[2].ticket):
-                heapq.heappop(heap)
-                self._entries -= 1
-            elif may_go(entry[2]):
-                found = entry
-                break
-            else:
-                passed.append(heapq.heappop(heap))
-        for entry in passed:
-            heapq.heappush(heap, entry)
-        return found
+    def _drop_gone(self, heap: list[_Entry]) -> None:
+        while heap and not self._is_waiting(heap[0][2].ticket):
+            heapq.heappop(heap)
+            self._entries -= 1
+
+
+def _best(heap: list[_Entry]) -> float:
+    return heap[0][0]

@@ -11,9 +11,7 @@ import heapq
 import itertools
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from extproc.admission.fairness import Heads, VirtualTokenCounter, make_policy
+from extproc.admission.fairness import Shares, make_policy
 from extproc.admission.flows import Flows
 from extproc.admission.order import ORDERS
 from extproc.config.units import parse_duration_s
@@ -35,7 +33,8 @@ _REQUESTS_LOOKED_AT: Final = 4
 class BandState:
     """One band with its flows."""
 
-    def __init__(self, spec: Band, control: FlowControl) -> None:
+    def __init__(self, index: int, spec: Band, control: FlowControl) -> None:
+        self.index = index
         self.spec = spec
         self.bytes = 0
         policy = make_policy(
@@ -55,11 +54,9 @@ class FairQueue:
 
     def __init__(self, control: FlowControl) -> None:
         self._control = control
-        self.bands = [
-            BandState(spec, control) for spec in sorted(control.bands, key=lambda one: one.priority, reverse=True)
-        ]
-        self._shares = VirtualTokenCounter()
-        self._shares.grow(len(self.bands))
+        specs = sorted(control.bands, key=lambda one: one.priority, reverse=True)
+        self.bands = [BandState(index, spec, control) for index, spec in enumerate(specs)]
+        self._shares = Shares([band.spec.share for band in self.bands])
         self._waiting: dict[str, tuple[Wanted, BandState]] = {}
         self._bytes = 0
         self._expiries: list[tuple[float, int, str]] = []
@@ -67,6 +64,9 @@ class FairQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __contains__(self, ticket: object) -> bool:
+        return ticket in self._waiting
 
     @property
     def bytes(self) -> int:
@@ -85,7 +85,7 @@ class FairQueue:
             raise QueueFull(f"The queue for {spec.name} requests is full; try again later, or ask for less.")
         evicted = self._make_place(band, wanted)
         if not band.requests:
-            self._shares.begin(self.bands.index(band), self._bands_waiting())
+            self._shares.begin(band.index, self._bands_waiting())
         band.flows.add(wanted)
         band.bytes += wanted.size_bytes
         self._bytes += wanted.size_bytes
@@ -127,31 +127,23 @@ class FairQueue:
         """It goes, and is expected to take so much of the engines, in weighted tokens."""
         band = self.band_of(wanted.priority)
         band.flows.begin_service(wanted.flow, service / self._weight(wanted.flow), now)
-        self._shares.charge(self.bands.index(band), service / band.spec.share, now)
+        self._shares.charge(band.index, service)
 
     def end_service(self, wanted: Wanted, correction: float, now: float) -> None:
         """It is over, and took so much more than was expected, or less."""
         band = self.band_of(wanted.priority)
         band.flows.end_service(wanted.flow, correction / self._weight(wanted.flow), now)
-        self._shares.correct(self.bands.index(band), correction / band.spec.share, now)
+        self._shares.correct(band.index, correction)
 
     def _find(self, room: Room, now: float) -> tuple[Wanted, Bools] | None:
-        among = self._bands_waiting()
-        heads = Heads(among, np.zeros(len(self.bands)), np.zeros(len(self.bands)))
-        while among.any():
-            index = self._choose_band(among, heads, now)
+        waiting = self._bands_waiting()
+        for index in waiting if self._control.sharing == "Strict" else self._shares.order(waiting):
             band = self.bands[index]
             if room.saturation < band.spec.ceiling:
                 found = self._find_in(band, room, now)
                 if found is not None:
                     return found
-            among[index] = False
         return None
-
-    def _choose_band(self, among: Bools, heads: Heads, now: float) -> int:
-        if self._control.sharing == "Strict":
-            return int(among.argmax())
-        return self._shares.choose(among, heads, now)
 
     def _find_in(self, band: BandState, room: Room, now: float) -> tuple[Wanted, Bools] | None:
         """The head of the flow whose turn it is, or, behind a head that finds no room, one that takes nothing from it."""
@@ -159,7 +151,7 @@ class FairQueue:
         rows = None if near is None else room.rows_for(near)
         if near is not None and rows is not None:
             return near, rows
-        among = band.flows.waiting.copy()
+        among = band.flows.waiting
         for _ in range(_FLOWS_LOOKED_AT):
             if not room.open.any() or not among.any():
                 return None
@@ -169,6 +161,7 @@ class FairQueue:
                 if rows is not None:
                     return wanted, rows
                 room.reserve(wanted)
+            among = among.copy()
             among[row] = False
         return None
 
@@ -189,8 +182,9 @@ class FairQueue:
         control = self._control
         return len(self) < control.max_requests and self._bytes + wanted.size_bytes <= control.most_bytes
 
-    def _bands_waiting(self) -> Bools:
-        return np.array([band.requests > 0 for band in self.bands])
+    def _bands_waiting(self) -> list[int]:
+        """From the highest down."""
+        return [band.index for band in self.bands if band.flows.requests]
 
     def _weight(self, flow: FlowKey) -> float:
         return self._control.weights.get(flow.who, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -46,6 +47,21 @@ class RateLimit(Spec, frozen=True):
         return UNIT_SECONDS[self.unit]
 
 
+class SaturationLimits(msgspec.Struct, frozen=True):
+    """See Saturation."""
+
+    queue_depth: float
+    kv_usage: float
+    max_requests: float
+    max_tokens: float
+    max_wait_s: float
+    headroom: float
+
+
+def _number(limit: float | None) -> float:
+    return math.inf if limit is None else float(limit)
+
+
 class Saturation(Spec, frozen=True):
     """When an engine has room for one more; null: does not count. The fullest of these says how full an engine is.
 
@@ -61,10 +77,16 @@ class Saturation(Spec, frozen=True):
     max_wait: str | None = "250ms"
     headroom: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
 
-    @property
-    def max_wait_s(self) -> float | None:
-        """The longest wait in an engine, in seconds."""
-        return None if self.max_wait is None else parse_duration_s(self.max_wait)
+    def limits(self) -> SaturationLimits:
+        """The same in numbers; infinite where nothing is limited."""
+        return SaturationLimits(
+            queue_depth=_number(self.queue_depth),
+            kv_usage=_number(self.kv_usage),
+            max_requests=_number(self.max_requests),
+            max_tokens=_number(self.max_tokens),
+            max_wait_s=math.inf if self.max_wait is None else parse_duration_s(self.max_wait),
+            headroom=self.headroom,
+        )
 
 
 Fairness = Literal["VirtualTokenCounter", "DeficitLocality", "SlidingWindow", "RoundRobin", "GlobalStrict"]

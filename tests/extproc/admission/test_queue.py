@@ -43,7 +43,7 @@ class Scene:
         self.table.in_flight[:] = 0
         for row in range(busy):
             charge(self.table, row, prefill_tokens=0, now=now)
-        found = self.queue.next(Room(self.table, self.control.saturation, now), now)
+        found = self.queue.next(Room(self.table, self.control.saturation.limits(), now), now)
         if found is None:
             return None
         self.queue.begin_service(found[0], service, now)
@@ -102,6 +102,19 @@ def test_bands_share_by_their_shares_and_borrow_what_others_leave() -> None:
     assert went.count("high") == pytest.approx(75, abs=1)
 
 
+@pytest.mark.parametrize(("ageing", "latest_s"), [("5s", 5.0), ("1h", 60.0)])
+def test_ageing_bounds_how_long_a_long_request_is_passed_by_short_ones(ageing: str, latest_s: float) -> None:
+    scene = Scene(order="ShortestFirst", ageing=ageing)
+    long, now = scene.enter(input_tokens=100_000.0, uncached_tokens=100_000.0, expires_s=1e9), 0.0
+    # ten short ones a second, and ten turns a second
+    while now < 60.0:
+        scene.enter(now=now, input_tokens=100.0, uncached_tokens=100.0)
+        if scene.next(now=now) == long:
+            break
+        now += 0.1
+    assert now == pytest.approx(latest_s, abs=0.5)
+
+
 def test_strict_bands_serve_the_higher_first() -> None:
     scene = Scene(sharing="Strict")
     for _ in range(3):
@@ -144,16 +157,16 @@ def test_a_small_request_passes_a_large_one_only_where_that_is_not_delayed() -> 
     for _ in range(2):
         scene.enter("small", input_tokens=300.0)
     # the large one will go to the first engine, which has more room: that is kept
-    found = scene.queue.next(Room(table, limits, 0.0), 0.0)
+    found = scene.queue.next(Room(table, limits.limits(), 0.0), 0.0)
     assert found is not None
     assert found[0].ticket == "small-2"
     assert found[1].nonzero()[0].tolist() == [1]
     charge(table, 1, prefill_tokens=0, tokens=300, now=0.0)
-    assert scene.queue.next(Room(table, limits, 0.0), 0.0) is None
+    assert scene.queue.next(Room(table, limits.limits(), 0.0), 0.0) is None
     # and a request larger than any engine goes to one that is empty
     table.in_flight[0], table.in_flight_tokens[0] = 0, 0.0
     scene.enter("huge", input_tokens=5000.0, now=-1.0)
-    huge = scene.queue.next(Room(table, limits, 0.0), 0.0)
+    huge = scene.queue.next(Room(table, limits.limits(), 0.0), 0.0)
     assert huge is not None
     assert huge[0].ticket == "huge-4"
 

@@ -15,7 +15,7 @@ from extproc.endpoints.live import EngineState, report
 from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointTable, Traits
 
 NOW = 100.0
-REPORTS = Saturation(queue_depth=5, kv_usage=0.8, max_wait=None)
+REPORTS = Saturation(queue_depth=5, kv_usage=0.8, max_wait=None).limits()
 WANTED = Wanted("t", FlowKey("acme"), NOW, NOW + 60, input_tokens=100.0, uncached_tokens=100.0)
 
 
@@ -84,12 +84,12 @@ def test_engines_that_never_said_anything_are_judged_by_our_own_books(table: End
             charge(table, row, prefill_tokens=0, now=NOW)
     assert Room(table, REPORTS, NOW).rows_for(WANTED) is None
     # a limit of our own takes the place of that guess
-    many = Saturation(queue_depth=5, kv_usage=0.8, max_wait=None, max_requests=500)
+    many = Saturation(queue_depth=5, kv_usage=0.8, max_wait=None, max_requests=500).limits()
     assert Room(table, many, NOW).saturation == pytest.approx(128 / 500)
 
 
 def test_requests_and_tokens_in_flight(table: EndpointTable) -> None:
-    limits = Saturation(queue_depth=None, kv_usage=None, max_wait=None, max_requests=2, max_tokens=1000)
+    limits = Saturation(queue_depth=None, kv_usage=None, max_wait=None, max_requests=2, max_tokens=1000).limits()
     charge(table, 0, prefill_tokens=0, tokens=950, now=NOW)
     charge(table, 1, prefill_tokens=0, tokens=10, now=NOW)
     rows = Room(table, limits, NOW).rows_for(WANTED)
@@ -100,7 +100,7 @@ def test_requests_and_tokens_in_flight(table: EndpointTable) -> None:
 
 
 def test_the_wait_until_a_prompt_would_begin_and_when_it_is_short_again(table: EndpointTable) -> None:
-    limits = Saturation(queue_depth=None, kv_usage=None, max_wait="500ms")
+    limits = Saturation(queue_depth=None, kv_usage=None, max_wait="500ms").limits()
     for row, tokens in ((0, 7_000), (1, 9_000)):
         charge(table, row, prefill_tokens=tokens, now=NOW)
     room = Room(table, limits, NOW)
@@ -133,7 +133,7 @@ def test_without_engines_nobody_goes(table: EndpointTable) -> None:
 
 
 def test_an_engine_a_little_too_full_may_be_worth_the_wait_for_what_it_has_cached(table: EndpointTable) -> None:
-    limits = Saturation(queue_depth=None, kv_usage=None, max_wait="500ms", headroom=1.0)
+    limits = Saturation(queue_depth=None, kv_usage=None, max_wait="500ms", headroom=1.0).limits()
     cached = Wanted("t", FlowKey("acme"), NOW, NOW + 60, input_tokens=100.0, uncached_tokens=10.0)
     charge(table, 0, prefill_tokens=0.9 * INITIAL_PREFILL_RATE, now=NOW)
 
@@ -158,7 +158,7 @@ def test_a_pair_needs_room_at_both_engines_of_one_group() -> None:
     prefill[[0, 2]] = decode[[1, 3]] = True
     group[[2, 3]] = 1
     stages = Stages(prefill, decode, group)
-    limits = Saturation(queue_depth=None, kv_usage=None, max_wait=None, max_requests=1)
+    limits = Saturation(queue_depth=None, kv_usage=None, max_wait=None, max_requests=1).limits()
     charge(table, 0, prefill_tokens=0, now=NOW)
     rows = Room(table, limits, NOW, stages).rows_for(WANTED)
     assert rows is not None

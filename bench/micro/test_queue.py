@@ -1,0 +1,153 @@
+"""What the queue costs with 10,000 requests of 1,000 tenants in it, by operation, and what a waiting request weighs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tracemalloc
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from extproc.admission.buckets import Bucket, Limit
+from extproc.admission.gate import Gate
+from extproc.admission.queue import FairQueue
+from extproc.admission.saturation import Room
+from extproc.admission.waiting import FlowKey, Wanted
+from extproc.config.admission import BANDS, FlowControl, Saturation
+from extproc.endpoints.ledger import charge
+from extproc.endpoints.table import EndpointTable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_benchmark.fixture import BenchmarkFixture
+
+WAITING, TENANTS = 10_000, 1_000
+FAIRNESS = ["VirtualTokenCounter", "DeficitLocality", "SlidingWindow", "RoundRobin", "GlobalStrict"]
+
+
+def wanted(rng: random.Random, numbers: Iterator[int]) -> Wanted:
+    number = next(numbers)
+    tokens = rng.uniform(100, 10_000)
+    cached = rng.choice([0.0, tokens / 2])
+    return Wanted(
+        f"t-{number:x}",
+        FlowKey(f"tenant-{rng.randrange(TENANTS)}", "llama"),
+        number * 1e-3,
+        number * 1e-3 + 60.0,
+        priority=rng.choice([0, 0, 0, 5, 10]),
+        size_bytes=2000,
+        input_tokens=tokens,
+        uncached_tokens=tokens - cached,
+        output_tokens=200.0,
+        holders=((rng.randrange(8), cached),) if cached else (),
+    )
+
+
+def control(fairness: str = "VirtualTokenCounter") -> FlowControl:
+    bands = tuple(msgspec.structs.replace(band, max_requests=10**6) for band in BANDS)
+    return FlowControl(fairness=fairness, bands=bands, max_requests=10**6)  # type: ignore[arg-type]  # of the five
+
+
+def filled(settings: FlowControl, rng: random.Random, numbers: Iterator[int]) -> FairQueue:
+    queue = FairQueue(settings)
+    for _ in range(WAITING):
+        queue.enter(wanted(rng, numbers))
+    return queue
+
+
+def engines() -> EndpointTable:
+    table = EndpointTable()
+    table.replace([f"10.0.0.{number}:8000" for number in range(8)])
+    return table
+
+
+@pytest.mark.parametrize("fairness", FAIRNESS)
+def test_enter_and_leave(benchmark: BenchmarkFixture, fairness: str) -> None:
+    rng, numbers = random.Random(0), itertools.count()
+    queue = filled(control(fairness), rng, numbers)
+    ready = itertools.cycle([wanted(rng, numbers) for _ in range(1000)])
+
+    def both() -> int:
+        one = next(ready)
+        queue.enter(one)
+        queue.leave(one.ticket)
+        return len(queue)
+
+    assert benchmark(both) == WAITING
+
+
+@pytest.mark.parametrize("fairness", FAIRNESS)
+def test_next(benchmark: BenchmarkFixture, fairness: str) -> None:
+    """Who goes next is found and charged; between two of these it comes back."""
+    rng, numbers = random.Random(0), itertools.count()
+    settings = control(fairness)
+    queue = filled(settings, rng, numbers)
+    room = Room(engines(), settings.saturation.limits(), 0.0)
+    gone: list[Wanted] = []
+
+    def come_back() -> None:
+        if gone:
+            queue.enter(gone.pop())
+
+    def turn() -> None:
+        found = queue.next(room, 0.0)
+        assert found is not None
+        queue.begin_service(found[0], 500.0, 0.0)
+        gone.append(found[0])
+
+    benchmark.pedantic(turn, setup=come_back, rounds=3000)  # type: ignore[no-untyped-call]  # the library's
+    assert len(queue) == WAITING - 1
+
+
+def test_settling(benchmark: BenchmarkFixture) -> None:
+    rng, numbers = random.Random(0), itertools.count()
+    queue = filled(control(), rng, numbers)
+    ones = itertools.cycle([wanted(rng, numbers) for _ in range(1000)])
+    benchmark(lambda: queue.end_service(next(ones), 10.0, 0.0))
+    assert len(queue) == WAITING
+
+
+@pytest.mark.parametrize("endpoints", [8, 100, 1000])
+def test_who_has_room(benchmark: BenchmarkFixture, endpoints: int) -> None:
+    table, limits = EndpointTable(), Saturation().limits()
+    table.replace([f"10.0.{number // 250}.{number % 250}:8000" for number in range(endpoints)])
+    for row in range(endpoints):
+        charge(table, row, prefill_tokens=5000.0, tokens=5200.0, now=0.0)
+    assert not benchmark(lambda: Room(table, limits, 0.1)).open.any()
+
+
+def test_pass_through(benchmark: BenchmarkFixture) -> None:
+    """What flow control costs a request that need not wait."""
+    rng, numbers = random.Random(0), itertools.count()
+    gate = Gate(FlowControl(), engines(), stages=lambda: None, rng=rng)
+    one = wanted(rng, numbers)
+    assert benchmark(lambda: gate.pass_through(one, 0.0)) is not None
+
+
+def test_bucket(benchmark: BenchmarkFixture) -> None:
+    limit, bucket, now = Limit(1e6, 1e6), Bucket(1e6, 0.0), itertools.count()
+
+    def reserve_and_settle() -> float:
+        bucket.fill(limit, next(now) * 1e-3)
+        bucket.settle(bucket.take(500.0), 100.0)
+        return bucket.level
+
+    assert benchmark(reserve_and_settle) > 0
+
+
+def test_memory_of_a_waiting_request(benchmark: BenchmarkFixture) -> None:
+    """Beside its body; printed, and kept with the results."""
+    rng, numbers = random.Random(0), itertools.count()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    queue = filled(control(), rng, numbers)
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    each = (after - before) / len(queue)
+    benchmark.extra_info["bytes"] = each
+    print(f"\n{each:.0f} bytes a waiting request, beside its body")
+    benchmark.pedantic(lambda: None)  # type: ignore[no-untyped-call]  # the library's
+    assert each < 4000
