@@ -81,11 +81,14 @@ def test_enter_and_leave(benchmark: BenchmarkFixture, fairness: str) -> None:
 
 @pytest.mark.parametrize("fairness", FAIRNESS)
 def test_next(benchmark: BenchmarkFixture, fairness: str) -> None:
-    """Who goes next is found and charged; between two of these it comes back."""
+    """One of eight engines has room. Who goes next is found and charged; between two of these it comes back."""
     rng, numbers = random.Random(0), itertools.count()
     settings = control(fairness)
     queue = filled(settings, rng, numbers)
-    room = Room(engines(), settings.saturation.limits(), 0.0)
+    table = engines()
+    for row in range(7):
+        charge(table, row, prefill_tokens=50_000.0, now=0.0)
+    room = Room(table, settings.saturation.limits(), 0.0)
     gone: list[Wanted] = []
 
     def come_back() -> None:

@@ -1,64 +1,19 @@
-"""Fairness between flows: which of those that wait may send its next request. Each policy keeps a column or two, a row a flow.
-
-Service is counted in tokens, weighted (an output token costs more than one of input) and over the flow's own weight. A flow
-is charged when a request goes, by what is expected, and corrected when the engines have said what it was.
-"""
+"""Policies of fairness between flows, by the names of the configuration; see ``policy.py`` for what they are asked."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-import msgspec
 import numpy as np
 
-from extproc.endpoints.table import Bools, Floats
+from extproc.admission.deficits import DeficitLocality
+from extproc.admission.policy import Heads, Policy, grown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from extproc.endpoints.table import Ints
-
-
-class Heads(msgspec.Struct, frozen=True):
-    """Who waits, by row, and of their first requests the ``keys`` of the order inside their flow and tokens ``cached`` in an engine."""
-
-    waiting: Bools
-    keys: Floats
-    cached: Floats
-
-
-class Policy(Protocol):
-    """Chooses a flow. Rows are numbers of flows; their columns grow with ``grow``."""
-
-    def grow(self, rows: int) -> None:
-        """Make room for ``rows`` flows; new ones begin at 0."""
-        ...
-
-    def begin(self, row: int, waiting: Bools) -> None:
-        """A flow that had nothing waiting now has; ``waiting``: the others that have."""
-        ...
-
-    def choose(self, among: Bools, heads: Heads, now: float) -> int:
-        """The row whose head goes; at least one is ``among``."""
-        ...
-
-    def charge(self, row: int, service: float, now: float) -> None:
-        """One of the flow's requests goes, and is expected to take this much."""
-        ...
-
-    def correct(self, row: int, service: float, now: float) -> None:
-        """It took so much more, or, below 0, less."""
-        ...
-
-    def forget(self, row: int) -> None:
-        """The row will be another flow's."""
-        ...
-
-    def debt(self, row: int) -> float:
-        """What the flow has had beyond others; flows with the least are forgotten first."""
-        ...
+    from extproc.endpoints.table import Bools, Floats, Ints
 
 
 class VirtualTokenCounter:
@@ -74,7 +29,7 @@ class VirtualTokenCounter:
 
     def grow(self, rows: int) -> None:
         """More counters."""
-        self.counters = _grown(self.counters, rows)
+        self.counters = grown(self.counters, rows)
 
     def begin(self, row: int, waiting: Bools) -> None:
         """The lift; where nobody waits, to the counter of the flow that was served last."""
@@ -104,66 +59,6 @@ class VirtualTokenCounter:
         return float(self.counters[row])
 
 
-class DeficitLocality:
-    """Of the flows that still have a deficit to spend, the one whose head has most of its prompt in a cache.
-
-    DLPM (Cao et al., arXiv 2501.14312): every flow gets ``quantum`` tokens a round, spends them on uncached input and on output,
-    and a new round begins when none of those that wait has any left. So a flow is ahead by no more than a quantum and a request.
-    """
-
-    def __init__(self, quantum: float) -> None:
-        self._quantum = quantum
-        self._round = 0
-        self.deficits: Floats = np.zeros(0)
-        self._rounds: Ints = np.zeros(0, np.int64)
-
-    def grow(self, rows: int) -> None:
-        """Newcomers have had no part in any round."""
-        more = rows - self._rounds.size
-        self.deficits = _grown(self.deficits, rows)
-        self._rounds = np.pad(self._rounds, (0, more), constant_values=-1)
-
-    def begin(self, row: int, waiting: Bools) -> None:
-        """Its part in this round, if it has not had it; what it did not spend in rounds long past is lost."""
-        if self._rounds[row] != self._round:
-            self.deficits[row] = min(float(self.deficits[row]) + self._quantum, self._quantum)
-            self._rounds[row] = self._round
-
-    def choose(self, among: Bools, heads: Heads, now: float) -> int:
-        """The longest match of those that can pay, then who came first."""
-        able = self.able(among, heads).nonzero()[0]
-        cached = heads.cached[able]
-        longest = able[cached >= cached.max()]
-        return int(longest[heads.keys[longest].argmin()])
-
-    def able(self, among: Bools, heads: Heads) -> Bools:
-        """Those that can pay, after as many new rounds as it takes until somebody can."""
-        best = float(np.where(among, self.deficits, -np.inf).max())
-        if best <= 0:
-            rounds = math.floor(-best / self._quantum) + 1
-            self.deficits[heads.waiting] += rounds * self._quantum
-            self._round += rounds
-            self._rounds[heads.waiting] = self._round
-        return among & (self.deficits > 0)
-
-    def charge(self, row: int, service: float, now: float) -> None:
-        """Spend it."""
-        self.deficits[row] -= service
-
-    def correct(self, row: int, service: float, now: float) -> None:
-        """Spend the rest, or get it back."""
-        self.deficits[row] -= service
-
-    def forget(self, row: int) -> None:
-        """A newcomer owes nothing."""
-        self.deficits[row] = 0.0
-        self._rounds[row] = -1
-
-    def debt(self, row: int) -> float:
-        """What it has overdrawn."""
-        return -float(self.deficits[row])
-
-
 class SlidingWindow:
     """The flow that was given least within the last ``window_s`` goes first (Kthena's fairness)."""
 
@@ -176,7 +71,7 @@ class SlidingWindow:
 
     def grow(self, rows: int) -> None:
         """More sums."""
-        self.used = _grown(self.used, rows)
+        self.used = grown(self.used, rows)
         self._epochs = np.pad(self._epochs, (0, rows - self._epochs.size))
 
     def begin(self, row: int, waiting: Bools) -> None:
@@ -222,7 +117,7 @@ class RoundRobin:
 
     def grow(self, rows: int) -> None:
         """More turns."""
-        self._turns = _grown(self._turns, rows)
+        self._turns = grown(self._turns, rows)
 
     def begin(self, row: int, waiting: Bools) -> None:
         """Who comes back waits for its turn."""
@@ -280,10 +175,6 @@ _NOT_AMONG: Final = np.inf
 
 def _least(values: Floats, among: Bools) -> int:
     return int(np.where(among, values, _NOT_AMONG).argmin())
-
-
-def _grown(column: Floats, rows: int) -> Floats:
-    return np.pad(column, (0, rows - column.size))
 
 
 class Shares:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from extproc.admission.fairness import DeficitLocality, Heads, Policy
+from extproc.admission.deficits import DeficitLocality
 from extproc.admission.nearness import Nearness
+from extproc.admission.policy import Heads, Policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,20 +125,22 @@ class Flows:
             self._nearness.sweep(self.requests)
         self._look(row)
 
-    def choose(self, among: Bools, now: float) -> int:
-        """The row that may go next."""
-        return self.policy.choose(among, self.heads, now)
-
-    def nearest(self, rows: Bools, now: float) -> Wanted | None:
-        """Where the policy looks for locality: who has most of its prompt at any of ``rows``, unless somebody is overdue."""
+    def choose(self, among: Bools, rows: Bools, now: float) -> tuple[int, Wanted | None]:
+        """The flow that may go next; and with which request, if not its head: where the policy looks for locality, one that has
+        most of its prompt at ``rows``, unless somebody is overdue.
+        """
         policy = self.policy
         if self._nearness is None or not isinstance(policy, DeficitLocality):
-            return None
-        able = policy.able(self.heads.waiting, self.heads)
+            return policy.choose(among, self.heads, now), None
+        able, keys = policy.able(among, self.heads), self.heads.keys
+        oldest = int(np.where(able, keys, np.inf).argmin())
+        if keys[oldest] < now - self._ageing_s:
+            return oldest, None
         tickets, can_pay = self._tickets, able.item
-        if float(np.where(able, self.heads.keys, np.inf).min()) < now - self._ageing_s:
-            return None
-        return self._nearness.nearest(rows, lambda one: bool(can_pay(tickets[one.ticket])))
+        near = self._nearness.nearest(rows, lambda one: bool(can_pay(tickets[one.ticket])))
+        if near is not None:
+            return tickets[near.ticket], near
+        return policy.longest(able, self.heads), None
 
     def in_order(self, row: int) -> Iterator[Wanted]:
         """What waits in a flow, from its head on."""

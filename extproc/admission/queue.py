@@ -147,16 +147,13 @@ class FairQueue:
 
     def _find_in(self, band: BandState, room: Room, now: float) -> tuple[Wanted, Bools] | None:
         """The head of the flow whose turn it is, or, behind a head that finds no room, one that takes nothing from it."""
-        near = band.flows.nearest(room.open, now)
-        rows = None if near is None else room.rows_for(near)
-        if near is not None and rows is not None:
-            return near, rows
         among = band.flows.waiting
         for _ in range(_FLOWS_LOOKED_AT):
             if not room.open.any() or not among.any():
                 return None
-            row = band.flows.choose(among, now)
-            for wanted in itertools.islice(band.flows.in_order(row), _REQUESTS_LOOKED_AT):
+            row, near = band.flows.choose(among, room.open, now)
+            first = itertools.islice(band.flows.in_order(row), _REQUESTS_LOOKED_AT)
+            for wanted in first if near is None else (near,):
                 rows = room.rows_for(wanted)
                 if rows is not None:
                     return wanted, rows

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from extproc.admission.deficits import DeficitLocality
 from extproc.admission.fairness import (
-    DeficitLocality,
     GlobalStrict,
-    Heads,
-    Policy,
     RoundRobin,
     SlidingWindow,
     VirtualTokenCounter,
     make_policy,
 )
+from extproc.admission.policy import Heads, Policy
 
 ALL = np.ones(3, np.bool_)
 NONE = np.zeros(3, np.bool_)
