@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # Beyond this, flows that do nothing are forgotten: 10 MB or so.
 MOST_IDLE_FLOWS: Final = 10_000
 _FIRST_ROWS: Final = 8
+# Nobody is overdue by much more than this.
+_LOOK_FOR_OVERDUE_S: Final = 0.05
 
 _Entry = tuple[float, int, "Wanted"]
 
@@ -75,6 +77,7 @@ class Flows:
         self.policy = policy
         self.order = order
         self._ageing_s = ageing_s
+        self._look_for_overdue_s = 0.0
         self._nearness = Nearness(self._is_waiting) if isinstance(policy, DeficitLocality) else None
         self.requests = 0
         self.running: Ints = np.zeros(0, np.int64)
@@ -132,10 +135,12 @@ class Flows:
         policy = self.policy
         if self._nearness is None or not isinstance(policy, DeficitLocality):
             return policy.choose(among, self.heads, now), None
-        able, keys = policy.able(among, self.heads), self.heads.keys
-        oldest = int(np.where(able, keys, np.inf).argmin())
-        if keys[oldest] < now - self._ageing_s:
-            return oldest, None
+        able = policy.able(among, self.heads)
+        if now >= self._look_for_overdue_s:
+            oldest = int(np.where(able, self.heads.keys, np.inf).argmin())
+            if self.heads.keys[oldest] < now - self._ageing_s:
+                return oldest, None
+            self._look_for_overdue_s = now + _LOOK_FOR_OVERDUE_S
         tickets, can_pay = self._tickets, able.item
         near = self._nearness.nearest(rows, lambda one: bool(can_pay(tickets[one.ticket])))
         if near is not None:

@@ -37,6 +37,7 @@ class BandState:
         self.index = index
         self.spec = spec
         self.bytes = 0
+        self.most_bytes = spec.most_bytes
         policy = make_policy(
             spec.fairness or control.fairness, quantum=control.quantum, window_s=parse_duration_s(control.window)
         )
@@ -59,6 +60,7 @@ class FairQueue:
         self._shares = Shares([band.spec.share for band in self.bands])
         self._waiting: dict[str, tuple[Wanted, BandState]] = {}
         self._bytes = 0
+        self._most_bytes = control.most_bytes
         self._expiries: list[tuple[float, int, str]] = []
         self._numbers = itertools.count()
 
@@ -81,7 +83,7 @@ class FairQueue:
         """It waits. Returns those of lower bands that had to give way; raises QueueFull if it finds no place itself."""
         band = self.band_of(wanted.priority)
         spec = band.spec
-        if band.requests >= spec.max_requests or band.bytes + wanted.size_bytes > spec.most_bytes:
+        if band.requests >= spec.max_requests or band.bytes + wanted.size_bytes > band.most_bytes:
             raise QueueFull(f"The queue for {spec.name} requests is full; try again later, or ask for less.")
         evicted = self._make_place(band, wanted)
         if not band.requests:
@@ -176,8 +178,7 @@ class FairQueue:
         return evicted
 
     def _has_place(self, wanted: Wanted) -> bool:
-        control = self._control
-        return len(self) < control.max_requests and self._bytes + wanted.size_bytes <= control.most_bytes
+        return len(self) < self._control.max_requests and self._bytes + wanted.size_bytes <= self._most_bytes
 
     def _bands_waiting(self) -> list[int]:
         """From the highest down."""
