@@ -1,0 +1,90 @@
+"""Who asks: only by what a trusted hop has written, or the configuration says."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.admission.identity import NOBODY, Identities
+from extproc.config.load import load
+
+CONFIG = b"""
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: gateway}
+spec:
+  authentication:
+    apiKeys: [{name: acme-1, key: sk-acme-secret, tenant: acme, user: alice}]
+---
+apiVersion: inference.networking.x-k8s.io/v1alpha2
+kind: InferenceObjective
+metadata: {name: urgent}
+spec: {priority: 100, poolRef: {name: llama}}
+---
+apiVersion: llm-d.ai/v1alpha2
+kind: InferenceObjective
+metadata: {name: sheddable, namespace: models}
+spec: {priority: -5}
+"""
+
+
+@pytest.fixture
+def identities() -> Identities:
+    return Identities(load({"all.yaml": CONFIG}))
+
+
+def test_nothing_counts_that_is_not_trusted(identities: Identities) -> None:
+    headers = {
+        "x-attache-tenant": "acme",
+        "x-attache-client": "acme-1",
+        "x-llm-d-inference-objective": "urgent",
+        "x-llm-d-inference-fairness-id": "acme",
+        "x-llm-d-slo-ttft-ms": "5",
+        "x-attache-deadline-ms": "5",
+    }
+    assert identities.caller(headers, is_trusted=False) == NOBODY
+
+
+def test_who_says_nothing_is_one_tenant(identities: Identities) -> None:
+    assert identities.caller({}, is_trusted=True) == NOBODY
+    assert NOBODY.tenant == "anonymous"
+
+
+def test_a_key_says_who_it_is_whatever_headers_say(identities: Identities) -> None:
+    caller = identities.caller({"x-attache-client": "acme-1", "x-attache-tenant": "bell"}, is_trusted=True)
+    assert (caller.tenant, caller.user, caller.api_key) == ("acme", "alice", "acme-1")
+
+
+@pytest.mark.parametrize("header", ["x-llm-d-inference-objective", "x-gateway-inference-objective"])
+@pytest.mark.parametrize(("objective", "priority"), [("urgent", 100), ("sheddable", -5), ("unheard-of", 0)])
+def test_objectives_are_priorities_by_name(identities: Identities, header: str, objective: str, priority: int) -> None:
+    assert identities.caller({header: objective}, is_trusted=True).priority == priority
+
+
+def test_without_an_objective_the_route_decides(identities: Identities) -> None:
+    assert identities.caller({"x-attache-tenant": "acme"}, is_trusted=True).priority is None
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("x-llm-d-slo-ttft-ms", "ttft_s"),
+        ("x-slo-ttft-ms", "ttft_s"),
+        ("x-llm-d-slo-tpot-ms", "tpot_s"),
+        ("x-attache-deadline-ms", "deadline_s"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("250", 0.25), ("1.5", 0.0015), ("", None), ("soon", None), ("-1", None), ("1e300", None)]
+)
+def test_targets(identities: Identities, name: str, field: str, text: str, seconds: float | None) -> None:
+    assert getattr(identities.caller({name: text}, is_trusted=True), field) == seconds
+
+
+def test_names_are_cut_where_they_would_fill_memory(identities: Identities) -> None:
+    caller = identities.caller({"x-attache-tenant": "x" * 10_000, "x-attache-user": "y" * 10_000}, is_trusted=True)
+    assert len(caller.tenant) == len(caller.user) == 128
+
+
+def test_fairness_ids_by_both_names(identities: Identities) -> None:
+    for name in ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"):
+        assert identities.caller({name: "batch"}, is_trusted=True).flow == "batch"
