@@ -149,8 +149,10 @@ class RedisLimits:
 
     async def run(self) -> None:
         """Until cancelled."""
+        task = asyncio.current_task()
         try:
-            while True:
+            # the client library swallows a cancellation that comes while it connects
+            while task is None or not task.cancelling():
                 await self._has_settlements.wait()
                 await asyncio.sleep(max(0.0, self._away_until_s - self._clock()))
                 await self._settle_some()

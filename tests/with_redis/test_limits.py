@@ -1,0 +1,145 @@
+"""The buckets in Redis keep the same promise as those in memory, whoever asks and whatever goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from extproc.admission.buckets import Limit
+from extproc.admission.limits import Ask, Grant, Usage
+from extproc.errors import RateLimited
+from extproc.feeds.redis_limits import RedisLimits
+from extproc.observe import Metrics
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.redis_server import Redis
+
+CLOCK = time.monotonic  # noqa: TID251 - an edge
+
+
+def ask(amount: float, *, rate: float = 1e-6, capacity: float = 100.0, key: str = "k") -> Ask:
+    return Ask(key, Limit(rate, capacity), "output_tokens", amount, is_global=True)
+
+
+@pytest.fixture
+async def limits(redis: Redis) -> AsyncIterator[list[RedisLimits]]:
+    """Four processes' clients, with their settlements running."""
+    clients = [RedisLimits(redis.url, "test", Metrics(list, CLOCK, CLOCK), CLOCK) for _ in range(4)]
+    tasks = [asyncio.create_task(one.run()) for one in clients]
+    yield clients
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def reserve(limits: RedisLimits, *asks: Ask) -> Grant:
+    found = await limits.reserve(asks)
+    assert isinstance(found, Grant)
+    return found
+
+
+async def level(limits: RedisLimits, one: Ask) -> float:
+    (left,) = (await reserve(limits, Ask(one.key, one.limit, one.resource, 0.0))).levels
+    return left
+
+
+async def until(limits: RedisLimits, one: Ask, wanted: float) -> None:
+    async with asyncio.timeout(5):
+        while abs(await level(limits, one) - wanted) > 0.01:  # noqa: ASYNC110 - it happens in another process
+            await asyncio.sleep(0.01)
+
+
+async def test_all_of_it_or_nothing(limits: list[RedisLimits]) -> None:
+    await reserve(limits[0], ask(60))
+    refused = await limits[1].reserve([ask(50), ask(10, key="other")])
+    assert isinstance(refused, RateLimited)
+    assert "50, 40 of 100 are left" in refused.message
+    assert await level(limits[2], ask(0, key="other")) == 100
+    assert await level(limits[3], ask(0)) == pytest.approx(40, abs=0.01)
+
+
+async def test_what_was_not_used_comes_back_and_debts_are_kept(limits: list[RedisLimits]) -> None:
+    grant = await reserve(limits[0], ask(80))
+    limits[0].settle(grant, Usage(0, 30))
+    await until(limits[1], ask(0), 70)
+    grant = await reserve(limits[1], ask(70))
+    limits[1].settle(grant, Usage(0, 200))
+    await asyncio.sleep(0.2)
+    assert isinstance(await limits[2].reserve([ask(1)]), RateLimited)
+
+
+async def test_a_request_that_never_went_gives_everything_back(limits: list[RedisLimits]) -> None:
+    limits[0].settle(await reserve(limits[0], ask(100)), None)
+    await until(limits[1], ask(0), 100)
+
+
+async def test_what_would_have_run_over_meanwhile_does_not_come_back(limits: list[RedisLimits]) -> None:
+    fast = ask(100, rate=1000.0)
+    old = await reserve(limits[0], fast)
+    await asyncio.sleep(0.15)
+    new = await reserve(limits[0], fast)
+    limits[0].settle(old, Usage(0, 0))
+    await asyncio.sleep(0.02)
+    # had the first taken nothing, the second would have found no more than it did
+    assert await level(limits[1], fast) < 70
+    limits[0].settle(new, None)
+
+
+async def test_four_processes_never_grant_more_than_one_would(limits: list[RedisLimits]) -> None:
+    rng, rate, capacity = random.Random(5), 2000.0, 300.0
+    granted: list[tuple[float, float, float]] = []
+
+    async def client(one: RedisLimits) -> None:
+        until_s = CLOCK() + 2.0
+        while CLOCK() < until_s:
+            amount = rng.uniform(1, 120)
+            began_s = CLOCK()
+            found = await one.reserve([ask(amount, rate=rate, capacity=capacity)])
+            if isinstance(found, Grant):
+                used = amount * rng.random()
+                granted.append((began_s, CLOCK(), used))
+                await asyncio.sleep(rng.expovariate(100))
+                one.settle(found, Usage(0, used))
+            await asyncio.sleep(rng.expovariate(300))
+
+    await asyncio.gather(*(client(one) for one in limits for _ in range(3)))
+    assert len(granted) > 100
+    for begin_s, _, _ in granted:
+        total = 0.0
+        for sent_s, answered_s, used in sorted(granted, key=lambda one: one[1]):
+            if sent_s >= begin_s:
+                total += used
+                assert total <= rate * (answered_s - begin_s) + capacity + 1
+    # more than the reservations alone would have allowed: what was not used was granted again
+    assert sum(used for _, _, used in granted) > 0.6 * 2.0 * rate
+
+
+async def test_a_redis_that_begins_anew_is_used_again_with_full_buckets(
+    redis: Redis, limits: list[RedisLimits]
+) -> None:
+    await reserve(limits[0], ask(100))
+    redis.stop()
+    assert await limits[0].reserve([ask(1)]) is None
+    # and nobody waits for it again so soon
+    began_s = CLOCK()
+    assert await limits[0].reserve([ask(1)]) is None
+    assert CLOCK() - began_s < 0.1
+    redis.start()
+    async with asyncio.timeout(10):
+        while not isinstance(await limits[0].reserve([ask(50)]), Grant):  # noqa: ASYNC110 - Redis comes back by itself
+            await asyncio.sleep(0.05)
+
+
+async def test_buckets_do_not_stay_in_redis_for_ever(redis: Redis, limits: list[RedisLimits]) -> None:
+    await reserve(limits[0], ask(50, rate=1.0))
+    process = await asyncio.create_subprocess_exec(
+        "redis-cli", "-p", str(redis.port), "ttl", "test:limit:k", stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    assert 3600 <= int(out) <= 3800
