@@ -35,8 +35,9 @@ fix: $(VENV)/ready ## mend what ruff can mend
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(VENV)/ready $(ENVOY) ## extproc against a no-op ext_proc server, and micro-benchmarks; JSON under bench/out/
+bench: $(VENV)/ready $(ENVOY) ## extproc against a no-op ext_proc server, queues in virtual time, micro-benchmarks; under bench/out/
 	$(RUN) -m bench.micro $(ARGS)
+	$(RUN) -m bench.fairness
 	$(RUN) -m pytest bench/micro --benchmark-enable --benchmark-columns=median,ops --benchmark-sort=name --benchmark-json=bench/out/core.json -q
 
 generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles

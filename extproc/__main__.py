@@ -1,4 +1,4 @@
-"""The command line: ``python -m extproc --config DIR`` serves, ``check`` and ``explain`` say what it would do."""
+"""The command line: ``python -m extproc --config DIR`` serves, ``check`` and ``explain`` say what it would do, ``top`` what it does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from extproc import explain_command, serve_command
+from extproc import explain_command, serve_command, top_command
 from extproc.config.load import load_directory
 from extproc.config.mistakes import ConfigInvalid
 from extproc.scheduling.pickers import picker_notes
@@ -16,9 +16,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0, or 2 for a mistake in configuration or arguments."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        if words[:1] == ["check"]:
-            return _check(words[1:])
-        return explain_command.run(words[1:]) if words[:1] == ["explain"] else serve_command.run(words)
+        match words[:1]:
+            case ["check"]:
+                return _check(words[1:])
+            case ["explain"]:
+                return explain_command.run(words[1:])
+            case ["top"]:
+                return top_command.run(words[1:])
+        return serve_command.run(words)
     except ConfigInvalid as error:
         print(error, file=sys.stderr)
         print(f"{len(error.mistakes)} to mend", file=sys.stderr)

@@ -13,7 +13,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from bench.micro import overhead, scraping, streams
+from bench.micro import limits, overhead, scraping, streams
 from bench.processes import StartFailed
 from bench.stack import EnvoyMissing
 
@@ -23,6 +23,7 @@ class Report(msgspec.Struct, frozen=True):
 
     overhead: list[overhead.Overhead]
     streams: streams.Streams
+    limits: list[limits.Latency]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"extproc's processor time for an answer of 1 token {found.one_token_us:.0f} µs, for a streamed one of 1,000 "
         f"{found.thousand_tokens_us:.0f} µs: ratio {found.ratio:.2f} (at most 1.1)"
     )
+    console.print(limits.describe(report.limits), highlight=False)
     if not options.only:
         for name, cost in scraping.measure().items():
             console.print(
@@ -69,7 +71,9 @@ async def _measure(console: Console, only: str) -> Report:
             found.append(await overhead.measure(case, Path(directory)))
     console.print("answers of 1 and of 1,000 tokens")
     with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
-        return Report(found, await streams.measure(Path(directory)))
+        answers = await streams.measure(Path(directory))
+    with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
+        return Report(found, answers, await limits.measure(Path(directory)))
 
 
 def _describe(case: overhead.Case) -> str:

@@ -51,11 +51,15 @@ class RedisBus:
     async def run(self, receive: Callable[[bytes], None]) -> None:
         """Until cancelled."""
         pause_s = 0.1
+        task = asyncio.current_task()
         try:
-            while True:
+            # the client library swallows a cancellation that comes while it connects
+            while task is None or not task.cancelling():
                 try:
                     async with self._listening.pubsub(ignore_subscribe_messages=True) as subscription:
                         await subscription.subscribe(self._channel)
+                        if task is not None and task.cancelling():
+                            break
                         log.info("sharing over Redis channel %s", self._channel)
                         pause_s = 0.1
                         async for message in subscription.listen():

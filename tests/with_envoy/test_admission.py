@@ -7,6 +7,7 @@ import base64
 import hmac
 import itertools
 import json
+import sys
 from typing import TYPE_CHECKING
 
 import httpx
@@ -265,6 +266,23 @@ async def test_who_waits_too_long_is_told_when_to_come_back(held: Scene) -> None
     assert answer.json()["error"]["code"] == "queue_timeout"
     assert int(answer.headers["retry-after"]) >= 1
     assert (await blocker).status_code == 200
+
+
+async def test_top_shows_who_waits(held: Scene) -> None:
+    blocker = asyncio.create_task(held.ask("blocker", {"x-attache-tenant": "acme"}, max_tokens=8000))
+    await eventually(lambda: metric_is(held.stack, "attache_in_flight", 1))
+    waiting = [asyncio.create_task(held.ask("b", {"x-attache-tenant": "bell"})) for _ in range(3)]
+    await eventually(lambda: metric_is(held.stack, "attache_queue_waiting", 3))
+    page = held.stack.metrics.removeprefix("http://")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "extproc", "top", "--once", "--interval", "200ms", page),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    out, _ = await process.communicate()
+    rows = [line.split() for line in out.decode().splitlines()]
+    assert ["llama", "standard", "3"] in [row[:3] for row in rows]
+    assert "acme" in [row[0] for row in rows if row]
+    await asyncio.gather(blocker, *waiting)
 
 
 async def test_a_full_queue_refuses_the_lowest_first(held: Scene) -> None:
