@@ -61,7 +61,7 @@ class Entrance:
         self._routes = {one.metadata.name: RouteLimits(one) for one in snapshot.routes if one.spec.rate_limits}
         before, self.gates = self.gates, {}
         for name, pool in pools.items():
-            control, known = pool.spec.flow_control, before.get(name)
+            control, known = snapshot.flow_control_of(pool.spec), before.get(name)
             if known is not None and known.control == control:
                 self.gates[name] = known
             elif control is not None:

@@ -40,7 +40,7 @@ def build(snapshot: Snapshot, directory: str) -> Mapping[str, str]:
 
 def longest_wait_s(snapshot: Snapshot) -> float:
     """For how long extproc may hold a request of any server."""
-    controls = [server.spec.flow_control for server in snapshot.servers]
+    controls = [snapshot.flow_control_of(server.spec) for server in snapshot.servers]
     return max((control.longest_wait_s for control in controls if control is not None), default=0.0)
 
 

@@ -14,6 +14,7 @@ import msgspec
 from extproc.config.admission import FlowControl, InferenceObjective, Priority, RateLimit
 from extproc.config.authentication import Authentication
 from extproc.config.documents import Document
+from extproc.config.picker_flow_control import flow_control_of
 from extproc.config.spec import Name, NonEmpty, Spec
 from extproc.config.units import parse_duration_s, parse_size_bytes
 
@@ -264,3 +265,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     gateway: GatewayConfigSpec
     objectives: tuple[InferenceObjective, ...] = ()
     picker_files: Mapping[str, Document] = {}
+
+    def flow_control_of(self, spec: ModelServerSpec) -> FlowControl | None:
+        """A server's own, or else that of its EndpointPickerConfig."""
+        if spec.flow_control is not None or spec.picker_config is None:
+            return spec.flow_control
+        document = self.picker_files.get(spec.picker_config)
+        return None if document is None else flow_control_of(document)

@@ -12,6 +12,7 @@ import msgspec
 
 from extproc.config.documents import Document, read_documents
 from extproc.config.mistakes import ConfigInvalid, Mistake
+from extproc.config.picker_flow_control import FEATURE_GATE, FlowControlSection
 from extproc.config.shape import find_mistakes, suggest
 from extproc.scheduling.framework import ConfiguredPicker, NamedFilter, NamedScorer, Profile
 from extproc.scheduling.plugins.accepted import ACCEPTED
@@ -64,15 +65,13 @@ class EndpointPickerConfig(msgspec.Struct, frozen=True, rename="camel", forbid_u
     feature_gates: list[str] = []
     data_layer: Any = None
     data: Any = None
-    flow_control: Any = None
+    flow_control: FlowControlSection | None = None
     request_handler: Any = None
     saturation_detector: Any = None
     parser: Any = None
 
 
-_NOT_USED: Final = frozenset(
-    {"data_layer", "data", "flow_control", "request_handler", "saturation_detector", "parser", "feature_gates"}
-)
+_NOT_USED: Final = frozenset({"data_layer", "data", "request_handler", "saturation_detector", "parser"})
 
 
 class PickerFile(msgspec.Struct, frozen=True):
@@ -225,6 +224,20 @@ def _notes(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Ite
     for field in msgspec.structs.fields(config):
         if field.name in _NOT_USED and getattr(config, field.name):
             yield f"{field.encode_name}: read, and not used"
+    yield from _flow_control_notes(config)
+
+
+def _flow_control_notes(config: EndpointPickerConfig) -> Iterator[str]:
+    others = [gate for gate in config.feature_gates if gate != FEATURE_GATE]
+    if others:
+        yield f"featureGates: {', '.join(others)}: read, and not used"
+    section = config.flow_control
+    if section is not None and FEATURE_GATE not in config.feature_gates:
+        yield f"flowControl: not used without the feature gate {FEATURE_GATE}"
+    if section is not None and section.usage_limit_policy_plugin_ref:
+        yield "usageLimitPolicyPluginRef: read, and not used; a ModelServer's flowControl has ceilings by band"
+    if section is not None and section.enable_eviction:
+        yield "enableEviction: read, and not used; what has gone to an engine is not taken back"
 
 
 def _refuse(document: Document, findings: list[Finding]) -> None:
