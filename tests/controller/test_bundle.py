@@ -110,6 +110,67 @@ def test_a_closed_gateway_has_no_way_around_extproc() -> None:
     assert "without_extproc" not in files["lds.json"]
 
 
+def filters_of(snapshot: Snapshot) -> dict[str, Any]:
+    (listener,) = resources(build(snapshot, "/etc/attache"), "lds.json")
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    return {one["name"]: one["typed_config"] for one in manager["http_filters"]} | {"manager": manager}
+
+
+def test_envoy_waits_longer_than_the_longest_hold() -> None:
+    held = "  flowControl: {timeout: 90s, noEndpointTimeout: 7m}\n---"
+    text = SERVER.replace("NAME", "one").replace("---", held, 1) + SERVER.replace("NAME", "two")
+    text += ROUTE.replace("SECOND", "two")
+    filters = filters_of(load({"all.yaml": text.encode()}))
+    assert filters["envoy.filters.http.ext_proc"]["message_timeout"] == "425s"
+    assert filters["manager"]["stream_idle_timeout"] == "720s"
+    assert filters_of(snapshot_of("one", "two"))["envoy.filters.http.ext_proc"]["message_timeout"] == "5s"
+
+
+def test_llm_ds_flow_control_counts_for_the_longest_hold() -> None:
+    text = SERVER.replace("NAME", "one").replace("---", "  pickerConfig: epp.yaml\n---", 1)
+    epp = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+featureGates: [flowControl]
+plugins: [{type: queue-scorer}]
+schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}]}]
+flowControl: {defaultRequestTTL: 20s, noEndpointRequestTTL: 40s}
+"""
+    files = {"all.yaml": (text + ROUTE.replace("SECOND", "one")).encode(), "epp.yaml": epp.encode()}
+    assert filters_of(load(files))["envoy.filters.http.ext_proc"]["message_timeout"] == "45s"
+
+
+def stripped(gateway: str) -> tuple[set[str], set[str]]:
+    """Prefixes and names of headers that are removed before anything reads them."""
+    manager = filters_of(snapshot_of("one", "two", gateway=gateway))["manager"]
+    mutations = manager["early_header_mutation_extensions"][0]["typed_config"]["mutations"]
+    prefixes = {one["remove_on_match"]["key_matcher"]["prefix"] for one in mutations if "remove_on_match" in one}
+    return prefixes, {one["remove"] for one in mutations if "remove" in one}
+
+
+def test_what_clients_say_of_themselves_is_removed_unless_they_are_our_own_gateways() -> None:
+    prefixes, names = stripped("{}")
+    assert {"x-attache-", "x-gateway-", "x-llm-d-", "x-slo-"} <= prefixes
+    prefixes, names = stripped("{clients: Trusted}")
+    assert prefixes == {"x-envoy-"}
+    # a destination, a key's name or a server is nobody else's to write, trusted or not
+    assert {"x-gateway-destination-endpoint", "x-attache-client", "x-attache-server"} <= names
+
+
+def test_keys_are_told_apart_before_all_else_and_go_no_further() -> None:
+    keys = "{authentication: {apiKeys: [{name: acme-1, key: sk-acme-secret, tenant: acme}]}}"
+    filters = filters_of(snapshot_of("one", "two", gateway=keys))
+    assert next(iter(filters)) == "envoy.filters.http.api_key_auth"
+    auth = filters["envoy.filters.http.api_key_auth"]
+    assert auth["credentials"] == [{"key": "sk-acme-secret", "client": "acme-1"}]
+    assert auth["forwarding"] == {"header": "x-attache-client", "hide_credentials": True}
+
+
+def test_extproc_is_told_that_a_bundle_asks() -> None:
+    service = filters_of(snapshot_of("one", "two"))["envoy.filters.http.ext_proc"]["grpc_service"]
+    assert service["initial_metadata"] == [{"key": "x-attache-bundle", "value": "1"}]
+
+
 def test_equal_snapshots_give_equal_files_and_endpoints_change_their_own_file_alone() -> None:
     before = snapshot_of("one", "two")
     assert build(before, "/x") == build(snapshot_of("one", "two"), "/x")

@@ -7,10 +7,12 @@ import random
 
 import pytest
 
+from extproc.admission.fairness import VirtualTokenCounter
+from extproc.admission.waiting import FlowKey
 from extproc.config.load import load
 from extproc.endpoints.live import CacheConfig, EngineState
 from extproc.learning import Outcome
-from extproc.passage import Decision, Head
+from extproc.passage import Decision, Head, Terms
 from extproc.pipeline import Pipeline
 from extproc.request.model import Api
 from extproc.sharing import (
@@ -22,6 +24,7 @@ from extproc.sharing import (
     Event,
     Learned,
     Mirror,
+    Spent,
     decode,
     encode,
     sending_of,
@@ -146,3 +149,43 @@ def test_one_asks_the_engines_for_all(pair: tuple[Process, Process]) -> None:
     assert other.pool.table.loras[row].served == frozenset({"sql"})
     assert other.pool.knowledge.index.first_block_bytes == 64
     other.hear(one, EngineSaid("gone", "10.0.0.2:8000", EngineState()), EngineSaid("llama", "gone:1", EngineState()))
+
+
+LIMITED = CONFIG.replace(b"  loraAdapters: [sql]", b"  loraAdapters: [sql]\n  rateLimits: [{unit: hour, requests: 10}]")
+
+
+def test_what_one_worker_grants_of_a_local_limit_is_gone_for_the_others_of_its_machine() -> None:
+    a, b, elsewhere = (Process(name, LIMITED) for name in ("a", "b", "c"))
+    b.mirror, elsewhere.mirror = Mirror(b.pipeline, "here"), Mirror(elsewhere.pipeline, "there")
+    arrival = a.pipeline.reception.receive(Api.CHAT, HEAD, body("hello"))
+    (ask,) = a.pipeline.entrance.asks(arrival)
+    for other in (b, elsewhere):
+        other.hear(a, Spent("here", ask.key, ask.limit, 4.0))
+    assert b.pipeline.entrance.reserve([ask], 0.0).levels == [5.0]
+    assert elsewhere.pipeline.entrance.reserve([ask], 0.0).levels == [9.0]
+
+
+QUEUED = CONFIG.replace(b"  scrapeInterval: 0s", b"  scrapeInterval: 0s\n  flowControl: {}")
+
+
+def test_a_flow_is_charged_everywhere_for_what_it_had_anywhere() -> None:
+    a, b = Process("a", QUEUED), Process("b", QUEUED)
+    head = Head("POST", "/v1/chat/completions", {"x-attache-tenant": "acme"}, has_body=True, is_trusted=True)
+    decision = a.pipeline.enter(a.pipeline.reception.receive(Api.CHAT, head, body("hello " * 500)), 0.0, Terms())
+    assert isinstance(decision, Decision)
+    sending = sending_of(decision, a.pipeline)
+    assert sending is not None
+    b.hear(a, sending)
+
+    def counter(one: Process) -> float:
+        flows = one.pipeline.entrance.gates["llama"].queue.band_of(0).flows
+        policy = flows.policy
+        assert isinstance(policy, VirtualTokenCounter)
+        return float(policy.counters[flows.row_of(FlowKey("acme", "llama-3.1-8b"))])
+
+    assert counter(a) == counter(b) > 500
+    outcome = Outcome(decision.ticket, 200, decision.assignment.addresses[0], 1.0, 0.5, 600, 10, 0)
+    a.pipeline.settle(outcome, 1.0)
+    for learned in b.hear(a, Learned(outcome)):
+        b.pipeline.settle(learned, 1.0)
+    assert counter(a) == counter(b) == 620

@@ -122,3 +122,56 @@ def test_every_mistake_is_told_at_once() -> None:
     found = mistakes_of(SERVER.replace(b"model:", b"modle:"), ROUTE.replace(b"rules", b"rulez"))
 
     assert {mistake.partition(":")[0] for mistake in found} == {"0.yaml", "1.yaml"}
+
+
+def test_mistakes_in_limits_queues_and_authentication_are_all_said() -> None:
+    server = SERVER.replace(
+        b"  endpoints:",
+        b"""  flowControl:
+    timeout: soon
+    saturation: {maxWait: 0s}
+    bands:
+      - {name: high, priority: 5, share: 1}
+      - {name: high, priority: 0, share: 1, maxBytes: lots}
+  endpoints:""",
+    )
+    route = ROUTE.replace(
+        b"  rules:",
+        b"""  rateLimits:
+    - {unit: minute}
+    - {per: Header, requests: 5}
+    - {requests: 5, withoutRedis: Refuse}
+  rules:""",
+    ).replace(b"modelServerName: llama}]", b"modelServerName: llama}]\n      ttftTarget: later")
+    gateway = b"""
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: g}
+spec:
+  authentication:
+    apiKeys: [{name: a, key: sk-the-same-key, tenant: t}, {name: a, key: sk-the-same-key, tenant: u}]
+    jwt: [{name: i, issuer: x, jwksFile: /f}]
+"""
+    objective = b"""
+apiVersion: attache.dev/v1alpha1
+kind: InferenceObjective
+metadata: {name: urgent}
+spec: {priority: high}
+"""
+    found = "\n".join(mistakes_of(server, route, gateway, objective))
+    for expected in (
+        "spec.flowControl.timeout: 'soon' is not a duration",
+        "spec.flowControl.saturation.maxWait: nothing could ever go",
+        "spec.flowControl.bands[1]: another band has this name",
+        "spec.flowControl.bands[1].maxBytes: 'lots' is not a size",
+        "spec.rateLimits[0]: limits nothing",
+        "spec.rateLimits[1]: per: Header and the field 'header' go together",
+        "spec.rateLimits[2].withoutRedis: has no effect on a Local limit",
+        "spec.rules[0].ttftTarget: 'later' is not a duration",
+        "spec.authentication: write apiKeys or jwt",
+        "spec.authentication.apiKeys[1].name: 'a' is there already",
+        "spec.authentication.apiKeys[1].key: another name has this key",
+        "apiVersion: write apiVersion: inference.networking.x-k8s.io/v1alpha2 or llm-d.ai/v1alpha2",
+        "spec.priority",
+    ):
+        assert expected in found

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from extproc.config.admission import FlowControl
+from typing import TYPE_CHECKING
+
 from extproc.config.load import load
-from extproc.config.types import Snapshot
+
+if TYPE_CHECKING:
+    from extproc.config.admission import FlowControl
+    from extproc.config.types import Snapshot
 
 SERVER = b"""
 apiVersion: attache.dev/v1alpha1

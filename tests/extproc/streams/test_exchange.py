@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from extproc.config.load import load
 from extproc.observe import Metrics
+from extproc.passage import Held
 from extproc.streams.duplex import Duplex
 from extproc.streams.exchange import Desk, Exchange, UnexpectedMessage
 from extproc.streams.messages import ImmediateResponse, ProcessingRequest, ProcessingResponse
+from tests.extproc.conftest import CONFIG
 
 if TYPE_CHECKING:
     from extproc.pipeline import Pipeline
@@ -164,3 +167,64 @@ def test_what_clients_send_adds_no_series(conversation: Conversation, pipeline: 
     ]
     assert len(list(conversation.metrics.registry.collect())) == before
     assert {sample.labels["outcome"] for sample in samples} == {"picked", "unknown_model"}
+
+
+TENANTS = CONFIG.replace(
+    b"  scrapeInterval: 0s", b"  scrapeInterval: 0s\n  flowControl: {saturation: {maxRequests: 1}}"
+)
+
+
+def says_it_is_acme(pipeline: Pipeline, *, is_trusted: bool, duplex: bool) -> str:
+    """The tenant that a request counts for whose headers say so."""
+    metrics = Metrics(pipeline.pools.values, lambda: 1000.0, lambda: 0.0, gates=lambda: pipeline.entrance.gates)
+    exchange = Exchange(Desk(pipeline, metrics, lambda: 5.0, started_s=77), Duplex, is_trusted=is_trusted)
+    message = ProcessingRequest()
+    if duplex:
+        message.protocol_config.request_body_mode = 4
+    headers = {":method": "POST", ":path": "/v1/chat/completions", "x-attache-tenant": "acme"}
+    for key, value in headers.items():
+        message.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+    exchange.receive(message)
+    body = ProcessingRequest()
+    body.request_body.body, body.request_body.end_of_stream = CHAT, True
+    exchange.receive(body)
+    exchange.close()
+    (sample,) = (
+        sample
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "attache_tenant_requests_total"
+    )
+    return sample.labels["tenant"]
+
+
+@pytest.mark.parametrize("duplex", [False, True])
+def test_who_asks_is_read_only_where_a_gateway_vouches_for_it(pipeline: Pipeline, *, duplex: bool) -> None:
+    pipeline.apply(load({"all.yaml": TENANTS}))
+    assert says_it_is_acme(pipeline, is_trusted=False, duplex=duplex) == "anonymous"
+    assert says_it_is_acme(pipeline, is_trusted=True, duplex=duplex) == "acme"
+
+
+def test_a_client_that_leaves_while_its_request_is_held_leaves_nothing_behind(pipeline: Pipeline) -> None:
+    pipeline.apply(
+        load(
+            {
+                "all.yaml": TENANTS.replace(b"10.0.0.2:8000", b"10.0.0.1:8001").replace(
+                    b', {address: "10.0.0.3:8000"}', b""
+                )
+            }
+        )
+    )
+    conversations = [Conversation(pipeline) for _ in range(3)]
+    for one in conversations:
+        one.send_headers()
+        message = ProcessingRequest()
+        message.request_body.body, message.request_body.end_of_stream = CHAT, True
+        one.exchange.receive(message)
+    held = conversations[2].exchange
+    assert isinstance(held.pending, Held)
+    held.close()
+    assert not pipeline.entrance.has_waiting
+    for one in conversations[:2]:
+        one.exchange.close()
+    assert pipeline.pools["llama"].table.in_flight.sum() == 0
