@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from extproc.scheduling.pool import Pool
 
 
+# Of names that clients write.
+_MOST_CHARACTERS: Final = 128
 # Of the engines that hold a prompt, so many are remembered while it waits.
 _MOST_HOLDERS: Final = 4
 
@@ -165,7 +167,7 @@ class Entrance:
             uncached_tokens=expectation.input_tokens - cached,
             output_tokens=pool.expected_output(arrival.request.max_output_tokens),
             deadline_s=now + _target_s(arrival),
-            session=arrival.head.headers.get(control.session_header.lower(), ""),
+            session=arrival.head.headers.get(control.session_header.lower(), "")[:_MOST_CHARACTERS],
             rows=rows,
             holders=_holders(expectation.demand.cached_tokens) if cached else (),
         )
@@ -214,17 +216,17 @@ def _holders(cached_tokens: Floats) -> tuple[tuple[int, float], ...]:
 
 def _flow(arrival: Arrival, control: FlowControl) -> FlowKey:
     caller = arrival.caller
-    who = caller.flow or caller.tenant
+    tenant = caller.flow or caller.tenant
     match control.flow_by:
         case "TenantAndModel":
-            return FlowKey(who, arrival.destination.model)
+            return FlowKey(tenant, arrival.destination.model)
         case "User":
-            return FlowKey(f"{who}/{caller.user}")
+            return FlowKey(tenant, part=caller.user)
         case "Header":
             # within the tenant: nobody gains by many sessions of another's name
-            return FlowKey(f"{who}/{arrival.head.headers.get(control.session_header.lower(), '')}")
+            return FlowKey(tenant, part=arrival.head.headers.get(control.session_header.lower(), "")[:_MOST_CHARACTERS])
         case _:
-            return FlowKey(who)
+            return FlowKey(tenant)
 
 
 def _target_s(arrival: Arrival) -> float:

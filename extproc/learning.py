@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from extproc.admission.gate import Gate
 from extproc.admission.limits import NOTHING, Grant, Usage
 from extproc.admission.waiting import Wanted
 from extproc.endpoints.learning import learn_prefill_rate, note_failure, note_success
@@ -58,6 +59,7 @@ class Sent(msgspec.Struct):
     # False: another process sent it, and counts it
     is_ours: bool = True
     # in its server's queue, if there is one, how long it was held there, and what its flow was charged
+    gate: Gate | None = None
     wanted: Wanted | None = None
     waited_s: float = 0.0
     charged: float = 0.0

@@ -60,7 +60,7 @@ class AdmissionMetrics:
         wanted = decision.wanted
         if wanted is None:
             return
-        tenant = self._tenant(wanted.flow.who)
+        tenant = self._tenant(wanted.flow.tenant)
         self._requests.add(tenant, "picked")
         self._waits.observe(decision.waited_s, decision.server, self._band(decision.server, wanted))
         if decision.waited_s:
@@ -84,7 +84,7 @@ class AdmissionMetrics:
     def settled(self, settled: Settled) -> None:
         """What a request cost is known."""
         if settled.wanted is not None and settled.service:
-            self._service.add(settled.service, settled.server, self._tenant(settled.wanted.flow.who))
+            self._service.add(settled.service, settled.server, self._tenant(settled.wanted.flow.tenant))
 
     def asked_redis(self, result: str, seconds: float) -> None:
         """Limits were to be granted by Redis."""

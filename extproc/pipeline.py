@@ -174,7 +174,7 @@ class Pipeline:
         gate = self.entrance.gates.get(pool.name) if wanted is not None else None
         if wanted is not None and gate is not None:
             waited_s = now - wanted.arrived_s
-            sent.wanted, sent.waited_s = wanted, waited_s
+            sent.gate, sent.wanted, sent.waited_s = gate, wanted, waited_s
             sent.reserved = Usage(assignment.input_tokens, output_tokens)
             sent.charged = gate.service(sent.reserved, assignment.cached_tokens)
             gate.sent(wanted, sent.charged, now)
@@ -228,6 +228,7 @@ class Pipeline:
         gate = self.entrance.gates.get(event.server)
         if gate is not None and event.flow is not None:
             # the flow has had it, wherever it came in
+            sent.gate = gate
             sent.wanted = Wanted(event.ticket, event.flow, now, now, priority=event.priority)
             sent.charged, sent.reserved = event.service, Usage(event.input_tokens, event.tokens - event.input_tokens)
             gate.sent(sent.wanted, event.service, now)
@@ -253,20 +254,18 @@ class Pipeline:
         sent.is_settled = True
         learn(sent, outcome, now)
         used = usage_of(sent, outcome)
-        gate = self.entrance.gates.get(sent.pool.name)
         service = 0.0
-        if gate is not None and sent.wanted is not None:
+        if sent.gate is not None:
             cached = sent.assignment.cached_tokens if outcome.cached_tokens is None else outcome.cached_tokens
-            service = gate.service(used, float(cached))
+            service = sent.gate.service(used, float(cached))
         self._close(sent, used, service, now)
         return Settled(sent.pool.name, sent.assignment, outcome, sent.is_ours, sent.wanted, service)
 
     def _close(self, sent: Sent, used: Usage | None, service: float, now: float) -> None:
         """Correct the accounts of its flow and of its limits; None: it never went."""
-        gate = self.entrance.gates.get(sent.pool.name)
-        if gate is not None and sent.wanted is not None:
+        if sent.gate is not None and sent.wanted is not None:
             tokens = 0.0 if used is None else used.input_tokens + used.output_tokens
-            gate.over(sent.wanted, service - sent.charged, tokens=tokens, now=now)
+            sent.gate.over(sent.wanted, service - sent.charged, tokens=tokens, now=now)
         if sent.is_ours:
             self.entrance.settle_grants(sent.grants, used, now)
 

@@ -81,10 +81,10 @@ class Flows:
         self._nearness = Nearness(self._is_waiting) if isinstance(policy, DeficitLocality) else None
         self.requests = 0
         self.running: Ints = np.zeros(0, np.int64)
+        self._sizes: Ints = np.zeros(0, np.int64)
         self.heads = Heads(np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))
         self._flows: list[_Flow] = []
         self._rows: dict[FlowKey, int] = {}
-        self._keys: list[FlowKey | None] = []
         self._free: list[int] = []
         self._tickets: dict[str, int] = {}
         self._numbers = 0
@@ -103,7 +103,6 @@ class Flows:
         row = self._rows.get(key)
         if row is None:
             row = self._rows[key] = self._new_row()
-            self._keys[row] = key
         return row
 
     def add(self, wanted: Wanted) -> None:
@@ -153,8 +152,7 @@ class Flows:
 
     def newest_of_largest(self) -> Wanted:
         """Who gives way when there is no place: of the flow that holds the most, what came last."""
-        largest = max(self._rows.values(), key=lambda row: len(self._flows[row].members))
-        members = self._flows[largest].members
+        members = self._flows[int(self._sizes.argmax())].members
         return members[next(reversed(members))]
 
     def begin_service(self, key: FlowKey, service: float, now: float) -> None:
@@ -170,17 +168,12 @@ class Flows:
             self.running[row] -= 1
             self.policy.correct(row, correction, now)
 
-    def sizes(self) -> Iterator[tuple[FlowKey, int]]:
-        """Flows with requests that wait, and how many."""
-        for key, row in self._rows.items():
-            if self._flows[row].members:
-                yield key, len(self._flows[row].members)
-
     def _is_waiting(self, ticket: str) -> bool:
         return ticket in self._tickets
 
     def _look(self, row: int) -> None:
         heads, head = self.heads, self._flows[row].head()
+        self._sizes[row] = len(self._flows[row].members)
         heads.waiting[row] = head is not None
         if head is not None:
             heads.keys[row], heads.cached[row] = head[0], head[2].cached_tokens
@@ -191,7 +184,7 @@ class Flows:
             # where all are busy, looking through them each time would not help
             self._next_sweep = max(MOST_IDLE_FLOWS, len(self._rows) * 5 // 4)
         if not self._free:
-            self._grow(max(_FIRST_ROWS, 2 * len(self._keys)))
+            self._grow(max(_FIRST_ROWS, 2 * len(self._flows)))
         return self._free.pop()
 
     def _forget_idle(self) -> None:
@@ -199,7 +192,6 @@ class Flows:
         idle = [(self.policy.debt(row), key, row) for key, row in self._rows.items() if self._is_idle(row)]
         for _, key, row in sorted(idle, key=lambda one: one[0])[: (len(idle) + 1) // 2]:
             del self._rows[key]
-            self._keys[row] = None
             self.policy.forget(row)
             self._free.append(row)
 
@@ -207,11 +199,10 @@ class Flows:
         return not self._flows[row].members and not self.running[row]
 
     def _grow(self, rows: int) -> None:
-        old = len(self._keys)
+        old = len(self._flows)
         self._free.extend(range(rows - 1, old - 1, -1))
-        self._keys += [None] * (rows - old)
         self._flows += [_Flow() for _ in range(rows - old)]
-        self.running = np.pad(self.running, (0, rows - old))
+        self.running, self._sizes = (np.pad(one, (0, rows - old)) for one in (self.running, self._sizes))
 
         def grown(column: Floats) -> Floats:
             return np.pad(column, (0, rows - old))

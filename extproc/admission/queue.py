@@ -93,6 +93,7 @@ class FairQueue:
         self._bytes += wanted.size_bytes
         self._waiting[wanted.ticket] = wanted, band
         heapq.heappush(self._expiries, (wanted.expires_s, next(self._numbers), wanted.ticket))
+        self._sweep_expiries()
         return evicted
 
     def next(self, room: Room, now: float) -> tuple[Wanted, Bools] | None:
@@ -124,6 +125,12 @@ class FairQueue:
         while self._expiries and self._expiries[0][2] not in self._waiting:
             heapq.heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None
+
+    def _sweep_expiries(self) -> None:
+        """Those that have gone leave theirs behind; let go of them when they are the most."""
+        if len(self._expiries) > 2 * len(self._waiting) + 1000:
+            self._expiries = [entry for entry in self._expiries if entry[2] in self._waiting]
+            heapq.heapify(self._expiries)
 
     def begin_service(self, wanted: Wanted, service: float, now: float) -> None:
         """It goes, and is expected to take so much of the engines, in weighted tokens."""
@@ -185,4 +192,4 @@ class FairQueue:
         return [band.index for band in self.bands if band.flows.requests]
 
     def _weight(self, flow: FlowKey) -> float:
-        return self._control.weights.get(flow.who, 1.0)
+        return self._control.weights.get(flow.tenant, 1.0)

@@ -10,10 +10,14 @@ from extproc.endpoints.table import Bools
 
 
 class FlowKey(msgspec.Struct, frozen=True, order=True):
-    """Whose requests are one flow, to be treated fairly among others. ``model`` is empty where tenants are the flows."""
+    """Whose requests are one flow, to be treated fairly among others.
 
-    who: str
+    ``part`` of a tenant: a user, a session, a program; ``model`` is empty where tenants are the flows.
+    """
+
+    tenant: str
     model: str = ""
+    part: str = ""
 
 
 class Wanted(msgspec.Struct, frozen=True, eq=False):
