@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -64,6 +65,8 @@ class Sent(msgspec.Struct):
     waited_s: float = 0.0
     charged: float = 0.0
     reserved: Usage = NOTHING
+    # what was asked for
+    most_output: float = math.inf
     grants: tuple[Grant, ...] = ()
 
 
@@ -122,20 +125,29 @@ def _learn_output(sent: Sent, outcome: Outcome) -> None:
 
 
 def usage_of(sent: Sent, outcome: Outcome) -> Usage:
-    """What a request took, as reported. Where an answer was cut off and nobody says, what was reserved counts as used.
+    """What a request took, as reported. A request that no engine answered took nothing.
 
-    So nobody gains by hanging up just before the end; a request that no engine answered took nothing.
+    Where the client hung up, nobody says what was written by then: as much as the engine writes in that time, by its time per
+    token, and no more than was asked for. So nobody gains by hanging up just before the end.
     """
-    is_answered = 200 <= outcome.status < 300
-    if not is_answered and outcome.prompt_tokens is None:
+    has_left = outcome.status == 0 and bool(outcome.served)
+    if outcome.prompt_tokens is None and not 200 <= outcome.status < 300 and not has_left:
         return NOTHING
-    written = outcome.completion_tokens
-    if written is None:
-        written = 0 if outcome.ttfb_s is None else None
     return Usage(
         input_tokens=sent.reserved.input_tokens if outcome.prompt_tokens is None else outcome.prompt_tokens,
-        output_tokens=sent.reserved.output_tokens if written is None else written,
+        output_tokens=_written(sent, outcome) if outcome.completion_tokens is None else outcome.completion_tokens,
     )
+
+
+def _written(sent: Sent, outcome: Outcome) -> float:
+    if outcome.ttfb_s is None and sent.is_streamed:
+        return 0.0
+    row = sent.pool.table.row_of(outcome.served)
+    tpot_s = float(sent.pool.table.tpot_s[row]) if row is not None else 0.0
+    if not tpot_s:
+        return sent.reserved.output_tokens
+    writing_s = outcome.duration_s - (sent.waited_s if outcome.ttfb_s is None else outcome.ttfb_s)
+    return min(sent.most_output, max(0.0, writing_s) / tpot_s)
 
 
 def _learn_bytes_per_token(sent: Sent, outcome: Outcome) -> None:

@@ -5,6 +5,7 @@ No clock, no event loop and no network in here: the same pipeline runs under Env
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
@@ -169,6 +170,7 @@ class Pipeline:
             is_streamed=request.is_streamed,
             sent_at_s=now,
             grants=terms.grants,
+            most_output=math.inf if request.max_output_tokens is None else request.max_output_tokens,
         )
         waited_s = 0.0
         gate = self.entrance.gates.get(pool.name) if wanted is not None else None

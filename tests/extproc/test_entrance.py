@@ -154,7 +154,31 @@ def test_what_was_not_written_comes_back_when_the_outcome_is_known() -> None:
     assert output.level == pytest.approx(993, abs=0.5)
 
 
-def test_who_hangs_up_before_the_end_pays_for_what_was_reserved() -> None:
+def hung_up(scene: Scene, *, after_s: float, ttfb_s: float | None = 0.5, status: int = 200) -> float:
+    """Output tokens that a stream of at most 50 costs whose client hangs up, on an engine that writes 100 a second."""
+    first = scene.sent()
+    scene.pipeline.pools["llama"].table.tpot_s[:] = 0.01
+    scene.pipeline.finish(first.ticket, 1.0)
+    gone = Outcome(first.ticket, status, "10.0.0.1:8000", after_s, ttfb_s, None, None, None)
+    scene.pipeline.settle(gone, 1.0)
+    return float(1000 - scene.pipeline.entrance.limits._buckets["chat/0/output_tokens/acme"].level)
+
+
+def test_who_hangs_up_pays_for_what_was_written_by_then() -> None:
+    assert hung_up(Scene(), after_s=0.7) == pytest.approx(20, abs=0.5)
+    # and for no more than was asked for
+    assert hung_up(Scene(), after_s=60.0) == pytest.approx(50, abs=0.5)
+
+
+def test_who_hangs_up_before_there_was_an_answer_pays_as_if_it_was_being_written() -> None:
+    assert hung_up(Scene(), after_s=0.3, ttfb_s=None, status=0) == pytest.approx(30, abs=0.5)
+
+
+def test_a_request_that_no_engine_answered_costs_nothing() -> None:
+    assert hung_up(Scene(), after_s=0.3, ttfb_s=None, status=503) == pytest.approx(0, abs=0.5)
+
+
+def test_without_a_time_per_token_what_was_reserved_counts() -> None:
     scene = Scene()
     first = scene.sent()
     scene.pipeline.finish(first.ticket, 1.0)
