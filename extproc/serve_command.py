@@ -19,6 +19,7 @@ from extproc.workers import supervise
 
 if TYPE_CHECKING:
     from extproc.app import Settings
+    from extproc.config.types import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,9 @@ def run(words: list[str]) -> int:
     if options.worker is None:
         for note in notes:
             log.info("%s", note)
+        if options.redis is None:
+            for warning in limits_without_redis(snapshot):
+                log.warning("%s", warning)
     try:
         settings = _settings(options)
     except ValueError as error:
@@ -54,6 +58,17 @@ def run(words: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def limits_without_redis(snapshot: Snapshot) -> list[str]:
+    """What Global limits come to where there is no Redis to ask."""
+    return [
+        f"ModelRoute {route.metadata.name}: rateLimits[{index}] is Global, and there is no --redis: "
+        + ("all its requests get 503" if limit.without_redis == "Refuse" else "every machine grants it by itself")
+        for route in snapshot.routes
+        for index, limit in enumerate(route.spec.rate_limits)
+        if limit.scope == "Global"
+    ]
 
 
 def _settings(options: argparse.Namespace) -> Settings:

@@ -8,6 +8,7 @@ import pytest
 
 from extproc.config.load import load, load_directory
 from extproc.config.mistakes import ConfigInvalid
+from extproc.serve_command import limits_without_redis
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -175,3 +176,11 @@ spec: {priority: high}
         "spec.priority",
     ):
         assert expected in found
+
+
+def test_global_limits_without_a_redis_are_warned_of() -> None:
+    limits = b"  rateLimits: [{requests: 1, scope: Global}, {requests: 1}, {requests: 1, scope: Global, withoutRedis: Refuse}]\n"
+    found = load({"server.yaml": SERVER, "route.yaml": ROUTE + limits})
+    first, second = limits_without_redis(found)
+    assert first.startswith("ModelRoute chat: rateLimits[0] is Global")
+    assert second.endswith("all its requests get 503")
