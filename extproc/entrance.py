@@ -73,6 +73,11 @@ class Entrance:
             if self.gates.get(name) is not before.get(name) or pools.get(name) is not held.arrival.pool:
                 self._move(held, pools)
 
+    @property
+    def has_any_limits(self) -> bool:
+        """Whether any route has."""
+        return bool(self._routes)
+
     def has_limits(self, route: str) -> bool:
         """Whether requests of a route are limited."""
         return route in self._routes

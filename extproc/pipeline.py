@@ -19,10 +19,10 @@ from extproc.learning import Outcome, Sent, learn, usage_of
 from extproc.passage import BUNDLE, Arrival, Attachment, Decision, Head, Held, Released, Settled, Terms
 from extproc.prefix.turns import tail_of
 from extproc.reception import Reception
-from extproc.rewriting import changed_body, prompt_of
+from extproc.rewriting import changed_body, choice_of, prompt_of
 from extproc.routing.resolve import RoutingTable
 from extproc.scheduling.pickers import make_picker
-from extproc.scheduling.pool import Choice, Pool
+from extproc.scheduling.pool import Pool
 
 if TYPE_CHECKING:
     import random
@@ -62,6 +62,8 @@ class Pipeline:
         self._unsettled: OrderedDict[str, Sent] = OrderedDict()
         self._snapshot = snapshot
         self.entrance = Entrance(rng=rng, elsewhere=elsewhere)
+        # whether anything depends on who asks, or on what a request is worth
+        self.asks_who = False
         # of the configuration in use
         self.reception: Reception
         self.apply(snapshot)
@@ -90,6 +92,7 @@ class Pipeline:
         self.pools = pools
         self.entrance.apply(snapshot, pools)
         self._snapshot = snapshot
+        self.asks_who = bool(self.entrance.gates or snapshot.picker_files) or self.entrance.has_any_limits
         self.reception = Reception(routing, Identities(snapshot), pools, self.entrance, self._rng)
 
     def enter(self, arrival: Arrival, now: float, terms: Terms) -> Decision | Held:
@@ -151,9 +154,7 @@ class Pipeline:
         expectation: Expectation | None = None,
     ) -> Decision:
         request, pool = arrival.request, arrival.pool
-        choice = Choice(
-            arrival.head.headers, terms.attachment.choices, terms.attachment.subset, terms.wants_reasons, among
-        )
+        choice = choice_of(arrival, terms, among)
         prompt = prompt_of(arrival, terms.tokens)
         considered = pool.consider(prompt, choice, now=now, rng=self._rng, expectation=expectation)
         explanation = explain(considered, pool) if terms.wants_reasons else None
@@ -201,7 +202,7 @@ class Pipeline:
         self, arrival: Arrival, now: float, *, tokens: Sequence[int] | None = None, attachment: Attachment = BUNDLE
     ) -> Explanation:
         """What would be decided, with every reason, and nothing changed; raises a Refusal."""
-        choice = Choice(arrival.head.headers, attachment.choices, attachment.subset, wants_reasons=True)
+        choice = choice_of(arrival, Terms(attachment=attachment, wants_reasons=True), None)
         pool = arrival.pool
         return explain(pool.consider(prompt_of(arrival, tokens), choice, now=now, rng=self._rng), pool)
 
@@ -255,6 +256,8 @@ class Pipeline:
             return None
         sent.is_settled = True
         learn(sent, outcome, now)
+        if sent.gate is None and not sent.grants:
+            return Settled(sent.pool.name, sent.assignment, outcome, sent.is_ours)
         used = usage_of(sent, outcome)
         service = 0.0
         if sent.gate is not None:

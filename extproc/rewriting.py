@@ -1,4 +1,4 @@
-"""What an engine is sent of a request: the prompt that its cache will know, and the body if something in it must change."""
+"""What is made of a request for its engine: the prompt that caches know, who may be chosen, the body if something in it must change."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from extproc.request.openai import with_changes
 from extproc.scheduling.knowledge import Prompt
+from extproc.scheduling.pool import Choice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from extproc.passage import Arrival
+    from extproc.endpoints.table import Bools
+    from extproc.passage import Arrival, Terms
 
 
 def prompt_of(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:
@@ -24,6 +26,18 @@ def prompt_of(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:
         scope="" if header is None else arrival.head.headers.get(header.lower(), ""),
         salt=request.cache_salt,
         tokens=tokens,
+    )
+
+
+def choice_of(arrival: Arrival, terms: Terms, among: Bools | None) -> Choice:
+    """What may be chosen for it; ``among``: the endpoints with room, None for all."""
+    return Choice(
+        headers=arrival.head.headers,
+        choices=terms.attachment.choices,
+        subset=terms.attachment.subset,
+        wants_reasons=terms.wants_reasons,
+        among=among,
+        is_trusted=arrival.head.is_trusted,
     )
 
 

@@ -26,13 +26,15 @@ class Demand(msgspec.Struct, frozen=True):
 class RequestFacts(msgspec.Struct, frozen=True):
     """What may be known of a request. ``model``: the name that engines know, an adapter's if one was asked for.
 
-    ``adapter``: that name if it is a LoRA adapter's. Header names are lower-case.
+    ``adapter``: that name if it is a LoRA adapter's. Header names are lower-case. ``is_trusted``: a gateway vouches for headers that
+    say what the request is worth.
     """
 
     model: str
     input_tokens: float
     adapter: str | None = None
     headers: Mapping[str, str] = {}
+    is_trusted: bool = False
 
 
 class View(msgspec.Struct, frozen=True):

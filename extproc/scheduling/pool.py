@@ -74,6 +74,7 @@ class Choice(msgspec.Struct, frozen=True):
     wants_reasons: bool = False
     # rows that have room, None for all
     among: Bools | None = None
+    is_trusted: bool = False
 
 
 class Considered(msgspec.Struct, frozen=True):
@@ -136,7 +137,7 @@ class Pool:
         """Choose endpoints for a prompt, of which this is expected, and change nothing; raises NoEndpoint."""
         if expectation is None:
             expectation = self.expect(prompt, now)
-        facts = RequestFacts(prompt.model, expectation.input_tokens, prompt.adapter, choice.headers)
+        facts = RequestFacts(prompt.model, expectation.input_tokens, prompt.adapter, choice.headers, choice.is_trusted)
         eligible = self.eligible(prompt.adapter, choice.subset)
         if choice.among is not None:
             eligible = choice.among if eligible is None else eligible & choice.among

@@ -24,10 +24,12 @@ from extproc.streams.answer import (
 )
 from extproc.streams.entry import Entry
 from extproc.streams.exchange import Desk, UnexpectedMessage
-from extproc.streams.head import read_head, read_served, read_status, read_subset
+from extproc.streams.head import read_served, read_status, read_subset
 from extproc.streams.usage import UsageReader
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from extproc.passage import Arrival, Decision, Head
     from extproc.streams.messages import HttpBody, ProcessingRequest
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 class Duplex:
     """One request in pieces: first it comes, then its answer goes."""
 
-    def __init__(self, desk: Desk, is_trusted: bool) -> None:
+    def __init__(self, desk: Desk, is_trusted: Callable[[], bool]) -> None:
         self._desk = desk
         self._is_trusted = is_trusted
         self._head: Head | None = None
@@ -55,7 +57,7 @@ class Duplex:
             self._read_metadata(message)
         match kind:
             case "request_headers":
-                self._head = read_head(message.request_headers, is_trusted=self._is_trusted)
+                self._head = self._desk.read_head(message.request_headers, self._is_trusted)
                 return [] if self._head.has_body else self._decide_without_body(self._head)
             case "request_body":
                 return self._receive_body(message.request_body)

@@ -104,6 +104,10 @@ class Desk(msgspec.Struct, frozen=True):
         if self.peers is not None:
             self.peers.sent(decision)
 
+    def read_head(self, headers: HttpHeaders, is_trusted: Callable[[], bool]) -> Head:
+        """A request's headers; whether they are to be trusted is asked where it matters, for it takes a while to see."""
+        return read_head(headers, is_trusted=self.pipeline.asks_who and is_trusted())
+
     def leave(self, held: Held) -> None:
         """The client of a held request has gone."""
         self.pipeline.leave(held, self.clock())
@@ -164,7 +168,13 @@ class Conversation(Protocol):
 class Exchange:
     """One stream, in the way that its first message asks for. ``is_trusted``: a gateway vouches for its headers."""
 
-    def __init__(self, desk: Desk, new_duplex: Callable[[Desk, bool], Conversation], *, is_trusted: bool) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        new_duplex: Callable[[Desk, Callable[[], bool]], Conversation],
+        *,
+        is_trusted: Callable[[], bool],
+    ) -> None:
         self._desk = desk
         self._new_duplex = new_duplex
         self._is_trusted = is_trusted
@@ -219,7 +229,7 @@ class Exchange:
 class Buffered:
     """Headers, then the whole body."""
 
-    def __init__(self, desk: Desk, is_trusted: bool) -> None:
+    def __init__(self, desk: Desk, is_trusted: Callable[[], bool]) -> None:
         self._desk = desk
         self._is_trusted = is_trusted
         self._admitted: tuple[Api, Head] | None = None
@@ -242,7 +252,7 @@ class Buffered:
             self._desk.finish(self._ticket)
 
     def _receive_headers(self, message: ProcessingRequest, headers: HttpHeaders) -> list[bytes]:
-        head = read_head(headers, is_trusted=self._is_trusted)
+        head = self._desk.read_head(headers, self._is_trusted)
         models = self._desk.models(head)
         if models is not None:
             return [models]

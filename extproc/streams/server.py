@@ -49,10 +49,10 @@ class GrpcServer:
         self,
         desk: Desk,
         *,
-        new_exchange: Callable[[bool], Exchange],
+        new_exchange: Callable[[Callable[[], bool]], Exchange],
         answer_to: Callable[[Pending], Awaitable[Answer]],
     ) -> None:
-        """``new_exchange``: given whether headers are to be trusted. ``answer_to``: waits for what a request waits for."""
+        """``new_exchange``: given who knows whether headers are to be trusted. ``answer_to``: waits for what a request waits for."""
         self._desk = desk
         self._answer_to = answer_to
         self._metrics = desk.metrics
@@ -107,7 +107,7 @@ class GrpcServer:
         return grpc.method_handlers_generic_handler(ACCESS_LOG, {"StreamAccessLogs": handler})
 
     async def _process(self, _: object, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> None:
-        exchange = self._new_exchange(self._desk.options.trusts_headers or _is_bundle(context))
+        exchange = self._new_exchange(lambda: self._desk.options.trusts_headers or _is_bundle(context))
         self._open += 1
         self._is_idle.clear()
         try:

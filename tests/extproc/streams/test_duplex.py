@@ -31,7 +31,7 @@ class Gateway:
         self.pipeline = pipeline
         self.metrics = Metrics(pipeline.pools.values, lambda: 0.0, lambda: 0.0)
         desk = Desk(pipeline, self.metrics, lambda: self.now, 77, GatewayOptions(**options))  # type: ignore[arg-type]
-        self.exchange = Exchange(desk, Duplex, is_trusted=False)
+        self.exchange = Exchange(desk, Duplex, is_trusted=lambda: False)
         self._is_first = True
 
     def send(self, message: ProcessingRequest) -> list[ProcessingResponse]:

@@ -26,7 +26,9 @@ class Conversation:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.metrics = Metrics(pipeline.pools.values, lambda: 1000.0, lambda: 0.0)
-        self.exchange = Exchange(Desk(pipeline, self.metrics, lambda: 5.0, started_s=77), Duplex, is_trusted=False)
+        self.exchange = Exchange(
+            Desk(pipeline, self.metrics, lambda: 5.0, started_s=77), Duplex, is_trusted=lambda: False
+        )
 
     def send_headers(
         self, path: str = "/v1/chat/completions", *, method: str = "POST", end: bool = False
@@ -154,7 +156,7 @@ def test_what_clients_send_adds_no_series(conversation: Conversation, pipeline: 
     for number in range(50):
         one = Conversation(pipeline)
         one.exchange = Exchange(
-            Desk(pipeline, conversation.metrics, lambda: 5.0, started_s=77), Duplex, is_trusted=False
+            Desk(pipeline, conversation.metrics, lambda: 5.0, started_s=77), Duplex, is_trusted=lambda: False
         )
         one.send_headers()
         one.send_body(CHAT.replace(b'"chat"', f'"model-{number}"'.encode()))
@@ -177,7 +179,7 @@ TENANTS = CONFIG.replace(
 def says_it_is_acme(pipeline: Pipeline, *, is_trusted: bool, duplex: bool) -> str:
     """The tenant that a request counts for whose headers say so."""
     metrics = Metrics(pipeline.pools.values, lambda: 1000.0, lambda: 0.0, gates=lambda: pipeline.entrance.gates)
-    exchange = Exchange(Desk(pipeline, metrics, lambda: 5.0, started_s=77), Duplex, is_trusted=is_trusted)
+    exchange = Exchange(Desk(pipeline, metrics, lambda: 5.0, started_s=77), Duplex, is_trusted=lambda: is_trusted)
     message = ProcessingRequest()
     if duplex:
         message.protocol_config.request_body_mode = 4

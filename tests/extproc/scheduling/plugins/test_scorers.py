@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -152,6 +153,12 @@ def test_a_latency_objective_is_met_closely_or_missed_least() -> None:
     # without an objective all miss it, and the fastest misses least
     assert scores(Latency(), view_of(3, backlog_tokens=backlogs)) == pytest.approx([0.4, 0.4 * 2 / 3, 0.0])
     assert scores(Latency(), view_of(1, headers={"x-slo-ttft-ms": "soon"})) == pytest.approx([0.4])
+
+
+def test_a_clients_own_objective_counts_for_nothing() -> None:
+    view = view_of(1, headers={"x-slo-ttft-ms": "60000"})
+    own = msgspec.structs.replace(view, request=msgspec.structs.replace(view.request, is_trusted=False))
+    assert scores(Latency(), view) != scores(Latency(), own) == pytest.approx([0.4])
 
 
 def test_noise_is_uniform_and_another_one_for_every_request() -> None:

@@ -35,4 +35,4 @@ def view_of(
     held = np.zeros(len(table.addresses))
     held[: len(cached)] = cached
     demand = Demand(held, prefill_work(input_tokens - held, held))
-    return View(table, demand, RequestFacts("m", input_tokens, adapter, headers or {}), now_s)
+    return View(table, demand, RequestFacts("m", input_tokens, adapter, headers or {}, is_trusted=True), now_s)
