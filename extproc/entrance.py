@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.admission.gate import Gate
@@ -12,6 +13,7 @@ from extproc.admission.saturation import Stages
 from extproc.admission.waiting import FlowKey, Wanted
 from extproc.errors import NoEndpoint, Refusal
 from extproc.passage import Held, Terms
+from extproc.rewriting import adapter_of
 
 if TYPE_CHECKING:
     import random
@@ -157,8 +159,8 @@ class Entrance:
         times = [when for gate in self.gates.values() if (when := gate.look_again_s(now)) is not None]
         return min(times, default=None)
 
-    def wanted(self, ticket: str, arrival: Arrival, expectation: Expectation, rows: Bools | None, now: float) -> Wanted:
-        """How a request stands in its server's queue. ``rows``: the endpoints that may serve it, None for all."""
+    def wanted(self, ticket: str, arrival: Arrival, expectation: Expectation, terms: Terms, now: float) -> Wanted:
+        """How a request stands in its server's queue."""
         control, pool = self.gates[arrival.pool.name].control, arrival.pool
         cached = float(expectation.demand.cached_tokens[pool.table.is_active].max(initial=0.0))
         return Wanted(
@@ -173,7 +175,7 @@ class Entrance:
             output_tokens=pool.expected_output(arrival.request.max_output_tokens),
             deadline_s=now + _target_s(arrival),
             session=arrival.head.headers.get(control.session_header.lower(), "")[:_MOST_CHARACTERS],
-            rows=rows,
+            eligible=partial(pool.eligible, adapter_of(arrival), terms.attachment.subset),
             holders=_holders(expectation.demand.cached_tokens) if cached else (),
         )
 

@@ -101,10 +101,8 @@ class Pipeline:
             if arrival.pool.name not in self.entrance.gates:
                 return self._send(arrival, now, terms)
             pool = arrival.pool
-            prompt = prompt_of(arrival, terms.tokens)
-            expectation = pool.expect(prompt, now)
-            eligible = pool.eligible(prompt.adapter, terms.attachment.subset)
-            wanted = self.entrance.wanted(self._next_ticket(), arrival, expectation, eligible, now)
+            expectation = pool.expect(prompt_of(arrival, terms.tokens), now)
+            wanted = self.entrance.wanted(self._next_ticket(), arrival, expectation, terms, now)
             found = self.entrance.enter(wanted, arrival, terms, now)
             if isinstance(found, Held):
                 return found

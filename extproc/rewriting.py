@@ -22,11 +22,17 @@ def prompt_of(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:
     return Prompt(
         text=request.prompt,
         model=model,
-        adapter=model if model not in {spec.model, ""} else None,
+        adapter=adapter_of(arrival),
         scope="" if header is None else arrival.head.headers.get(header.lower(), ""),
         salt=request.cache_salt,
         tokens=tokens,
     )
+
+
+def adapter_of(arrival: Arrival) -> str | None:
+    """The LoRA adapter that was asked for, if it was one."""
+    model = arrival.destination.model
+    return model if model not in {arrival.pool.spec.model, ""} else None
 
 
 def choice_of(arrival: Arrival, terms: Terms, among: Bools | None) -> Choice:

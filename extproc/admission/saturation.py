@@ -81,7 +81,7 @@ class Room:
 
     def reserve(self, wanted: Wanted) -> None:
         """Nobody behind ``wanted`` may use the endpoint that will first have room for it."""
-        among = self._among if wanted.rows is None else self._among & wanted.rows
+        among = self._eligible(self._among, wanted)
         if among.any():
             fullness = np.maximum(self.pressure, self._table.in_flight_tokens / self._limits.max_tokens)
             nearest = int(np.where(among, fullness, np.inf).argmin())
@@ -95,8 +95,12 @@ class Room:
         soonest = float(over.min()) - self._limits.max_wait_s + _ROUNDING_S if over.size else LOOK_AGAIN_S
         return self._now + min(LOOK_AGAIN_S, soonest)
 
+    def _eligible(self, among: Bools, wanted: Wanted) -> Bools:
+        rows = wanted.rows
+        return among if rows is None else among & rows
+
     def _fitting(self, among: Bools, wanted: Wanted) -> Bools:
-        rows = among if wanted.rows is None else among & wanted.rows
+        rows = self._eligible(among, wanted)
         most = self._limits.max_tokens
         if most < np.inf:
             # what is larger than an engine goes to an empty one, and nowhere else

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import msgspec
 
@@ -23,7 +24,8 @@ class FlowKey(msgspec.Struct, frozen=True, order=True):
 class Wanted(msgspec.Struct, frozen=True, eq=False):
     """One request that asks to go. Tokens: ``uncached_tokens`` at the engine that holds most, ``output_tokens`` as expected.
 
-    ``deadline_s``: when the first token is wanted. ``rows``: the endpoints that may serve it, None for all. ``holders``: those that
+    ``deadline_s``: when the first token is wanted. ``eligible`` says which endpoints may serve it, None for all: they change
+    while it waits. ``holders``: those that
     hold most of it, with how much. ``size_bytes``: of its body, which waits with it.
     """
 
@@ -38,8 +40,13 @@ class Wanted(msgspec.Struct, frozen=True, eq=False):
     output_tokens: float = 0.0
     deadline_s: float = math.inf
     session: str = ""
-    rows: Bools | None = None
+    eligible: Callable[[], Bools | None] | None = None
     holders: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def rows(self) -> Bools | None:
+        """The endpoints that may serve it as things are now; None: all."""
+        return None if self.eligible is None else self.eligible()
 
     @property
     def cached_tokens(self) -> float:

@@ -215,6 +215,20 @@ def test_requests_of_a_model_without_engines_wait_and_go_in_fair_order() -> None
     assert not scene.pipeline.entrance.gates["llama"].wants_engines
 
 
+def test_who_is_held_may_go_to_engines_that_come_while_it_waits() -> None:
+    leaving = '{address: "10.0.0.1:8000", draining: true}, {address: "10.0.0.2:8000"}'
+    scene = Scene(endpoints=leaving)
+    scene.sent()
+    held = scene.held()
+    # more engines than the table had rows for, and none of the old ones free
+    more = ", ".join(f'{{address: "10.0.1.{number}:8000"}}' for number in range(20))
+    scene.apply(endpoints=f"{leaving}, {more}")
+    (released,) = scene.release(1.0)
+    assert released.held is held
+    assert isinstance(released.result, Decision)
+    assert released.result.assignment.addresses[0].startswith("10.0.1.")
+
+
 def test_without_engines_nobody_waits_for_ever() -> None:
     scene = Scene(endpoints="")
     scene.held(now=0.0)

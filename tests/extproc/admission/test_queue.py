@@ -133,7 +133,7 @@ def test_a_band_at_its_ceiling_does_not_hold_up_those_below() -> None:
 
 def test_a_head_without_room_does_not_hold_up_the_band_below() -> None:
     scene = Scene(sharing="Strict")
-    scene.enter("critical", priority=10, rows=only(0))
+    scene.enter("critical", priority=10, eligible=lambda: only(0))
     low = scene.enter("standard", priority=0)
     # the first engine is busy, and kept for the critical one; the second is free
     assert scene.next(busy=1) == low
@@ -141,8 +141,8 @@ def test_a_head_without_room_does_not_hold_up_the_band_below() -> None:
 
 def test_nobody_passes_a_blocked_head_on_the_engine_that_it_waits_for() -> None:
     scene = Scene(fairness="GlobalStrict")
-    head = scene.enter("acme", rows=only(0))
-    scene.enter("bell", rows=only(0))
+    head = scene.enter("acme", eligible=lambda: only(0))
+    scene.enter("bell", eligible=lambda: only(0))
     assert scene.next(busy=1) is None
     assert scene.next(busy=0) == head
 
