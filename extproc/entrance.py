@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.admission.gate import Gate
+from extproc.admission.identity import name_in
 from extproc.admission.limits import LocalLimits, RouteLimits, Usage
 from extproc.admission.saturation import Stages
 from extproc.admission.waiting import FlowKey, Wanted
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from extproc.scheduling.pool import Pool
 
 
-# Of names that clients write.
-_MOST_CHARACTERS: Final = 128
 # Of the engines that hold a prompt, so many are remembered while it waits.
 _MOST_HOLDERS: Final = 4
 
@@ -174,7 +173,7 @@ class Entrance:
             uncached_tokens=expectation.input_tokens - cached,
             output_tokens=pool.expected_output(arrival.request.max_output_tokens),
             deadline_s=now + _target_s(arrival),
-            session=arrival.head.headers.get(control.session_header.lower(), "")[:_MOST_CHARACTERS],
+            session=name_in(arrival.head.headers, control.session_header),
             eligible=partial(pool.eligible, adapter_of(arrival), terms.attachment.subset),
             holders=_holders(expectation.demand.cached_tokens) if cached else (),
         )
@@ -231,7 +230,7 @@ def _flow(arrival: Arrival, control: FlowControl) -> FlowKey:
             return FlowKey(tenant, part=caller.user)
         case "Header":
             # within the tenant: nobody gains by many sessions of another's name
-            return FlowKey(tenant, part=arrival.head.headers.get(control.session_header.lower(), "")[:_MOST_CHARACTERS])
+            return FlowKey(tenant, part=name_in(arrival.head.headers, control.session_header))
         case _:
             return FlowKey(tenant)
 

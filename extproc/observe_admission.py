@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from extproc.passage import Decision
-from extproc.tallies import Counts, Spread, Spreads, Sums
+from extproc.tallies import Counts, Spread, Spreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,10 +43,10 @@ class AdmissionMetrics:
         self._requests = Counts(
             "attache_tenant_requests", "Requests by tenant and what was decided.", ["tenant", "outcome"], registry
         )
-        self._service = Sums(
+        self._service = Counts(
             "attache_tenant_service_tokens", "Weighted tokens that engines gave.", ["server", "tenant"], registry
         )
-        self._tenant_wait = Sums(
+        self._tenant_wait = Counts(
             "attache_tenant_wait_seconds", "Seconds that requests were held.", ["server", "tenant"], registry
         )
         self._redis = Counts("attache_limits_redis", "Questions to Redis about limits.", ["result"], registry)
@@ -64,7 +64,7 @@ class AdmissionMetrics:
         self._requests.add(tenant, "picked")
         self._waits.observe(decision.waited_s, decision.server, self._band(decision.server, wanted))
         if decision.waited_s:
-            self._tenant_wait.add(decision.waited_s, decision.server, tenant)
+            self._tenant_wait.add_amount(decision.waited_s, decision.server, tenant)
 
     def released(self, one: Released) -> None:
         """A wait has ended."""
@@ -84,7 +84,7 @@ class AdmissionMetrics:
     def settled(self, settled: Settled) -> None:
         """What a request cost is known."""
         if settled.wanted is not None and settled.service:
-            self._service.add(settled.service, settled.server, self._tenant(settled.wanted.flow.tenant))
+            self._service.add_amount(settled.service, settled.server, self._tenant(settled.wanted.flow.tenant))
 
     def asked_redis(self, result: str, seconds: float) -> None:
         """Limits were to be granted by Redis."""

@@ -169,6 +169,7 @@ class Pipeline:
             is_streamed=request.is_streamed,
             sent_at_s=now,
             grants=terms.grants,
+            reserved=Usage(assignment.input_tokens, output_tokens),
             most_output=math.inf if request.max_output_tokens is None else request.max_output_tokens,
         )
         waited_s = 0.0
@@ -176,11 +177,8 @@ class Pipeline:
         if wanted is not None and gate is not None:
             waited_s = now - wanted.arrived_s
             sent.gate, sent.wanted, sent.waited_s = gate, wanted, waited_s
-            sent.reserved = Usage(assignment.input_tokens, output_tokens)
             sent.charged = gate.service(sent.reserved, assignment.cached_tokens)
             gate.sent(wanted, sent.charged, now)
-        elif terms.grants:
-            sent.reserved = Usage(assignment.input_tokens, output_tokens)
         return Decision(
             ticket,
             arrival.destination.server,

@@ -23,16 +23,20 @@ _MOST_PENDING: Final = 4096
 
 
 class Counts(Collector):
-    """One counter family. Its label values come from the configuration and from fixed sets."""
+    """One counter family. Its label values come from the configuration and from fixed sets, or are bounded by who adds."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
         self._name, self._text, self._labels = name, text, labels
-        self._counts: dict[tuple[str, ...], int] = {}
+        self._counts: dict[tuple[str, ...], float] = {}
         registry.register(self)
 
     def add(self, *values: str) -> None:
         """One more under these label values."""
-        self._counts[values] = self._counts.get(values, 0) + 1
+        self.add_amount(1, *values)
+
+    def add_amount(self, amount: float, *values: str) -> None:
+        """So much more."""
+        self._counts[values] = self._counts.get(values, 0) + amount
 
     def begin(self, *values: str) -> None:
         """A series that is there from the start, at 0."""
@@ -47,30 +51,6 @@ class Counts(Collector):
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
         for values, count in self._counts.items():
             family.add_metric(values, count)
-        yield family
-
-
-class Sums(Collector):
-    """One counter family of amounts. Its label values are bounded by who adds."""
-
-    def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
-        self._name, self._text, self._labels = name, text, labels
-        self._sums: dict[tuple[str, ...], float] = {}
-        registry.register(self)
-
-    def add(self, amount: float, *values: str) -> None:
-        """So much more under these label values."""
-        self._sums[values] = self._sums.get(values, 0.0) + amount
-
-    def describe(self) -> Iterable[Metric]:
-        """Its name, so that a second one of that name is refused."""
-        return [CounterMetricFamily(self._name, self._text, labels=self._labels)]
-
-    def collect(self) -> Iterator[Metric]:
-        """All series."""
-        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for values, amount in self._sums.items():
-            family.add_metric(values, amount)
         yield family
 
 

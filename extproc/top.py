@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -49,9 +50,7 @@ class Reading:
 def render(before: Reading, now: Reading, *, seconds: float, tenants: int) -> str:
     """Counters become rates over the ``seconds`` between the two."""
 
-    def rate(name: str, **labels: str) -> float:
-        return max(0.0, now.sum(name, **labels) - before.sum(name, **labels)) / seconds
-
+    rate = partial(_rate, before, now, seconds)
     lines = [
         f"{rate('attache_picks_total'):.1f} picks/s, {now.sum('attache_open_streams'):.0f} requests open, "
         f"{rate('attache_requests_total', outcome='rate_limited'):.1f} rate-limited/s, "
@@ -94,12 +93,14 @@ def render(before: Reading, now: Reading, *, seconds: float, tenants: int) -> st
     return "\n".join(lines)
 
 
+def _rate(before: Reading, now: Reading, seconds: float, name: str, **labels: str) -> float:
+    return max(0.0, now.sum(name, **labels) - before.sum(name, **labels)) / seconds
+
+
 def _tenants(before: Reading, now: Reading, seconds: float, most: int) -> list[str]:
     names = [name for (name,) in now.values_of("attache_tenant_requests_total", "tenant")]
 
-    def rate(name: str, **labels: str) -> float:
-        return max(0.0, now.sum(name, **labels) - before.sum(name, **labels)) / seconds
-
+    rate = partial(_rate, before, now, seconds)
     service = {name: rate("attache_tenant_service_tokens_total", tenant=name) for name in names}
     whole = sum(service.values())
     rows = [

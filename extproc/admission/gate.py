@@ -46,6 +46,7 @@ class Gate:
         self._limits = control.saturation.limits()
         self._timeout_s = parse_duration_s(control.timeout)
         self._no_endpoint_timeout_s = parse_duration_s(control.no_endpoint_timeout)
+        self._latest: Room | None = None
         self._rate = 0.0
         self._rate_at_s = 0.0
 
@@ -118,7 +119,8 @@ class Gate:
         expiry_s = self.queue.next_expiry_s()
         if expiry_s is None:
             return None
-        opens_s = self._room(now).opens_at_s() if len(self._table) else now + LOOK_AGAIN_S
+        # nobody has gone since the room was last looked at: then it would have been looked at again
+        opens_s = self._latest.opens_at_s() if self._latest is not None and len(self._table) else now + LOOK_AGAIN_S
         return min(expiry_s, opens_s)
 
     def retry_after_s(self, now: float) -> int:
@@ -128,7 +130,7 @@ class Gate:
         return math.ceil(min(_LONGEST_RETRY_S, max(1.0, seconds)))
 
     def _room(self, now: float) -> Room:
-        room = Room(self._table, self._limits, now, self._stages())
+        room = self._latest = Room(self._table, self._limits, now, self._stages())
         self.saturation, self.stale_endpoints = room.saturation, room.stale_endpoints
         return room
 
@@ -136,14 +138,8 @@ class Gate:
         """By chance, rising from none at ``shed_from`` to all when the queue is full."""
         if wanted.priority >= 0 or not room.has_endpoints:
             return
-        control, spec = self.control, self.queue.band_of(wanted.priority).spec
-        fill = max(
-            len(self.queue) / control.max_requests,
-            self.queue.bytes / control.most_bytes,
-            self.queue.band_of(wanted.priority).requests / spec.max_requests,
-        )
-        fullness = room.saturation if room.saturation < 1 else 1 + fill
-        if self._rng.random() < (fullness - control.shed_from) / (2 - control.shed_from):
+        fullness = room.saturation if room.saturation < 1 else 1 + self.queue.fill(wanted.priority)
+        if self._rng.random() < (fullness - self.control.shed_from) / (2 - self.control.shed_from):
             message = "The engines are busy with more important requests; try again later."
             raise Shed(message, retry_after_s=self.retry_after_s(now))
 

@@ -54,16 +54,25 @@ class Identities:
         key = self._keys.get(headers.get(CLIENT, ""))
         objective = _first(headers, OBJECTIVES)
         return Caller(
-            tenant=key.tenant if key is not None else headers.get(TENANT, "")[:_MOST_CHARACTERS] or ANONYMOUS,
-            user=key.user if key is not None else headers.get(USER, "")[:_MOST_CHARACTERS],
+            tenant=key.tenant if key is not None else name_in(headers, TENANT) or ANONYMOUS,
+            user=key.user if key is not None else name_in(headers, USER),
             api_key="" if key is None else key.name,
-            flow=_first(headers, FAIRNESS_IDS)[:_MOST_CHARACTERS],
+            flow=_cut(_first(headers, FAIRNESS_IDS)),
             # an objective that is not known counts as 0, as in llm-d
             priority=self._objectives.get(objective, 0) if objective else None,
             ttft_s=_seconds(_first(headers, SLO_TTFT_MS)),
             tpot_s=_seconds(_first(headers, SLO_TPOT_MS)),
             deadline_s=_seconds(headers.get(DEADLINE_MS, "")),
         )
+
+
+def name_in(headers: Mapping[str, str], header: str) -> str:
+    """The name that a header holds, cut where it would fill memory; empty if there is none."""
+    return _cut(headers.get(header.lower(), ""))
+
+
+def _cut(name: str) -> str:
+    return name[:_MOST_CHARACTERS]
 
 
 def _first(headers: Mapping[str, str], names: Sequence[str]) -> str:

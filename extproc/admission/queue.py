@@ -79,6 +79,15 @@ class FairQueue:
         """The highest band that the priority reaches; below all of them, the lowest."""
         return next((band for band in self.bands if priority >= band.spec.priority), self.bands[-1])
 
+    def fill(self, priority: int) -> float:
+        """How full it is for a request of this priority, 0 to 1."""
+        band = self.band_of(priority)
+        return max(
+            len(self) / self._control.max_requests,
+            self._bytes / self._most_bytes,
+            band.requests / band.spec.max_requests,
+        )
+
     def enter(self, wanted: Wanted) -> list[Wanted]:
         """It waits. Returns those of lower bands that had to give way; raises QueueFull if it finds no place itself."""
         band = self.band_of(wanted.priority)

@@ -145,8 +145,8 @@ def _usable(table: EndpointTable, now: float) -> Bools:
     """Endpoints that should get something: those that leave or fail only if there are no others."""
     among = table.is_active
     if table.has_draining:
-        staying = table.remembered("staying", lambda: np.array([not one.is_draining for one in table.traits]))
-        among = among & staying if (among & staying).any() else among
+        staying = among & table.staying()
+        among = staying if staying.any() else among
     if table.has_failures:
         well = among & (table.avoid_until_s <= now)
         among = well if well.any() else among

@@ -10,7 +10,7 @@ import msgspec
 from extproc.endpoints.table import Bools
 
 
-class FlowKey(msgspec.Struct, frozen=True, order=True):
+class FlowKey(msgspec.Struct, frozen=True):
     """Whose requests are one flow, to be treated fairly among others.
 
     ``part`` of a tenant: a user, a session, a program; ``model`` is empty where tenants are the flows.

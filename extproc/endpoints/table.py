@@ -182,6 +182,10 @@ class EndpointTable:
             column = self._remembered[question] = answer()
         return column
 
+    def staying(self) -> Bools:
+        """The rows that are not draining."""
+        return self.remembered("staying", lambda: np.array([not one.is_draining for one in self.traits]))
+
     def set_loras(self, row: int, loras: Loras) -> None:
         """What the engine of ``row`` now says of its adapters."""
         if loras != self.loras[row]:

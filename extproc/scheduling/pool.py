@@ -234,8 +234,7 @@ class Pool:
             if serving.any():
                 eligible = serving if eligible is None else eligible & serving
         if table.has_draining:
-            question = "staying"
-            staying = table.remembered(question, lambda: np.array([not one.is_draining for one in table.traits]))
+            staying = table.staying()
             among = table.is_active & staying if eligible is None else eligible & staying
             if among.any():
                 eligible = among
