@@ -27,9 +27,10 @@ from bench.load.client import Client
 from bench.load.summary import summarize, ttfts
 from bench.processes import StartFailed
 from bench.report import Comparison, Run, table, write_report
-from bench.simulate import Simulation
 from bench.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, documents, running_stack
 from bench.usage import busy_share, cpu_seconds, machine_time
+from bench.virtual.machines import kind_of
+from bench.virtual.simulation import Simulation
 from bench.workload.generate import Conversations, conversations
 from bench.workload.sessions import Workload
 from bench.workload.traces import Part, TraceInvalid, read_trace
@@ -117,9 +118,10 @@ def _compare_in_virtual_time(settings: Settings) -> Comparison:
     for policy in settings.policies:
         named = policy if policy in POLICIES else POLICIES[0]
         snapshot = load({"all.yaml": documents(addresses, picker=named, gateway={}).encode()})
-        simulation = Simulation(snapshot, hardware, limits, make_picker=_picker_of(policy))
+        kinds = dict.fromkeys(addresses, kind_of(hardware, limits))
+        simulation = Simulation(snapshot, kinds, make_picker=_picker_of(policy))
         results = simulation.run(settings.workload)
-        served = tuple(simulation.served.values())
+        served = tuple(machine.served for machine in simulation.machines.values())
         runs.append(Run(Path(policy).stem, summarize(results, 1.0), served, 0.0, {}, tuple(results)))
     return Comparison(settings.workload.name, _describe(flags), 1.0, tuple(runs))
 

@@ -36,7 +36,7 @@ class BlockPool:
     @property
     def in_use(self) -> int:
         """Blocks that some request holds."""
-        return sum(1 for holders in self._holders if holders)
+        return self.total - len(self._free)
 
     def match(self, hashes: Sequence[int]) -> list[int]:
         """The blocks of the longest known beginning of ``hashes``."""
@@ -50,15 +50,15 @@ class BlockPool:
 
     def take(self, shared: Sequence[int], new: int) -> list[int] | None:
         """Hold the ``shared`` blocks and ``new`` more; None, with nothing changed, if there are not enough."""
-        revived = sum(1 for block in shared if not self._holders[block])
-        if new > len(self._free) - revived:
+        holders, free = self._holders, self._free
+        revived = [block for block in shared if not holders[block]]
+        if new > len(free) - len(revived):
             return None
+        for block in revived:
+            del free[block]
         for block in shared:
-            if not self._holders[block]:
-                del self._free[block]
-            self._holders[block] += 1
-        fresh = [self._evict() for _ in range(new)]
-        return [*shared, *fresh]
+            holders[block] += 1
+        return [*shared, *[self._evict() for _ in range(new)]]
 
     def name(self, block: int, value: int) -> bool:
         """``block`` is full and known by ``value`` from now on, unless another block is already; whether it is."""
@@ -70,10 +70,11 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """A request lets go of its blocks, given in the order of its text; its tail will be reused first."""
+        holders, free = self._holders, self._free
         for block in reversed(blocks):
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                self._free[block] = None
+            holders[block] -= 1
+            if not holders[block]:
+                free[block] = None
 
     def _evict(self) -> int:
         block, _ = self._free.popitem(last=False)

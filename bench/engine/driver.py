@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from bench.engine.hardware import API_S
 from bench.engine.journal import Journal
 from bench.engine.scheduler import Limits, Request, Scheduler, Token
-from bench.engine.text import answer_words
+from bench.engine.step_time import Roofline
+from bench.engine.text import answer_text
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -27,7 +28,7 @@ class Driver:
     ) -> None:
         self._publisher = publisher
         self._journal = Journal() if publisher is not None else None
-        self.scheduler = Scheduler(hardware, limits, self._journal)
+        self.scheduler = Scheduler(Roofline(hardware), limits, self._journal)
         self.block_size = limits.block_size
         self.speed = speed
         self._rng = random.Random(seed)
@@ -42,9 +43,9 @@ class Driver:
 
     def new_request(self, prompt: bytes, output_tokens: int, *, model: str) -> Request:
         """A request whose answer will have ``output_tokens`` tokens."""
-        words = answer_words(self._rng, output_tokens)
+        answer = answer_text(self._rng, output_tokens)
         keeps_text = self._journal is not None
-        return Request(next(self._keys), prompt, words, model=model, block_size=self.block_size, keeps_text=keeps_text)
+        return Request(next(self._keys), prompt, answer, model=model, block_size=self.block_size, keeps_text=keeps_text)
 
     async def tokens(self, request: Request) -> AsyncIterator[Token]:
         """Enter ``request`` and follow its answer. Leaving early aborts it."""
@@ -62,7 +63,7 @@ class Driver:
                     return
         finally:
             del self._answers[request.key]
-            if request.produced < len(request.words):
+            if not request.is_done:
                 self.scheduler.abort(request)
 
     async def run(self) -> None:
@@ -72,7 +73,7 @@ class Driver:
         while True:
             if loop.time() < self._stalled_until:
                 await asyncio.sleep(self._stalled_until - loop.time())
-            step = self.scheduler.begin_step()
+            step = self.scheduler.begin_step(leaps=False)
             if step is None:
                 self._work_came.clear()
                 await self._work_came.wait()

@@ -43,7 +43,7 @@ class ChatFormat:
         return _closing({**self._head, "object": "chat.completion.chunk"}, request, wants_usage=wants_usage)
 
     def whole(self, request: Request) -> bytes:
-        message = {"role": "assistant", "content": "".join(request.words)}
+        message = {"role": "assistant", "content": request.answer.decode()}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
         return _dump({**self._head, "object": "chat.completion", "choices": [choice], "usage": chat_usage(request)})
 
@@ -65,7 +65,7 @@ class CompletionFormat:
         return _closing(self._head, request, wants_usage=wants_usage)
 
     def whole(self, request: Request) -> bytes:
-        choice = {"index": 0, "text": "".join(request.words), "logprobs": None, "finish_reason": "length"}
+        choice = {"index": 0, "text": request.answer.decode(), "logprobs": None, "finish_reason": "length"}
         return _dump({**self._head, "choices": [choice], "usage": chat_usage(request)})
 
 
@@ -91,7 +91,7 @@ class ResponsesFormat:
         return _dump(self._whole(request))
 
     def _whole(self, request: Request) -> dict[str, Any]:
-        text = {"type": "output_text", "text": "".join(request.words), "annotations": []}
+        text = {"type": "output_text", "text": request.answer.decode(), "annotations": []}
         item = {"id": self._item, "type": "message", "role": "assistant", "status": "completed", "content": [text]}
         cached = {"cached_tokens": request.cached_tokens or 0}
         usage = {

@@ -21,6 +21,8 @@ WEIGHT_STREAMING: Final = 0.75
 KV_READING: Final = 0.5
 # Share of the dense bf16 peak that prefill's matrix products reach: 0.60 to 0.70 on data-centre GPUs (Vidur, llm-d).
 PREFILL_GEMM: Final = 0.65
+# The same for a mixture of experts, whose matrices are small: fitted to llm-d's 39,065 tokens/s of gpt-oss-120b on one H100.
+MOE_GEMM: Final = 0.5
 # The same for prefill attention: about 0.4 (LLMServingSim's attention profiles).
 PREFILL_ATTENTION: Final = 0.4
 # Overheads that do not depend on the work (BLIS's coefficients b5, b6 and alpha).
@@ -45,7 +47,11 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """A dense decoder-only transformer with grouped-query attention."""
+    """A decoder-only transformer with grouped-query attention, dense or a mixture of experts.
+
+    ``active_parameters``: those that a token meets, if not all. ``experts`` in a layer, of which each token meets
+    ``experts_per_token``; ``experts_share``: of all parameters, those in experts.
+    """
 
     parameters: float
     layers: int
@@ -53,6 +59,16 @@ class ModelShape(msgspec.Struct, frozen=True):
     heads: int
     kv_heads: int
     head_dim: int
+    active_parameters: float | None = None
+    experts: int = 0
+    experts_per_token: int = 0
+    experts_share: float = 0.0
+    bytes_per_parameter: float = BYTES_PER_VALUE
+
+    @property
+    def active(self) -> float:
+        """Parameters that a token meets."""
+        return self.parameters if self.active_parameters is None else self.active_parameters
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -80,7 +96,7 @@ class Hardware(msgspec.Struct, frozen=True):
     @property
     def weight_bytes(self) -> float:
         """Of the whole model."""
-        return self.model.parameters * BYTES_PER_VALUE
+        return self.model.parameters * self.model.bytes_per_parameter
 
     def kv_tokens(self) -> int:
         """How many tokens the KV cache holds beside weights and activations."""
@@ -88,17 +104,62 @@ class Hardware(msgspec.Struct, frozen=True):
         return int(free // self.model.kv_bytes_per_token)
 
 
-_H100: Final = Gpu(flops=989e12, bandwidth=3.35e12, memory=80e9)
-_A100: Final = Gpu(flops=312e12, bandwidth=2.04e12, memory=80e9)
-_L40S: Final = Gpu(flops=362e12, bandwidth=0.864e12, memory=48e9)
-_LLAMA_8B: Final = ModelShape(parameters=8.03e9, layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128)
-_LLAMA_70B: Final = ModelShape(parameters=70.6e9, layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128)
+GPUS: Final[Mapping[str, Gpu]] = MappingProxyType(
+    {
+        "h100": Gpu(flops=989e12, bandwidth=3.35e12, memory=80e9),
+        "h200": Gpu(flops=989e12, bandwidth=4.8e12, memory=141e9),
+        "a100": Gpu(flops=312e12, bandwidth=2.04e12, memory=80e9),
+        "l40s": Gpu(flops=362e12, bandwidth=0.864e12, memory=48e9),
+        "a10g": Gpu(flops=70e12, bandwidth=0.6e12, memory=24e9),
+    }
+)
+
+MODELS: Final[Mapping[str, ModelShape]] = MappingProxyType(
+    {
+        # Llama 2 7B: no grouped queries, so four times the KV cache of 8B
+        "7b": ModelShape(parameters=6.74e9, layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128),
+        # Qwen2.5 7B, of which DeepSeek-R1-Distill-Qwen-7B is made
+        "qwen-7b": ModelShape(parameters=7.62e9, layers=28, hidden=3584, heads=28, kv_heads=4, head_dim=128),
+        # Llama 3.1 8B and 70B
+        "8b": ModelShape(parameters=8.03e9, layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128),
+        "70b": ModelShape(parameters=70.6e9, layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128),
+        # Qwen3 32B
+        "32b": ModelShape(parameters=32.8e9, layers=64, hidden=5120, heads=64, kv_heads=8, head_dim=128),
+        # gpt-oss-120b: 128 experts in 4-bit floats, 4 for each token
+        "120b-a5b": ModelShape(
+            parameters=116.8e9,
+            layers=36,
+            hidden=2880,
+            heads=64,
+            kv_heads=8,
+            head_dim=64,
+            active_parameters=5.1e9,
+            experts=128,
+            experts_per_token=4,
+            experts_share=0.98,
+            bytes_per_parameter=0.55,
+        ),
+        # Qwen3 30B-A3B
+        "30b-a3b": ModelShape(
+            parameters=30.5e9,
+            layers=48,
+            hidden=2048,
+            heads=32,
+            kv_heads=4,
+            head_dim=128,
+            active_parameters=3.3e9,
+            experts=128,
+            experts_per_token=8,
+            experts_share=0.95,
+        ),
+    }
+)
 
 PRESETS: Final[Mapping[str, Hardware]] = MappingProxyType(
     {
-        "h100-llama-3.1-8b": Hardware(_LLAMA_8B, _H100),
-        "h100x4-llama-3.1-70b": Hardware(_LLAMA_70B, _H100, gpus=4),
-        "a100-llama-3.1-8b": Hardware(_LLAMA_8B, _A100),
-        "l40s-llama-3.1-8b": Hardware(_LLAMA_8B, _L40S),
+        "h100-llama-3.1-8b": Hardware(MODELS["8b"], GPUS["h100"]),
+        "h100x4-llama-3.1-70b": Hardware(MODELS["70b"], GPUS["h100"], gpus=4),
+        "a100-llama-3.1-8b": Hardware(MODELS["8b"], GPUS["a100"]),
+        "l40s-llama-3.1-8b": Hardware(MODELS["8b"], GPUS["l40s"]),
     }
 )

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.engine.blocks import BlockPool
-from bench.engine.step_time import Work, step_seconds
-from bench.engine.text import BlockHashes, count_tokens
+from bench.engine.step_time import Batch
+from bench.engine.text import BYTES_PER_TOKEN, BlockHashes, count_tokens
 
 if TYPE_CHECKING:
-    from bench.engine.hardware import Hardware
     from bench.engine.journal import Journal
+    from bench.engine.step_time import StepTime
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -32,44 +32,73 @@ class Limits(msgspec.Struct, frozen=True):
 class Request:
     """One request in the engine.
 
-    ``model``: the name that was asked for, an adapter's maybe. ``words``: the answer, a token each, which it will have
-    produced when it is done.
+    ``model``: the name that was asked for, an adapter's maybe. ``answer``: four bytes a token, which it will have produced
+    when it is done.
     """
 
     def __init__(
-        self, key: int, prompt: bytes, words: list[str], *, model: str, block_size: int, keeps_text: bool = False
+        self, key: int, prompt: bytes, answer: bytes, *, model: str, block_size: int, keeps_text: bool = False
     ) -> None:
         self.key = key
         self.model = model
-        self.words = words
+        self.answer = answer
+        self.output_tokens = len(answer) // BYTES_PER_TOKEN
         self.prompt_tokens = count_tokens(prompt)
+        # of the prompt and of what has been produced
+        self.tokens = self.prompt_tokens
         self.produced = 0
         self.computed = 0
         self.cached_tokens: int | None = None
         self.blocks: list[int] = []
         self.named = 0
+        self.is_running = False
         self.text = BlockHashes(model, block_size, keeps_text=keeps_text)
         self.text.extend(prompt)
 
     @property
-    def tokens(self) -> int:
-        """Of the prompt and of what has been produced."""
-        return self.prompt_tokens + self.produced
+    def is_done(self) -> bool:
+        """All of the answer has been produced."""
+        return self.produced >= self.output_tokens
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A request has produced a token."""
+    """A request has produced a token, or the last of several."""
 
     request: Request
     text: str
     is_last: bool
 
 
-class Step(msgspec.Struct, frozen=True):
-    """What a step does: requests with their numbers of new tokens, and how long it takes."""
+class Step(msgspec.Struct):
+    """What a step does: requests with their numbers of new tokens.
+
+    ``count``: so many steps in a row do the same, each of them ``growth_s`` longer than the one before, the first takes
+    ``first_s``.
+    """
 
     parts: list[tuple[Request, int]]
-    seconds: float
+    first_s: float
+    count: int = 1
+    growth_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of all the steps."""
+        return self._until(self.count)
+
+    def cut(self, after_s: float) -> None:
+        """End with the step that runs after so many seconds: something has come that must not wait for the rest."""
+        low, high = 1, self.count
+        while low < high:
+            middle = (low + high) // 2
+            if self._until(middle) >= after_s:
+                high = middle
+            else:
+                low = middle + 1
+        self.count = low
+
+    def _until(self, count: int) -> float:
+        return count * self.first_s + self.growth_s * count * (count - 1) / 2
 
 
 class Counters(msgspec.Struct):
@@ -85,9 +114,9 @@ class Counters(msgspec.Struct):
 class Scheduler:
     """The engine's state. ``begin_step`` says what is computed and for how long, ``end_step`` what came of it."""
 
-    def __init__(self, hardware: Hardware, limits: Limits, journal: Journal | None = None) -> None:
+    def __init__(self, speed: StepTime, limits: Limits, journal: Journal | None = None) -> None:
         """``journal`` is told what enters and leaves the cache; requests must then keep their text."""
-        self._hardware = hardware
+        self._speed = speed
         self._limits = limits
         self._journal = journal
         self.pool = BlockPool(limits.num_gpu_blocks, journal)
@@ -107,30 +136,61 @@ class Scheduler:
             self.waiting.remove(request)
         self._release(request)
 
-    def begin_step(self) -> Step | None:
-        """Choose what to compute; None if there is nothing to do."""
+    def begin_step(self, *, leaps: bool = False) -> Step | None:
+        """Choose what to compute; None if there is nothing to do.
+
+        With ``leaps``, several steps at once if until then nothing can change but by what comes from outside: only decodes, nobody
+        done, nobody let in.
+        """
         budget = self._limits.max_num_batched_tokens
         parts, was_short = self._schedule_running(budget)
+        running = len(parts)
         if not was_short:
             budget -= sum(count for _, count in parts)
             parts.extend(self._schedule_waiting(budget))
         if not parts:
             return None
-        work = [Work(count, request.computed) for request, count in parts]
-        return Step(parts, step_seconds(self._hardware, work))
+        batch = _batch(parts)
+        step = Step(parts, self._speed.seconds(batch))
+        if leaps and not was_short and len(parts) == running == len(self.running) == batch.decodes:
+            self._leap(step, budget)
+        return step
+
+    def _leap(self, step: Step, budget: int) -> None:
+        growth_s = self._speed.growth_s(len(step.parts))
+        if growth_s is None or budget <= 0 or any(not request.produced for request, _ in step.parts):
+            return
+        count = min(request.output_tokens - request.produced for request, _ in step.parts)
+        while count > 1 and not self._has_room(step, count):
+            count //= 2
+        step.count, step.growth_s = count, growth_s
+
+    def _has_room(self, step: Step, count: int) -> bool:
+        missing = sum(self._blocks_for(request.computed + count) - len(request.blocks) for request, _ in step.parts)
+        return missing <= self.pool.free
 
     def end_step(self, step: Step) -> list[Token]:
         """Account for a step that has been computed; requests aborted meanwhile are passed over."""
         tokens = []
-        alive = set(map(id, self.running))
+        has_ended = False
         for request, count in step.parts:
-            if id(request) not in alive:
+            if not request.is_running:
                 continue
-            request.computed += count
-            self._name_full_blocks(request)
-            if request.computed == request.tokens:
-                tokens.append(self._produce(request))
-        self.running = [request for request in self.running if request.produced < len(request.words)]
+            new = count + step.count - 1
+            if step.count > 1:
+                self._grow(request, new)
+            request.computed += new
+            has_token = request.computed >= request.tokens
+            text = self._produce(request, step.count) if has_token else ""
+            if request.computed // self._limits.block_size > request.named:
+                self._name_full_blocks(request)
+            if has_token:
+                if request.is_done:
+                    has_ended = True
+                    self._release(request)
+                tokens.append(Token(request, text, request.is_done))
+        if has_ended:
+            self.running = [request for request in self.running if request.is_running]
         return tokens
 
     def _schedule_running(self, budget: int) -> tuple[list[tuple[Request, int]], bool]:
@@ -171,7 +231,7 @@ class Scheduler:
         return parts
 
     def _start(self, request: Request, blocks: list[int], cached: int) -> None:
-        request.blocks, request.computed = blocks, cached
+        request.blocks, request.computed, request.is_running = blocks, cached, True
         request.named = cached // self._limits.block_size
         if request.cached_tokens is None:
             request.cached_tokens = cached
@@ -181,7 +241,9 @@ class Scheduler:
 
     def _grow(self, request: Request, count: int) -> bool:
         missing = self._blocks_for(request.computed + count) - len(request.blocks)
-        fresh = self.pool.take((), max(0, missing))
+        if missing <= 0:
+            return True
+        fresh = self.pool.take((), missing)
         if fresh is None:
             return False
         request.blocks.extend(fresh)
@@ -199,7 +261,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.pool.release(request.blocks)
-        request.blocks, request.computed, request.named = [], 0, 0
+        request.blocks, request.computed, request.named, request.is_running = [], 0, 0, False
 
     def _name_full_blocks(self, request: Request) -> None:
         full = min(request.computed // self._limits.block_size, len(request.text.hashes))
@@ -219,12 +281,25 @@ class Scheduler:
                 journal.stored(hashes[start : index + 1], parent, blocks[start : index + 1], request.model)
                 start = following
 
-    def _produce(self, request: Request) -> Token:
-        text = request.words[request.produced]
-        request.produced += 1
-        request.text.extend(text.encode())
-        self.counters.generation_tokens += 1
-        is_last = request.produced == len(request.words)
-        if is_last:
-            self._release(request)
-        return Token(request, text, is_last)
+    def _produce(self, request: Request, count: int) -> str:
+        start = request.produced * BYTES_PER_TOKEN
+        text = request.answer[start : start + count * BYTES_PER_TOKEN]
+        request.produced += count
+        request.tokens += count
+        request.text.extend(text)
+        self.counters.generation_tokens += count
+        return text.decode()
+
+
+def _batch(parts: list[tuple[Request, int]]) -> Batch:
+    """``batch_of``, without making an object for each request."""
+    tokens = read = decodes = 0
+    pairs = 0.0
+    for request, count in parts:
+        tokens += count
+        if count == 1:
+            decodes += 1
+            read += request.computed
+        else:
+            pairs += count * (request.computed + count / 2)
+    return Batch(len(parts), tokens, pairs, read, decodes)

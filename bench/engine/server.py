@@ -265,8 +265,7 @@ class _Observation:
         return self._token_came
 
     def __exit__(self, *_: object) -> None:
-        is_whole = self._request.produced == len(self._request.words)
-        self._metrics.finished("length" if is_whole else "abort")
+        self._metrics.finished("length" if self._request.is_done else "abort")
         self._metrics.whole.observe((self._clock() - self._began) * self._speed)
 
     def _token_came(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
 from bench.engine.hardware import (
     BYTES_PER_VALUE,
     KV_READING,
+    MOE_GEMM,
     NVLINK,
     PER_LAYER_S,
     PER_REQUEST_S,
@@ -20,7 +21,7 @@ from bench.engine.hardware import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -30,29 +31,92 @@ class Work(msgspec.Struct, frozen=True):
     history: int
 
 
-def step_seconds(hardware: Hardware, batch: Sequence[Work]) -> float:
-    """Seconds of a step.
+class Batch(msgspec.Struct, frozen=True):
+    """What a step does in all: ``tokens`` computed for ``requests``.
 
-    ``max(GEMM, weights) + prefill attention + KV reads + all-reduce + overheads``: matrix products and the streaming of
-    weights overlap (roofline: Williams et al., 2009), the attention kernels come between them. One new token is a decode,
-    which reads its history; several are a prefill chunk, whose attention computes ``tokens x (history + tokens / 2)``
-    pairs of 4 FLOPs for each head dimension.
+    ``pairs``: of tokens that prefill attention compares, ``tokens * (history + tokens / 2)`` of each chunk. ``read``: tokens of history that decodes
+    read. ``decodes``: of the requests, those with one new token.
     """
-    shape = hardware.model
-    tokens = sum(work.tokens for work in batch)
-    pairs = sum(work.tokens * (work.history + work.tokens / 2) for work in batch if work.tokens > 1)
-    read = sum(work.history for work in batch if work.tokens == 1)
 
-    gemm = 2 * shape.parameters * tokens / (hardware.flops * PREFILL_GEMM)
-    weights = hardware.weight_bytes / (hardware.bandwidth * WEIGHT_STREAMING)
-    attention = 4 * shape.layers * shape.heads * shape.head_dim * pairs / (hardware.flops * PREFILL_ATTENTION)
-    kv = read * shape.kv_bytes_per_token / (hardware.bandwidth * KV_READING)
-    overhead = shape.layers * PER_LAYER_S + PER_STEP_S + len(batch) * PER_REQUEST_S
-    return max(gemm, weights) + attention + kv + _all_reduce_seconds(hardware, tokens) + overhead
+    requests: int
+    tokens: int
+    pairs: float
+    read: int
+    decodes: int
 
 
-def _all_reduce_seconds(hardware: Hardware, tokens: int) -> float:
-    """Two ring all-reduces a layer, each moving ``2 (n - 1) / n`` of the activations through every GPU's links."""
-    shape, count = hardware.model, hardware.gpus
-    moved = 2 * shape.layers * tokens * shape.hidden * BYTES_PER_VALUE * 2 * (count - 1) / count
-    return moved / NVLINK
+def batch_of(parts: Iterable[Work]) -> Batch:
+    """The sums. One new token is a decode, several are a prefill chunk."""
+    requests = tokens = read = decodes = 0
+    pairs = 0.0
+    for part in parts:
+        requests += 1
+        tokens += part.tokens
+        if part.tokens == 1:
+            decodes += 1
+            read += part.history
+        else:
+            pairs += part.tokens * (part.history + part.tokens / 2)
+    return Batch(requests, tokens, pairs, read, decodes)
+
+
+class StepTime(Protocol):
+    """A model of an engine's speed."""
+
+    def seconds(self, batch: Batch) -> float:
+        """How long this step takes."""
+        ...
+
+    def growth_s(self, decodes: int) -> float | None:
+        """How much longer each step of so many decodes takes than the one before it; None: that is not a constant."""
+        ...
+
+
+class Roofline:
+    """``max(GEMM, weights) + prefill attention + KV reads + all-reduce + overheads``.
+
+    Matrix products and the streaming of weights overlap (roofline: Williams et al., 2009), the attention kernels come between
+    them. A pair of tokens is 4 FLOPs for each head dimension. Of a mixture of experts, a step reads those experts that any of
+    its tokens is sent to.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        shape = hardware.model
+        self._hardware: Final = hardware
+        efficiency = MOE_GEMM if shape.experts else PREFILL_GEMM
+        self._token_s = 2 * shape.active / (hardware.flops * efficiency)
+        self._pair_s = 4 * shape.layers * shape.heads * shape.head_dim / (hardware.flops * PREFILL_ATTENTION)
+        self._read_s = shape.kv_bytes_per_token / (hardware.bandwidth * KV_READING)
+        self._byte_s = 1 / (hardware.bandwidth * WEIGHT_STREAMING)
+        self._weights_s = hardware.weight_bytes * self._byte_s
+        # two ring all-reduces a layer, each moving 2 (n - 1) / n of the activations through every GPU's links
+        count = hardware.gpus
+        self._exchange_s = 2 * shape.layers * shape.hidden * BYTES_PER_VALUE * 2 * (count - 1) / count / NVLINK
+        self._fixed_s = shape.layers * PER_LAYER_S + PER_STEP_S
+
+    def seconds(self, batch: Batch) -> float:
+        """See the class."""
+        weights = self._weights_s if not self._hardware.model.experts else self._weights_read(batch.tokens)
+        return (
+            max(self._token_s * batch.tokens, weights)
+            + self._pair_s * batch.pairs
+            + self._read_s * batch.read
+            + self._exchange_s * batch.tokens
+            + self._fixed_s
+            + PER_REQUEST_S * batch.requests
+        )
+
+    def growth_s(self, decodes: int) -> float:
+        """Every history is one token longer."""
+        return self._read_s * decodes
+
+    def _weights_read(self, tokens: int) -> float:
+        shape = self._hardware.model
+        touched = 1.0 - (1.0 - shape.experts_per_token / shape.experts) ** tokens
+        in_experts = shape.experts_share * self._weights_s
+        return self._weights_s - in_experts + touched * in_experts
+
+
+def step_seconds(hardware: Hardware, parts: Iterable[Work]) -> float:
+    """Seconds of a step on ``hardware``, by the roofline."""
+    return Roofline(hardware).seconds(batch_of(parts))

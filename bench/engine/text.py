@@ -6,6 +6,7 @@ next prompt begins with exactly the tokens of this prompt and its answer, as wit
 
 from __future__ import annotations
 
+import base64
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -64,24 +65,23 @@ class BlockHashes:
         self._keeps_text = keeps_text
         self._bytes_per_block = block_size * BYTES_PER_TOKEN
         self._last = xxhash.xxh3_64_intdigest(model.encode())
-        self._pending = bytearray()
+        self._pending = b""
         self.hashes: list[int] = []
 
     def extend(self, text: bytes) -> None:
         """Take more text; every block that it fills gets its hash."""
-        self._pending += text
-        size = self._bytes_per_block
-        filled = len(self._pending) // size
-        for start in range(0, filled * size, size):
-            block = bytes(self._pending[start : start + size])
-            self._last = xxhash.xxh3_64_intdigest(block, self._last)
-            self.hashes.append(self._last)
+        text = self._pending + text if self._pending else text
+        size, last, digest = self._bytes_per_block, self._last, xxhash.xxh3_64_intdigest
+        end = len(text) // size * size
+        for start in range(0, end, size):
+            block = text[start : start + size]
+            last = digest(block, last)
+            self.hashes.append(last)
             if self._keeps_text:
                 self.blocks.append(block)
-        del self._pending[: filled * size]
+        self._last, self._pending = last, text[end:]
 
 
-def answer_words(rng: random.Random, count: int) -> list[str]:
-    """``count`` words of an answer, one token each: three letters and a space."""
-    letters = rng.choices("abcdefghijklmnopqrstuvwxyz", k=3 * count)
-    return ["".join(letters[index : index + 3]) + " " for index in range(0, 3 * count, 3)]
+def answer_text(rng: random.Random, count: int) -> bytes:
+    """An answer of ``count`` tokens that no other answer begins with."""
+    return base64.b64encode(rng.randbytes(3 * count))

@@ -10,10 +10,10 @@ import yaml
 
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import Limits
-from bench.simulate import Simulation
 from bench.stack import documents
-from bench.workload.sessions import Session, Turn, Workload
-from bench.workload.text import text_of
+from bench.virtual.machines import kind_of
+from bench.virtual.simulation import Simulation
+from bench.workload.sessions import Session, Turn, Workload, says
 from extproc.config.load import load
 from extproc.protocol import DEADLINE_MS, OBJECTIVES, TENANT
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from bench.load.client import Result
-    from bench.simulate import Watch
+    from bench.virtual.simulation import Watch
+    from bench.workload.text import Piece
 
 HARDWARE: Final = "h100-llama-3.1-8b"
 # An engine is full when a new prompt would wait for so long: the queue decides, and not the engine.
@@ -73,12 +74,12 @@ def _sessions(asking: Asking, seed: int) -> Iterable[Session]:
         if asking.deadline_s is not None:
             headers[DEADLINE_MS] = str(1000 * rng.uniform(1.0, asking.deadline_s))
         prompt, answer = rng.randint(*asking.lengths.prompt), rng.randint(*asking.lengths.answer)
-        system = ""
+        system: tuple[Piece, ...] = ()
         if asking.shared is not None:
             texts, tokens = asking.shared
-            system = text_of(f"{seed}/{asking.tenant}/{rng.randrange(texts)}", tokens)
-        text = text_of(f"{seed}/{asking.tenant}/{asking.objective}/{number}", prompt)
-        yield Session(now, (Turn(text, answer),), system=system, headers=headers, label=asking.tenant)
+            system = says(f"{seed}/{asking.tenant}/{rng.randrange(texts)}", tokens)
+        asked = says(f"{seed}/{asking.tenant}/{asking.objective}/{number}", prompt)
+        yield Session(now, (Turn(asked, answer),), system=system, headers=headers, label=asking.tenant)
 
 
 def play(
@@ -104,7 +105,8 @@ def play(
         }
         files[f"{name}.yaml"] = yaml.safe_dump(document).encode()
     limits = Limits(num_gpu_blocks=kv_blocks)
-    return Simulation(load(files), PRESETS[HARDWARE], limits, seed=seed, watch=watch).run(workload)
+    kind = kind_of(PRESETS[HARDWARE], limits)
+    return Simulation(load(files), dict.fromkeys(addresses, kind), seed=seed, watch=watch).run(workload)
 
 
 def ttfts_of(results: Iterable[Result], *, without: str = "") -> list[float]:

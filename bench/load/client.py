@@ -21,7 +21,10 @@ _TIMEOUT_S: Final = 300
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What one request met. Times in seconds of the wall clock from the start; ``error`` is empty for a good answer."""
+    """What one request met. Times in seconds of the wall clock from the start; ``error`` is empty for a good answer.
+
+    ``engine``: who served it, where that is known. ``place``: the number of its session in the workload, and of its turn.
+    """
 
     due_s: float
     first_token_s: float
@@ -31,6 +34,8 @@ class Result(msgspec.Struct, frozen=True):
     output_tokens: int
     error: str = ""
     label: str = ""
+    engine: str = ""
+    place: tuple[int, int] = (0, 0)
 
 
 class _PromptDetails(msgspec.Struct):
@@ -115,11 +120,14 @@ class Client:
         self, http: aiohttp.ClientSession, session: Session, began: float, note: Callable[[Result], None]
     ) -> None:
         clock = asyncio.get_running_loop().time
-        messages = [{"role": "system", "content": session.system}] if session.system else []
+        opening = session.opening()
+        messages = list(opening)
         due = began + session.begins_s / self._speed
         for turn in session.turns:
             due += turn.think_s / self._speed
             await asyncio.sleep(due - clock())
+            if turn.is_whole:
+                messages = list(opening)
             messages.append({"role": "user", "content": turn.text})
             result, text = await self._ask(http, session, messages, turn, due=due, began=began)
             note(result)
@@ -139,7 +147,7 @@ class Client:
         began: float,
     ) -> tuple[Result, str]:
         body = {
-            "model": self._model,
+            "model": session.adapter or self._model,
             "messages": messages,
             "max_tokens": turn.output_tokens,
             "stream": True,

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.workload.sessions import Session, Turn, Workload
-from bench.workload.text import text_of
+from bench.workload.sessions import Session, Turn, Workload, says
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,13 +39,13 @@ def conversations(shape: Conversations) -> Workload:
 
 def _sessions(shape: Conversations) -> Iterator[Session]:
     rng = random.Random(shape.seed)
-    systems = [text_of(f"{shape.seed}/system/{number}", shape.system_tokens) for number in range(shape.system_prompts)]
+    systems = [says(f"{shape.seed}/system/{number}", shape.system_tokens) for number in range(shape.system_prompts)]
     begins_s = 0.0
     for number in range(shape.sessions):
         begins_s += rng.expovariate(shape.sessions_per_s)
         turns = tuple(
             Turn(
-                text=text_of(f"{shape.seed}/{number}/{turn}", _around(rng, shape.user_tokens)),
+                pieces=says(f"{shape.seed}/{number}/{turn}", _around(rng, shape.user_tokens)),
                 output_tokens=_around(rng, shape.output_tokens),
                 think_s=rng.uniform(0.5, 1.5) * shape.think_s if turn else 0.0,
             )

@@ -1,11 +1,45 @@
-"""Text of a given length in tokens: equal keys give equal text, different keys differ from the first token on."""
+"""Text of a given length in tokens, from anywhere in an endless text: equal places are equal text, all others differ.
+
+Traces hold no text but say where prompts are alike, and prompts are long: an agent's has half a megabyte. So a workload keeps
+places and not text, and any place of a text can be made without what is before it: the text is the output of a
+counter-based generator (Philox: Salmon et al., SC 2011) in base64, three random bytes to a token of four letters.
+"""
 
 from __future__ import annotations
 
-import random
+import base64
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# One count of the generator is 32 bytes; 32 tokens of 3 bytes are 3 counts.
+_GROUP_TOKENS: Final = 32
+_GROUP_COUNTS: Final = 3
+_WORDS_A_COUNT: Final = 4
 
 
-def text_of(key: str, tokens: int) -> str:
-    """``tokens`` words of three letters and a space, which the engine counts as tokens, drawn by ``key``."""
-    letters = random.Random(key).choices("abcdefghijklmnopqrstuvwxyz", k=3 * tokens)
-    return "".join(f"{letters[index]}{letters[index + 1]}{letters[index + 2]} " for index in range(0, 3 * tokens, 3))
+class Piece(msgspec.Struct, frozen=True):
+    """``tokens`` tokens of the text called ``key``, from its token ``first`` on."""
+
+    key: str
+    tokens: int
+    first: int = 0
+
+
+def text_of(key: str, tokens: int, first: int = 0) -> str:
+    """The text of a piece: four letters a token."""
+    start, skipped = divmod(first, _GROUP_TOKENS)
+    groups = -(-(skipped + tokens) // _GROUP_TOKENS)
+    generator = np.random.Philox(key=xxhash.xxh3_128_intdigest(key.encode()), counter=start * _GROUP_COUNTS)
+    raw = generator.random_raw(groups * _GROUP_COUNTS * _WORDS_A_COUNT).astype("<u8", copy=False).tobytes()
+    return base64.b64encode(raw[3 * skipped : 3 * (skipped + tokens)]).decode()
+
+
+def join(pieces: Iterable[Piece]) -> str:
+    """Their text, one after the other."""
+    return "".join([text_of(piece.key, piece.tokens, piece.first) for piece in pieces])

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import Limits, Request, Scheduler, Token
-from bench.engine.text import Message, answer_words, render_chat
+from bench.engine.step_time import Roofline
+from bench.engine.text import Message, answer_text, render_chat
+from bench.virtual.events import Events
+from bench.virtual.machines import Kind, Machine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 HARDWARE = PRESETS["h100-llama-3.1-8b"]
 
@@ -23,14 +31,14 @@ class Engine:
 
     def __init__(self, **limits: int) -> None:
         self.limits = Limits(**limits)
-        self.scheduler = Scheduler(HARDWARE, self.limits)
+        self.scheduler = Scheduler(Roofline(HARDWARE), self.limits)
         self.now = 0.0
         self.keys = 0
 
     def add(self, text: bytes, output: int, model: str = "m") -> Request:
         self.keys += 1
-        words = answer_words(random.Random(self.keys), output)
-        request = Request(self.keys, text, words, model=model, block_size=self.limits.block_size)
+        answer = answer_text(random.Random(self.keys), output)
+        request = Request(self.keys, text, answer, model=model, block_size=self.limits.block_size)
         self.scheduler.add(request)
         return request
 
@@ -60,7 +68,7 @@ def test_an_answer_has_all_its_tokens_in_order_and_the_last_says_so() -> None:
     engine = Engine()
     request = engine.add(prompt(40), 5)
     tokens = engine.run()
-    assert [token.text for token in tokens] == request.words
+    assert "".join(token.text for token in tokens) == request.answer.decode()
     assert [token.is_last for token in tokens] == [False] * 4 + [True]
     assert engine.scheduler.pool.in_use == 0
 
@@ -83,7 +91,7 @@ def test_the_next_turn_finds_prompt_and_answer_cached_but_for_the_last_block() -
     engine.run()
     assert first.cached_tokens == 0
 
-    history += [Message("assistant", "".join(first.words)), Message("user", "go on")]
+    history += [Message("assistant", first.answer.decode()), Message("user", "go on")]
     second = engine.add(render_chat(history), 1)
     engine.run()
     # the last token of an answer is never computed, so its block is not known
@@ -134,6 +142,44 @@ def test_a_request_that_is_aborted_frees_its_blocks_wherever_it_was() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
+    jobs=st.lists(
+        st.tuples(st.floats(0.0, 0.5), st.integers(1, 200), st.integers(1, 60), st.sampled_from("abc")),
+        min_size=1,
+        max_size=12,
+    ),
+    blocks=st.integers(18, 60),
+    budget=st.integers(16, 200),
+)
+def test_many_steps_at_once_come_to_the_same_as_one_after_the_other(
+    jobs: list[tuple[float, int, int, str]], blocks: int, budget: int
+) -> None:
+    limits = Limits(num_gpu_blocks=blocks, block_size=16, max_num_batched_tokens=budget, max_num_seqs=4)
+
+    def play(*, leaps: bool) -> list[tuple[float, int, int | None]]:
+        events, ends = Events(), []
+
+        def note(tokens: Iterable[Token], now: float) -> None:
+            ends.extend((now, one.request.key, one.request.cached_tokens) for one in tokens if one.is_last)
+
+        machine = Machine(Kind(Roofline(HARDWARE), limits), events, note, leaps=leaps)
+        now = 0.0
+        for key, (pause, tokens, output, text) in enumerate(jobs):
+            now += pause
+            answer = answer_text(random.Random(key), output)
+            request = Request(key, prompt(tokens, text), answer, model="m", block_size=16)
+            events.at(now, lambda later, request=request: machine.add(request, later))
+        events.run()
+        assert machine.scheduler.pool.in_use == 0
+        return ends
+
+    slow, fast = play(leaps=False), play(leaps=True)
+    assert [one[1:] for one in slow] == [one[1:] for one in fast]
+    assert [one[0] for one in slow] == pytest.approx([one[0] for one in fast])
+    assert len(slow) == len(jobs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
     jobs=st.lists(st.tuples(st.integers(1, 120), st.integers(1, 40), st.sampled_from("abc")), min_size=1, max_size=12),
     blocks=st.integers(12, 40),
     budget=st.integers(16, 200),
@@ -154,5 +200,5 @@ def test_whatever_comes_every_request_is_served_whole_and_no_block_is_lost(
         engine.scheduler.abort(request)
     engine.run()
     for request in requests:
-        assert request in gone or request.produced == len(request.words)
+        assert request in gone or request.is_done
     assert engine.scheduler.pool.in_use == 0

@@ -10,7 +10,8 @@ import pytest
 from aiohttp import web
 
 from bench.load.client import Client, Result
-from bench.workload.sessions import Session, Turn, Workload
+from bench.workload.sessions import Session, Turn, Workload, says
+from bench.workload.text import text_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -59,14 +60,19 @@ async def stand_in() -> AsyncIterator[tuple[StandIn, Client, list[Result]]]:
 
 
 def talk(*texts: str) -> Workload:
-    return Workload("w", (Session(0.0, tuple(Turn(text, 5) for text in texts), "be brief"),))
+    return Workload("w", (Session(0.0, tuple(Turn(says(text, 2), 5) for text in texts), says("be brief", 2)),))
 
 
 async def test_a_turn_follows_the_answer_before_it(stand_in: tuple[StandIn, Client, list[Result]]) -> None:
     server, client, seen = stand_in
     server.wait_s = 0.2
     results = await client.send(talk("one", "two"))
-    assert [message["content"] for message in server.asked[1]] == ["be brief", "one", "hello", "two"]
+    assert [message["content"] for message in server.asked[1]] == [
+        text_of("be brief", 2),
+        text_of("one", 2),
+        "hello",
+        text_of("two", 2),
+    ]
     assert results == seen
     assert [(one.prompt_tokens, one.cached_tokens, one.output_tokens, one.error) for one in results] == [
         (10, 4, 1, "")

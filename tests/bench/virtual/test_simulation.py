@@ -5,8 +5,9 @@ from __future__ import annotations
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import Limits
 from bench.load.summary import Summary, summarize
-from bench.simulate import Simulation
 from bench.stack import documents
+from bench.virtual.machines import kind_of
+from bench.virtual.simulation import Simulation
 from bench.workload.generate import Conversations, conversations
 from extproc.config.load import load
 
@@ -16,7 +17,8 @@ SHAPE = Conversations(sessions=120)
 def simulate(picker: str, hardware: str = "h100-llama-3.1-8b") -> Summary:
     engines = [f"10.0.0.{number}:8000" for number in range(1, 5)]
     snapshot = load({"all.yaml": documents(engines, picker=picker, gateway={}).encode()})
-    simulation = Simulation(snapshot, PRESETS[hardware], Limits(num_gpu_blocks=3000))
+    kind = kind_of(PRESETS[hardware], Limits(num_gpu_blocks=3000))
+    simulation = Simulation(snapshot, dict.fromkeys(engines, kind))
     return summarize(simulation.run(conversations(SHAPE)), speed=1.0)
 
 

@@ -1,0 +1,302 @@
+"""A workload against extproc's own pipeline and simulated engines, in virtual time.
+
+No Envoy, no HTTP: a request reaches its engine a moment after its pick, which is that of its arrival unless it is held. What the
+picker knows is as late as it is in reality: ``Delays``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from bench.engine.hardware import API_S
+from bench.engine.scheduler import Request, Token
+from bench.engine.text import Message, answer_text, count_tokens, render_chat, tokens_of
+from bench.load.client import Result
+from bench.virtual.blocks import follow_blocks
+from bench.virtual.events import Events
+from bench.virtual.machines import Machine
+from bench.workload.sessions import Session
+from extproc.errors import Refusal
+from extproc.learning import Outcome
+from extproc.passage import Decision, Head, Held, Terms
+from extproc.pipeline import Pipeline
+from extproc.request.model import Api
+from extproc.scheduling.pickers import make_picker
+from extproc.sharing import engine_said
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from bench.engine.scheduler import Scheduler
+    from bench.virtual.machines import Kind
+    from bench.workload.sessions import Workload
+    from extproc.config.types import Snapshot
+    from extproc.scheduling.pickers import MakePicker
+
+
+class Delays(msgspec.Struct, frozen=True):
+    """Seconds between two readings of an engine's metrics, and until access logs and KV events are there."""
+
+    scrape_s: float = 0.2
+    log_s: float = 0.2
+    events_s: float = 0.05
+
+
+class _Asked(msgspec.Struct):
+    """A request from its arrival on. ``place``: of its session and of its turn. ``done``: told of its end."""
+
+    session: Session
+    place: tuple[int, int]
+    request: Request
+    due_s: float
+    done: Callable[[float], None]
+
+
+class _Flight(msgspec.Struct):
+    """A request from its pick to its last token."""
+
+    asked: _Asked
+    ticket: str
+    address: str
+    first_token_s: float = 0.0
+
+
+class Watch(Protocol):
+    """Somebody who wants to see all that happens, as it happens; ``label`` is the session's."""
+
+    def held(self, label: str, ticket: str, now: float) -> None:
+        """A request has to wait."""
+        ...
+
+    def sent(self, label: str, decision: Decision, input_tokens: int, now: float) -> None:
+        """One goes to an engine."""
+        ...
+
+    def token(self, label: str, now: float) -> None:
+        """One has a token of output."""
+        ...
+
+    def ended(self, label: str, tokens: int, now: float) -> None:
+        """One has all of them; ``tokens``: of its prompt and its answer."""
+        ...
+
+
+class Seer(Protocol):
+    """A picker that may know what no real one can: the engines themselves, and the request's own blocks."""
+
+    def see(self, engines: Mapping[str, Scheduler]) -> None:
+        """Before the start."""
+        ...
+
+    def arrives(self, request: Request, now: float) -> None:
+        """Before each pick."""
+        ...
+
+
+class Simulation:
+    """Engines by address under one pipeline. ``run`` plays a workload and returns its results, in engine time."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        engines: Mapping[str, Kind],
+        *,
+        seed: int = 0,
+        make_picker: MakePicker = make_picker,
+        delays: Delays = Delays(),  # noqa: B008 - frozen
+        watch: Watch | None = None,
+        seer: Seer | None = None,
+        on_result: Callable[[Result], None] | None = None,
+    ) -> None:
+        self.pipeline = Pipeline(snapshot, rng=random.Random(seed), ticket_prefix="s", make_picker=make_picker)
+        self._rng = random.Random(seed)
+        (server,) = snapshot.servers
+        self._server = server.metadata.name
+        self._model = server.spec.model
+        self._asked_model = snapshot.routes[0].spec.model_name or self._model
+        self._has_events = server.spec.kv_events is not None
+        self._events = Events()
+        self.machines = {address: self._machine(address, kind, watch) for address, kind in engines.items()}
+        self._longest = min(one.limits.num_gpu_blocks * one.limits.block_size for one in engines.values())
+        self._block_size = next(iter(engines.values())).limits.block_size
+        self._delays, self._watch, self._seer, self._on_result = delays, watch, seer, on_result
+        if seer is not None:
+            seer.see({address: machine.scheduler for address, machine in self.machines.items()})
+        self._held: dict[str, _Asked] = {}
+        self._looks_again_s = math.inf
+        self._flights: dict[int, _Flight] = {}
+        self._keys = itertools.count()
+        self._results: list[Result] = []
+
+    def _machine(self, address: str, kind: Kind, watch: Watch | None) -> Machine:
+        on_blocks = None
+        if self._has_events:
+            on_blocks = follow_blocks(self.pipeline, self._server, address, kind.limits.block_size, self._later)
+        return Machine(kind, self._events, self._take_tokens, leaps=watch is None, on_blocks=on_blocks)
+
+    def _later(self, now: float, act: Callable[[float], None]) -> None:
+        self._events.at(now + self._delays.events_s, act)
+
+    def run(self, workload: Workload) -> Sequence[Result]:
+        """Play ``workload`` to its end."""
+        for number, session in enumerate(workload.sessions):
+            self._begin(number, session)
+        self._events.at(0.0, self._scrape)
+        self._events.run()
+        return self._results
+
+    def _scrape(self, now: float) -> None:
+        for address, machine in self.machines.items():
+            engine_said(self.pipeline, machine.said(self._server, address), now)
+        self._release(now)
+        if self._events:  # nothing else to come: the end
+            self._events.at(now + self._delays.scrape_s, self._scrape)
+
+    def _begin(self, number: int, session: Session) -> None:
+        messages: list[dict[str, str]] = []
+
+        def turn(index: int, now: float) -> None:
+            one = session.turns[index]
+            if not index or one.is_whole:
+                messages[:] = session.opening()
+            messages.append({"role": "user", "content": one.text})
+            answer = answer_text(self._rng, one.output_tokens)
+
+            def done(ended: float) -> None:
+                if index + 1 < len(session.turns):
+                    messages.append({"role": "assistant", "content": answer.decode()})
+                    following = session.turns[index + 1]
+                    self._events.at(ended + following.think_s, lambda later: turn(index + 1, later))
+
+            self._ask(session, (number, index), messages, answer, now, done)
+
+        self._events.at(session.begins_s, lambda now: turn(0, now))
+
+    def _ask(
+        self,
+        session: Session,
+        place: tuple[int, int],
+        messages: list[dict[str, str]],
+        answer: bytes,
+        now: float,
+        done: Callable[[float], None],
+    ) -> None:
+        prompt = render_chat([Message(one["role"], one["content"]) for one in messages])
+        model = session.adapter or self._model
+        request = Request(
+            next(self._keys), prompt, answer, model=model, block_size=self._block_size, keeps_text=self._has_events
+        )
+        asked = _Asked(session, place, request, now, done)
+        if count_tokens(prompt) + request.output_tokens > self._longest:
+            # an engine would answer 400; one that took it would wait for blocks for ever
+            self._refuse(asked, "longer than the KV cache")
+            return
+        body = msgspec.json.encode(
+            {"model": session.adapter or self._asked_model, "messages": messages, "stream": True}
+        )
+        head = Head("POST", "/v1/chat/completions", session.headers, has_body=True, is_trusted=True)
+        terms = Terms(tokens=tokens_of(prompt)) if self._has_events else Terms()
+        if self._seer is not None:
+            self._seer.arrives(request, now)
+        try:
+            arrival = self.pipeline.reception.receive(Api.CHAT, head, body)
+            found = self.pipeline.enter(arrival, now, terms)
+        except Refusal as refusal:
+            self._refuse(asked, refusal.outcome)
+            return
+        if isinstance(found, Held):
+            self._held[found.ticket] = asked
+            if self._watch is not None:
+                self._watch.held(session.label, found.ticket, now)
+            self._release(now)
+        else:
+            self._send(asked, found, now)
+
+    def _refuse(self, asked: _Asked, error: str) -> None:
+        due_s = asked.due_s
+        self._note(Result(due_s, due_s, due_s, 0, 0, 0, error=error, label=asked.session.label, place=asked.place))
+
+    def _note(self, result: Result) -> None:
+        self._results.append(result)
+        if self._on_result is not None:
+            self._on_result(result)
+
+    def _release(self, now: float) -> None:
+        """Let go who may; and look again when something may have changed by itself."""
+        if not self.pipeline.entrance.has_waiting:
+            return
+        for one in self.pipeline.release(now):
+            asked = self._held.pop(one.held.ticket)
+            if isinstance(one.result, Decision):
+                self._send(asked, one.result, now)
+            else:
+                self._refuse(asked, one.result.outcome)
+        again_s = self.pipeline.entrance.look_again_s(now)
+        if again_s is not None and again_s < self._looks_again_s:
+            self._looks_again_s = again_s
+            self._events.at(again_s, self._look_again)
+
+    def _look_again(self, now: float) -> None:
+        # an earlier look may have taken the place of this one
+        if now == self._looks_again_s:
+            self._looks_again_s = math.inf
+            self._release(now)
+
+    def _send(self, asked: _Asked, decision: Decision, now: float) -> None:
+        address = decision.assignment.place.address
+        request = asked.request
+        self._flights[request.key] = _Flight(asked, decision.ticket, address)
+        if self._watch is not None:
+            self._watch.sent(asked.session.label, decision, request.prompt_tokens, now)
+        machine = self.machines[address]
+        self._events.at(now + API_S, lambda later: machine.add(request, later))
+
+    def _take_tokens(self, tokens: Iterable[Token], now: float) -> None:
+        for token in tokens:
+            flight = self._flights[token.request.key]
+            flight.first_token_s = flight.first_token_s or now
+            if self._watch is not None:
+                self._watch.token(flight.asked.session.label, now)
+            if token.is_last:
+                self._finish(token.request, self._flights.pop(token.request.key), now)
+
+    def _finish(self, request: Request, flight: _Flight, now: float) -> None:
+        asked = flight.asked
+        if self._watch is not None:
+            self._watch.ended(asked.session.label, request.tokens, now)
+        self.pipeline.finish(flight.ticket, now)
+        outcome = Outcome(
+            ticket=flight.ticket,
+            status=200,
+            served=flight.address,
+            duration_s=now - asked.due_s,
+            ttfb_s=flight.first_token_s - asked.due_s,
+            prompt_tokens=request.prompt_tokens,
+            completion_tokens=request.produced,
+            cached_tokens=request.cached_tokens or None,
+        )
+        self._events.at(now + self._delays.log_s, lambda later: self._settle(outcome, later))
+        self._note(
+            Result(
+                due_s=asked.due_s,
+                first_token_s=flight.first_token_s,
+                last_token_s=now,
+                prompt_tokens=request.prompt_tokens,
+                cached_tokens=request.cached_tokens or 0,
+                output_tokens=request.produced,
+                label=asked.session.label,
+                engine=flight.address,
+                place=asked.place,
+            )
+        )
+        self._release(now)
+        asked.done(now)
+
+    def _settle(self, outcome: Outcome, now: float) -> None:
+        self.pipeline.settle(outcome, now)

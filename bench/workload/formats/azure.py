@@ -1,0 +1,42 @@
+"""Azure's traces of 2023 (Splitwise, ISCA 2024): times and lengths. They say nothing of prefixes: all prompts differ."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from bench.workload.formats.rows import Count
+from bench.workload.sessions import Session, Turn, says
+
+if TYPE_CHECKING:
+    from bench.workload.formats.rows import Rows
+
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+class AzureRow(msgspec.Struct, frozen=True):
+    """Lengths in tokens."""
+
+    at: str
+    input_tokens: Count
+    output_tokens: Count
+
+    def at_s(self) -> float:
+        """Seven digits of a second; Python reads six."""
+        return datetime.fromisoformat(self.at[:26]).timestamp()
+
+    def __post_init__(self) -> None:
+        self.at_s()  # raises ValueError, while the line is known
+
+
+def sessions(rows: Rows) -> list[Session]:
+    """Each row a request of its own."""
+    read = rows.table(AzureRow, COLUMNS)
+    return [
+        Session(
+            row.at_s() - read[0].at_s(), (Turn(says(f"azure/{number}", row.input_tokens), max(1, row.output_tokens)),)
+        )
+        for number, row in enumerate(read, rows.part.skip)
+    ]
