@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from bench.engine.hardware import API_S
 from bench.engine.journal import Journal
-from bench.engine.scheduler import Limits, Request, Scheduler, Token
+from bench.engine.request import Request, Token
+from bench.engine.scheduler import Limits, Scheduler
 from bench.engine.step_time import Roofline
 from bench.engine.text import answer_text
 

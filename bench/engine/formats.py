@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from bench.engine.scheduler import Request, Token
+    from bench.engine.request import Request, Token
 
 
 class Format(Protocol):

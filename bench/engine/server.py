@@ -35,7 +35,7 @@ from bench.engine.tokenize import tokenize
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from bench.engine.scheduler import Request
+    from bench.engine.request import Request
 
 _MAX_BODY: Final = 256 * 1024 * 1024
 _EMBEDDING_SIZE: Final = 64

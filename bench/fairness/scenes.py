@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from bench.load.client import Result
-    from bench.virtual.simulation import Watch
+    from bench.virtual.seams import Watch
     from bench.workload.text import Piece
 
 HARDWARE: Final = "h100-llama-3.1-8b"

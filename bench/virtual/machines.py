@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.engine.journal import Journal
-from bench.engine.scheduler import Limits, Request, Scheduler, Step, Token
+from bench.engine.scheduler import Limits, Scheduler
 from bench.engine.step_time import Roofline, StepTime
 from extproc.endpoints.live import CacheConfig, EngineState
 from extproc.sharing import EngineSaid
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from bench.engine.hardware import Hardware
     from bench.engine.journal import Removed, Stored
+    from bench.engine.request import Request, Step, Token
     from bench.virtual.events import Events
 
 

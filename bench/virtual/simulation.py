@@ -10,17 +10,18 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from bench.engine.hardware import API_S
-from bench.engine.scheduler import Request, Token
+from bench.engine.request import Request, Token
 from bench.engine.text import Message, answer_text, count_tokens, render_chat, tokens_of
 from bench.load.client import Result
 from bench.virtual.blocks import follow_blocks
 from bench.virtual.events import Events
 from bench.virtual.machines import Machine
+from bench.virtual.seams import Delays, Seer, Watch
 from bench.workload.sessions import Session
 from extproc.errors import Refusal
 from extproc.learning import Outcome
@@ -33,19 +34,10 @@ from extproc.sharing import engine_said
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from bench.engine.scheduler import Scheduler
     from bench.virtual.machines import Kind
     from bench.workload.sessions import Workload
     from extproc.config.types import Snapshot
     from extproc.scheduling.pickers import MakePicker
-
-
-class Delays(msgspec.Struct, frozen=True):
-    """Seconds between two readings of an engine's metrics, and until access logs and KV events are there."""
-
-    scrape_s: float = 0.2
-    log_s: float = 0.2
-    events_s: float = 0.05
 
 
 class _Asked(msgspec.Struct):
@@ -65,38 +57,6 @@ class _Flight(msgspec.Struct):
     ticket: str
     address: str
     first_token_s: float = 0.0
-
-
-class Watch(Protocol):
-    """Somebody who wants to see all that happens, as it happens; ``label`` is the session's."""
-
-    def held(self, label: str, ticket: str, now: float) -> None:
-        """A request has to wait."""
-        ...
-
-    def sent(self, label: str, decision: Decision, input_tokens: int, now: float) -> None:
-        """One goes to an engine."""
-        ...
-
-    def token(self, label: str, now: float) -> None:
-        """One has a token of output."""
-        ...
-
-    def ended(self, label: str, tokens: int, now: float) -> None:
-        """One has all of them; ``tokens``: of its prompt and its answer."""
-        ...
-
-
-class Seer(Protocol):
-    """A picker that may know what no real one can: the engines themselves, and the request's own blocks."""
-
-    def see(self, engines: Mapping[str, Scheduler]) -> None:
-        """Before the start."""
-        ...
-
-    def arrives(self, request: Request, now: float) -> None:
-        """Before each pick."""
-        ...
 
 
 class Simulation:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.engine.hardware import PRESETS
-from bench.engine.scheduler import Limits, Request, Scheduler, Token
+from bench.engine.request import Request, Token
+from bench.engine.scheduler import Limits, Scheduler
 from bench.engine.step_time import Roofline
 from bench.engine.text import Message, answer_text, render_chat
 from bench.virtual.events import Events
