@@ -188,7 +188,7 @@ def _read(arguments: list[str] | None) -> Settings:
     parser.add_argument(
         "--policies",
         default=",".join(POLICIES),
-        help="also files of EndpointPickerConfig, such as bench/policies/llm-d-default.yaml\n(default: %(default)s)",
+        help="also files of EndpointPickerConfig, such as bench/peers/configs/llm-d-default.yaml\n(default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of generated conversations")
     parser.add_argument(

@@ -11,8 +11,8 @@ import msgspec
 from extproc.admission.gate import Gate
 from extproc.admission.limits import NOTHING, Grant, Usage
 from extproc.admission.waiting import Wanted
-from extproc.endpoints.learning import learn_prefill_rate, note_failure, note_success
-from extproc.endpoints.ledger import prefill_work
+from extproc.endpoints.learning import learn_prefill_rate, note_failure, note_success, typical_rate
+from extproc.endpoints.ledger import prefilled
 from extproc.endpoints.live import note_latency
 from extproc.prefix.turns import Tail, Turn
 from extproc.scheduling.pool import Assignment, Pool
@@ -76,6 +76,8 @@ def learn(sent: Sent, outcome: Outcome, now: float) -> None:
         # engines are judged by the time since it went
         outcome = msgspec.structs.replace(outcome, ttfb_s=max(0.0, outcome.ttfb_s - sent.waited_s))
     _learn_place(sent, outcome, now)
+    if outcome.ttfb_s is not None and outcome.served == sent.assignment.place.address:
+        prefilled(sent.pool.table, sent.assignment.computing, now)
     if not 200 <= outcome.status < 300:
         return
     _count_tokens(sent, outcome)
@@ -171,12 +173,18 @@ def _learn_rate(sent: Sent, outcome: Outcome) -> None:
         return
     pool, assignment = sent.pool, sent.assignment
     pool.typical_ttft_s += _WEIGHT * (outcome.ttfb_s - pool.typical_ttft_s)
-    ahead = assignment.tokens_ahead
+    cost, row = pool.knowledge.prompt_cost, assignment.computing.row
+    ahead = max(0.0, assignment.tokens_ahead - assignment.work)
+    cached = float(outcome.cached_tokens or 0)
+    uncached = assignment.input_tokens - assignment.cached_tokens
     if outcome.prompt_tokens is not None:
-        predicted = prefill_work(assignment.input_tokens - assignment.cached_tokens, assignment.cached_tokens)
-        cached = outcome.cached_tokens or 0
-        ahead += prefill_work(outcome.prompt_tokens - cached, cached) - predicted
-    learn_prefill_rate(pool.table, assignment.computing.row, tokens_ahead=ahead, ttft_s=outcome.ttfb_s)
+        uncached = outcome.prompt_tokens - cached
+    own = cost.work(uncached, cached)
+    rate = float(pool.table.prefill_rate[row])
+    seconds = (outcome.ttfb_s - ahead / rate) * rate / typical_rate(pool.table)
+    cost.learn(uncached=uncached, cached=cached, seconds=seconds, share=own / (own + ahead + 1.0))
+    tokens_ahead = ahead + own + cost.overhead
+    learn_prefill_rate(pool.table, row, tokens_ahead=tokens_ahead, ttft_s=outcome.ttfb_s)
     if pool.table.holds(assignment.place):
         written = (outcome.completion_tokens or 0) - 1
         tpot_s = (outcome.duration_s - sent.waited_s - outcome.ttfb_s) / written if written > 0 else None

@@ -238,7 +238,7 @@ class Pipeline:
         sent = self._sent.pop(ticket, None)
         if sent is None:
             return
-        sent.pool.release(sent.assignment)
+        sent.pool.release(sent.assignment, sent.chain, now)
         if not sent.is_settled:
             self._unsettled[ticket] = sent
             if len(self._unsettled) > _MOST_UNSETTLED:

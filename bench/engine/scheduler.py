@@ -38,6 +38,7 @@ class Counters(msgspec.Struct):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    first_tokens: int = 0
 
 
 class Scheduler:
@@ -45,8 +46,8 @@ class Scheduler:
 
     def __init__(self, speed: StepTime, limits: Limits, journal: Journal | None = None) -> None:
         """``journal`` is told what enters and leaves the cache; requests must then keep their text."""
-        self._speed = speed
-        self._limits = limits
+        self.speed = speed
+        self.limits = limits
         self._journal = journal
         self.pool = BlockPool(limits.num_gpu_blocks, journal)
         self.running: list[Request] = []
@@ -71,7 +72,7 @@ class Scheduler:
         With ``leaps``, several steps at once if until then nothing can change but by what comes from outside: only decodes, nobody
         done, nobody let in.
         """
-        budget = self._limits.max_num_batched_tokens
+        budget = self.limits.max_num_batched_tokens
         parts, was_short = self._schedule_running(budget)
         running = len(parts)
         if not was_short:
@@ -80,13 +81,13 @@ class Scheduler:
         if not parts:
             return None
         batch = _batch(parts)
-        step = Step(parts, self._speed.seconds(batch))
+        step = Step(parts, self.speed.seconds(batch))
         if leaps and not was_short and len(parts) == running == len(self.running) == batch.decodes:
             self._leap(step, budget)
         return step
 
     def _leap(self, step: Step, budget: int) -> None:
-        growth_s = self._speed.growth_s(len(step.parts))
+        growth_s = self.speed.growth_s(len(step.parts))
         if growth_s is None or budget <= 0 or any(not request.produced for request, _ in step.parts):
             return
         count = min(request.output_tokens - request.produced for request, _ in step.parts)
@@ -111,7 +112,7 @@ class Scheduler:
             request.computed += new
             has_token = request.computed >= request.tokens
             text = self._produce(request, step.count) if has_token else ""
-            if request.computed // self._limits.block_size > request.named:
+            if request.computed // self.limits.block_size > request.named:
                 self._name_full_blocks(request)
             if has_token:
                 if request.is_done:
@@ -142,12 +143,12 @@ class Scheduler:
 
     def _schedule_waiting(self, budget: int) -> list[tuple[Request, int]]:
         parts = []
-        while self.waiting and budget > 0 and len(self.running) < self._limits.max_num_seqs:
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting[0]
             # the last token is always computed: its logits are what the answer begins with
-            usable = (request.tokens - 1) // self._limits.block_size
+            usable = (request.tokens - 1) // self.limits.block_size
             shared = self.pool.match(request.text.hashes[:usable])
-            cached = len(shared) * self._limits.block_size
+            cached = len(shared) * self.limits.block_size
             count = min(request.tokens - cached, budget)
             blocks = self.pool.take(shared, self._blocks_for(cached + count) - len(shared))
             if blocks is None:
@@ -161,7 +162,7 @@ class Scheduler:
 
     def _start(self, request: Request, blocks: list[int], cached: int) -> None:
         request.blocks, request.computed, request.is_running = blocks, cached, True
-        request.named = cached // self._limits.block_size
+        request.named = cached // self.limits.block_size
         if request.cached_tokens is None:
             request.cached_tokens = cached
             self.counters.queries += request.prompt_tokens
@@ -179,7 +180,7 @@ class Scheduler:
         return True
 
     def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._limits.block_size)
+        return -(-tokens // self.limits.block_size)
 
     def _preempt_last(self) -> Request:
         request = self.running.pop()
@@ -193,7 +194,7 @@ class Scheduler:
         request.blocks, request.computed, request.named, request.is_running = [], 0, 0, False
 
     def _name_full_blocks(self, request: Request) -> None:
-        full = min(request.computed // self._limits.block_size, len(request.text.hashes))
+        full = min(request.computed // self.limits.block_size, len(request.text.hashes))
         hashes = request.text.hashes
         new = [index for index in range(request.named, full) if self.pool.name(request.blocks[index], hashes[index])]
         if new and self._journal is not None:
@@ -213,6 +214,7 @@ class Scheduler:
     def _produce(self, request: Request, count: int) -> str:
         start = request.produced * BYTES_PER_TOKEN
         text = request.answer[start : start + count * BYTES_PER_TOKEN]
+        self.counters.first_tokens += not request.produced
         request.produced += count
         request.tokens += count
         request.text.extend(text)

@@ -14,7 +14,7 @@ from bench.stack import ALIAS, MODEL, ROOT, documents
 from bench.workload.text import text_of
 from extproc.config.load import load
 from extproc.config.types import ModelServerSpec
-from extproc.endpoints.ledger import prefill_work
+from extproc.endpoints.prompt_cost import PromptCost
 from extproc.endpoints.table import EndpointTable
 from extproc.passage import Head
 from extproc.pipeline import Pipeline
@@ -77,7 +77,7 @@ def view_over(endpoints: int) -> View:
     table.kv_usage[:], table.backlog_tokens[:] = rng.random(rows), rng.random(rows) * 50_000
     table.seen_at_s[:] = 0.0
     cached = np.where(rng.random(rows) < 0.2, 1500.0, 0.0)
-    return View(table, Demand(cached, prefill_work(2000.0 - cached, cached)), RequestFacts("m", 2000.0), 0.1)
+    return View(table, Demand(cached, PromptCost().work(2000.0 - cached, cached)), RequestFacts("m", 2000.0), 0.1)
 
 
 @pytest.mark.parametrize("endpoints", [10, 100, 1000])
@@ -85,7 +85,7 @@ def view_over(endpoints: int) -> View:
 def test_pick(benchmark: BenchmarkFixture, policy: str, endpoints: int) -> None:
     picker = make_picker(ModelServerSpec(model="m", endpoints=()), {})
     if policy != "default":
-        file = ROOT / "bench/policies" / f"{policy.replace(' ', '-')}.yaml"
+        file = ROOT / "bench/peers/configs" / f"{policy.replace(' ', '-')}.yaml"
         picker = read_picker_text(file.name, file.read_text(), installed()).picker
     view, rng = view_over(endpoints), random.Random(0)
     assert benchmark(lambda: picker.pick(view, rng=rng)).rows

@@ -60,6 +60,7 @@ class Machine:
         self._step: Step | None = None
         self._began = 0.0
         self._plans = 0
+        self._told = 0
 
     def add(self, request: Request, now: float) -> None:
         """A request arrives: it is in the next step, and many steps at once end with the one that runs."""
@@ -102,6 +103,12 @@ class Machine:
         """What it would say of itself if asked now."""
         scheduler, limits = self.scheduler, self.kind.limits
         pool = scheduler.pool
-        state = EngineState(len(scheduler.waiting), len(scheduler.running), 1 - pool.free / pool.total)
+        before, self._told = self._told, scheduler.counters.first_tokens
+        state = EngineState(
+            len(scheduler.waiting),
+            len(scheduler.running),
+            1 - pool.free / pool.total,
+            first_tokens=self._told - before,
+        )
         cache = CacheConfig(limits.block_size, limits.num_gpu_blocks * limits.block_size)
         return EngineSaid(server, address, state, cache)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from bench.engine.request import Request
     from bench.engine.scheduler import Scheduler
     from extproc.passage import Decision
+
+
+# Names a request to a policy that has to know it again.
+REQUEST_KEY: Final = "x-lab-request"
 
 
 class Delays(msgspec.Struct, frozen=True):
@@ -42,13 +46,25 @@ class Watch(Protocol):
         ...
 
 
-class Seer(Protocol):
-    """A picker that may know what no real one can: the engines themselves, and the request's own blocks."""
+class Onlooker(Protocol):
+    """Somebody who knows what our picker cannot: when tokens come, or even what goes on in the engines."""
 
-    def see(self, engines: Mapping[str, Scheduler]) -> None:
-        """Before the start."""
+    def begins(self, engines: Mapping[str, Scheduler]) -> None:
+        """Before the start: the engines by address."""
         ...
 
     def arrives(self, request: Request, now: float) -> None:
-        """Before each pick."""
+        """Before a pick."""
+        ...
+
+    def sent(self, request: Request, address: str, now: float) -> None:
+        """After it."""
+        ...
+
+    def first_token(self, request: Request, now: float) -> None:
+        """The prefill is over."""
+        ...
+
+    def ended(self, request: Request, now: float) -> None:
+        """The last token has come."""
         ...

@@ -21,7 +21,7 @@ from bench.load.client import Result
 from bench.virtual.blocks import follow_blocks
 from bench.virtual.events import Events
 from bench.virtual.machines import Machine
-from bench.virtual.seams import Delays, Seer, Watch
+from bench.virtual.seams import REQUEST_KEY, Delays, Onlooker, Watch
 from bench.workload.sessions import Session
 from extproc.errors import Refusal
 from extproc.learning import Outcome
@@ -71,7 +71,7 @@ class Simulation:
         make_picker: MakePicker = make_picker,
         delays: Delays = Delays(),  # noqa: B008 - frozen
         watch: Watch | None = None,
-        seer: Seer | None = None,
+        onlooker: Onlooker | None = None,
         on_result: Callable[[Result], None] | None = None,
     ) -> None:
         self.pipeline = Pipeline(snapshot, rng=random.Random(seed), ticket_prefix="s", make_picker=make_picker)
@@ -85,9 +85,9 @@ class Simulation:
         self.machines = {address: self._machine(address, kind, watch) for address, kind in engines.items()}
         self._longest = min(one.limits.num_gpu_blocks * one.limits.block_size for one in engines.values())
         self._block_size = next(iter(engines.values())).limits.block_size
-        self._delays, self._watch, self._seer, self._on_result = delays, watch, seer, on_result
-        if seer is not None:
-            seer.see({address: machine.scheduler for address, machine in self.machines.items()})
+        self._delays, self._watch, self._onlooker, self._on_result = delays, watch, onlooker, on_result
+        if onlooker is not None:
+            onlooker.begins({address: machine.scheduler for address, machine in self.machines.items()})
         self._held: dict[str, _Asked] = {}
         self._looks_again_s = math.inf
         self._flights: dict[int, _Flight] = {}
@@ -160,10 +160,12 @@ class Simulation:
         body = msgspec.json.encode(
             {"model": session.adapter or self._asked_model, "messages": messages, "stream": True}
         )
-        head = Head("POST", "/v1/chat/completions", session.headers, has_body=True, is_trusted=True)
+        headers = session.headers
+        if self._onlooker is not None:
+            headers = {**headers, REQUEST_KEY: str(request.key)}
+            self._onlooker.arrives(request, now)
+        head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=True)
         terms = Terms(tokens=tokens_of(prompt)) if self._has_events else Terms()
-        if self._seer is not None:
-            self._seer.arrives(request, now)
         try:
             arrival = self.pipeline.reception.receive(Api.CHAT, head, body)
             found = self.pipeline.enter(arrival, now, terms)
@@ -214,13 +216,18 @@ class Simulation:
         self._flights[request.key] = _Flight(asked, decision.ticket, address)
         if self._watch is not None:
             self._watch.sent(asked.session.label, decision, request.prompt_tokens, now)
+        if self._onlooker is not None:
+            self._onlooker.sent(request, address, now)
         machine = self.machines[address]
         self._events.at(now + API_S, lambda later: machine.add(request, later))
 
     def _take_tokens(self, tokens: Iterable[Token], now: float) -> None:
         for token in tokens:
             flight = self._flights[token.request.key]
-            flight.first_token_s = flight.first_token_s or now
+            if not flight.first_token_s:
+                flight.first_token_s = now
+                if self._onlooker is not None:
+                    self._onlooker.first_token(token.request, now)
             if self._watch is not None:
                 self._watch.token(flight.asked.session.label, now)
             if token.is_last:
@@ -230,6 +237,8 @@ class Simulation:
         asked = flight.asked
         if self._watch is not None:
             self._watch.ended(asked.session.label, request.tokens, now)
+        if self._onlooker is not None:
+            self._onlooker.ended(request, now)
         self.pipeline.finish(flight.ticket, now)
         outcome = Outcome(
             ticket=flight.ticket,

@@ -58,6 +58,11 @@ def _agree_on_rates(table: EndpointTable) -> None:
     table.prefill_rate[table.is_active & ~measured] = np.exp(typical)
 
 
+def typical_rate(table: EndpointTable) -> float:
+    """Of the endpoints there are."""
+    return float(np.exp(np.log(table.prefill_rate[table.is_active]).mean()))
+
+
 def note_failure(table: EndpointTable, row: int, now: float) -> None:
     """The endpoint did not serve what it was given: avoid it, twice as long each time.
 

@@ -26,7 +26,10 @@ _LATENCY_WEIGHT: Final = 0.2
 
 
 class EngineState(msgspec.Struct, frozen=True):
-    """One reading. None: the engine does not say. Latencies are means over what has ended since the reading before."""
+    """One reading. None: the engine does not say. Latencies are means over what has ended since the reading before.
+
+    ``first_tokens``: how many requests have had theirs since then.
+    """
 
     waiting: float | None = None
     running: float | None = None
@@ -34,6 +37,7 @@ class EngineState(msgspec.Struct, frozen=True):
     ttft_s: float | None = None
     tpot_s: float | None = None
     loras: Loras | None = None
+    first_tokens: float | None = None
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
@@ -47,7 +51,7 @@ def report(table: EndpointTable, row: int, state: EngineState, now: float) -> No
     """The engine of ``row`` has said how it is."""
     if state.waiting is not None:
         table.waiting[row] = state.waiting
-        correct_backlog(table, row, waiting=state.waiting, now=now)
+        correct_backlog(table, row, waiting=state.waiting, first_tokens=state.first_tokens, now=now)
     if state.running is not None:
         table.running[row] = state.running
     if state.kv_usage is not None:

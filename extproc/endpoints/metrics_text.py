@@ -101,19 +101,20 @@ class MetricsReader:
     def read(self, page: bytes) -> Reading:
         """A page in Prometheus' text format. What is missing or cannot be read is None."""
         page = b"\n" + page if not page.startswith(b"#") else page
-        ttft_s, has_restarted = self._ttft.since(page)
+        ttft = self._ttft.since(page)
         state = EngineState(
             waiting=self._waiting.total(page),
             running=self._running.total(page),
             kv_usage=self._kv_usage.mean(page),
-            ttft_s=ttft_s,
-            tpot_s=self._tpot.since(page)[0],
+            ttft_s=ttft.mean,
+            tpot_s=self._tpot.since(page).mean,
             loras=self._read_loras(page),
+            first_tokens=ttft.count,
         )
         self._pages += 1
         # a cache does not change while its engine lives
-        asks_cache = has_restarted or self._pages % _RARELY == 1
-        return Reading(state, self._read_cache(page) if asks_cache else None, has_restarted)
+        asks_cache = ttft.ran_backwards or self._pages % _RARELY == 1
+        return Reading(state, self._read_cache(page) if asks_cache else None, ttft.ran_backwards)
 
     def _read_cache(self, page: bytes) -> CacheConfig | None:
         block_label, blocks_label = self._labels
@@ -188,6 +189,14 @@ class _Family:
         return -1
 
 
+class _Taken(msgspec.Struct, frozen=True):
+    """What a histogram took in between two pages; None: nothing, or not known."""
+
+    mean: float | None = None
+    count: float | None = None
+    ran_backwards: bool = False
+
+
 class _Mean:
     """What a histogram's mean was between two pages."""
 
@@ -195,22 +204,23 @@ class _Mean:
         self._sum, self._count = _Family(names, "_sum"), _Family(names, "_count")
         self._before: tuple[float, float] | None = None
 
-    def since(self, page: bytes) -> tuple[float | None, bool]:
-        """The mean of what it took in since the page before, if anything; and whether it ran backwards."""
+    def since(self, page: bytes) -> _Taken:
+        """Since the page before."""
         count = self._count.total(page)
         if count is None:
-            return None, False
+            return _Taken()
         if self._before is not None and count == self._before[0]:
-            return None, False
+            return _Taken(count=0.0)
         total = self._sum.total(page)
         if total is None:
-            return None, False
+            return _Taken()
         before, self._before = self._before, (count, total)
         if before is None:
-            return None, False
+            return _Taken()
         if count < before[0]:
-            return (total / count if count else None), True
-        return (total - before[1]) / (count - before[0]), False
+            return _Taken(total / count if count else None, count, ran_backwards=True)
+        came = count - before[0]
+        return _Taken((total - before[1]) / came, came)
 
 
 def _value(line: bytes) -> float | None:

@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from extproc.endpoints.pending import Pending
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
@@ -60,6 +62,8 @@ class Place(msgspec.Struct, frozen=True):
     address: str
     row: int
     epoch: int
+    # among those that wait there for their first token
+    number: int = 0
 
 
 class Loras(msgspec.Struct, frozen=True):
@@ -86,7 +90,7 @@ class EndpointTable:
     """Columns by row.
 
     ``is_active``; ``absence_s``: infinite where there is no endpoint, else 0. ``in_flight`` requests and ``in_flight_tokens``, of
-    prompts and of answers as far as expected; ``backlog_tokens`` of prefill work waiting as of ``backlog_at_s``. ``prefill_rate``: tokens of work a second, agreed on from ``own_log_rate``
+    prompts and of answers as far as expected; ``backlog_tokens`` of prefill work waiting as of ``backlog_at_s``, ``backlog_each`` a request, which are ``pending``. ``prefill_rate``: tokens of work a second, agreed on from ``own_log_rate``
     and ``rate_samples`` of all. ``avoid_until_s``, and the ``failures`` in a row that led to it. ``prompt_tokens`` and
     ``cached_tokens`` as reported since the endpoint came.
 
@@ -98,6 +102,7 @@ class EndpointTable:
     def __init__(self) -> None:
         self.addresses: list[str] = []
         self.epochs: list[int] = []
+        self.pending: list[Pending] = []
         self.is_active: Bools = np.zeros(0, np.bool_)
         self.in_flight: Ints = np.zeros(0, np.int64)
         self.waiting: Floats = np.zeros(0)
@@ -117,6 +122,7 @@ class EndpointTable:
         self.has_draining = False
         self.backlog_tokens: Floats = np.zeros(0)
         self.backlog_at_s: Floats = np.zeros(0)
+        self.backlog_each: Floats = np.zeros(0)
         self.prefill_rate: Floats = np.zeros(0)
         self.absence_s: Floats = np.zeros(0)
         # whether any endpoint is, or was lately, to be avoided
@@ -229,6 +235,8 @@ class EndpointTable:
         self.seen_at_s[row], self.seen_in_flight[row] = _NEVER, 0
         self.in_flight_tokens[row] = self.seen_in_flight_tokens[row] = self.kv_tokens[row] = 0.0
         self.loras[row] = Loras()
+        self.pending[row] = Pending()
+        self.backlog_each[row] = 1.0
         self.prefill_rate[row] = INITIAL_PREFILL_RATE
         measured = self.is_active & (self.rate_samples > 0)
         if measured.any():
@@ -240,9 +248,11 @@ class EndpointTable:
         more = rows - len(self.addresses)
         self.addresses += [""] * more
         self.epochs += [0] * more
+        self.pending += [Pending() for _ in range(more)]
         self.loras += [Loras()] * more
         self.traits += [Traits()] * more
         for column in _COLUMNS:
             setattr(self, column, np.pad(getattr(self, column), (0, more)))
         self.absence_s = np.pad(self.absence_s, (0, more), constant_values=np.inf)
+        self.backlog_each = np.pad(self.backlog_each, (0, more), constant_values=1.0)
         self.prefill_rate = np.pad(self.prefill_rate, (0, more), constant_values=INITIAL_PREFILL_RATE)

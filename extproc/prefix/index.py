@@ -1,10 +1,12 @@
 """Which endpoint probably holds which prefix in its KV cache, from what was sent where.
 
-For each block hash a bit mask of endpoints (by row), and for each endpoint its blocks in order of last use. Two
-invariants make it exact and fast:
+For each block hash a bit mask of endpoints (by row), and for each endpoint its blocks: those of requests that run there, which cannot
+be evicted, and the others in the order in which they were let go. That is how engines keep theirs (vLLM's block pool), and with a cache
+that is half full of running requests it decides over every third match whether one asks who was *sent* a prompt last or who was *done* with
+it last. Two invariants make it exact and fast:
 
 * an endpoint that holds a block holds all blocks before it in the chain, and has used them at least as recently
-  (chains are touched from the tail to the head, and only the least recently used are evicted);
+  (chains are let go from the tail to the head, and only the least recently used are evicted);
 * so the masks along a chain only lose bits, and a binary search finds where each one ends.
 
 Engines evict in the same order (vLLM frees a request's blocks tail first), which is why one reported miss says so much:
@@ -37,8 +39,15 @@ class Match(msgspec.Struct, frozen=True):
     holders: int
 
 
+class _Pin(msgspec.Struct):
+    """Running requests that use a block, and since when."""
+
+    requests: int
+    since_s: float
+
+
 class _Held(msgspec.Struct):
-    """One endpoint's blocks, least recently used first, with the time of their last use.
+    """One endpoint's blocks: ``pins`` in use, the others by ``last_use``, the least recent first.
 
     ``capacity_bytes``: what it is believed to hold at most; ``limit_bytes``: what that may grow to.
     """
@@ -47,6 +56,7 @@ class _Held(msgspec.Struct):
     limit_bytes: float
     bytes: int = 0
     last_use: OrderedDict[int, float] = msgspec.field(default_factory=OrderedDict)
+    pins: dict[int, _Pin] = msgspec.field(default_factory=dict)
 
 
 class PrefixIndex:
@@ -93,28 +103,54 @@ class PrefixIndex:
         return low
 
     def last_use(self, row: int, block: int) -> float | None:
-        """When the endpoint of ``row`` last used ``block``; None if it is not known to hold it."""
+        """When the endpoint of ``row`` last used ``block``, or began to; None if it is not known to hold it."""
         held = self._held.get(row)
-        return held.last_use.get(block) if held is not None else None
+        if held is None:
+            return None
+        pin = held.pins.get(block)
+        return held.last_use.get(block) if pin is None else pin.since_s
 
     def record(self, row: int, chain: Sequence[int], now: float) -> None:
-        """The endpoint of ``row`` is about to hold all of ``chain``, or as much of its head as it has room for."""
+        """The endpoint of ``row`` has had all of ``chain``, or as much of its head as it has room for."""
+        self.hold(row, chain, now)
+        self.let_go(row, chain, now)
+
+    def hold(self, row: int, chain: Sequence[int], now: float) -> None:
+        """A request with ``chain`` goes to the endpoint of ``row``: it is about to hold it, until the request is over."""
         held = self._held_by(row)
-        last_use, bit, unit = held.last_use, 1 << row, self.first_block_bytes
-        for block in reversed(self._head(chain, held.capacity_bytes)):
-            if block in last_use:
-                last_use.move_to_end(block)
-            else:
+        last_use, pins, bit, unit = held.last_use, held.pins, 1 << row, self.first_block_bytes
+        for block in self._head(chain, held.capacity_bytes):
+            pin = pins.get(block)
+            if pin is not None:
+                pin.requests += 1
+                continue
+            if last_use.pop(block, None) is None:
                 held.bytes += block_units(block) * unit
                 self._holders[block] = self._holders.get(block, 0) | bit
-            last_use[block] = now
+            pins[block] = _Pin(1, now)
+        self._shrink(row, held)
+
+    def let_go(self, row: int, chain: Sequence[int], now: float) -> None:
+        """The request is over: what nobody else uses there may be evicted, its tail first."""
+        held = self._held.get(row)
+        if held is None:
+            return
+        pins = held.pins
+        for block in reversed(chain):
+            pin = pins.get(block)
+            if pin is None:
+                continue
+            pin.requests -= 1
+            if not pin.requests:
+                del pins[block]
+                held.last_use[block] = now
         self._shrink(row, held)
 
     def forget(self, row: int) -> None:
         """The endpoint of ``row`` is gone, or has lost its cache."""
         held = self._held.pop(row, None)
         if held is not None:
-            for block in held.last_use:
+            for block in [*held.last_use, *held.pins]:
                 self._drop_bit(row, block)
 
     def correct(self, row: int, missed_since: float) -> None:
@@ -138,10 +174,10 @@ class PrefixIndex:
     def blocks_held(self, row: int) -> int:
         """The number of blocks that the endpoint of ``row`` is believed to hold."""
         held = self._held.get(row)
-        return len(held.last_use) if held is not None else 0
+        return len(held.last_use) + len(held.pins) if held is not None else 0
 
     def _shrink(self, row: int, held: _Held) -> None:
-        while held.bytes > held.capacity_bytes or len(held.last_use) > _MAX_BLOCKS:
+        while held.last_use and (held.bytes > held.capacity_bytes or len(held.last_use) > _MAX_BLOCKS):
             self._evict_oldest(row, held)
 
     def _evict_oldest(self, row: int, held: _Held) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from extproc.endpoints.ledger import prefill_work
+from extproc.endpoints.prompt_cost import PromptCost
 from extproc.prefix.hashing import FIRST_BLOCK_BYTES, hash_blocks
 from extproc.prefix.index import Match, PrefixIndex
 from extproc.prefix.turns import Turns
@@ -63,6 +63,7 @@ class Knowledge:
     def __init__(self) -> None:
         self.bytes_per_token = INITIAL_BYTES_PER_TOKEN
         self.ratio_samples = 0
+        self.prompt_cost = PromptCost()
         self.index = self._new_index(FIRST_BLOCK_BYTES)
         self._previous: PrefixIndex | None = None
         self._previous_uses = 0
@@ -130,18 +131,18 @@ class Knowledge:
         if prompt.tokens is not None:
             input_tokens = float(max(len(prompt.tokens), 1))
         rows = len(table.addresses)
-        cached, work = np.zeros(rows), np.full(rows, prefill_work(input_tokens, 0.0))
+        cached, work = np.zeros(rows), np.full(rows, self.prompt_cost.work(input_tokens, 0.0))
         matches = self.index.match(chain)
         for match in matches:
             held = self._whole(self.index.covered_bytes(match.blocks) / self.bytes_per_token, input_tokens)
             holders = rows_in(match.holders, rows)
-            cached[holders], work[holders] = held, prefill_work(input_tokens - held, held)
+            cached[holders], work[holders] = held, self.prompt_cost.work(input_tokens - held, held)
         more = self._add_turns(prompt, matches, chain, cached, input_tokens)
         if self._previous is not None:
             more = self._add_previous(self._previous, prompt.text, seed, cached, input_tokens) or more
         kv_chains = self._add_precise(prompt, cached, input_tokens, now)
         if more or kv_chains is not None:
-            work = prefill_work(input_tokens - cached, cached)
+            work = self.prompt_cost.work(input_tokens - cached, cached)
         return Expectation(chain, kv_chains, matches, input_tokens, Demand(cached, work))
 
     def indexed_tokens(self, expectation: Expectation, row: int) -> tuple[float, float | None]:
@@ -154,7 +155,7 @@ class Knowledge:
 
     def sent(self, row: int, expectation: Expectation, now: float) -> None:
         """The prompt goes to the endpoint of ``row``: it will hold it."""
-        self.index.record(row, expectation.chain, now)
+        self.index.hold(row, expectation.chain, now)
         if self.kv is not None and expectation.kv_chains is not None:
             self.kv.speculate(row, expectation.kv_chains, now)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -189,7 +189,7 @@ class Pool:
         computing = row if prefill_row is None else prefill_row
         cached_since_s = self.knowledge.last_use_of(computing, event.chain, event.indexed_tokens)
         for one in {row, computing}:
-            self.knowledge.index.record(one, event.chain, now)
+            self.knowledge.index.hold(one, event.chain, now)
         place, prefill = self._charge(row, prefill_row, Load(event.work, event.tokens), now)
         return Assignment(
             place=place,
@@ -205,11 +205,12 @@ class Pool:
             prefill=prefill,
         )
 
-    def release(self, assignment: Assignment) -> None:
-        """The request is over: its endpoints are free of it."""
-        release(self.table, assignment.place, assignment.tokens)
-        if assignment.prefill is not None:
-            release(self.table, assignment.prefill, assignment.tokens)
+    def release(self, assignment: Assignment, chain: Sequence[int], now: float) -> None:
+        """The request with ``chain`` is over: its endpoints are free of it, and may evict it."""
+        for place in {assignment.place, assignment.computing}:
+            if self.table.holds(place):
+                self.knowledge.index.let_go(place.row, chain, now)
+            release(self.table, place, now, assignment.tokens)
 
     def _charge(self, row: int, prefill_row: int | None, load: Load, now: float) -> tuple[Place, Place | None]:
         """The prefill work goes to who computes it, a request in flight to both."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from extproc.endpoints.ledger import backlogs
+from extproc.endpoints.ledger import backlogs, queued
 from extproc.endpoints.live import foreign
 from extproc.scheduling.picker import Pick, Reasons, Scored, rows_of
 
@@ -42,7 +42,9 @@ class PrefixAwareParameters(msgspec.Struct, frozen=True):
     """
 
     others: float = 1.0
-    request_cost_s: float = 0.02
+    behind: float = 1.0
+    interference: float = 0.05
+    request_cost_s: float = 0.005
     tie_s: float = 0.001
     tie_share: float = 0.1
 
@@ -67,8 +69,11 @@ class PrefixAware:
 
     def costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
         """Seconds by row; infinite where there is no endpoint. Few calls: each costs more than its arithmetic."""
-        cost: Floats = (1 + self._parameters.others) * demand.work
-        cost += backlogs(table, now)
+        parameters = self._parameters
+        backlog = backlogs(table, now)
+        stalled = parameters.interference * table.in_flight
+        cost: Floats = demand.work * (1 + parameters.others + parameters.behind * queued(table, backlog) + stalled)
+        cost += backlog
         cost /= table.prefill_rate
         cost += self.load_costs(table, now)
         return cost

@@ -29,7 +29,7 @@ def test_what_was_sent_since_counts_until_the_next_report() -> None:
     report(table, 0, EngineState(waiting=0, running=4, kv_usage=0.1), 0.0)
     place = charge(table, 0, prefill_tokens=10, now=0.1)
     assert running(table, 0.2)[0] == 5
-    release(table, place)
+    release(table, place, 0.3)
     assert running(table, 0.2)[0] == 4
     report(table, 0, EngineState(waiting=2, running=4, kv_usage=0.1), 0.3)
     charge(table, 0, prefill_tokens=10, now=0.4)

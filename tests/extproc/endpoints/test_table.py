@@ -39,7 +39,7 @@ def test_a_release_from_an_earlier_use_of_the_row_changes_nothing() -> None:
     table.replace(["a"])
     charge(table, 0, prefill_tokens=1, now=0.0)
 
-    release(table, place)
+    release(table, place, 0.0)
 
     assert table.in_flight[0] == 1
 
@@ -63,9 +63,10 @@ def test_waiting_prefill_drains_at_the_learned_rate_and_is_gone_with_the_last_re
 
     assert backlog_of(table, 0, 11.0) == 2500
     assert backlogs(table, 12.0)[0] == 1500
-    release(table, first)
-    assert backlog_of(table, 0, 12.0) == 1500
-    release(table, second)
+    release(table, first, 12.0)
+    # whoever is over does not wait: at most the second does
+    assert backlog_of(table, 0, 12.0) == 500
+    release(table, second, 12.0)
     assert backlog_of(table, 0, 12.0) == 0
     assert table.in_flight[0] == 0
 

@@ -102,6 +102,7 @@ class AgainstAPlainModel(RuleBasedStateMachine):
         self.index = PrefixIndex(CAPACITY)
         self.recorded: dict[int, list[list[int]]] = {}
         self.lru: dict[int, list[int]] = {}
+        self.running: list[tuple[int, list[int]]] = []
         self.now = 0.0
 
     @rule(row=ROWS, parts=st.lists(st.integers(0, 2), min_size=1, max_size=60))
@@ -110,19 +111,59 @@ class AgainstAPlainModel(RuleBasedStateMachine):
         chain = chain_of(*parts)
         self.index.record(row, chain, self.now)
         self.recorded.setdefault(row, []).append(chain)
+        self._use(row, chain)
+        kept = self.lru[row]
+        in_use = {block for other, held in self.running if other == row for block in held}
+        for block in reversed(chain):
+            if block in kept and block not in in_use:
+                kept.remove(block)
+                kept.append(block)
+        self._evict(row)
+
+    @rule(row=ROWS, parts=st.lists(st.integers(0, 2), min_size=1, max_size=40))
+    def hold(self, row: int, parts: list[int]) -> None:
+        self.now += 1
+        chain = chain_of(*parts)
+        self.index.hold(row, chain, self.now)
+        self.recorded.setdefault(row, []).append(chain)
+        self.running.append((row, chain))
+        self._use(row, chain)
+
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        if not self.running:
+            return
+        self.now += 1
+        row, chain = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.index.let_go(row, chain, self.now)
+        in_use = {block for other, held in self.running if other == row for block in held}
+        kept = self.lru.get(row, [])
+        for block in reversed(chain):
+            if block in kept and block not in in_use:
+                kept.remove(block)
+                kept.append(block)
+        self._evict(row)
+
+    def _use(self, row: int, chain: list[int]) -> None:
         kept = self.lru.setdefault(row, [])
         for block in reversed(chain):
-            if block in kept:
-                kept.remove(block)
-            kept.append(block)
-        while sum(map(_bytes, kept)) > CAPACITY:
-            kept.pop(0)
+            if block not in kept:
+                kept.append(block)
+        self._evict(row)
+
+    def _evict(self, row: int) -> None:
+        kept = self.lru.get(row, [])
+        in_use = {block for other, held in self.running if other == row for block in held}
+        free = [block for block in kept if block not in in_use]
+        while free and sum(map(_bytes, kept)) > CAPACITY:
+            kept.remove(free.pop(0))
 
     @rule(row=ROWS)
     def forget(self, row: int) -> None:
         self.index.forget(row)
         self.recorded.pop(row, None)
         self.lru.pop(row, None)
+        self.running = [one for one in self.running if one[0] != row]
 
     @rule(parts=st.lists(st.integers(0, 2), min_size=1, max_size=60))
     def match(self, parts: list[int]) -> None:
@@ -137,8 +178,11 @@ class AgainstAPlainModel(RuleBasedStateMachine):
     def is_bounded(self) -> None:
         held = self.index._held
         for row, kept in self.lru.items():
-            assert list(held[row].last_use) == kept
-            assert held[row].bytes == sum(map(_bytes, kept)) <= CAPACITY
+            in_use = {block for other, chain in self.running if other == row for block in chain}
+            assert list(held[row].last_use) == [block for block in kept if block not in in_use]
+            assert held[row].pins.keys() == in_use.intersection(kept)
+            assert held[row].bytes == sum(map(_bytes, kept))
+            assert held[row].bytes <= CAPACITY or not held[row].last_use
         union = {block for kept in self.lru.values() for block in kept}
         assert self.index._holders.keys() == union
 

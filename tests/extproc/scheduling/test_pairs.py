@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.endpoints.learning import note_failure
-from extproc.endpoints.ledger import charge, prefill_work
+from extproc.endpoints.ledger import charge
+from extproc.endpoints.prompt_cost import PromptCost
 from extproc.endpoints.table import EndpointTable, Traits
 from extproc.errors import NoEndpoint
 from extproc.scheduling.pairs import CACHED, NO_PREFILL, SENT_ON, PairParameters, PrefillDecodePairs
@@ -33,7 +34,7 @@ def view_of(*endpoints: str, input_tokens: float = 4000.0, cached: dict[int, flo
     held = np.zeros(len(table.addresses))
     for row, tokens in (cached or {}).items():
         held[row] = tokens
-    demand = Demand(held, prefill_work(input_tokens - held, held))
+    demand = Demand(held, PromptCost().work(input_tokens - held, held))
     return View(table, demand, RequestFacts("m", input_tokens), 0.0)
 
 

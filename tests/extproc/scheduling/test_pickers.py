@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.endpoints.learning import note_failure
-from extproc.endpoints.ledger import charge, prefill_work
+from extproc.endpoints.ledger import charge
+from extproc.endpoints.prompt_cost import PromptCost
 from extproc.endpoints.table import EndpointTable
 from extproc.errors import NoEndpoint
 from extproc.scheduling.picker import Demand, RequestFacts, View
@@ -40,7 +41,7 @@ def cached(table: EndpointTable, **tokens: float) -> np.ndarray[tuple[int], np.d
 
 
 def demand(input_tokens: float, cached_tokens: Floats) -> Demand:
-    return Demand(cached_tokens, prefill_work(input_tokens - cached_tokens, cached_tokens))
+    return Demand(cached_tokens, PromptCost().work(input_tokens - cached_tokens, cached_tokens))
 
 
 def view(table: EndpointTable, input_tokens: float, cached_tokens: Floats, now: float) -> View:

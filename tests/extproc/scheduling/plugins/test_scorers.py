@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoints.ledger import prefill_work
+from extproc.endpoints.prompt_cost import PromptCost
 from extproc.endpoints.table import Loras
 from extproc.scheduling.plugins.affinity import LoraAffinity, SessionAffinity, session_token
 from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, NoHitLru, PrefixCache
@@ -70,7 +70,7 @@ def test_scores_are_those_of_the_formula(
 def test_token_load_counts_what_waits_and_what_this_prompt_adds() -> None:
     # the prompt's work: 1000 * (1 + 500/20000) = 1025; with 600 cached: 400 * (1 + 800/20000) = 416
     view = view_of(3, cached=[0, 600, 0], backlog_tokens=[0, 0, 3000])
-    assert prefill_work(1000.0, 0.0) == 1025
+    assert PromptCost().work(1000.0, 0.0) == 1025
     assert scores(TokenLoad(queue_threshold_tokens=4100), view) == pytest.approx(
         [1 - 1025 / 4100, 1 - 416 / 4100, 1 - 4025 / 4100]
     )

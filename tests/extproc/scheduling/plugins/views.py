@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from extproc.endpoints.ledger import prefill_work
+from extproc.endpoints.prompt_cost import PromptCost
 from extproc.endpoints.table import EndpointTable
 from extproc.scheduling.picker import Demand, RequestFacts, View
 
@@ -34,5 +34,5 @@ def view_of(
     table.seen_in_flight[:] = table.in_flight
     held = np.zeros(len(table.addresses))
     held[: len(cached)] = cached
-    demand = Demand(held, prefill_work(input_tokens - held, held))
+    demand = Demand(held, PromptCost().work(input_tokens - held, held))
     return View(table, demand, RequestFacts("m", input_tokens, adapter, headers or {}, is_trusted=True), now_s)

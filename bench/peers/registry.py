@@ -1,0 +1,111 @@
+"""Policies by name: how each picks, and what it has to be told or shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from bench.peers.aibrix import LeastKvCache, PrefixCache
+from bench.peers.books import Books
+from bench.peers.dynamo import KvRouter
+from bench.peers.kthena import KthenaDefault
+from bench.peers.llm_d import AffinityWithTokenLoad
+from bench.peers.lmetric import LMetric
+from bench.peers.oracle import Oracle
+from bench.peers.preble import ExploitExplore
+from bench.peers.ray_serve import PrefixAffinity
+from bench.peers.sglang import CacheAware
+from bench.peers.simple import ByChance, LeastRequest, PowerOfTwo
+from extproc.config.mistakes import ConfigInvalid, Mistake
+from extproc.scheduling.picker_config import read_picker_text
+from extproc.scheduling.pickers import make_picker
+from extproc.scheduling.registry import installed
+from extproc.scheduling.round_robin import RoundRobin
+
+if TYPE_CHECKING:
+    from bench.virtual.seams import Onlooker
+    from extproc.scheduling.picker import Picker
+    from extproc.scheduling.pickers import MakePicker
+
+_CONFIGS: Final = Path(__file__).parent / "configs"
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    """What operators of some peers measure of an engine before: prefill in tokens a second, seconds a token of decode."""
+
+    prefill: float
+    decode_s: float
+    block_size: int
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """Ready for one run. ``server``: what its ModelServer must say beside."""
+
+    make_picker: MakePicker
+    onlooker: Onlooker | None = None
+    server: Mapping[str, Any] = {}
+
+
+_KV_EVENTS: Final = {"kvEvents": {"port": 5557}}
+
+
+def _plain(make: Callable[[], Picker]) -> Callable[[Calibration], Policy]:
+    return lambda _: Policy(lambda _spec, _files, picker=make(): picker)
+
+
+def _watching(make: Callable[[Books, Calibration], Picker]) -> Callable[[Calibration], Policy]:
+    def build(known: Calibration) -> Policy:
+        books = Books()
+        picker = make(books, known)
+        return Policy(lambda _spec, _files: picker, books)
+
+    return build
+
+
+def _configured(file: Path, server: Mapping[str, Any] = MappingProxyType({})) -> Callable[[Calibration], Policy]:
+    def build(_: Calibration) -> Policy:
+        try:
+            picker = read_picker_text(str(file), file.read_text(), installed()).picker
+        except OSError as error:
+            msg = f"cannot be read: {error.strerror}; name a file, or one of {', '.join(POLICIES)}"
+            raise ConfigInvalid([Mistake(str(file), 0, "", msg)]) from None
+        return Policy(lambda _spec, _files: picker, server=server)
+
+    return build
+
+
+def _preble(books: Books, known: Calibration) -> Picker:
+    return ExploitExplore(books, prefill=known.prefill, decode_s=known.decode_s, block_size=known.block_size)
+
+
+POLICIES: Final[Mapping[str, Callable[[Calibration], Policy]]] = MappingProxyType(
+    {
+        "attache": lambda _: Policy(make_picker),
+        "attache-precise": lambda _: Policy(make_picker, server=_KV_EVENTS),
+        "round-robin": _plain(RoundRobin),
+        "random": _plain(ByChance),
+        "least-request": _plain(LeastRequest),
+        "power-of-two": _plain(PowerOfTwo),
+        "llm-d-blend": _configured(_CONFIGS / "llm-d-default.yaml"),
+        "llm-d-token-load": _watching(lambda books, known: AffinityWithTokenLoad(books, known.prefill)),
+        "llm-d-precise": _configured(_CONFIGS / "llm-d-precise.yaml", _KV_EVENTS),
+        "kthena": _plain(KthenaDefault),
+        "sglang": _plain(CacheAware),
+        "dynamo": _watching(lambda books, known: KvRouter(books, known.block_size)),
+        "preble": _watching(_preble),
+        "aibrix-prefix-cache": _plain(PrefixCache),
+        "aibrix-least-kv-cache": _plain(LeastKvCache),
+        "ray": _plain(PrefixAffinity),
+        "lmetric": _watching(lambda books, _: LMetric(books)),
+        "oracle": _watching(lambda books, _: Oracle(books)),
+    }
+)
+
+
+def policy_named(name: str) -> Callable[[Calibration], Policy]:
+    """By name, or by the path of an EndpointPickerConfig; raises ConfigInvalid."""
+    return POLICIES[name] if name in POLICIES else _configured(Path(name))
