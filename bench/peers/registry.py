@@ -15,6 +15,7 @@ from bench.peers.dynamo import KvRouter
 from bench.peers.kthena import KthenaDefault
 from bench.peers.llm_d import AffinityWithTokenLoad
 from bench.peers.lmetric import LMetric
+from bench.peers.memory import Index, Remembering
 from bench.peers.oracle import Oracle
 from bench.peers.preble import ExploitExplore
 from bench.peers.ray_serve import PrefixAffinity
@@ -57,13 +58,24 @@ def _plain(make: Callable[[], Picker]) -> Callable[[Calibration], Policy]:
     return lambda _: Policy(lambda _spec, _files, picker=make(): picker)
 
 
-def _watching(make: Callable[[Books, Calibration], Picker]) -> Callable[[Calibration], Policy]:
+def _watching(
+    make: Callable[[Books, Calibration], Picker], index: Index | None = None
+) -> Callable[[Calibration], Policy]:
+    """A policy that sees answers pass, with an index of its own."""
+
     def build(known: Calibration) -> Policy:
         books = Books()
         picker = make(books, known)
+        if index is not None:
+            picker = Remembering(picker, books, index, known.block_size)
         return Policy(lambda _spec, _files: picker, books)
 
     return build
+
+
+def _llm_d(file: str) -> Callable[[Books, Calibration], Picker]:
+    path = _CONFIGS / file
+    return lambda _books, _known: read_picker_text(str(path), path.read_text(), installed()).picker
 
 
 def _configured(file: Path, server: Mapping[str, Any] = MappingProxyType({})) -> Callable[[Calibration], Policy]:
@@ -82,6 +94,10 @@ def _preble(books: Books, known: Calibration) -> Picker:
     return ExploitExplore(books, prefill=known.prefill, decode_s=known.decode_s, block_size=known.block_size)
 
 
+# What each router's index is like; see its module.
+_SENT: Final = Index()
+_UNBOUNDED: Final = Index(is_bounded=False)
+
 POLICIES: Final[Mapping[str, Callable[[Calibration], Policy]]] = MappingProxyType(
     {
         "attache": lambda _: Policy(make_picker),
@@ -90,17 +106,17 @@ POLICIES: Final[Mapping[str, Callable[[Calibration], Policy]]] = MappingProxyTyp
         "random": _plain(ByChance),
         "least-request": _plain(LeastRequest),
         "power-of-two": _plain(PowerOfTwo),
-        "llm-d-blend": _configured(_CONFIGS / "llm-d-default.yaml"),
-        "llm-d-token-load": _watching(lambda books, known: AffinityWithTokenLoad(books, known.prefill)),
+        "llm-d-blend": _watching(_llm_d("llm-d-default.yaml"), _SENT),
+        "llm-d-token-load": _watching(lambda books, known: AffinityWithTokenLoad(books, known.prefill), _SENT),
         "llm-d-precise": _configured(_CONFIGS / "llm-d-precise.yaml", _KV_EVENTS),
-        "kthena": _plain(KthenaDefault),
-        "sglang": _plain(CacheAware),
-        "dynamo": _watching(lambda books, known: KvRouter(books, known.block_size)),
-        "preble": _watching(_preble),
-        "aibrix-prefix-cache": _plain(PrefixCache),
+        "kthena": _watching(lambda _books, _known: KthenaDefault(), Index(by="ended", is_bounded=False)),
+        "sglang": _watching(lambda _books, _known: CacheAware(), _UNBOUNDED),
+        "dynamo": _watching(lambda books, known: KvRouter(books, known.block_size), Index(by="events")),
+        "preble": _watching(_preble, _SENT),
+        "aibrix-prefix-cache": _watching(lambda _books, _known: PrefixCache(), _UNBOUNDED),
         "aibrix-least-kv-cache": _plain(LeastKvCache),
-        "ray": _plain(PrefixAffinity),
-        "lmetric": _watching(lambda books, _: LMetric(books)),
+        "ray": _watching(lambda _books, _known: PrefixAffinity(), _UNBOUNDED),
+        "lmetric": _watching(lambda books, _: LMetric(books), _SENT),
         "oracle": _watching(lambda books, _: Oracle(books)),
     }
 )
