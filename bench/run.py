@@ -203,7 +203,7 @@ def _read(arguments: list[str] | None) -> Settings:
     if is_trace:
         workload = read_trace(options.trace, Part(options.skip, options.limit))
     else:
-        workload = conversations(Conversations(seed=options.seed))
+        workload = conversations(Conversations(), options.seed)
     flags = EngineFlags(
         count=options.engines,
         hardware=options.hardware,

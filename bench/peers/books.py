@@ -74,9 +74,9 @@ class Books:
         """Routers do not look into engines; the oracle does."""
         self.engines = engines
 
-    def arrives(self, request: Request, now: float) -> None:
+    def arrives(self, request: Request, place: tuple[int, int], now: float) -> None:
         """This one will be decided on, now or later."""
-        del now
+        del place, now
         self._requests[str(request.key)] = request
 
     def sent(self, request: Request, address: str, now: float) -> None:

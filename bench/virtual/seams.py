@@ -53,8 +53,8 @@ class Onlooker(Protocol):
         """Before the start: the engines by address."""
         ...
 
-    def arrives(self, request: Request, now: float) -> None:
-        """Before a pick."""
+    def arrives(self, request: Request, place: tuple[int, int], now: float) -> None:
+        """Before a pick; ``place``: the number of its session in the workload, and of its turn."""
         ...
 
     def sent(self, request: Request, address: str, now: float) -> None:

@@ -71,7 +71,7 @@ class Simulation:
         make_picker: MakePicker = make_picker,
         delays: Delays = Delays(),  # noqa: B008 - frozen
         watch: Watch | None = None,
-        onlooker: Onlooker | None = None,
+        onlookers: Sequence[Onlooker] = (),
         on_result: Callable[[Result], None] | None = None,
     ) -> None:
         self.pipeline = Pipeline(snapshot, rng=random.Random(seed), ticket_prefix="s", make_picker=make_picker)
@@ -85,8 +85,8 @@ class Simulation:
         self.machines = {address: self._machine(address, kind, watch) for address, kind in engines.items()}
         self._longest = min(one.limits.num_gpu_blocks * one.limits.block_size for one in engines.values())
         self._block_size = next(iter(engines.values())).limits.block_size
-        self._delays, self._watch, self._onlooker, self._on_result = delays, watch, onlooker, on_result
-        if onlooker is not None:
+        self._delays, self._watch, self._onlookers, self._on_result = delays, watch, onlookers, on_result
+        for onlooker in onlookers:
             onlooker.begins({address: machine.scheduler for address, machine in self.machines.items()})
         self._held: dict[str, _Asked] = {}
         self._looks_again_s = math.inf
@@ -161,9 +161,10 @@ class Simulation:
             {"model": session.adapter or self._asked_model, "messages": messages, "stream": True}
         )
         headers = session.headers
-        if self._onlooker is not None:
+        if self._onlookers:
             headers = {**headers, REQUEST_KEY: str(request.key)}
-            self._onlooker.arrives(request, now)
+        for onlooker in self._onlookers:
+            onlooker.arrives(request, place, now)
         head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=True)
         terms = Terms(tokens=tokens_of(prompt)) if self._has_events else Terms()
         try:
@@ -216,8 +217,8 @@ class Simulation:
         self._flights[request.key] = _Flight(asked, decision.ticket, address)
         if self._watch is not None:
             self._watch.sent(asked.session.label, decision, request.prompt_tokens, now)
-        if self._onlooker is not None:
-            self._onlooker.sent(request, address, now)
+        for onlooker in self._onlookers:
+            onlooker.sent(request, address, now)
         machine = self.machines[address]
         self._events.at(now + API_S, lambda later: machine.add(request, later))
 
@@ -226,8 +227,8 @@ class Simulation:
             flight = self._flights[token.request.key]
             if not flight.first_token_s:
                 flight.first_token_s = now
-                if self._onlooker is not None:
-                    self._onlooker.first_token(token.request, now)
+                for onlooker in self._onlookers:
+                    onlooker.first_token(token.request, now)
             if self._watch is not None:
                 self._watch.token(flight.asked.session.label, now)
             if token.is_last:
@@ -237,8 +238,8 @@ class Simulation:
         asked = flight.asked
         if self._watch is not None:
             self._watch.ended(asked.session.label, request.tokens, now)
-        if self._onlooker is not None:
-            self._onlooker.ended(request, now)
+        for onlooker in self._onlookers:
+            onlooker.ended(request, now)
         self.pipeline.finish(flight.ticket, now)
         outcome = Outcome(
             ticket=flight.ticket,

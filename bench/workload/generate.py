@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from bench.workload.shapes import around
 from bench.workload.sessions import Session, Turn, Workload, says
 
 if TYPE_CHECKING:
@@ -28,31 +29,26 @@ class Conversations(msgspec.Struct, frozen=True):
     user_tokens: int = 300
     output_tokens: int = 80
     think_s: float = 4.0
-    seed: int = 0
 
-
-def conversations(shape: Conversations) -> Workload:
-    """The workload of ``shape``; equal shapes give equal workloads."""
-    name = f"{shape.sessions} generated conversations of {shape.turns} turns over {shape.system_prompts} system prompts"
-    return Workload(name, tuple(_sessions(shape)))
-
-
-def _sessions(shape: Conversations) -> Iterator[Session]:
-    rng = random.Random(shape.seed)
-    systems = [says(f"{shape.seed}/system/{number}", shape.system_tokens) for number in range(shape.system_prompts)]
-    begins_s = 0.0
-    for number in range(shape.sessions):
-        begins_s += rng.expovariate(shape.sessions_per_s)
-        turns = tuple(
-            Turn(
-                pieces=says(f"{shape.seed}/{number}/{turn}", _around(rng, shape.user_tokens)),
-                output_tokens=_around(rng, shape.output_tokens),
-                think_s=rng.uniform(0.5, 1.5) * shape.think_s if turn else 0.0,
+    def play(self, seed: int) -> Iterator[Session]:
+        """See the class."""
+        rng = random.Random(seed)
+        systems = [says(f"{seed}/system/{number}", self.system_tokens) for number in range(self.system_prompts)]
+        begins_s = 0.0
+        for number in range(self.sessions):
+            begins_s += rng.expovariate(self.sessions_per_s)
+            turns = tuple(
+                Turn(
+                    pieces=says(f"{seed}/{number}/{turn}", around(rng, self.user_tokens)),
+                    output_tokens=around(rng, self.output_tokens),
+                    think_s=rng.uniform(0.5, 1.5) * self.think_s if turn else 0.0,
+                )
+                for turn in range(self.turns)
             )
-            for turn in range(shape.turns)
-        )
-        yield Session(begins_s, turns, rng.choice(systems))
+            yield Session(begins_s, turns, rng.choice(systems))
 
 
-def _around(rng: random.Random, mean: int) -> int:
-    return max(1, round(rng.uniform(0.5, 1.5) * mean))
+def conversations(shape: Conversations, seed: int = 0) -> Workload:
+    """The workload of ``shape``; equal shapes and seeds give equal workloads."""
+    name = f"{shape.sessions} generated conversations of {shape.turns} turns over {shape.system_prompts} system prompts"
+    return Workload(name, tuple(shape.play(seed)))

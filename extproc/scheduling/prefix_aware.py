@@ -43,10 +43,10 @@ class PrefixAwareParameters(msgspec.Struct, frozen=True):
 
     others: float = 1.0
     behind: float = 1.0
-    interference: float = 0.05
+    interference: float = 0.1
     request_cost_s: float = 0.005
     tie_s: float = 0.001
-    tie_share: float = 0.1
+    tie_share: float = 0.02
 
 
 class PrefixAware:

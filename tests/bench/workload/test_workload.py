@@ -31,7 +31,7 @@ def test_equal_seeds_give_equal_conversations_and_arrivals_keep_their_rate() -> 
     shape = Conversations(sessions=400, sessions_per_s=5.0)
     one = conversations(shape)
     assert one == conversations(shape)
-    assert one != conversations(Conversations(sessions=400, sessions_per_s=5.0, seed=1))
+    assert one != conversations(shape, seed=1)
     begins = [session.begins_s for session in one.sessions]
     assert begins == sorted(begins)
     assert begins[-1] == pytest.approx(400 / 5.0, rel=0.2)

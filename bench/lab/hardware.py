@@ -1,0 +1,37 @@
+"""Engines by words: ``h100x4`` is four H100s for each engine, ``h100*4+l40s*4`` four engines of one kind and four of another."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from bench.engine.hardware import GPUS, MODELS, Hardware
+
+_PART: Final = re.compile(r"(?P<gpu>[a-z0-9]+?)(?:x(?P<gpus>\d+))?(?:\*(?P<count>\d+))?")
+
+
+class HardwareUnknown(Exception):
+    """No such GPU or model, or a model that does not fit; the message says what there is."""
+
+
+def engines_of(hardware: str, model: str, count: int) -> list[Hardware]:
+    """One for each engine. Without numbers of their own, several kinds share ``count`` equally."""
+    shape = MODELS.get(model)
+    if shape is None:
+        msg = f"there is no model {model}; there are {', '.join(MODELS)}"
+        raise HardwareUnknown(msg)
+    parts = hardware.split("+")
+    engines: list[Hardware] = []
+    for number, part in enumerate(parts):
+        found = _PART.fullmatch(part)
+        gpu = GPUS.get(found["gpu"]) if found is not None else None
+        if found is None or gpu is None:
+            msg = f"{part}: is no hardware; write GPU, GPUxN or GPUxN*ENGINES with one of {', '.join(GPUS)}"
+            raise HardwareUnknown(msg)
+        one = Hardware(shape, gpu, int(found["gpus"] or 1))
+        if one.kv_tokens() <= 0:
+            msg = f"{part}: {model} does not fit; it needs more GPUs for each engine"
+            raise HardwareUnknown(msg)
+        share = count // len(parts) + (number < count % len(parts))
+        engines += [one] * int(found["count"] or share)
+    return engines
