@@ -211,7 +211,7 @@ def _reserved(arrival: Arrival) -> Usage:
     request, pool = arrival.request, arrival.pool
     most = request.max_output_tokens
     tokens = pool.input_estimate.tokens(len(request.prompt), pool.knowledge.bytes_per_token)
-    return Usage(tokens, pool.output_tokens if most is None else float(most))
+    return Usage(tokens, pool.knowledge.output_tokens if most is None else float(most))
 
 
 def _holders(cached_tokens: Floats) -> tuple[tuple[int, float], ...]:

@@ -122,8 +122,8 @@ def _count_tokens(sent: Sent, outcome: Outcome) -> None:
 
 def _learn_output(sent: Sent, outcome: Outcome) -> None:
     if outcome.completion_tokens is not None:
-        pool = sent.pool
-        pool.output_tokens += _WEIGHT * (outcome.completion_tokens - pool.output_tokens)
+        knowledge = sent.pool.knowledge
+        knowledge.output_tokens += _WEIGHT * (outcome.completion_tokens - knowledge.output_tokens)
 
 
 def usage_of(sent: Sent, outcome: Outcome) -> Usage:
@@ -189,6 +189,9 @@ def _learn_rate(sent: Sent, outcome: Outcome) -> None:
         written = (outcome.completion_tokens or 0) - 1
         tpot_s = (outcome.duration_s - sent.waited_s - outcome.ttfb_s) / written if written > 0 else None
         note_latency(pool.table, assignment.place.row, ttft_s=outcome.ttfb_s, tpot_s=tpot_s)
+        if tpot_s is not None and assignment.tokens_there:
+            now_there = float(pool.table.in_flight_tokens[assignment.place.row]) + assignment.tokens
+            pool.knowledge.answer_cost.learn(tokens=(assignment.tokens_there + now_there) / 2, tpot_s=tpot_s)
 
 
 def _learn_prefix(sent: Sent, outcome: Outcome) -> None:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from bench.virtual.seams import REQUEST_KEY
-
 from bench.engine.request import Request
+from bench.virtual.seams import REQUEST_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

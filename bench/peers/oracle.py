@@ -15,7 +15,6 @@ from bench.peers.choosing import least
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping
 
     from bench.engine.request import Request
     from bench.engine.scheduler import Scheduler

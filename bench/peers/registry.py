@@ -21,16 +21,15 @@ from bench.peers.preble import ExploitExplore
 from bench.peers.ray_serve import PrefixAffinity
 from bench.peers.sglang import CacheAware
 from bench.peers.simple import ByChance, LeastRequest, PowerOfTwo
+from bench.virtual.seams import Onlooker
 from extproc.config.mistakes import ConfigInvalid, Mistake
 from extproc.scheduling.picker_config import read_picker_text
-from extproc.scheduling.pickers import make_picker
+from extproc.scheduling.pickers import MakePicker, make_picker
 from extproc.scheduling.registry import installed
 from extproc.scheduling.round_robin import RoundRobin
 
 if TYPE_CHECKING:
-    from bench.virtual.seams import Onlooker
     from extproc.scheduling.picker import Picker
-    from extproc.scheduling.pickers import MakePicker
 
 _CONFIGS: Final = Path(__file__).parent / "configs"
 
@@ -55,7 +54,11 @@ _KV_EVENTS: Final = {"kvEvents": {"port": 5557}}
 
 
 def _plain(make: Callable[[], Picker]) -> Callable[[Calibration], Policy]:
-    return lambda _: Policy(lambda _spec, _files, picker=make(): picker)
+    def build(_: Calibration) -> Policy:
+        picker = make()
+        return Policy(lambda _spec, _files: picker)
+
+    return build
 
 
 def _watching(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.workload.shapes import around
 from bench.workload.sessions import Session, Turn, Workload, says
+from bench.workload.shapes import around
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

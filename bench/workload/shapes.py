@@ -68,7 +68,9 @@ class Agents(msgspec.Struct, frozen=True):
         system = (Piece(f"{seed}/tools", self.instructions),)
         for number, begins_s in zip(range(self.sessions), arrivals(rng, self.rate), strict=False):
             steps = around(rng, self.steps)
-            yield Session(begins_s, tuple(self._turn(rng, f"{seed}/{number}/{step}", step) for step in range(steps)), system)
+            yield Session(
+                begins_s, tuple(self._turn(rng, f"{seed}/{number}/{step}", step) for step in range(steps)), system
+            )
 
     def _turn(self, rng: random.Random, key: str, step: int) -> Turn:
         if not step:
@@ -123,7 +125,9 @@ class Bursts(msgspec.Struct, frozen=True):
             is_loud = begins_s % (self.burst_s + self.quiet_s) < self.burst_s
             if rng.random() * fastest > (self.burst_rate if is_loud else self.rate):
                 continue
-            yield Session(begins_s, (Turn((Piece(f"{seed}/{number}", around(rng, self.prompt)),), around(rng, self.output)),))
+            yield Session(
+                begins_s, (Turn((Piece(f"{seed}/{number}", around(rng, self.prompt)),), around(rng, self.output)),)
+            )
             number += 1
             if number == self.requests:
                 return

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _MEAN_WEIGHT: Final = 0.05
 
+
 def charge(table: EndpointTable, row: int, *, prefill_tokens: float, now: float, tokens: float = 0.0) -> Place:
     """A request with this much uncached input goes to ``row``; ``tokens``: of its prompt and answer."""
     table.in_flight[row] += 1

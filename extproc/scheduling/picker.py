@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What a request asks of each endpoint, by row: the tokens that its cache probably holds, and the prefill work left."""
+    """What a request asks of each endpoint, by row: the tokens that its cache probably holds, and the prefill work left.
+
+    ``reading_s``: seconds that its answer takes longer for each token in flight beside it.
+    """
 
     cached_tokens: Floats
     work: Floats
+    reading_s: float = 0.0
 
 
 class RequestFacts(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from extproc.scheduling.sending import Sending
 
 
-# Of an answer, until answers have said: the mean of Mooncake's conversations is 343, of Azure's 211, of its code 28.
-INITIAL_OUTPUT_TOKENS: Final = 200.0
-
-
 class Assignment(msgspec.Struct, frozen=True):
     """A pick and its explanation. ``addresses``: first choice, then fallbacks. ``prefill``: who computes the prompt, if another.
 
@@ -46,6 +42,8 @@ class Assignment(msgspec.Struct, frozen=True):
     cost_s: float
     # of its prefill alone
     work: float = 0.0
+    # in flight there with it
+    tokens_there: float = 0.0
     # of its prompt and, as far as expected, of its answer
     tokens: float = 0.0
     prefill: Place | None = None
@@ -95,7 +93,6 @@ class Pool:
         self.knowledge = Knowledge()
         self.adapters: frozenset[str] = frozenset()
         self.typical_ttft_s = 0.0
-        self.output_tokens = INITIAL_OUTPUT_TOKENS
         self.input_estimate = InputEstimate()
         self.reports_cached_tokens = False
         self.picker = picker
@@ -146,7 +143,8 @@ class Pool:
 
     def expected_output(self, most: int | None) -> float:
         """Tokens of an answer: what answers of this pool have had, and no more than was asked for."""
-        return self.output_tokens if most is None else min(self.output_tokens, float(most))
+        expected = self.knowledge.output_tokens
+        return expected if most is None else min(expected, float(most))
 
     def commit(self, considered: Considered, now: float, output_tokens: float = 0.0) -> Assignment:
         """The request goes where the pick says: count it as theirs."""
@@ -174,6 +172,7 @@ class Pool:
             tokens_ahead=tokens_ahead,
             cost_s=pick.cost_s,
             work=work,
+            tokens_there=float(table.in_flight_tokens[first]),
             tokens=tokens,
             prefill=prefill,
             stage=pick.stage,

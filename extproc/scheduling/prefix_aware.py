@@ -1,12 +1,19 @@
-"""The default picker: the endpoint where the first token is expected soonest, at least expense to those who come after.
+"""The default picker: the endpoint where a request costs least, in seconds, itself and the others.
 
-    cost_s(e) = (backlog(e) + (1 + others) * work(input - cached(e))) / prefill_rate(e) + in_flight(e) * request_cost_s
+    cost(e) = (backlog(e) + work(e) * (1 + others + behind * queued(e) + interference * running(e))) / rate(e)
+              + decode * reading_s * tokens(e) + request_cost_s * running(e)
 
-This request waits for the prefill of those ahead and for its own; those behind wait for its own too, which is why that
-counts again. All is in seconds, so load and prefix need no weights against each other, and unequal GPUs are told apart
-by their learned rates. The last term stands for what each running request adds to everyone's decode steps; requests that
-the engine says it has and that are not ours count in it too. Counting uncached tokens in seconds instead of requests follows
-Preble's E2 (ICLR 2025) and Mooncake's Conductor (FAST 2025), both of which choose by the estimated time to first token.
+The first token waits for the prefill work that is ahead, and for the request's own: what of its prompt that engine does not hold, attention counted.
+Others wait for that work, too: one that would have come anyway; those who come behind it, and an engine where many are queued now will have
+many then; and every answer that runs there stands still for as long. The last line is what the answer costs beside others: each of its steps reads
+the KV cache of all that are in flight there. Engines' speeds, the price of attention and of reading, and what is in the caches are learned from
+answers; nothing is measured before.
+
+That the own work is weighed by the queue is what separates long prompts from short ones under load: where many wait, a long one costs them all, and
+goes to where few do; short ones cost little and follow the least backlog. So in overload the many short ones do not stand behind the few long ones,
+and as long as queues are short it hardly matters. The terms follow Preble's E2 (ICLR 2025) and Mooncake's Conductor (FAST 2025), which estimate the
+time to the first token, and LMetric (arXiv 2603.15202), which multiplies it by the batch; the externality of a job in a queue with a known backlog is
+Hyytiä et al., "Size- and state-aware dispatching" (2012).
 """
 
 from __future__ import annotations
@@ -33,17 +40,20 @@ _SORTED_WHOLE: Final = 512
 
 
 class PrefixAwareParameters(msgspec.Struct, frozen=True):
-    """``others``: how many of those behind wait for a request's prefill. ``request_cost_s``: 0.1 ms a decode step (batch 1
-    to 64 on an H100, 8B) times some 200 tokens.
+    """Weights of the module's formula, of which only ratios between seconds of different people are a matter of taste.
+
+    ``others``: who would have come anyway. ``behind``: how many come behind for each that is queued. ``interference``: what a second means to an
+    answer that runs, against one to somebody who waits for the first token; ``decode`` the same of its own steps. ``request_cost_s``: what keeps
+    engines level where prompts cost nothing.
 
     ``tie_s`` and ``tie_share``: costs this close to the least are equal, and chance decides between endpoints that hold
-    as much of the prompt. Learned rates differ by as much between equal engines, and the one that seems fastest must not
-    get everything.
+    as much of the prompt.
     """
 
     others: float = 1.0
-    behind: float = 1.0
-    interference: float = 0.1
+    behind: float = 0.7
+    interference: float = 0.05
+    decode: float = 0.2
     request_cost_s: float = 0.005
     tie_s: float = 0.001
     tie_share: float = 0.02
@@ -69,12 +79,16 @@ class PrefixAware:
 
     def costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
         """Seconds by row; infinite where there is no endpoint. Few calls: each costs more than its arithmetic."""
-        parameters = self._parameters
+        weights = self._parameters
         backlog = backlogs(table, now)
-        stalled = parameters.interference * table.in_flight
-        cost: Floats = demand.work * (1 + parameters.others + parameters.behind * queued(table, backlog) + stalled)
+        waiters = queued(table, backlog)
+        waiters *= weights.behind
+        waiters += weights.interference * table.in_flight
+        waiters += 1 + weights.others
+        cost: Floats = demand.work * waiters
         cost += backlog
         cost /= table.prefill_rate
+        cost += (weights.decode * demand.reading_s) * table.in_flight_tokens
         cost += self.load_costs(table, now)
         return cost
 

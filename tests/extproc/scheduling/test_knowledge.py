@@ -64,7 +64,9 @@ def test_capacity_is_what_the_engine_says() -> None:
     knowledge.note_cache(0, CacheConfig(32, 16_384 // 4 * 10))
     for number in range(40):
         prompt = Prompt(f"{number:04}".encode() + bytes(16_380), "m")
-        knowledge.sent(0, knowledge.expect(prompt, table, 0.0), float(number))
+        expectation = knowledge.expect(prompt, table, 0.0)
+        knowledge.sent(0, expectation, float(number))
+        knowledge.index.let_go(0, expectation.chain, number + 0.5)
     found = [
         cached(knowledge, table, Prompt(f"{number:04}".encode() + bytes(16_380), "m"))[0] > 0 for number in range(40)
     ]

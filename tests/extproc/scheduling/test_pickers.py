@@ -54,8 +54,9 @@ def test_cost_is_uncached_and_waiting_tokens_over_the_rate_plus_requests() -> No
     costs = PICKER.costs(table, demand(2_000, cached(table, e2=1_500)), 0.1)
 
     # the work of 2000 tokens is 2000 * (1 + 1000/20000) = 2100, that of 500 after 1500 is 500 * (1 + 1750/20000) = 543.75
-    # e0: 1.5 * 2100/10000; e1: (1.5 * 2100 + 5000 - 0.1 s * 10000)/10000 + 1 * 0.02; e2: 1.5 * 543.75/10000
-    assert costs[:3].tolist() == pytest.approx([0.315, 0.735, 0.0815625])
+    # so the first costs 1.5 * 2100 / 10000, the last 1.5 * 543.75 / 10000; at the other 5000 - 0.1 s * 10000 = 4000 tokens
+    # wait, 0.8 of its one request, which makes (2100 * (1.5 + 0.7 * 0.8 + 0.05) + 4000) / 10000 + 0.02
+    assert costs[:3].tolist() == pytest.approx([0.315, 0.8631, 0.0815625])
     assert np.isinf(costs[3:]).all()
 
 
@@ -68,10 +69,32 @@ def test_a_cached_prefix_wins_until_its_endpoint_is_busier_than_it_saves() -> No
         return pick.rows[0]
 
     assert first() == 0
-    charge(table, 0, prefill_tokens=14_000, now=0.0)
-    assert first() == 0  # 1.5 * 2900 + 14000 + a request, 200, against 1.5 * 12500
-    charge(table, 0, prefill_tokens=3_000, now=0.0)
-    assert first() == 1
+    charge(table, 0, prefill_tokens=11_000, now=0.0)
+    assert first() == 0  # 2900 * (1.5 + 0.7 + 0.05) + 11000 + a request, 200, against 1.5 * 12500
+    charge(table, 0, prefill_tokens=1_000, now=0.0)
+    assert first() == 1  # 2900 * (1.5 + 1.4 + 0.1) + 12000 + 400
+
+
+def test_a_long_prompt_goes_where_few_wait_and_a_short_one_where_little_does() -> None:
+    table = table_of(2)
+    for _ in range(10):
+        charge(table, 0, prefill_tokens=1_000, now=0.0)
+    charge(table, 1, prefill_tokens=14_000, now=0.0)
+
+    assert PICKER.pick(view(table, 100, cached(table), 0.0), rng=random.Random(0)).rows[0] == 0
+    assert PICKER.pick(view(table, 30_000, cached(table), 0.0), rng=random.Random(0)).rows[0] == 1
+
+
+def test_an_answer_keeps_away_from_engines_whose_steps_are_long() -> None:
+    table = table_of(2)
+    charge(table, 0, prefill_tokens=0, tokens=100_000, now=0.0)
+    charge(table, 1, prefill_tokens=0, tokens=10_000, now=0.0)
+    asked = view(table, 10, cached(table), 0.0)
+    # 200 tokens of an answer, each 8e-8 s longer for a token in flight: 0.2 * 1.6e-5 * 90,000 = 0.288 s apart
+    asked = msgspec.structs.replace(asked, demand=msgspec.structs.replace(asked.demand, reading_s=200 * 8e-8))
+    costs = PICKER.costs(table, asked.demand, 0.0)
+
+    assert costs[0] - costs[1] == pytest.approx(0.288)
 
 
 def test_a_faster_engine_gets_the_work() -> None:

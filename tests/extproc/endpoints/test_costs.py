@@ -1,0 +1,55 @@
+"""What prompts and answers cost, learned from engines with known costs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from extproc.endpoints.answer_cost import AnswerCost
+from extproc.endpoints.prompt_cost import INITIAL_ATTENTION, PromptCost
+
+
+@pytest.mark.parametrize("attention", [8_000.0, 33_000.0, 120_000.0])
+@pytest.mark.parametrize("rate", [3_000.0, 40_000.0])
+def test_the_price_of_attention_is_found_to_a_factor_of_two_though_a_third_waited_for_others(
+    attention: float, rate: float
+) -> None:
+    cost, rng = PromptCost(), random.Random(0)
+    for _ in range(1500):
+        tokens = min(120_000.0, 2_000 * rng.lognormvariate(0.5, 1.2))
+        cached = rng.choice([0.0, 0.0, tokens * 0.8])
+        uncached = tokens - cached
+        seconds = (300 + uncached * (1 + (cached + uncached / 2) / attention)) / rate
+        seconds *= rng.uniform(0.97, 1.03)
+        if rng.random() < 0.3:
+            seconds += rng.expovariate(2.0)
+        cost.learn(uncached=uncached, cached=cached, seconds=seconds, share=1.0)
+    assert attention / 2 < cost.attention < 2 * attention
+
+
+def test_before_anything_is_known_the_price_is_that_of_an_8b_model() -> None:
+    assert PromptCost().attention == INITIAL_ATTENTION
+    # 1,000 tokens after 9,000: each attends to 9,500 others on average
+    assert PromptCost().work(1_000.0, 9_000.0) == 1_000 * (1 + 9_500 / 20_000)
+
+
+def test_what_waited_mostly_for_others_says_nothing_of_prompts() -> None:
+    cost = PromptCost()
+    for _ in range(100):
+        cost.learn(uncached=50_000, cached=0, seconds=100.0, share=0.1)
+        cost.learn(uncached=0, cached=50_000, seconds=1.0, share=1.0)
+        cost.learn(uncached=500, cached=0, seconds=-1.0, share=1.0)
+    assert cost.attention == INITIAL_ATTENTION
+
+
+def test_the_price_of_reading_is_found_among_steps_that_computed_prompts() -> None:
+    cost, rng = AnswerCost(), random.Random(0)
+    for _ in range(1500):
+        tokens = rng.uniform(2_000, 400_000)
+        tpot_s = (0.017 + 5e-8 * tokens) * rng.uniform(0.97, 1.03)
+        if rng.random() < 0.4:
+            tpot_s += rng.expovariate(30)
+        cost.learn(tokens=tokens, tpot_s=tpot_s)
+    assert cost.reading_s == pytest.approx(5e-8, rel=0.3)
+    assert cost.step_s == pytest.approx(0.017, rel=0.3)
