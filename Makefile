@@ -8,7 +8,7 @@ export ENVOY
 
 VLLM   := .venv-vllm
 
-.PHONY: help run up test test-vllm check fix bench generate lock envoy-binary clean
+.PHONY: help run up test test-vllm check fix bench lab generate lock envoy-binary clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -37,8 +37,12 @@ fix: $(VENV)/ready ## mend what ruff can mend
 
 bench: $(VENV)/ready $(ENVOY) ## extproc against a no-op ext_proc server, queues in virtual time, micro-benchmarks; under bench/out/
 	$(RUN) -m bench.micro $(ARGS)
+	$(RUN) -m bench validate
 	$(RUN) -m bench.fairness
 	$(RUN) -m pytest bench/micro --benchmark-enable --benchmark-columns=median,ops --benchmark-sort=name --benchmark-json=bench/out/core.json -q
+
+lab: $(VENV)/ready ## endpoint-picking policies side by side on real traces, in virtual time: one table with intervals, under bench/out/lab/
+	$(RUN) -m bench lab $(ARGS)
 
 generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles
 	$(RUN) -m extproc.streams.messages_stub

@@ -39,11 +39,18 @@ BYTES_PER_VALUE: Final = 2  # bf16
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """``flops``: dense bf16, 1/s. ``bandwidth``: bytes/s. ``memory``: bytes."""
+    """``flops``: dense bf16, 1/s. ``bandwidth``: bytes/s. ``memory``: bytes.
+
+    Shares of these peaks that kernels reach, where measurements of this GPU say other than of data-centre GPUs in general.
+    """
 
     flops: float
     bandwidth: float
     memory: float
+    weight_streaming: float = WEIGHT_STREAMING
+    kv_reading: float = KV_READING
+    prefill_gemm: float = PREFILL_GEMM
+    per_layer_s: float = PER_LAYER_S
 
 
 class ModelShape(msgspec.Struct, frozen=True):
@@ -111,6 +118,9 @@ GPUS: Final[Mapping[str, Gpu]] = MappingProxyType(
         "a100": Gpu(flops=312e12, bandwidth=2.04e12, memory=80e9),
         "l40s": Gpu(flops=362e12, bandwidth=0.864e12, memory=48e9),
         "a10g": Gpu(flops=70e12, bandwidth=0.6e12, memory=24e9),
+        # by LLMServingSim's profiles inside vLLM 0.19, which runs decodes as CUDA graphs: no launches to wait for
+        "rtx4090": Gpu(165.2e12, 1.008e12, 24e9, 0.96, 0.43, 1.0, 0.0),
+        "rtxpro6000": Gpu(503.8e12, 1.792e12, 96e9, 0.82, 0.49, 0.79, 0.0),
     }
 )
 

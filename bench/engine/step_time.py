@@ -8,15 +8,11 @@ import msgspec
 
 from bench.engine.hardware import (
     BYTES_PER_VALUE,
-    KV_READING,
     MOE_GEMM,
     NVLINK,
-    PER_LAYER_S,
     PER_REQUEST_S,
     PER_STEP_S,
     PREFILL_ATTENTION,
-    PREFILL_GEMM,
-    WEIGHT_STREAMING,
     Hardware,
 )
 
@@ -83,16 +79,17 @@ class Roofline:
     def __init__(self, hardware: Hardware) -> None:
         shape = hardware.model
         self._hardware: Final = hardware
-        efficiency = MOE_GEMM if shape.experts else PREFILL_GEMM
+        gpu = hardware.gpu
+        efficiency = MOE_GEMM if shape.experts else gpu.prefill_gemm
         self._token_s = 2 * shape.active / (hardware.flops * efficiency)
         self._pair_s = 4 * shape.layers * shape.heads * shape.head_dim / (hardware.flops * PREFILL_ATTENTION)
-        self._read_s = shape.kv_bytes_per_token / (hardware.bandwidth * KV_READING)
-        self._byte_s = 1 / (hardware.bandwidth * WEIGHT_STREAMING)
+        self._read_s = shape.kv_bytes_per_token / (hardware.bandwidth * gpu.kv_reading)
+        self._byte_s = 1 / (hardware.bandwidth * gpu.weight_streaming)
         self._weights_s = hardware.weight_bytes * self._byte_s
         # two ring all-reduces a layer, each moving 2 (n - 1) / n of the activations through every GPU's links
         count = hardware.gpus
         self._exchange_s = 2 * shape.layers * shape.hidden * BYTES_PER_VALUE * 2 * (count - 1) / count / NVLINK
-        self._fixed_s = shape.layers * PER_LAYER_S + PER_STEP_S
+        self._fixed_s = shape.layers * gpu.per_layer_s + PER_STEP_S
 
     def seconds(self, batch: Batch) -> float:
         """See the class."""

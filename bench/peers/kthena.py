@@ -7,11 +7,11 @@ all stay, because a request that is refused has no latency to compare. Source: v
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
-from bench.peers.choosing import least
+from bench.peers.choosing import least, match_ratio
 from extproc.endpoints.live import waiting
 from extproc.scheduling.plugins.latency_scorers import LeastLatency
 from extproc.scheduling.plugins.load_scorers import LeastRequest
@@ -25,6 +25,26 @@ if TYPE_CHECKING:
 _MOST_WAITING: Final = 10
 _SEEN_TOKENS: Final = 8192 / 4
 _BEST: Final = 5
+
+
+class KthenaMeasured:
+    """What Kthena's published comparison ran (docs blog, 2025-09-09): the least-request score of that time, ``running + 100 * waiting`` as scraped
+    once a second and nothing added since, alone or with a score of prefixes of the same weight.
+    """
+
+    def __init__(self, *, prefix: Literal["", "seen", "whole"] = "") -> None:
+        """``seen``: of the first 8 KiB; ``whole``: of the whole prompt, as ``kvcache-aware`` has it from KV events."""
+        self._prefix = prefix
+
+    def pick(self, view: View, *, rng: random.Random) -> Pick:
+        """The higher sum of two scores from 0 to 100."""
+        among, table = view.candidates(), view.table
+        base = table.running + 100 * table.waiting
+        most = float(base[among].max())
+        score = np.trunc(100 * (most - base) / most) if most else np.full(base.size, 100.0)
+        if self._prefix:
+            score = score + np.trunc(100 * (_prefix(view) if self._prefix == "seen" else match_ratio(view)))
+        return least(view, -score, rng, among)
 
 
 class KthenaDefault:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from bench.peers.aibrix import LeastKvCache, PrefixCache
 from bench.peers.books import Books
 from bench.peers.dynamo import KvRouter
-from bench.peers.kthena import KthenaDefault
+from bench.peers.kthena import KthenaDefault, KthenaMeasured
 from bench.peers.llm_d import AffinityWithTokenLoad
 from bench.peers.lmetric import LMetric
 from bench.peers.memory import Index, Remembering
@@ -23,13 +23,11 @@ from bench.peers.sglang import CacheAware
 from bench.peers.simple import ByChance, LeastRequest, PowerOfTwo
 from bench.virtual.seams import Onlooker
 from extproc.config.mistakes import ConfigInvalid, Mistake
+from extproc.scheduling.picker import Picker
 from extproc.scheduling.picker_config import read_picker_text
-from extproc.scheduling.pickers import MakePicker, make_picker
+from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.registry import installed
 from extproc.scheduling.round_robin import RoundRobin
-
-if TYPE_CHECKING:
-    from extproc.scheduling.picker import Picker
 
 _CONFIGS: Final = Path(__file__).parent / "configs"
 
@@ -45,7 +43,7 @@ class Calibration(msgspec.Struct, frozen=True):
 class Policy(msgspec.Struct, frozen=True):
     """Ready for one run. ``server``: what its ModelServer must say beside."""
 
-    make_picker: MakePicker
+    picker: Picker
     onlooker: Onlooker | None = None
     server: Mapping[str, Any] = {}
 
@@ -55,8 +53,7 @@ _KV_EVENTS: Final = {"kvEvents": {"port": 5557}}
 
 def _plain(make: Callable[[], Picker]) -> Callable[[Calibration], Policy]:
     def build(_: Calibration) -> Policy:
-        picker = make()
-        return Policy(lambda _spec, _files: picker)
+        return Policy(make())
 
     return build
 
@@ -71,7 +68,7 @@ def _watching(
         picker = make(books, known)
         if index is not None:
             picker = Remembering(picker, books, index, known.block_size)
-        return Policy(lambda _spec, _files: picker, books)
+        return Policy(picker, books)
 
     return build
 
@@ -88,9 +85,13 @@ def _configured(file: Path, server: Mapping[str, Any] = MappingProxyType({})) ->
         except OSError as error:
             msg = f"cannot be read: {error.strerror}; name a file, or one of {', '.join(POLICIES)}"
             raise ConfigInvalid([Mistake(str(file), 0, "", msg)]) from None
-        return Policy(lambda _spec, _files: picker, server=server)
+        return Policy(picker, server=server)
 
     return build
+
+
+def _ours() -> Picker:
+    return PrefixAware(PrefixAwareParameters())
 
 
 def _preble(books: Books, known: Calibration) -> Picker:
@@ -100,11 +101,12 @@ def _preble(books: Books, known: Calibration) -> Picker:
 # What each router's index is like; see its module.
 _SENT: Final = Index()
 _UNBOUNDED: Final = Index(is_bounded=False)
+_ENDED: Final = Index(by="ended", is_bounded=False)
 
 POLICIES: Final[Mapping[str, Callable[[Calibration], Policy]]] = MappingProxyType(
     {
-        "attache": lambda _: Policy(make_picker),
-        "attache-precise": lambda _: Policy(make_picker, server=_KV_EVENTS),
+        "attache": _plain(_ours),
+        "attache-precise": lambda _: Policy(_ours(), server=_KV_EVENTS),
         "round-robin": _plain(RoundRobin),
         "random": _plain(ByChance),
         "least-request": _plain(LeastRequest),
@@ -112,7 +114,10 @@ POLICIES: Final[Mapping[str, Callable[[Calibration], Policy]]] = MappingProxyTyp
         "llm-d-blend": _watching(_llm_d("llm-d-default.yaml"), _SENT),
         "llm-d-token-load": _watching(lambda books, known: AffinityWithTokenLoad(books, known.prefill), _SENT),
         "llm-d-precise": _configured(_CONFIGS / "llm-d-precise.yaml", _KV_EVENTS),
-        "kthena": _watching(lambda _books, _known: KthenaDefault(), Index(by="ended", is_bounded=False)),
+        "kthena": _watching(lambda _books, _known: KthenaDefault(), _ENDED),
+        "kthena-2025-least-request": _plain(KthenaMeasured),
+        "kthena-2025-prefix": _watching(lambda _books, _known: KthenaMeasured(prefix="seen"), _ENDED),
+        "kthena-2025-kvcache": _watching(lambda _books, _known: KthenaMeasured(prefix="whole"), Index(by="events")),
         "sglang": _watching(lambda _books, _known: CacheAware(), _UNBOUNDED),
         "dynamo": _watching(lambda books, known: KvRouter(books, known.block_size), Index(by="events")),
         "preble": _watching(_preble, _SENT),

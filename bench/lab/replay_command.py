@@ -1,0 +1,182 @@
+"""``python -m bench replay``: policies side by side on a trace, in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.table import Table
+
+from bench.lab.export import results_of, write_csv, write_json
+from bench.lab.html import write_html
+from bench.lab.measures import Objective
+from bench.lab.runner import run_all
+from bench.lab.trial import Conditions, Trial
+from bench.lab.workloads import load_workload
+from bench.peers.registry import POLICIES, Calibration, policy_named
+from bench.workload.generators import GENERATORS
+from bench.workload.traces import FORMATS
+from extproc.config.units import parse_duration_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from bench.lab.export import Results
+
+KEPT = Path("bench/out/lab")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that may be given more than once make a grid."""
+    parser.add_argument(
+        "--trace", required=True, action="append", help=f"a file, or {', '.join(GENERATORS)} with NAME=NUMBER,..."
+    )
+    parser.add_argument("--format", choices=sorted(FORMATS), help="of the trace (default: by its name)")
+    parser.add_argument(
+        "--policies",
+        default="attache,llm-d-token-load,round-robin",
+        help=f"of {', '.join(POLICIES)}, or EndpointPickerConfig files",
+    )
+    parser.add_argument("--engines", type=_at_least(1), action="append", help="(8)")
+    parser.add_argument("--hardware", action="append", help="of each engine: h100x4, or mixed: h100*4+l40s*4 (h100x4)")
+    parser.add_argument("--model", action="append", help="(70b)")
+    parser.add_argument("--rate-scale", type=_positive, action="append", help="how much faster sessions begin (1)")
+    parser.add_argument("--seed", type=int, action="append", help="of ties, answers and generators (0)")
+    parser.add_argument("--skip", type=_at_least(0), action="append", help="rows or sessions to pass over (0)")
+    parser.add_argument("--limit", type=_at_least(0), default=0, help="rows or sessions to play (all)")
+    parser.add_argument("--block-size", type=_at_least(1), default=64, help="tokens of a KV block (64)")
+    parser.add_argument("--scrape", default="200ms", help="between two readings of an engine's metrics (200ms)")
+    parser.add_argument("--log-delay", default="200ms", help="of access logs (200ms)")
+    parser.add_argument("--event-delay", default="50ms", help="of KV events (50ms)")
+    parser.add_argument(
+        "--flow-control",
+        default="",
+        help="a queue before the engines: a ModelServer's flowControl as JSON, {} for its defaults",
+    )
+    parser.add_argument("--slo-ttft", default="5s", help="what a good answer is, for goodput (5s)")
+    parser.add_argument("--slo-tpot", default="100ms", help="(100ms)")
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    parser.add_argument("--csv", type=Path, help="a line for each trial")
+    parser.add_argument("--html", type=Path, help="a report with plots")
+    parser.add_argument("--jobs", type=_at_least(0), default=0, help="processes (one for each processor)")
+    parser.add_argument("--fresh", action="store_true", help="run again what was run before")
+
+
+def replay(options: argparse.Namespace, console: Console) -> int:
+    """Raises TraceInvalid, ConfigInvalid or HardwareUnknown before anything runs."""
+    trials = trials_of(options)
+    for name in {trial.policy for trial in trials}:
+        policy_named(name)(Calibration(1.0, 1.0, options.block_size))
+    # the first of each trace: a file that cannot be read is said at once
+    for conditions in {trial.conditions.trace: trial.conditions for trial in trials}.values():
+        load_workload(conditions)
+    objective = Objective(parse_duration_s(options.slo_ttft), parse_duration_s(options.slo_tpot))
+    reports = run_all(trials, KEPT, console, jobs=options.jobs, fresh=options.fresh)
+    results = results_of(reports, objective)
+    console.print(table(results))
+    if options.json:
+        write_json(results, options.json)
+    if options.csv:
+        write_csv(results, options.csv)
+    if options.html:
+        write_html(reports, objective, options.html)
+    for file in filter(None, (options.json, options.csv, options.html)):
+        console.print(f"written: {file}", highlight=False)
+    return 0
+
+
+def trials_of(options: argparse.Namespace) -> list[Trial]:
+    """The grid, policies innermost, so that what is to be compared is done together."""
+    grid = itertools.product(
+        options.trace,
+        options.skip or [0],
+        options.engines or [8],
+        options.hardware or ["h100x4"],
+        options.model or ["70b"],
+        options.rate_scale or [1.0],
+        options.seed or [0],
+    )
+    try:
+        msgspec.json.decode(options.flow_control or "{}", type=dict[str, object])
+    except msgspec.DecodeError as error:
+        msg = f"--flow-control: {error}; write JSON as in " + '{"fairness": "VirtualTokenCounter"}'
+        raise ValueError(msg) from None
+    return [
+        Trial(
+            policy,
+            Conditions(
+                trace=trace,
+                trace_format=options.format,
+                skip=skip,
+                limit=options.limit,
+                rate_scale=rate_scale,
+                engines=engines,
+                hardware=hardware,
+                model=model,
+                block_size=options.block_size,
+                seed=seed,
+                scrape_s=parse_duration_s(options.scrape),
+                log_s=parse_duration_s(options.log_delay),
+                events_s=parse_duration_s(options.event_delay),
+                flow_control=options.flow_control,
+            ),
+        )
+        for trace, skip, engines, hardware, model, rate_scale, seed in grid
+        for policy in options.policies.split(",")
+    ]
+
+
+def table(results: Results) -> Table:
+    """Over all trials of each policy."""
+    made = Table(title=f"{len(results.trials)} trials in virtual time; seconds unless it is said")
+    for heading in (
+        "policy",
+        "TTFT mean",
+        "p50",
+        "p90",
+        "p99",
+        "excess",
+        "TPOT, ms",
+        "E2E",
+        "cached",
+        "goodput, 1/s",
+        "errors",
+    ):
+        made.add_column(heading, justify="left" if heading == "policy" else "right")
+    for name, one in sorted(results.policies.items(), key=lambda item: item[1].ttft_s.mean):
+        made.add_row(
+            name,
+            f"{one.ttft_s.mean:.3f}",
+            f"{one.ttft_s.p50:.3f}",
+            f"{one.ttft_s.p90:.3f}",
+            f"{one.ttft_s.p99:.2f}",
+            f"{one.excess_ttft_s.mean:.3f}",
+            f"{1000 * one.tpot_s.mean:.1f}",
+            f"{one.e2e_s.mean:.2f}",
+            f"{one.cached_token_ratio:.1%}",
+            f"{one.goodput:.2f}",
+            str(one.errors),
+        )
+    return made
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return value
+
+    return number
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value

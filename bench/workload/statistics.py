@@ -1,0 +1,106 @@
+"""What of a workload's prompts could come from a cache: of one that never forgets, and of one of a given size.
+
+Requests are taken in the order in which they would leave if every answer took no time, all against one cache (least recently used goes first). Real
+engines each have their own, so this is a bound for any picking.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from bench.engine.text import BlockHashes, Message, answer_text, render_chat
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterator, Sequence
+
+    from bench.workload.sessions import Session, Workload
+
+CAPACITIES: Final = (500_000, 2_000_000, 8_000_000)
+
+
+class Reuse(msgspec.Struct, frozen=True):
+    """``reusable``: share of prompt tokens that the cache holds; ``capacity`` in tokens, None without a bound."""
+
+    capacity: int | None
+    reusable: float
+
+
+class Statistics(msgspec.Struct, frozen=True):
+    """Lengths in tokens."""
+
+    requests: int
+    span_s: float
+    mean_prompt: float
+    longest_prompt: int
+    mean_output: float
+    reuse: tuple[Reuse, ...]
+
+
+def statistics(
+    workload: Workload, rng: random.Random, capacities: Sequence[int] = CAPACITIES, block: int = 64
+) -> Statistics:
+    """Of all requests."""
+    caches = [_Cache(None), *(_Cache(capacity // block) for capacity in capacities)]
+    prompts: list[int] = []
+    outputs = 0
+    for chain, tokens, output in _prompts(workload, rng, block):
+        prompts.append(tokens)
+        outputs += output
+        for cache in caches:
+            cache.ask(chain)
+    total = sum(prompts) or 1
+    return Statistics(
+        requests=len(prompts),
+        span_s=max(session.begins_s for session in workload.sessions),
+        mean_prompt=total / max(1, len(prompts)),
+        longest_prompt=max(prompts, default=0),
+        mean_output=outputs / max(1, len(prompts)),
+        reuse=tuple(
+            Reuse(capacity, cache.hits * block / total)
+            for capacity, cache in zip((None, *capacities), caches, strict=True)
+        ),
+    )
+
+
+def _prompts(workload: Workload, rng: random.Random, block: int) -> Iterator[tuple[list[int], int, int]]:
+    """Block hashes, prompt tokens and output tokens of each request, in the order of time."""
+    order = itertools.count()
+    heap: list[tuple[float, int, int, Session, list[Message]]] = [
+        (session.begins_s, next(order), 0, session, []) for session in workload.sessions
+    ]
+    heapq.heapify(heap)
+    while heap:
+        now, _, index, session, messages = heapq.heappop(heap)
+        turn = session.turns[index]
+        if not index or turn.is_whole:
+            messages = [Message(one["role"], one["content"]) for one in session.opening()]
+        messages.append(Message("user", turn.text))
+        prompt = render_chat(messages)
+        hashes = BlockHashes(session.adapter, block)
+        hashes.extend(prompt)
+        yield hashes.hashes, len(prompt) // 4, turn.output_tokens
+        if index + 1 < len(session.turns):
+            messages.append(Message("assistant", answer_text(rng, turn.output_tokens).decode()))
+            heapq.heappush(heap, (now + session.turns[index + 1].think_s, next(order), index + 1, session, messages))
+
+
+class _Cache:
+    def __init__(self, blocks: int | None) -> None:
+        self.hits = 0
+        self._blocks = blocks
+        self._held: OrderedDict[int, None] = OrderedDict()
+
+    def ask(self, chain: list[int]) -> None:
+        held = self._held
+        self.hits += next((at for at, block in enumerate(chain) if block not in held), len(chain))
+        for block in reversed(chain):
+            held[block] = None
+            held.move_to_end(block)
+        while self._blocks is not None and len(held) > self._blocks:
+            held.popitem(last=False)

@@ -1,0 +1,142 @@
+"""The command line as people use it: a replay, a comparison, what goes on after a stop, and what is said of nonsense."""
+
+from __future__ import annotations
+
+import csv
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bench.__main__ import main
+from bench.lab import runner
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = [
+    "--trace",
+    "chat:sessions=6,turns=2,system_tokens=600",
+    "--engines",
+    "2",
+    "--hardware",
+    "h100",
+    "--model",
+    "8b",
+]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def replay(*more: str) -> int:
+    return main(["replay", *SMALL, "--jobs", "1", *more])
+
+
+def test_a_replay_writes_what_is_asked_for_under_the_names_that_are_promised(tmp_path: Path) -> None:
+    out, lines, page = tmp_path / "a/out.json", tmp_path / "b/out.csv", tmp_path / "c/out.html"
+    flags = ["--policies", "attache,dynamo", "--seed", "0", "--seed", "1", "--rate-scale", "2"]
+    assert replay(*flags, "--json", str(out), "--csv", str(lines), "--html", str(page)) == 0
+
+    found = json.loads(out.read_text())
+    assert found["policies"].keys() == {"attache", "dynamo"}
+    for one in found["policies"].values():
+        assert one["requests"] == 24
+        assert one["errors"] == 0
+        assert one["ttft_s"].keys() >= {"mean", "p50", "p90", "p99"}
+        assert 0 < one["ttft_s"]["p50"] <= one["e2e_s"]["p50"]
+        assert 0 < one["tpot_s"]["mean"] < 1
+        assert 0 < one["cached_token_ratio"] < 1
+        assert one["goodput"] > 0
+    assert len(found["trials"]) == 4
+    table = list(csv.DictReader(lines.read_text().splitlines()))
+    assert {(line["policy"], line["seed"], line["rate_scale"]) for line in table} == {
+        (policy, seed, "2.0") for policy in ("attache", "dynamo") for seed in "01"
+    }
+    assert page.read_text().count("<img") == 1 or "dynamo" in page.read_text()
+
+
+def test_the_same_command_gives_the_same_numbers(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.json", tmp_path / "2.json"
+    assert replay("--policies", "attache", "--json", str(first)) == 0
+    assert replay("--policies", "attache", "--json", str(second), "--fresh") == 0
+    one, other = (json.loads(file.read_text()) for file in (first, second))
+    assert one["policies"] == other["policies"]
+
+
+def test_what_was_run_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert replay("--policies", "attache") == 0
+    kept = sorted((tmp_path / "bench/out/lab").iterdir())
+    times = [file.stat().st_mtime_ns for file in kept]
+    assert replay("--policies", "attache,random") == 0
+    assert [file.stat().st_mtime_ns for file in kept] == times
+    assert len(list((tmp_path / "bench/out/lab").iterdir())) == 2 * len(kept)
+    # other code may come to other results
+    monkeypatch.setattr(runner, "_fingerprint", lambda: 1)
+    assert replay("--policies", "attache") == 0
+    assert len(list((tmp_path / "bench/out/lab").iterdir())) == 3 * len(kept)
+
+
+def test_two_policies_of_one_replay_are_compared_request_by_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    assert replay("--policies", "attache,round-robin", "--json", str(out)) == 0
+    assert main(["compare", f"{out}:round-robin", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "round-robin" in said
+    assert "TTFT" in said
+    assert main(["compare", str(out), str(out)]) == 0
+    assert "+0.0%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["replay", "--trace", "none.jsonl"], "No such file"),
+        (["replay", "--trace", "none.bin"], "its name does not say what it is"),
+        (["replay", "--trace", "chat:turn=3"], "it takes sessions,"),
+        (["replay", "--trace", "chat:turns=many"], "Expected `int`"),
+        (["replay", "--trace", "chat", "--skip", "9999"], "skip fewer"),
+        (["replay", *SMALL, "--policies", "best"], "or one of attache,"),
+        (["replay", "--trace", "chat", "--hardware", "h101"], "with one of h100,"),
+        (["replay", "--trace", "chat", "--hardware", "l40s"], "70b does not fit"),
+        (["replay", "--trace", "chat", "--model", "9b"], "there are 7b,"),
+        (["replay", "--trace", "chat", "--scrape", "soon"], "soon"),
+        (["replay", "--trace", "chat", "--flow-control", "{"], "JSON"),
+        (["compare", "none.json", "none.json"], "cannot be read as the JSON of a replay"),
+    ],
+)
+def test_nonsense_is_said_in_a_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_results_without_a_common_ground_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = tmp_path / "1.json", tmp_path / "2.json"
+    assert replay("--policies", "attache", "--json", str(one)) == 0
+    assert replay("--policies", "attache", "--seed", "7", "--json", str(other)) == 0
+    assert main(["compare", str(one), str(other)]) == 2
+    assert main(["compare", f"{one}:sglang", str(other)]) == 2
+    said = capsys.readouterr().out
+    assert "no trial under the same conditions" in said
+    assert "has no policy sglang" in said
+
+
+def test_a_workload_says_how_much_of_it_could_be_cached(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["workload", "--trace", "shared-prefix:groups=4,prompts=10,prefix=6400,question=640,output=10"]) == 0
+    said = capsys.readouterr().out
+    # nine of ten prompts find 6,400 of some 7,044 tokens
+    assert "without a bound" in said
+    assert any(f"{share}%" in said for share in ("81.7", "81.8", "81.6"))
+
+
+def test_without_recorded_runs_the_check_of_the_engine_model_fails_loudly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", "--traces", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "NOT COMPARED WITH REAL RUNS" in said
+    assert "LLMServingSim" in said
