@@ -6,7 +6,13 @@ import re
 from typing import Final
 
 from bench.engine.hardware import GPUS, MODELS, Hardware
+from bench.engine.mocker_time import MockerTime
+from bench.engine.scheduler import Limits
+from bench.virtual.machines import Kind, kind_of
 
+# Dynamo's mocked engines: 16,384 blocks of 64 tokens.
+MOCKER: Final = "dynamo-mocker"
+_MOCKER_TOKENS: Final = 16_384 * 64
 _PART: Final = re.compile(r"(?P<gpu>[a-z0-9]+?)(?:x(?P<gpus>\d+))?(?:\*(?P<count>\d+))?")
 
 
@@ -14,8 +20,15 @@ class HardwareUnknown(Exception):
     """No such GPU or model, or a model that does not fit; the message says what there is."""
 
 
-def engines_of(hardware: str, model: str, count: int) -> list[Hardware]:
-    """One for each engine. Without numbers of their own, several kinds share ``count`` equally."""
+def kinds_of(hardware: str, model: str, count: int, block_size: int) -> list[Kind]:
+    """One for each engine. Without numbers of their own, several kinds share ``count`` equally. Raises HardwareUnknown."""
+    if hardware == MOCKER:
+        limits = Limits(block_size=block_size, num_gpu_blocks=_MOCKER_TOKENS // block_size)
+        return [Kind(MockerTime(_MOCKER_TOKENS), limits)] * count
+    return [kind_of(one, block_size=block_size) for one in _engines_of(hardware, model, count)]
+
+
+def _engines_of(hardware: str, model: str, count: int) -> list[Hardware]:
     shape = MODELS.get(model)
     if shape is None:
         msg = f"there is no model {model}; there are {', '.join(MODELS)}"
@@ -26,7 +39,9 @@ def engines_of(hardware: str, model: str, count: int) -> list[Hardware]:
         found = _PART.fullmatch(part)
         gpu = GPUS.get(found["gpu"]) if found is not None else None
         if found is None or gpu is None:
-            msg = f"{part}: is no hardware; write GPU, GPUxN or GPUxN*ENGINES with one of {', '.join(GPUS)}"
+            msg = (
+                f"{part}: is no hardware; write GPU, GPUxN or GPUxN*ENGINES with one of {', '.join(GPUS)}, or {MOCKER}"
+            )
             raise HardwareUnknown(msg)
         one = Hardware(shape, gpu, int(found["gpus"] or 1))
         if one.kv_tokens() <= 0:

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from bench.engine.step_time import Batch, Roofline, Work, batch_of
-from bench.lab.hardware import engines_of
+from bench.engine.step_time import Batch, Work, batch_of
+from bench.lab.hardware import kinds_of
 from bench.lab.ideal import Ideal
 from bench.lab.workloads import load_workload
 from bench.peers.registry import Calibration, policy_named
 from bench.stack import documents
-from bench.virtual.machines import kind_of
 from bench.virtual.seams import Delays
 from bench.virtual.simulation import Simulation
 from bench.workload.sessions import faster
@@ -22,7 +21,6 @@ from extproc.config.load import load
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from bench.engine.hardware import Hardware
     from bench.load.client import Result
     from bench.virtual.machines import Kind
     from extproc.config.types import Snapshot
@@ -90,11 +88,10 @@ class Report(msgspec.Struct, frozen=True):
 def run(trial: Trial, clock: Callable[[], float], on_result: Callable[[Result], None] | None = None) -> Report:
     """Raises TraceInvalid, ConfigInvalid or HardwareUnknown."""
     conditions = trial.conditions
-    hardware = engines_of(conditions.hardware, conditions.model, conditions.engines)
-    kinds = [kind_of(one, block_size=conditions.block_size) for one in hardware]
+    kinds = kinds_of(conditions.hardware, conditions.model, conditions.engines, conditions.block_size)
     addresses = [f"10.0.{number // 250}.{number % 250 + 1}:8000" for number in range(len(kinds))]
     engines = dict(zip(addresses, kinds, strict=True))
-    policy = policy_named(trial.policy)(calibration(hardware[0], conditions.block_size))
+    policy = policy_named(trial.policy)(calibration(kinds[0]))
     workload = faster(load_workload(conditions), conditions.rate_scale)
     ideal = Ideal(max(kinds, key=_prefill_rate))
     simulation = Simulation(
@@ -115,12 +112,11 @@ def run(trial: Trial, clock: Callable[[], float], on_result: Callable[[Result], 
     return Report(trial, workload.name, sorted(rows, key=lambda row: row.place), duration_s, busy, clock() - began)
 
 
-def calibration(hardware: Hardware, block_size: int) -> Calibration:
+def calibration(kind: Kind) -> Calibration:
     """What an operator would measure of an idle engine: llm-d's recipe is a prompt of 8,192 tokens."""
-    speed = Roofline(hardware)
-    prefill_s = speed.seconds(batch_of([Work(_CHUNK, 0)]))
-    decode_s = speed.seconds(batch_of([Work(1, 1000)] * 32)) / 32
-    return Calibration(_CHUNK / prefill_s, decode_s, block_size)
+    prefill_s = kind.speed.seconds(batch_of([Work(_CHUNK, 0)]))
+    decode_s = kind.speed.seconds(batch_of([Work(1, 1000)] * 32)) / 32
+    return Calibration(_CHUNK / prefill_s, decode_s, kind.limits.block_size)
 
 
 def _prefill_rate(kind: Kind) -> float:
