@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Annotated
 
 import msgspec
@@ -15,6 +16,9 @@ class StreamOptions(msgspec.Struct):
     """Of a streamed request."""
 
     include_usage: bool = False
+
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class ChatRequest(msgspec.Struct):
@@ -32,7 +36,7 @@ class CompletionRequest(msgspec.Struct):
     """POST /v1/completions."""
 
     model: str
-    prompt: str
+    prompt: str | list[TokenId]
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: Tokens | None = 16
@@ -74,10 +78,15 @@ def chat_job(body: ChatRequest) -> Job:
 def completion_job(body: CompletionRequest) -> Job:
     """A completion as a job."""
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
-    return Job(body.model, body.prompt.encode(), body.max_tokens, body.stream, wants_usage)
+    return Job(body.model, _prompt_bytes(body.prompt), body.max_tokens, body.stream, wants_usage)
 
 
 def responses_job(body: ResponsesRequest) -> Job:
     """A response as a job; its stream always ends with usage."""
     messages = [Message("user", body.input)] if isinstance(body.input, str) else body.input
     return Job(body.model, render_chat(messages), body.max_output_tokens, body.stream, wants_usage=True)
+
+
+def _prompt_bytes(prompt: str | list[int]) -> bytes:
+    """A token id is a token, four bytes as any other."""
+    return prompt.encode() if isinstance(prompt, str) else array("I", prompt).tobytes()
