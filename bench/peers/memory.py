@@ -57,9 +57,9 @@ class Remembering:
         row = pick.rows[0]
         if self._index.by == "sent":
             self._remember(view, row, request)
-        else:
+        elif self._index.by == "ended":
             self._running[request.key] = (row, request)
-        if self._index.by == "events":
+        else:
             self._predicted.append((view.now_s + PREDICTED_S, row, request))
         return pick
 
@@ -84,10 +84,8 @@ class Remembering:
             cached[row] = max(cached[row], min(len(sent.text.hashes), len(usable)) if same is None else same)
 
     def _remember_ended(self) -> None:
-        if self._index.by == "ended":
-            for key in [key for key, (_, request) in self._running.items() if request.is_done]:
-                row, request = self._running.pop(key)
-                self._add(row, request)
+        for key in [key for key, (_, request) in self._running.items() if request.is_done]:
+            self._add(*self._running.pop(key))
 
     def _remember(self, view: View, row: int, request: Request) -> None:
         self._add(row, request)
