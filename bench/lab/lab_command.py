@@ -95,7 +95,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Few: the table is what it is."""
     parser.add_argument("--traces", type=Path, default=TRACES, help="where Mooncake's traces are (%(default)s)")
     parser.add_argument("--policies", default=",".join(_POLICIES))
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=1,
+        help="of ties and answers; intervals come from windows of the traces, too (%(default)s)",
+    )
     parser.add_argument("--hardware", default="h100x4", help="mixed: h100*4+l40s*4 with --model 8b (%(default)s)")
     parser.add_argument("--model", default="70b")
     parser.add_argument("--rate-factor", type=float, default=1.0, help="of all rates, for other hardware")

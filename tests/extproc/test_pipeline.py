@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.config.load import load
+from extproc.endpoints.ledger import backlogs, queued
+from extproc.endpoints.live import EngineState, report
 from extproc.endpoints.table import Loras
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownModel, UnknownPath
 from extproc.learning import Outcome
@@ -261,6 +263,36 @@ def test_a_restarted_engine_is_known_by_its_first_unexpected_miss(pipeline: Pipe
 
     # only what was just sent remains there
     assert pool.knowledge.index.blocks_held(row) == len(pipeline_chain(prompts[3]))
+
+
+def test_what_a_running_request_holds_is_not_thought_evicted_however_much_is_sent_meanwhile(
+    pipeline: Pipeline, pool: Pool
+) -> None:
+    prompts = [f"{number} {LONG}" for number in range(8)]
+    for row in range(3):
+        # room for two prompts of some 13,000 bytes on each engine
+        pool.knowledge.index.set_capacity(row, 2.5 * 13_000)
+    arrive(pipeline, chat(prompts[0]))
+    for now, prompt in enumerate(prompts[1:], 1):
+        pipeline.finish(arrive(pipeline, chat(prompt), float(now)).ticket, now + 0.5)
+
+    def held(prompt: str) -> float:
+        return arrive(pipeline, chat(prompt), 100.0).assignment.cached_tokens
+
+    assert held(prompts[0]) > 2000
+    assert held(prompts[1]) < 2000
+
+
+def test_engines_say_who_waits_and_so_how_much_does(pipeline: Pipeline, pool: Pool) -> None:
+    table = pool.table
+    for number in range(9):
+        arrive(pipeline, chat(f"{number} {LONG}"), 0.0)
+    row = int(table.in_flight.argmax())
+    sent = len(table.pending[row])
+    assert sent >= 3
+    report(table, row, EngineState(waiting=1, running=sent - 1, first_tokens=sent - 1), 0.5)
+    assert len(table.pending[row]) == 1
+    assert queued(table, backlogs(table, 0.5))[row] == pytest.approx(1.0)
 
 
 def test_siblings_of_a_burst_go_where_the_first_one_went(pipeline: Pipeline) -> None:

@@ -29,7 +29,7 @@ class Engine:
         self.http = httpx.AsyncClient(base_url=url, timeout=20)
         self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
-    async def complete(self, prompt: str = PROMPT, **fields: object) -> httpx.Response:
+    async def complete(self, prompt: str | list[int] = PROMPT, **fields: object) -> httpx.Response:
         return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": prompt, **fields})
 
     async def metric(self, name: str) -> float:
@@ -80,6 +80,13 @@ async def test_a_repeated_prompt_is_reported_as_cached(engine: Engine) -> None:
     assert await engine.metric("vllm:prefix_cache_hits_total") == 160
     assert await engine.metric("vllm:request_success_total") == 2
     assert await engine.metric("vllm:num_requests_running") == 0
+
+
+async def test_a_prompt_may_be_token_ids(engine: Engine) -> None:
+    first = (await engine.complete(list(range(100)))).json()["usage"]
+    second = (await engine.complete([*range(64), *range(1000, 1036)])).json()["usage"]
+    assert first["prompt_tokens"] == second["prompt_tokens"] == 100
+    assert second["prompt_tokens_details"]["cached_tokens"] == 64
 
 
 async def test_a_streamed_chat_carries_its_usage_only_if_asked(engine: Engine) -> None:
