@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", type=_at_least(0), action="append", help="rows or sessions to pass over (0)")
     parser.add_argument("--limit", type=_at_least(0), default=0, help="rows or sessions to play (all)")
     parser.add_argument("--block-size", type=_at_least(1), default=64, help="tokens of a KV block (64)")
-    parser.add_argument("--scrape", default="500ms", help="between two readings of an engine's metrics (500ms)")
+    parser.add_argument("--scrape", default="200ms", help="between two readings of an engine's metrics (200ms)")
     parser.add_argument("--log-delay", default="200ms", help="of access logs (200ms)")
     parser.add_argument("--event-delay", default="50ms", help="of KV events (50ms)")
     parser.add_argument(

@@ -41,7 +41,7 @@ class Conditions(msgspec.Struct, frozen=True):
     model: str = "70b"
     block_size: int = 64
     seed: int = 0
-    scrape_s: float = 0.5
+    scrape_s: float = 0.2
     log_s: float = 0.2
     events_s: float = 0.05
     # of the ModelServer: a queue in front of the engines, as JSON

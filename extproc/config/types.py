@@ -181,7 +181,7 @@ class ModelServerSpec(Spec, frozen=True):
     picker_config: NonEmpty | None = None
     pd_group: PdGroup | None = None
     # How often engines are asked how they are; 0s: never.
-    scrape_interval: str = "500ms"
+    scrape_interval: str = "200ms"
     kv_events: KvEvents | None = None
     tokenizer: Tokenizer = Tokenizer()
     # A request header: prompts under different values share no cache (a tenant's salt, say).

@@ -12,7 +12,6 @@ from bench.load.client import Client
 from bench.load.summary import Summary, summarize
 from bench.stack import ALIAS, EngineFlags, documents, running_stack
 from bench.virtual.machines import kind_of
-from bench.virtual.seams import Delays
 from bench.virtual.simulation import Simulation
 from bench.workload.generate import Conversations, conversations
 from extproc.config.load import load
@@ -49,7 +48,7 @@ def virtual() -> Summary:
     addresses = [f"10.0.0.{number + 1}:8000" for number in range(ENGINES)]
     snapshot = load({"all.yaml": documents(addresses, gateway={}).encode()})
     kind = kind_of(PRESETS[HARDWARE], Limits(num_gpu_blocks=BLOCKS))
-    simulation = Simulation(snapshot, dict.fromkeys(addresses, kind), delays=Delays(scrape_s=0.5))
+    simulation = Simulation(snapshot, dict.fromkeys(addresses, kind))
     return summarize(simulation.run(WORKLOAD), 1.0)
 
 
