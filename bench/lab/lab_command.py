@@ -20,6 +20,7 @@ from bench.lab.intervals import Interval, mean_interval, ratio_interval, windows
 from bench.lab.measures import Measures, Objective
 from bench.lab.runner import run_all
 from bench.lab.trial import Conditions, Trial
+from bench.workload.traces import TraceInvalid
 
 if TYPE_CHECKING:
     import argparse
@@ -55,10 +56,10 @@ _BOUNDS: Final = frozenset({"oracle"})
 
 
 class Scene(msgspec.Struct, frozen=True):
-    """A trace's file, the rows to play, and the rates for the three loads."""
+    """A trace's file, under the name that it has here or in its repository; the rows to play, and the rates for the three loads."""
 
     name: str
-    file: str
+    files: tuple[str, ...]
     skip: int
     limit: int
     rates: Mapping[str, float]
@@ -67,14 +68,14 @@ class Scene(msgspec.Struct, frozen=True):
 _SCENES: Final = (
     Scene(
         "conversation",
-        "mooncake_conversation_a.jsonl.gz",
+        ("mooncake_conversation_a.jsonl.gz", "conversation_trace.jsonl"),
         2500,
         4500,
         {"moderate (56%)": 1.0, "high (98%)": 1.75, "overload (120%)": 2.15},
     ),
     Scene(
         "synthetic",
-        "mooncake_synthetic_a.jsonl.gz",
+        ("mooncake_synthetic_a.jsonl.gz", "synthetic_trace.jsonl"),
         1200,
         1200,
         {"moderate (55%)": 0.95, "high (98%)": 1.68, "overload (120%)": 2.05},
@@ -113,7 +114,7 @@ def lab(options: argparse.Namespace, console: Console) -> int:
     cells = {
         (scene.name, load): [
             Conditions(
-                str(options.traces / scene.file),
+                _file(options.traces, scene),
                 trace_format="mooncake",
                 skip=scene.skip,
                 limit=scene.limit,
@@ -146,6 +147,14 @@ def lab(options: argparse.Namespace, console: Console) -> int:
     (options.out / "lab.md").write_text("\n".join(page))
     console.print(f"written: {options.out}/lab.md, .html, .csv, .json", highlight=False)
     return 0
+
+
+def _file(directory: Path, scene: Scene) -> str:
+    for name in scene.files:
+        if (directory / name).exists():
+            return str(directory / name)
+    msg = f"{directory}: has no {scene.files[-1]}; it is in kvcache-ai/Mooncake, FAST25-release/traces, give its directory with --traces"
+    raise TraceInvalid(msg)
 
 
 def _name(trial: Trial) -> bytes:

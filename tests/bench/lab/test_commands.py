@@ -133,6 +133,32 @@ def test_a_workload_says_how_much_of_it_could_be_cached(capsys: pytest.CaptureFi
     assert any(f"{share}%" in said for share in ("81.7", "81.8", "81.6"))
 
 
+def test_the_table_of_the_lab_has_a_line_for_each_policy_and_load(tmp_path: Path) -> None:
+    def row(number: int) -> str:
+        return json.dumps(
+            {
+                "timestamp": 900 * number,
+                "input_length": 1500,
+                "output_length": 5,
+                "hash_ids": [number % 5, 90 + number, 7],
+            }
+        )
+
+    for name, count in (("conversation_trace.jsonl", 2530), ("synthetic_trace.jsonl", 1230)):
+        (tmp_path / name).write_text("\n".join(map(row, range(count))))
+    flags = ["--policies", "attache,random", "--jobs", "1", "--out", str(tmp_path / "out")]
+    assert main(["lab", "--traces", str(tmp_path), *flags]) == 0
+    page = (tmp_path / "out" / "lab.md").read_text()
+    assert page.count("\n## ") == 6
+    assert page.count("\n| attache |") == page.count("\n| random |") == 6
+    assert json.loads((tmp_path / "out" / "lab.json").read_text())["policies"]["attache"]["requests"] == 3 * 30 + 3 * 30
+
+
+def test_the_lab_says_where_its_traces_are_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "--traces", str(tmp_path)]) == 2
+    assert "kvcache-ai/Mooncake" in capsys.readouterr().out.replace("\n", "")
+
+
 def test_without_recorded_runs_the_check_of_the_engine_model_fails_loudly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
