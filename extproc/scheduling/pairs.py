@@ -68,7 +68,7 @@ class PrefillDecodePairs:
         missing = view.request.input_tokens - demand.cached_tokens
         is_short = missing < self._parameters.min_uncached_tokens
         sends_on = has_prefill[group] & ~is_short
-        load = self._costs.load_costs(table, view.now_s)
+        load = self._costs.load_costs(table, demand, view.now_s)
         cost = np.where(sends_on, load + prefill_cost[group], alone)
         cost[~decode] = np.inf
         order = self._costs.order(cost, demand.cached_tokens, int(np.count_nonzero(decode)), rng)

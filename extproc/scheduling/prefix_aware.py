@@ -88,13 +88,13 @@ class PrefixAware:
         cost: Floats = demand.work * waiters
         cost += backlog
         cost /= table.prefill_rate
-        cost += (weights.decode * demand.reading_s) * table.in_flight_tokens
-        cost += self.load_costs(table, now)
+        cost += self.load_costs(table, demand, now)
         return cost
 
-    def load_costs(self, table: EndpointTable, now: float) -> Floats:
+    def load_costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
         """The part that is not prefill: what runs there, and whether the endpoint is there and well."""
         cost: Floats = np.multiply(table.in_flight, self._parameters.request_cost_s)
+        cost += (self._parameters.decode * demand.reading_s) * table.in_flight_tokens
         if table.has_foreign:
             cost += self._parameters.request_cost_s * foreign(table, now)
         cost += table.absence_s
@@ -133,7 +133,9 @@ def explain_costs(profile: str, cost: Floats, view: View) -> Reasons:
     parts = {
         "seconds until the first token": view.ttft_s(),
         "cached tokens": demand.cached_tokens,
+        "requests without a first token": queued(table, backlogs(table, view.now_s)),
         "requests in flight": table.in_flight.astype(np.float64),
+        "tokens in flight": table.in_flight_tokens,
         "cost in seconds": cost,
     }
     # only the cost decides; the rest is what it was made of
