@@ -10,6 +10,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.lab import runner
+from bench.validation import check
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,10 +160,19 @@ def test_the_lab_says_where_its_traces_are_from(tmp_path: Path, capsys: pytest.C
     assert "kvcache-ai/Mooncake" in capsys.readouterr().out.replace("\n", "")
 
 
-def test_without_recorded_runs_the_check_of_the_engine_model_fails_loudly(
+def test_without_recorded_runs_the_check_of_the_engine_model_says_loudly_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["validate", "--traces", str(tmp_path)]) == 1
+    assert main(["validate", "--traces", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "NOT COMPARED WITH REAL RUNS" in said
     assert "LLMServingSim" in said
+    assert "70B, 8 x A100" in said
+
+
+def test_an_engine_model_out_of_its_band_fails_the_check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "_STEP_BAND", 0.01)
+    assert main(["validate", "--traces", str(tmp_path)]) == 1
+    assert "is beyond 1%" in capsys.readouterr().out
