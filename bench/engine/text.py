@@ -83,5 +83,7 @@ class BlockHashes:
 
 
 def answer_text(rng: random.Random, count: int) -> bytes:
-    """An answer of ``count`` tokens that no other answer begins with."""
-    return base64.b64encode(rng.randbytes(3 * count))
+    """An answer of ``count`` tokens that no other answer begins with: words of three letters and a space."""
+    text = bytearray(base64.b64encode(rng.randbytes(3 * count)))
+    text[3::4] = b" " * count
+    return bytes(text)
