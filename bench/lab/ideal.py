@@ -25,7 +25,6 @@ class Ideal:
         self._kind = kind
         self._seen: set[int] = set()
         self._seconds: dict[tuple[int, int], float] = {}
-        self.prompt_blocks = self.known_blocks = 0
 
     def seconds(self, place: tuple[int, int]) -> float:
         """Of the request with this place; 0 if it was never decided on."""
@@ -40,8 +39,6 @@ class Ideal:
         hashes = request.text.hashes
         known = next((at for at, value in enumerate(hashes) if value not in self._seen), len(hashes))
         self._seen.update(hashes)
-        self.prompt_blocks += len(hashes)
-        self.known_blocks += known
         size = self._kind.limits.block_size
         cached = min(known, (request.prompt_tokens - 1) // size) * size
         self._seconds[place] = API_S + self._prefill_s(request.prompt_tokens - cached, cached)

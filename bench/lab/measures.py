@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from bench.load.summary import rank
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -86,11 +88,7 @@ def spread(values: Iterable[float]) -> Spread:
     ordered = sorted(values)
     if not ordered:
         return Spread(0.0, 0.0, 0.0, 0.0, 0.0)
-
-    def rank(share: float) -> float:
-        return ordered[math.ceil(share * len(ordered)) - 1]
-
-    return Spread(math.fsum(ordered) / len(ordered), rank(0.5), rank(0.9), rank(0.95), rank(0.99))
+    return Spread(math.fsum(ordered) / len(ordered), *(rank(ordered, share) for share in (0.5, 0.9, 0.95, 0.99)))
 
 
 def _imbalance(rows: Sequence[Row]) -> float:

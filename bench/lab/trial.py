@@ -74,7 +74,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What came of a trial. ``queued``: every ``every_s`` seconds the requests without a first token at each engine."""
+    """What came of a trial. ``busy``: by engine, the share of the time in which it computed."""
 
     trial: Trial
     workload: str
@@ -82,10 +82,9 @@ class Report(msgspec.Struct, frozen=True):
     duration_s: float
     busy: list[float]
     wall_s: float
-    notes: dict[str, Any] = {}
 
 
-def run(trial: Trial, clock: Callable[[], float], on_result: Callable[[Result], None] | None = None) -> Report:
+def run(trial: Trial, clock: Callable[[], float]) -> Report:
     """Raises TraceInvalid, ConfigInvalid or HardwareUnknown."""
     conditions = trial.conditions
     kinds = kinds_of(conditions.hardware, conditions.model, conditions.engines, conditions.block_size)
@@ -101,7 +100,6 @@ def run(trial: Trial, clock: Callable[[], float], on_result: Callable[[Result], 
         make_picker=lambda _spec, _files: policy.picker,
         delays=Delays(conditions.scrape_s, conditions.log_s, conditions.events_s),
         onlookers=[ideal] if policy.onlooker is None else [policy.onlooker, ideal],
-        on_result=on_result,
     )
     began = clock()
     results = simulation.run(workload)

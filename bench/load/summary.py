@@ -71,8 +71,9 @@ def distribution(values: Sequence[float]) -> Distribution:
     if not values:
         return Distribution(0.0, 0.0, 0.0, 0.0)
     ordered = sorted(values)
+    return Distribution(sum(ordered) / len(ordered), *(rank(ordered, share) for share in (0.5, 0.9, 0.99)))
 
-    def rank(share: float) -> float:
-        return ordered[math.ceil(share * len(ordered)) - 1]
 
-    return Distribution(sum(ordered) / len(ordered), rank(0.5), rank(0.9), rank(0.99))
+def rank(ordered: Sequence[float], share: float) -> float:
+    """The percentile by the nearest rank of values in their order, of which there is one at least."""
+    return ordered[math.ceil(share * len(ordered)) - 1]

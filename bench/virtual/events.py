@@ -16,7 +16,6 @@ class Events:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
-        self.now = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._heap)
@@ -29,5 +28,5 @@ class Events:
         """Until nothing more is planned."""
         heap = self._heap
         while heap:
-            self.now, _, act = heapq.heappop(heap)
-            act(self.now)
+            now, _, act = heapq.heappop(heap)
+            act(now)

@@ -72,7 +72,6 @@ class Simulation:
         delays: Delays = Delays(),  # noqa: B008 - frozen
         watch: Watch | None = None,
         onlookers: Sequence[Onlooker] = (),
-        on_result: Callable[[Result], None] | None = None,
     ) -> None:
         self.pipeline = Pipeline(snapshot, rng=random.Random(seed), ticket_prefix="s", make_picker=make_picker)
         self._rng = random.Random(seed)
@@ -85,7 +84,7 @@ class Simulation:
         self.machines = {address: self._machine(address, kind, watch) for address, kind in engines.items()}
         self._longest = min(one.limits.num_gpu_blocks * one.limits.block_size for one in engines.values())
         self._block_size = next(iter(engines.values())).limits.block_size
-        self._delays, self._watch, self._onlookers, self._on_result = delays, watch, onlookers, on_result
+        self._delays, self._watch, self._onlookers = delays, watch, onlookers
         for onlooker in onlookers:
             onlooker.begins({address: machine.scheduler for address, machine in self.machines.items()})
         self._held: dict[str, _Asked] = {}
@@ -183,12 +182,9 @@ class Simulation:
 
     def _refuse(self, asked: _Asked, error: str) -> None:
         due_s = asked.due_s
-        self._note(Result(due_s, due_s, due_s, 0, 0, 0, error=error, label=asked.session.label, place=asked.place))
-
-    def _note(self, result: Result) -> None:
-        self._results.append(result)
-        if self._on_result is not None:
-            self._on_result(result)
+        self._results.append(
+            Result(due_s, due_s, due_s, 0, 0, 0, error=error, label=asked.session.label, place=asked.place)
+        )
 
     def _release(self, now: float) -> None:
         """Let go who may; and look again when something may have changed by itself."""
@@ -252,7 +248,7 @@ class Simulation:
             cached_tokens=request.cached_tokens or None,
         )
         self._events.at(now + self._delays.log_s, lambda later: self._settle(outcome, later))
-        self._note(
+        self._results.append(
             Result(
                 due_s=asked.due_s,
                 first_token_s=flight.first_token_s,

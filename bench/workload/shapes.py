@@ -15,7 +15,7 @@ from bench.workload.text import Piece
 from extproc.protocol import TENANT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 
 class SharedPrefix(msgspec.Struct, frozen=True):
@@ -203,8 +203,3 @@ def arrivals(rng: random.Random, rate: float) -> Iterator[float]:
 def around(rng: random.Random, mean: int) -> int:
     """Within half of the mean, at least one."""
     return max(1, round(rng.uniform(0.5, 1.5) * mean))
-
-
-def in_order(sessions: Sequence[Session]) -> tuple[Session, ...]:
-    """By their beginning."""
-    return tuple(sorted(sessions, key=lambda one: one.begins_s))
