@@ -47,6 +47,7 @@ lab: $(VENV)/ready ## endpoint-picking policies side by side on real traces, in 
 generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles
 	$(RUN) -m extproc.streams.messages_stub
 	$(RUN) -m controller bundle --golden
+	$(RUN) -m tools.architecture_tree
 
 lock: ## write requirements.lock anew (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --all-extras --group dev \

@@ -17,7 +17,7 @@ from bench.lab.hardware import HardwareUnknown
 from bench.lab.lab_command import TRACES
 from bench.validation.check import validate
 from bench.workload.traces import FORMATS, TraceInvalid
-from extproc.config.mistakes import ConfigInvalid
+from extproc.config.errors import ConfigInvalid
 
 
 def main(arguments: list[str] | None = None) -> int:

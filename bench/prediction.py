@@ -32,7 +32,7 @@ _SPEED: Final = 8.0
 SHAPE: Final = Conversations(sessions=80, sessions_per_s=8.0, system_prompts=12, system_tokens=2000, think_s=2.0)
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Prediction(msgspec.Struct, frozen=True):
     """What the decision log says of one request's end."""
 
     kind: str
@@ -83,13 +83,13 @@ async def _disturb(stack: Stack) -> None:
                 answer.raise_for_status()
 
 
-def read_outcomes(log: Path) -> list[Outcome]:
+def read_outcomes(log: Path) -> list[Prediction]:
     """Good answers that a decision log tells of."""
-    lines = (msgspec.json.decode(line, type=Outcome) for line in log.read_bytes().splitlines())
+    lines = (msgspec.json.decode(line, type=Prediction) for line in log.read_bytes().splitlines())
     return [one for one in lines if one.kind == "outcome"]
 
 
-def _errors(outcomes: list[Outcome]) -> Errors:
+def _errors(outcomes: list[Prediction]) -> Errors:
     good = [one for one in outcomes if one.status == 200 and one.prompt_tokens is not None]
     missed = sorted(abs(one.predicted_cached_tokens - (one.cached_tokens or 0)) for one in good)
     return Errors(

@@ -29,13 +29,13 @@ from bench.processes import StartFailed
 from bench.report import Comparison, Run, table, write_report
 from bench.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, documents, running_stack
 from bench.usage import busy_share, cpu_seconds, machine_time
-from bench.virtual.machines import kind_of
+from bench.virtual.engines import kind_of
 from bench.virtual.simulation import Simulation
 from bench.workload.generate import Conversations, conversations
 from bench.workload.sessions import Workload
 from bench.workload.traces import Part, TraceInvalid, read_trace
+from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.load import load
-from extproc.config.mistakes import ConfigInvalid, Mistake
 from extproc.scheduling.picker_config import read_picker_text
 from extproc.scheduling.pickers import make_picker
 from extproc.scheduling.registry import installed
@@ -188,7 +188,7 @@ def _read(arguments: list[str] | None) -> Settings:
     parser.add_argument(
         "--policies",
         default=",".join(POLICIES),
-        help="also files of EndpointPickerConfig, such as bench/peers/configs/llm-d-default.yaml\n(default: %(default)s)",
+        help="also files of EndpointPickerConfig, such as bench/policies/configs/llm-d-default.yaml\n(default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of generated conversations")
     parser.add_argument(

@@ -7,7 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
-from extproc.config.mistakes import ConfigInvalid
+from extproc.config.errors import ConfigInvalid
 
 
 def main(arguments: list[str] | None = None) -> int:

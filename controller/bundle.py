@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from controller.gateway.publish import Lingering, remove_orphans, steps, write
+from extproc.config.errors import ConfigInvalid
 from extproc.config.load import load_directory, signature
-from extproc.config.mistakes import ConfigInvalid
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,12 +50,12 @@ def follow(config: Path, out: Path, path: str, snapshot: Snapshot) -> None:
             snapshot = fresh
             # what has changed since may not have been read
             seen = now_seen if signature(config) == now_seen else None
-        wanted = lingering.added_to(snapshot, clock())
-        if wanted != written:
-            for step in steps(written, wanted, path):
+        queued = lingering.added_to(snapshot, clock())
+        if queued != written:
+            for step in steps(written, queued, path):
                 time.sleep(step.wait_s)
                 write(out, step)
-            written = wanted
+            written = queued
         time.sleep(_POLL_S)
 
 

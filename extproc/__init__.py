@@ -1,0 +1,1 @@
+"""The request path: an Envoy ext_proc server that picks the engine for every request."""

@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from extproc import explain_command, serve_command, top_command
+from extproc.cli import explain, serve, top
+from extproc.config.errors import ConfigInvalid
 from extproc.config.load import load_directory
-from extproc.config.mistakes import ConfigInvalid
 from extproc.scheduling.pickers import picker_notes
 
 
@@ -20,10 +20,10 @@ def main(arguments: list[str] | None = None) -> int:
             case ["check"]:
                 return _check(words[1:])
             case ["explain"]:
-                return explain_command.run(words[1:])
+                return explain.run(words[1:])
             case ["top"]:
-                return top_command.run(words[1:])
-        return serve_command.run(words)
+                return top.run(words[1:])
+        return serve.run(words)
     except ConfigInvalid as error:
         print(error, file=sys.stderr)
         print(f"{len(error.mistakes)} to mend", file=sys.stderr)

@@ -11,7 +11,7 @@ import yaml
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import Limits
 from bench.stack import documents
-from bench.virtual.machines import kind_of
+from bench.virtual.engines import kind_of
 from bench.virtual.simulation import Simulation
 from bench.workload.sessions import Session, Turn, Workload, says
 from extproc.config.load import load
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from bench.load.client import Result
-    from bench.virtual.seams import Watch
+    from bench.virtual.observer import Watch
     from bench.workload.text import Piece
 
 HARDWARE: Final = "h100-llama-3.1-8b"

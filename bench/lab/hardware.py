@@ -8,7 +8,7 @@ from typing import Final
 from bench.engine.hardware import GPUS, MODELS, Hardware
 from bench.engine.mocker_time import MockerTime
 from bench.engine.scheduler import Limits
-from bench.virtual.machines import Kind, kind_of
+from bench.virtual.engines import Kind, kind_of
 
 # Dynamo's mocked engines: 16,384 blocks of 64 tokens.
 MOCKER: Final = "dynamo-mocker"

@@ -16,7 +16,7 @@ from bench.lab.measures import Objective
 from bench.lab.runner import run_all
 from bench.lab.trial import Conditions, Trial
 from bench.lab.workloads import load_workload
-from bench.peers.registry import POLICIES, Calibration, policy_named
+from bench.policies.registry import POLICIES, Calibration, policy_named
 from bench.workload.generators import GENERATORS
 from bench.workload.traces import FORMATS
 from extproc.config.units import parse_duration_s

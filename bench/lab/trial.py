@@ -9,11 +9,11 @@ import msgspec
 
 from bench.engine.step_time import Batch, Work, batch_of
 from bench.lab.hardware import kinds_of
-from bench.lab.ideal import Ideal
+from bench.lab.lower_bound import LowerBound
 from bench.lab.workloads import load_workload
-from bench.peers.registry import Calibration, policy_named
+from bench.policies.registry import Calibration, policy_named
 from bench.stack import documents
-from bench.virtual.seams import Delays
+from bench.virtual.observer import Delays
 from bench.virtual.simulation import Simulation
 from bench.workload.sessions import faster
 from extproc.config.load import load
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from bench.load.client import Result
-    from bench.virtual.machines import Kind
+    from bench.virtual.engines import Kind
     from extproc.config.types import Snapshot
 
 _CHUNK: Final = 8192
@@ -92,7 +92,7 @@ def run(trial: Trial, clock: Callable[[], float]) -> Report:
     engines = dict(zip(addresses, kinds, strict=True))
     policy = policy_named(trial.policy)(calibration(kinds[0]))
     workload = faster(load_workload(conditions), conditions.rate_scale)
-    ideal = Ideal(max(kinds, key=_prefill_rate))
+    ideal = LowerBound(max(kinds, key=_prefill_rate))
     simulation = Simulation(
         _snapshot(addresses, conditions, policy.server, workload.adapters),
         engines,
@@ -131,7 +131,7 @@ def _snapshot(
     return load({"lab.yaml": text.encode()})
 
 
-def _row(result: Result, numbers: Mapping[str, int], ideal: Ideal) -> Row:
+def _row(result: Result, numbers: Mapping[str, int], ideal: LowerBound) -> Row:
     written = result.output_tokens - 1
     return Row(
         place=result.place,

@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from extproc.streams.answer import FULL_DUPLEX
 from extproc.streams.messages import HeadersResponse, ProcessingRequest, ProcessingResponse
+from extproc.streams.responses import FULL_DUPLEX
 from extproc.streams.server import ACCESS_LOG, EXTERNAL_PROCESSOR, OPTIONS, READINESS, is_end
 
 _PASS_HEADERS: Final = ProcessingResponse(request_headers=HeadersResponse()).SerializeToString()

@@ -19,10 +19,10 @@ import uvloop
 
 from bench.stack import documents
 from extproc.config.load import load
+from extproc.core.pipeline import Pipeline
 from extproc.endpoints.metrics_text import NAMES, MetricsReader
 from extproc.feeds.engines import EngineScraper
-from extproc.observe import Metrics
-from extproc.pipeline import Pipeline
+from extproc.metrics.registry import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

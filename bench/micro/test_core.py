@@ -14,10 +14,10 @@ from bench.stack import ALIAS, MODEL, ROOT, documents
 from bench.workload.text import text_of
 from extproc.config.load import load
 from extproc.config.types import ModelServerSpec
+from extproc.core.pipeline import Pipeline
+from extproc.core.types import Head
 from extproc.endpoints.prompt_cost import PromptCost
 from extproc.endpoints.table import EndpointTable
-from extproc.passage import Head
-from extproc.pipeline import Pipeline
 from extproc.prefix.hashing import hash_blocks
 from extproc.prefix.kv_events import Stored
 from extproc.prefix.kv_index import KvIndex, Source
@@ -85,7 +85,7 @@ def view_over(endpoints: int) -> View:
 def test_pick(benchmark: BenchmarkFixture, policy: str, endpoints: int) -> None:
     picker = make_picker(ModelServerSpec(model="m", endpoints=()), {})
     if policy != "default":
-        file = ROOT / "bench/peers/configs" / f"{policy.replace(' ', '-')}.yaml"
+        file = ROOT / "bench/policies/configs" / f"{policy.replace(' ', '-')}.yaml"
         picker = read_picker_text(file.name, file.read_text(), installed()).picker
     view, rng = view_over(endpoints), random.Random(0)
     assert benchmark(lambda: picker.pick(view, rng=rng)).rows
@@ -100,8 +100,8 @@ def test_four_hundred_kilobytes_against_warm_prefixes_on_100_endpoints(benchmark
     long = body(400_000)
     for share in range(1, 21):
         request = parse(Api.CHAT, body(400_000 * share // 20))
-        knowledge = pipeline.pools["llama"].knowledge
-        knowledge.index.record(share, hash_blocks(request.prompt, MODEL), 0.0)
+        caches = pipeline.pools["llama"].caches
+        caches.index.record(share, hash_blocks(request.prompt, MODEL), 0.0)
 
     def decide() -> str:
         decision = pipeline.arrive(Api.CHAT, HEAD, long, 0.0)

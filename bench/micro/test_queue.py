@@ -13,9 +13,9 @@ import pytest
 from extproc.admission.buckets import Bucket, Limit
 from extproc.admission.gate import Gate
 from extproc.admission.queue import FairQueue
+from extproc.admission.queued_request import FlowKey, QueuedRequest
 from extproc.admission.saturation import Room
-from extproc.admission.waiting import FlowKey, Wanted
-from extproc.config.admission import BANDS, FlowControl, Saturation
+from extproc.config.admission import BANDS, FlowControl, SaturationSpec
 from extproc.endpoints.ledger import charge
 from extproc.endpoints.table import EndpointTable
 
@@ -28,11 +28,11 @@ WAITING, TENANTS = 10_000, 1_000
 FAIRNESS = ["VirtualTokenCounter", "DeficitLocality", "SlidingWindow", "RoundRobin", "GlobalStrict"]
 
 
-def wanted(rng: random.Random, numbers: Iterator[int]) -> Wanted:
+def queued(rng: random.Random, numbers: Iterator[int]) -> QueuedRequest:
     number = next(numbers)
     tokens = rng.uniform(100, 10_000)
     cached = rng.choice([0.0, tokens / 2])
-    return Wanted(
+    return QueuedRequest(
         f"t-{number:x}",
         FlowKey(f"tenant-{rng.randrange(TENANTS)}", "llama"),
         number * 1e-3,
@@ -54,7 +54,7 @@ def control(fairness: str = "VirtualTokenCounter") -> FlowControl:
 def filled(settings: FlowControl, rng: random.Random, numbers: Iterator[int]) -> FairQueue:
     queue = FairQueue(settings)
     for _ in range(WAITING):
-        queue.enter(wanted(rng, numbers))
+        queue.enter(queued(rng, numbers))
     return queue
 
 
@@ -68,7 +68,7 @@ def engines() -> EndpointTable:
 def test_enter_and_leave(benchmark: BenchmarkFixture, fairness: str) -> None:
     rng, numbers = random.Random(0), itertools.count()
     queue = filled(control(fairness), rng, numbers)
-    ready = itertools.cycle([wanted(rng, numbers) for _ in range(1000)])
+    ready = itertools.cycle([queued(rng, numbers) for _ in range(1000)])
 
     def both() -> int:
         one = next(ready)
@@ -89,7 +89,7 @@ def test_next(benchmark: BenchmarkFixture, fairness: str) -> None:
     for row in range(7):
         charge(table, row, prefill_tokens=50_000.0, now=0.0)
     room = Room(table, settings.saturation.limits(), 0.0)
-    gone: list[Wanted] = []
+    gone: list[QueuedRequest] = []
 
     def come_back() -> None:
         if gone:
@@ -108,14 +108,14 @@ def test_next(benchmark: BenchmarkFixture, fairness: str) -> None:
 def test_settling(benchmark: BenchmarkFixture) -> None:
     rng, numbers = random.Random(0), itertools.count()
     queue = filled(control(), rng, numbers)
-    ones = itertools.cycle([wanted(rng, numbers) for _ in range(1000)])
+    ones = itertools.cycle([queued(rng, numbers) for _ in range(1000)])
     benchmark(lambda: queue.end_service(next(ones), 10.0, 0.0))
     assert len(queue) == WAITING
 
 
 @pytest.mark.parametrize("endpoints", [8, 100, 1000])
 def test_who_has_room(benchmark: BenchmarkFixture, endpoints: int) -> None:
-    table, limits = EndpointTable(), Saturation().limits()
+    table, limits = EndpointTable(), SaturationSpec().limits()
     table.replace([f"10.0.{number // 250}.{number % 250}:8000" for number in range(endpoints)])
     for row in range(endpoints):
         charge(table, row, prefill_tokens=5000.0, tokens=5200.0, now=0.0)
@@ -126,7 +126,7 @@ def test_pass_through(benchmark: BenchmarkFixture) -> None:
     """What flow control costs a request that need not wait."""
     rng, numbers = random.Random(0), itertools.count()
     gate = Gate(FlowControl(), engines(), stages=lambda: None, rng=rng)
-    one = wanted(rng, numbers)
+    one = queued(rng, numbers)
     assert benchmark(lambda: gate.pass_through(one, 0.0)) is not None
 
 

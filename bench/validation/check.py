@@ -16,7 +16,7 @@ from bench.engine.scheduler import Limits
 from bench.engine.step_time import Roofline, Work, step_seconds
 from bench.validation.measured import Measured
 from bench.validation.runs import modelled, read_run, real
-from bench.virtual.machines import Kind
+from bench.virtual.engines import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from bench.validation.runs import Outcome
+    from bench.validation.runs import PlayedRun
 
 # What a check fails beyond, by what is measured: with measured kernels, and by the roofline.
 _BANDS: Final = {"TTFT": (0.15, 0.25), "TPOT": (0.05, 0.20), "makespan": (0.10, 0.20)}
@@ -141,7 +141,7 @@ def _run(run: Run, traces: Path) -> Iterator[Finding]:
         yield from _outcome(f"vLLM on {run.gpu}, {how}", was, outcome, number)
 
 
-def _outcome(name: str, was: Outcome, found: Outcome, band: int) -> Iterator[Finding]:
+def _outcome(name: str, was: PlayedRun, found: PlayedRun, band: int) -> Iterator[Finding]:
     pairs = {
         "TTFT": (was.ttft_s.mean, found.ttft_s.mean),
         "TPOT": (was.tpot_s.mean, found.tpot_s.mean),

@@ -12,8 +12,8 @@ import msgspec
 from bench.engine.request import Request, Token
 from bench.engine.text import answer_text
 from bench.lab.measures import Spread, spread
+from bench.virtual.engines import Kind, Machine
 from bench.virtual.events import Events
-from bench.virtual.machines import Kind, Machine
 from bench.workload.text import text_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Served(msgspec.Struct, frozen=True):
     last_token_ts: float
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class PlayedRun(msgspec.Struct, frozen=True):
     """What a run came to."""
 
     ttft_s: Spread
@@ -45,13 +45,13 @@ def read_run(file: Path) -> list[Served]:
         return [msgspec.json.decode(line, type=Served) for line in lines]
 
 
-def real(run: Sequence[Served]) -> Outcome:
+def real(run: Sequence[Served]) -> PlayedRun:
     """As it was."""
     start = min(one.queued_ts for one in run)
     return _outcome([(one.queued_ts, one.first_token_ts, one.last_token_ts, one.output_toks) for one in run], start)
 
 
-def modelled(run: Sequence[Served], kind: Kind) -> Outcome:
+def modelled(run: Sequence[Served], kind: Kind) -> PlayedRun:
     """The same requests at the same times, each with a prompt of its own."""
     events, rng = Events(), random.Random(0)
     firsts: dict[int, float] = {}
@@ -75,8 +75,8 @@ def modelled(run: Sequence[Served], kind: Kind) -> Outcome:
     return _outcome(times, 0.0)
 
 
-def _outcome(times: Sequence[tuple[float, float, float, int]], start: float) -> Outcome:
-    return Outcome(
+def _outcome(times: Sequence[tuple[float, float, float, int]], start: float) -> PlayedRun:
+    return PlayedRun(
         ttft_s=spread(first - queued for queued, first, _, _ in times),
         tpot_s=spread((last - first) / (count - 1) for _, first, last, count in times if count > 1),
         makespan_s=max(last for _, _, last, _ in times) - start,

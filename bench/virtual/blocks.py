@@ -12,7 +12,7 @@ from extproc.prefix.kv_index import Source
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from extproc.pipeline import Pipeline
+    from extproc.core.pipeline import Pipeline
 
     Change = Stored | Removed
 
@@ -27,10 +27,10 @@ def follow_blocks(
     """What to tell of changes in the cache of the engine at ``address``; ``later`` does things when events are there."""
     pool = pipeline.pools[server]
     row = pool.table.row_of(address)
-    kv = pool.knowledge.kv
+    kv = pool.caches.kv
     assert row is not None
     assert kv is not None
-    pool.knowledge.note_feed(row, is_whole=True)
+    pool.caches.note_feed(row, is_whole=True)
     source = Source(row)
 
     def changed(changes: list[Change], now: float) -> None:

@@ -19,22 +19,22 @@ from bench.engine.request import Request, Token
 from bench.engine.text import Message, answer_text, count_tokens, render_chat, tokens_of
 from bench.load.client import Result
 from bench.virtual.blocks import follow_blocks
+from bench.virtual.engines import Machine
 from bench.virtual.events import Events
-from bench.virtual.machines import Machine
-from bench.virtual.seams import REQUEST_KEY, Delays, Onlooker, Watch
+from bench.virtual.observer import REQUEST_KEY, Delays, Onlooker, Watch
 from bench.workload.sessions import Session
+from extproc.core.feedback import Outcome
+from extproc.core.pipeline import Pipeline
+from extproc.core.types import Decision, Head, Held, Terms
 from extproc.errors import Refusal
-from extproc.learning import Outcome
-from extproc.passage import Decision, Head, Held, Terms
-from extproc.pipeline import Pipeline
+from extproc.replication.messages import engine_said
 from extproc.request.model import Api
 from extproc.scheduling.pickers import make_picker
-from extproc.sharing import engine_said
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from bench.virtual.machines import Kind
+    from bench.virtual.engines import Kind
     from bench.workload.sessions import Workload
     from extproc.config.types import Snapshot
     from extproc.scheduling.pickers import MakePicker
@@ -167,7 +167,7 @@ class Simulation:
         head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=True)
         terms = Terms(tokens=tokens_of(prompt)) if self._has_events else Terms()
         try:
-            arrival = self.pipeline.reception.receive(Api.CHAT, head, body)
+            arrival = self.pipeline.intake.receive(Api.CHAT, head, body)
             found = self.pipeline.enter(arrival, now, terms)
         except Refusal as refusal:
             self._refuse(asked, refusal.outcome)
@@ -188,7 +188,7 @@ class Simulation:
 
     def _release(self, now: float) -> None:
         """Let go who may; and look again when something may have changed by itself."""
-        if not self.pipeline.entrance.has_waiting:
+        if not self.pipeline.admission.has_waiting:
             return
         for one in self.pipeline.release(now):
             asked = self._held.pop(one.held.ticket)
@@ -196,7 +196,7 @@ class Simulation:
                 self._send(asked, one.result, now)
             else:
                 self._refuse(asked, one.result.outcome)
-        again_s = self.pipeline.entrance.look_again_s(now)
+        again_s = self.pipeline.admission.look_again_s(now)
         if again_s is not None and again_s < self._looks_again_s:
             self._looks_again_s = again_s
             self._events.at(again_s, self._look_again)

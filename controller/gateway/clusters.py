@@ -49,8 +49,8 @@ from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.bootstrap import ENDPOINTS_FOLDER, file_source
 from controller.gateway.envoy_json import address, seconds, typed
-from extproc.config.rules import worker_addresses
 from extproc.config.units import parse_duration_s
+from extproc.config.validation import worker_addresses
 from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from envoy_data_plane.envoy.config.core.v3 import Address, Pipe, SocketAddress, 
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 from envoy_data_plane.google.protobuf import Any
 
-from extproc.config.rules import parse_address
+from extproc.config.validation import parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

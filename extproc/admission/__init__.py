@@ -1,0 +1,1 @@
+"""Who may ask and who goes next; knows endpoints and configuration."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from extproc.admission.deficits import DeficitLocality
-from extproc.admission.policy import Heads, Policy, grown
+from extproc.admission.deficit_locality import DeficitLocality
+from extproc.admission.policy import FairnessPolicy, Heads, grown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -177,7 +177,7 @@ def _least(values: Floats, among: Bools) -> int:
     return int(np.where(among, values, _NOT_AMONG).argmin())
 
 
-class Shares:
+class BandShares:
     """Between a few bands: a virtual token counter whose weights are the bands' shares, without columns."""
 
     def __init__(self, shares: Sequence[float]) -> None:
@@ -204,7 +204,7 @@ class Shares:
         self._counters[band] += service / self._shares[band]
 
 
-def make_policy(name: str, *, quantum: float, window_s: float) -> Policy:
+def make_policy(name: str, *, quantum: float, window_s: float) -> FairnessPolicy:
     """The policy of that name in the configuration."""
     match name:
         case "DeficitLocality":

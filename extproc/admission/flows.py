@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from extproc.admission.deficits import DeficitLocality
-from extproc.admission.nearness import Nearness
-from extproc.admission.policy import Heads, Policy
+from extproc.admission.deficit_locality import DeficitLocality
+from extproc.admission.locality import CacheLocality
+from extproc.admission.policy import FairnessPolicy, Heads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from extproc.admission.order import Order
-    from extproc.admission.waiting import FlowKey, Wanted
+    from extproc.admission.queued_request import FlowKey, QueuedRequest
     from extproc.endpoints.table import Bools, Floats, Ints
 
 # Beyond this, flows that do nothing are forgotten: 10 MB or so.
@@ -28,7 +28,7 @@ _FIRST_ROWS: Final = 8
 # Nobody is overdue by much more than this.
 _LOOK_FOR_OVERDUE_S: Final = 0.05
 
-_Entry = tuple[float, int, "Wanted"]
+_Entry = tuple[float, int, "QueuedRequest"]
 
 
 class _Flow:
@@ -38,11 +38,11 @@ class _Flow:
 
     def __init__(self) -> None:
         self.heap: list[_Entry] = []
-        self.members: dict[str, Wanted] = {}
+        self.members: dict[str, QueuedRequest] = {}
 
-    def add(self, key: float, number: int, wanted: Wanted) -> None:
-        self.members[wanted.ticket] = wanted
-        heapq.heappush(self.heap, (key, number, wanted))
+    def add(self, key: float, number: int, queued: QueuedRequest) -> None:
+        self.members[queued.ticket] = queued
+        heapq.heappush(self.heap, (key, number, queued))
 
     def remove(self, ticket: str) -> None:
         """Those that left are passed over when they come up, or swept out when they are the most."""
@@ -57,7 +57,7 @@ class _Flow:
             heapq.heappop(heap)
         return heap[0] if heap else None
 
-    def in_order(self) -> Iterator[Wanted]:
+    def in_order(self) -> Iterator[QueuedRequest]:
         """From the head on, without sorting all: best first through the heap's tree."""
         heap = self.heap
         reached: list[tuple[_Entry, int]] = [(heap[0], 0)] if heap else []
@@ -73,12 +73,12 @@ class _Flow:
 class Flows:
     """All flows of a band. ``waiting`` and ``running``: requests by row; ``heads``: the first of each."""
 
-    def __init__(self, policy: Policy, order: Order, ageing_s: float) -> None:
+    def __init__(self, policy: FairnessPolicy, order: Order, ageing_s: float) -> None:
         self.policy = policy
         self.order = order
         self._ageing_s = ageing_s
         self._look_for_overdue_s = 0.0
-        self._nearness = Nearness(self._is_waiting) if isinstance(policy, DeficitLocality) else None
+        self._nearness = CacheLocality(self._is_waiting) if isinstance(policy, DeficitLocality) else None
         self.requests = 0
         self.running: Ints = np.zeros(0, np.int64)
         self._sizes: Ints = np.zeros(0, np.int64)
@@ -105,29 +105,29 @@ class Flows:
             row = self._rows[key] = self._new_row()
         return row
 
-    def add(self, wanted: Wanted) -> None:
+    def add(self, queued: QueuedRequest) -> None:
         """It waits."""
-        row = self.row_of(wanted.flow)
+        row = self.row_of(queued.flow)
         if not self.heads.waiting[row]:
             self.policy.begin(row, self.heads.waiting)
         self._numbers += 1
         self.requests += 1
-        self._flows[row].add(self.order.key(wanted), self._numbers, wanted)
-        self._tickets[wanted.ticket] = row
+        self._flows[row].add(self.order.key(queued), self._numbers, queued)
+        self._tickets[queued.ticket] = row
         if self._nearness is not None:
-            self._nearness.add(wanted)
+            self._nearness.add(queued)
         self._look(row)
 
-    def remove(self, wanted: Wanted) -> None:
+    def remove(self, queued: QueuedRequest) -> None:
         """It waits no more."""
-        row = self._tickets.pop(wanted.ticket)
-        self._flows[row].remove(wanted.ticket)
+        row = self._tickets.pop(queued.ticket)
+        self._flows[row].remove(queued.ticket)
         self.requests -= 1
         if self._nearness is not None:
             self._nearness.sweep(self.requests)
         self._look(row)
 
-    def choose(self, among: Bools, rows: Bools, now: float) -> tuple[int, Wanted | None]:
+    def choose(self, among: Bools, rows: Bools, now: float) -> tuple[int, QueuedRequest | None]:
         """The flow that may go next; and with which request, if not its head: where the policy looks for locality, one that has
         most of its prompt at ``rows``, unless somebody is overdue.
         """
@@ -146,11 +146,11 @@ class Flows:
             return tickets[near.ticket], near
         return policy.longest(able, self.heads), None
 
-    def in_order(self, row: int) -> Iterator[Wanted]:
+    def in_order(self, row: int) -> Iterator[QueuedRequest]:
         """What waits in a flow, from its head on."""
         return self._flows[row].in_order()
 
-    def newest_of_largest(self) -> Wanted:
+    def newest_of_largest(self) -> QueuedRequest:
         """Who gives way when there is no place: of the flow that holds the most, what came last."""
         members = self._flows[int(self._sizes.argmax())].members
         return members[next(reversed(members))]

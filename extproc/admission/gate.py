@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from extproc.admission.limits import Usage
-    from extproc.admission.waiting import Wanted
+    from extproc.admission.queued_request import QueuedRequest
     from extproc.config.admission import FlowControl
     from extproc.endpoints.table import Bools, EndpointTable
     from extproc.errors import Refusal
@@ -59,51 +59,51 @@ class Gate:
         """How long a request that comes now may wait: for an engine to have room, or for a first engine."""
         return self._timeout_s if len(self._table) else self._no_endpoint_timeout_s
 
-    def pass_through(self, wanted: Wanted, now: float) -> Bools | None:
+    def pass_through(self, queued: QueuedRequest, now: float) -> Bools | None:
         """The endpoints that may take it at once; None: it has to wait. Raises Shed."""
         room = self._room(now)
-        self._shed(wanted, room, now)
+        self._shed(queued, room, now)
         if len(self.queue):
             return None
-        ceiling = self.queue.band_of(wanted.priority).spec.ceiling
-        return room.rows_for(wanted) if room.saturation < ceiling else None
+        ceiling = self.queue.band_of(queued.priority).spec.ceiling
+        return room.rows_for(queued) if room.saturation < ceiling else None
 
-    def enter(self, wanted: Wanted) -> list[Wanted]:
+    def enter(self, queued: QueuedRequest) -> list[QueuedRequest]:
         """It waits. Returns those that gave way to it; raises QueueFull."""
         try:
-            return self.queue.enter(wanted)
+            return self.queue.enter(queued)
         except QueueFull as full:
-            full.retry_after_s = self.retry_after_s(wanted.arrived_s)
+            full.retry_after_s = self.retry_after_s(queued.arrived_s)
             raise
 
-    def next(self, now: float) -> tuple[Wanted, Bools] | None:
+    def next(self, now: float) -> tuple[QueuedRequest, Bools] | None:
         """Who goes now, and where there is room for it."""
         return self.queue.next(self._room(now), now) if len(self.queue) else None
 
-    def leave(self, ticket: str) -> Wanted | None:
+    def leave(self, ticket: str) -> QueuedRequest | None:
         """Its client has gone."""
         return self.queue.leave(ticket)
 
-    def expired(self, now: float) -> Iterator[tuple[Wanted, Refusal]]:
+    def expired(self, now: float) -> Iterator[tuple[QueuedRequest, Refusal]]:
         """Those that have waited as long as they may, and what they are told."""
-        for wanted in self.queue.expire(now):
-            yield wanted, self._too_late(wanted, now)
+        for queued in self.queue.expire(now):
+            yield queued, self._too_late(queued, now)
 
     def gave_way(self, now: float) -> QueueFull:
         """What those are told who had to."""
         message = "The queue is full, and the place was given to a request of higher priority; try again later."
         return QueueFull(message, retry_after_s=self.retry_after_s(now))
 
-    def sent(self, wanted: Wanted, service: float, now: float) -> None:
+    def sent(self, queued: QueuedRequest, service: float, now: float) -> None:
         """It goes to an engine; ``service``: what that is expected to cost, in weighted tokens."""
-        self.queue.begin_service(wanted, service, now)
+        self.queue.begin_service(queued, service, now)
         self._rate = self._decayed(now) + 1 / _RATE_WINDOW_S
         self._rate_at_s = now
 
-    def over(self, wanted: Wanted, correction: float, *, tokens: float, now: float) -> None:
+    def over(self, queued: QueuedRequest, correction: float, *, tokens: float, now: float) -> None:
         """It has ended, after so many tokens; ``correction``: of what it was charged."""
-        self.queue.end_service(wanted, correction, now)
-        self.queue.band_of(wanted.priority).flows.order.served(wanted, tokens, now)
+        self.queue.end_service(queued, correction, now)
+        self.queue.band_of(queued.priority).flows.order.served(queued, tokens, now)
 
     def service(self, usage: Usage, cached_tokens: float) -> float:
         """What tokens cost, weighted."""
@@ -134,17 +134,17 @@ class Gate:
         self.saturation, self.stale_endpoints = room.saturation, room.stale_endpoints
         return room
 
-    def _shed(self, wanted: Wanted, room: Room, now: float) -> None:
+    def _shed(self, queued: QueuedRequest, room: Room, now: float) -> None:
         """By chance, rising from none at ``shed_from`` to all when the queue is full."""
-        if wanted.priority >= 0 or not room.has_endpoints:
+        if queued.priority >= 0 or not room.has_endpoints:
             return
-        fullness = room.saturation if room.saturation < 1 else 1 + self.queue.fill(wanted.priority)
+        fullness = room.saturation if room.saturation < 1 else 1 + self.queue.fill(queued.priority)
         if self._rng.random() < (fullness - self.control.shed_from) / (2 - self.control.shed_from):
             message = "The engines are busy with more important requests; try again later."
             raise Shed(message, retry_after_s=self.retry_after_s(now))
 
-    def _too_late(self, wanted: Wanted, now: float) -> Refusal:
-        waited = f"{now - wanted.arrived_s:.0f} s"
+    def _too_late(self, queued: QueuedRequest, now: float) -> Refusal:
+        waited = f"{now - queued.arrived_s:.0f} s"
         if not len(self._table):
             message = f"No engine of this model became ready within {waited}; try again later."
             return NoEndpoint(message, retry_after_s=math.ceil(_RATE_WINDOW_S))

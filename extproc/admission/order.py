@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from extproc.admission.waiting import Wanted
+    from extproc.admission.queued_request import QueuedRequest
 
 # Sessions and programs that are remembered.
 _MOST_SESSIONS: Final = 4096
@@ -26,11 +26,11 @@ _SECONDS_A_SERVED_TOKEN: Final = 1e-4
 class Order(Protocol):
     """Says which request of a flow goes first."""
 
-    def key(self, wanted: Wanted) -> float:
+    def key(self, queued: QueuedRequest) -> float:
         """The least goes first."""
         ...
 
-    def served(self, wanted: Wanted, tokens: float, now: float) -> None:
+    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """A request has ended, after so many tokens of service."""
         ...
 
@@ -41,11 +41,11 @@ class FirstCome:
     def __init__(self, ageing_s: float) -> None:
         """It has nothing to bound."""
 
-    def key(self, wanted: Wanted) -> float:
+    def key(self, queued: QueuedRequest) -> float:
         """When it came."""
-        return wanted.arrived_s
+        return queued.arrived_s
 
-    def served(self, wanted: Wanted, tokens: float, now: float) -> None:
+    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """Nothing to learn."""
 
 
@@ -55,11 +55,11 @@ class Deadline:
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
 
-    def key(self, wanted: Wanted) -> float:
+    def key(self, queued: QueuedRequest) -> float:
         """When the first token is due."""
-        return min(wanted.deadline_s, wanted.arrived_s + self._ageing_s)
+        return min(queued.deadline_s, queued.arrived_s + self._ageing_s)
 
-    def served(self, wanted: Wanted, tokens: float, now: float) -> None:
+    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """Nothing to learn."""
 
 
@@ -69,11 +69,11 @@ class ShortestFirst:
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
 
-    def key(self, wanted: Wanted) -> float:
+    def key(self, queued: QueuedRequest) -> float:
         """1 ms of patience a token."""
-        return wanted.arrived_s + min(self._ageing_s, _SECONDS_A_TOKEN * wanted.uncached_tokens)
+        return queued.arrived_s + min(self._ageing_s, _SECONDS_A_TOKEN * queued.uncached_tokens)
 
-    def served(self, wanted: Wanted, tokens: float, now: float) -> None:
+    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """Nothing to learn."""
 
 
@@ -84,17 +84,17 @@ class SessionBoost:
         self._ageing_s = ageing_s
         self._ended_s: OrderedDict[str, float] = OrderedDict()
 
-    def key(self, wanted: Wanted) -> float:
+    def key(self, queued: QueuedRequest) -> float:
         """A boost that is gone once the session has been silent for the ageing bound."""
-        ended_s = self._ended_s.get(wanted.session)
-        silent_s = self._ageing_s if ended_s is None else max(0.0, wanted.arrived_s - ended_s)
-        return wanted.arrived_s + min(self._ageing_s, silent_s)
+        ended_s = self._ended_s.get(queued.session)
+        silent_s = self._ageing_s if ended_s is None else max(0.0, queued.arrived_s - ended_s)
+        return queued.arrived_s + min(self._ageing_s, silent_s)
 
-    def served(self, wanted: Wanted, tokens: float, now: float) -> None:
+    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """Remember when."""
-        if wanted.session:
-            self._ended_s[wanted.session] = now
-            _bound(self._ended_s, wanted.session)
+        if queued.session:
+            self._ended_s[queued.session] = now
+            _bound(self._ended_s, queued.session)
 
 
 class LeastAttained:
@@ -104,16 +104,16 @@ class LeastAttained:
         self._ageing_s = ageing_s
         self._attained: OrderedDict[str, float] = OrderedDict()
 
-    def key(self, wanted: Wanted) -> float:
+    def key(self, queued: QueuedRequest) -> float:
         """0.1 ms of patience for each token that the program has had."""
-        attained = self._attained.get(wanted.session, 0.0)
-        return wanted.arrived_s + min(self._ageing_s, _SECONDS_A_SERVED_TOKEN * attained)
+        attained = self._attained.get(queued.session, 0.0)
+        return queued.arrived_s + min(self._ageing_s, _SECONDS_A_SERVED_TOKEN * attained)
 
-    def served(self, wanted: Wanted, tokens: float, now: float) -> None:
+    def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """Add to the program's account."""
-        if wanted.session:
-            self._attained[wanted.session] = self._attained.get(wanted.session, 0.0) + tokens
-            _bound(self._attained, wanted.session)
+        if queued.session:
+            self._attained[queued.session] = self._attained.get(queued.session, 0.0) + tokens
+            _bound(self._attained, queued.session)
 
 
 def _bound(remembered: OrderedDict[str, float], latest: str) -> None:

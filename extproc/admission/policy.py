@@ -23,7 +23,7 @@ class Heads(msgspec.Struct, frozen=True):
     cached: Floats
 
 
-class Policy(Protocol):
+class FairnessPolicy(Protocol):
     """Chooses a flow. Rows are numbers of flows; their columns grow with ``grow``."""
 
     def grow(self, rows: int) -> None:

@@ -11,7 +11,7 @@ import heapq
 import itertools
 from typing import TYPE_CHECKING, Final
 
-from extproc.admission.fairness import Shares, make_policy
+from extproc.admission.fairness import BandShares, make_policy
 from extproc.admission.flows import Flows
 from extproc.admission.order import ORDERS
 from extproc.config.units import parse_duration_s
@@ -20,8 +20,8 @@ from extproc.errors import QueueFull
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from extproc.admission.queued_request import FlowKey, QueuedRequest
     from extproc.admission.saturation import Room
-    from extproc.admission.waiting import FlowKey, Wanted
     from extproc.config.admission import Band, FlowControl
     from extproc.endpoints.table import Bools
 
@@ -57,8 +57,8 @@ class FairQueue:
         self._control = control
         specs = sorted(control.bands, key=lambda one: one.priority, reverse=True)
         self.bands = [BandState(index, spec, control) for index, spec in enumerate(specs)]
-        self._shares = Shares([band.spec.share for band in self.bands])
-        self._waiting: dict[str, tuple[Wanted, BandState]] = {}
+        self._shares = BandShares([band.spec.share for band in self.bands])
+        self._waiting: dict[str, tuple[QueuedRequest, BandState]] = {}
         self._bytes = 0
         self._most_bytes = control.most_bytes
         self._expiries: list[tuple[float, int, str]] = []
@@ -88,46 +88,46 @@ class FairQueue:
             band.requests / band.spec.max_requests,
         )
 
-    def enter(self, wanted: Wanted) -> list[Wanted]:
+    def enter(self, queued: QueuedRequest) -> list[QueuedRequest]:
         """It waits. Returns those of lower bands that had to give way; raises QueueFull if it finds no place itself."""
-        band = self.band_of(wanted.priority)
+        band = self.band_of(queued.priority)
         spec = band.spec
-        if band.requests >= spec.max_requests or band.bytes + wanted.size_bytes > band.most_bytes:
+        if band.requests >= spec.max_requests or band.bytes + queued.size_bytes > band.most_bytes:
             raise QueueFull(f"The queue for {spec.name} requests is full; try again later, or ask for less.")
-        evicted = self._make_place(band, wanted)
+        evicted = self._make_place(band, queued)
         if not band.requests:
             self._shares.begin(band.index, self._bands_waiting())
-        band.flows.add(wanted)
-        band.bytes += wanted.size_bytes
-        self._bytes += wanted.size_bytes
-        self._waiting[wanted.ticket] = wanted, band
-        heapq.heappush(self._expiries, (wanted.expires_s, next(self._numbers), wanted.ticket))
+        band.flows.add(queued)
+        band.bytes += queued.size_bytes
+        self._bytes += queued.size_bytes
+        self._waiting[queued.ticket] = queued, band
+        heapq.heappush(self._expiries, (queued.expires_s, next(self._numbers), queued.ticket))
         self._sweep_expiries()
         return evicted
 
-    def next(self, room: Room, now: float) -> tuple[Wanted, Bools] | None:
+    def next(self, room: Room, now: float) -> tuple[QueuedRequest, Bools] | None:
         """Who goes now, and the endpoints that have room for it; it waits no more."""
         found = self._find(room, now)
         if found is not None:
             self.leave(found[0].ticket)
         return found
 
-    def leave(self, ticket: str) -> Wanted | None:
+    def leave(self, ticket: str) -> QueuedRequest | None:
         """It waits no more, for whatever reason; None if it did not."""
-        wanted, band = self._waiting.pop(ticket, (None, None))
-        if wanted is None or band is None:
+        queued, band = self._waiting.pop(ticket, (None, None))
+        if queued is None or band is None:
             return None
-        band.flows.remove(wanted)
-        band.bytes -= wanted.size_bytes
-        self._bytes -= wanted.size_bytes
-        return wanted
+        band.flows.remove(queued)
+        band.bytes -= queued.size_bytes
+        self._bytes -= queued.size_bytes
+        return queued
 
-    def expire(self, now: float) -> Iterator[Wanted]:
+    def expire(self, now: float) -> Iterator[QueuedRequest]:
         """Those that have waited as long as they may."""
         while self._expiries and self._expiries[0][0] <= now:
-            wanted = self.leave(heapq.heappop(self._expiries)[2])
-            if wanted is not None:
-                yield wanted
+            queued = self.leave(heapq.heappop(self._expiries)[2])
+            if queued is not None:
+                yield queued
 
     def next_expiry_s(self) -> float | None:
         """When the first of those that wait will have waited too long."""
@@ -141,19 +141,19 @@ class FairQueue:
             self._expiries = [entry for entry in self._expiries if entry[2] in self._waiting]
             heapq.heapify(self._expiries)
 
-    def begin_service(self, wanted: Wanted, service: float, now: float) -> None:
+    def begin_service(self, queued: QueuedRequest, service: float, now: float) -> None:
         """It goes, and is expected to take so much of the engines, in weighted tokens."""
-        band = self.band_of(wanted.priority)
-        band.flows.begin_service(wanted.flow, service / self._weight(wanted.flow), now)
+        band = self.band_of(queued.priority)
+        band.flows.begin_service(queued.flow, service / self._weight(queued.flow), now)
         self._shares.charge(band.index, service)
 
-    def end_service(self, wanted: Wanted, correction: float, now: float) -> None:
+    def end_service(self, queued: QueuedRequest, correction: float, now: float) -> None:
         """It is over, and took so much more than was expected, or less."""
-        band = self.band_of(wanted.priority)
-        band.flows.end_service(wanted.flow, correction / self._weight(wanted.flow), now)
+        band = self.band_of(queued.priority)
+        band.flows.end_service(queued.flow, correction / self._weight(queued.flow), now)
         self._shares.correct(band.index, correction)
 
-    def _find(self, room: Room, now: float) -> tuple[Wanted, Bools] | None:
+    def _find(self, room: Room, now: float) -> tuple[QueuedRequest, Bools] | None:
         waiting = self._bands_waiting()
         for index in waiting if self._control.sharing == "Strict" else self._shares.order(waiting):
             band = self.bands[index]
@@ -163,7 +163,7 @@ class FairQueue:
                     return found
         return None
 
-    def _find_in(self, band: BandState, room: Room, now: float) -> tuple[Wanted, Bools] | None:
+    def _find_in(self, band: BandState, room: Room, now: float) -> tuple[QueuedRequest, Bools] | None:
         """The head of the flow whose turn it is, or, behind a head that finds no room, one that takes nothing from it."""
         among = band.flows.waiting
         for _ in range(_FLOWS_LOOKED_AT):
@@ -171,18 +171,18 @@ class FairQueue:
                 return None
             row, near = band.flows.choose(among, room.open, now)
             first = itertools.islice(band.flows.in_order(row), _REQUESTS_LOOKED_AT)
-            for wanted in first if near is None else (near,):
-                rows = room.rows_for(wanted)
+            for queued in first if near is None else (near,):
+                rows = room.rows_for(queued)
                 if rows is not None:
-                    return wanted, rows
-                room.reserve(wanted)
+                    return queued, rows
+                room.reserve(queued)
             among = among.copy()
             among[row] = False
         return None
 
-    def _make_place(self, band: BandState, wanted: Wanted) -> list[Wanted]:
-        evicted: list[Wanted] = []
-        while not self._has_place(wanted):
+    def _make_place(self, band: BandState, queued: QueuedRequest) -> list[QueuedRequest]:
+        evicted: list[QueuedRequest] = []
+        while not self._has_place(queued):
             lower = next((one for one in reversed(self.bands) if one.requests), band)
             if lower is band or lower.spec.priority > band.spec.priority:
                 for one in evicted:
@@ -193,8 +193,8 @@ class FairQueue:
                 evicted.append(gone)
         return evicted
 
-    def _has_place(self, wanted: Wanted) -> bool:
-        return len(self) < self._control.max_requests and self._bytes + wanted.size_bytes <= self._most_bytes
+    def _has_place(self, queued: QueuedRequest) -> bool:
+        return len(self) < self._control.max_requests and self._bytes + queued.size_bytes <= self._most_bytes
 
     def _bands_waiting(self) -> list[int]:
         """From the highest down."""

@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from extproc.endpoints.engine_reports import belief
 from extproc.endpoints.ledger import backlogs
-from extproc.endpoints.live import belief
 from extproc.endpoints.table import Bools
 
 if TYPE_CHECKING:
-    from extproc.admission.waiting import Wanted
+    from extproc.admission.queued_request import QueuedRequest
     from extproc.config.admission import SaturationLimits
     from extproc.endpoints.table import EndpointTable, Floats
 
@@ -71,17 +71,17 @@ class Room:
         self.saturation = self._saturation()
         self.stale_endpoints = int(np.count_nonzero(self._among & (trust < _STALE)))
 
-    def rows_for(self, wanted: Wanted) -> Bools | None:
+    def rows_for(self, queued: QueuedRequest) -> Bools | None:
         """The endpoints that can take it now; None: nobody."""
-        rows = self._fitting(self.open, wanted)
+        rows = self._fitting(self.open, queued)
         if not rows.any():
             return None
         # where somebody has room, one that is a little too full may be worth its wait for what it has cached
-        return rows | self._fitting(self._allowed, wanted) if wanted.cached_tokens else rows
+        return rows | self._fitting(self._allowed, queued) if queued.cached_tokens else rows
 
-    def reserve(self, wanted: Wanted) -> None:
+    def reserve(self, queued: QueuedRequest) -> None:
         """Nobody behind ``wanted`` may use the endpoint that will first have room for it."""
-        among = self._eligible(self._among, wanted)
+        among = self._eligible(self._among, queued)
         if among.any():
             fullness = np.maximum(self.pressure, self._table.in_flight_tokens / self._limits.max_tokens)
             nearest = int(np.where(among, fullness, np.inf).argmin())
@@ -95,16 +95,16 @@ class Room:
         soonest = float(over.min()) - self._limits.max_wait_s + _ROUNDING_S if over.size else LOOK_AGAIN_S
         return self._now + min(LOOK_AGAIN_S, soonest)
 
-    def _eligible(self, among: Bools, wanted: Wanted) -> Bools:
-        rows = wanted.rows
+    def _eligible(self, among: Bools, queued: QueuedRequest) -> Bools:
+        rows = queued.rows
         return among if rows is None else among & rows
 
-    def _fitting(self, among: Bools, wanted: Wanted) -> Bools:
-        rows = self._eligible(among, wanted)
+    def _fitting(self, among: Bools, queued: QueuedRequest) -> Bools:
+        rows = self._eligible(among, queued)
         most = self._limits.max_tokens
         if most < np.inf:
             # what is larger than an engine goes to an empty one, and nowhere else
-            fits = (most - self._table.in_flight_tokens >= wanted.tokens) | (self._table.in_flight == 0)
+            fits = (most - self._table.in_flight_tokens >= queued.tokens) | (self._table.in_flight == 0)
             rows = rows & fits
         return rows if self._stages is None else self._stages.pairs(rows)
 

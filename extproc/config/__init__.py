@@ -1,0 +1,1 @@
+"""The configuration directory: types, decoding, validation; knows nothing else of extproc."""

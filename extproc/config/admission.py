@@ -62,7 +62,7 @@ def _number(limit: float | None) -> float:
     return math.inf if limit is None else float(limit)
 
 
-class Saturation(Spec, frozen=True):
+class SaturationSpec(Spec, frozen=True):
     """When an engine has room for one more; null: does not count. The fullest of these says how full an engine is.
 
     ``queue_depth`` and ``kv_usage``: as engines report, with what was sent since. ``max_requests`` and ``max_tokens`` in flight, and
@@ -131,7 +131,7 @@ class FlowControl(Spec, frozen=True):
     chance. ``no_endpoint_timeout``: how long to wait for a first engine.
     """
 
-    saturation: Saturation = Saturation()
+    saturation: SaturationSpec = SaturationSpec()
     timeout: str = "60s"
     no_endpoint_timeout: str = "60s"
     max_requests: Annotated[int, msgspec.Meta(ge=1)] = 20_000

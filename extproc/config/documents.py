@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import yaml
 
-from extproc.config.mistakes import Mistake, Path, to_text
+from extproc.config.errors import Mistake, Path, to_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

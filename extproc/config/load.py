@@ -10,16 +10,16 @@ import xxhash
 
 from extproc.config.admission import InferenceObjective
 from extproc.config.documents import Document, read_documents
-from extproc.config.mistakes import ConfigInvalid, Mistake
-from extproc.config.rules import check_gateway, check_route, check_server
-from extproc.config.shape import find_mistakes, suggest
+from extproc.config.errors import ConfigInvalid, Mistake
+from extproc.config.schema import find_mistakes, suggest
 from extproc.config.types import API_VERSION, GatewayConfig, GatewayConfigSpec, ModelRoute, ModelServer, Snapshot
+from extproc.config.validation import check_gateway, check_route, check_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from extproc.config.shape import Finding
+    from extproc.config.schema import Finding
 
 Kind = ModelRoute | ModelServer | GatewayConfig | InferenceObjective
 T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig, InferenceObjective)

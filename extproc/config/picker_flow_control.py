@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from extproc.config.admission import Band, FlowControl, Saturation
+from extproc.config.admission import Band, FlowControl, SaturationSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -127,12 +127,12 @@ def _band(priority: int, band: BandSection, plugins: _Plugins) -> Band:
     )
 
 
-def _saturation(detector: DetectorSection, plugins: _Plugins) -> Saturation:
+def _saturation(detector: DetectorSection, plugins: _Plugins) -> SaturationSpec:
     given = plugins.parameters_of(detector.plugin_ref)
     headroom = float(given.get("headroom", 0.0))
     if plugins.type_of(detector.plugin_ref) == "concurrency-detector":
         mode = given.get("concurrencyMode", "requests")
-        return Saturation(
+        return SaturationSpec(
             queue_depth=None,
             kv_usage=None,
             max_wait=None,
@@ -140,7 +140,7 @@ def _saturation(detector: DetectorSection, plugins: _Plugins) -> Saturation:
             max_tokens=given.get("maxTokenConcurrency", 1_000_000) if mode != "requests" else None,
             headroom=headroom,
         )
-    return Saturation(
+    return SaturationSpec(
         queue_depth=round(given.get("queueDepthThreshold", 5)),
         kv_usage=given.get("kvCacheUtilThreshold", 0.8),
         max_wait=None,

@@ -108,7 +108,7 @@ class PdGroup(Spec, frozen=True):
     min_uncached_tokens: Annotated[int, msgspec.Meta(ge=0)] = 512
 
 
-class KvEvents(Spec, frozen=True):
+class KvEventsSpec(Spec, frozen=True):
     """Engines publish what enters and leaves their KV caches (vLLM's ``--kv-events-config``); we know their caches precisely.
 
     Rank r of ``data_parallel_size`` publishes on ``port + r``. Without ``replay_port``, what was missed stays unknown.
@@ -120,7 +120,7 @@ class KvEvents(Spec, frozen=True):
     data_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
 
 
-class Tokenizer(Spec, frozen=True):
+class TokenizerSpec(Spec, frozen=True):
     """Who turns prompts into tokens for precise matching: the files in ``path``, or else the engines' own /tokenize."""
 
     path: NonEmpty | None = None
@@ -182,8 +182,8 @@ class ModelServerSpec(Spec, frozen=True):
     pd_group: PdGroup | None = None
     # How often engines are asked how they are; 0s: never.
     scrape_interval: str = "200ms"
-    kv_events: KvEvents | None = None
-    tokenizer: Tokenizer = Tokenizer()
+    kv_events: KvEventsSpec | None = None
+    tokenizer: TokenizerSpec = TokenizerSpec()
     # A request header: prompts under different values share no cache (a tenant's salt, say).
     cache_scope_header: NonEmpty | None = None
     # Who goes first when the engines are scarce; without it, every request goes at once.

@@ -1,0 +1,1 @@
+"""What is known of engines, as columns of numbers."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.endpoints.live import CacheConfig, EngineState
+from extproc.endpoints.engine_reports import CacheConfig, EngineState
 from extproc.endpoints.table import Loras
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ NAMES: Final[Mapping[str, MetricNames]] = MappingProxyType(
 )
 
 
-class Reading(msgspec.Struct, frozen=True):
+class EngineMetrics(msgspec.Struct, frozen=True):
     """What one page says. ``has_restarted``: counts ran backwards, so the process is a new one with an empty cache."""
 
     state: EngineState
@@ -98,7 +98,7 @@ class MetricsReader:
         self._labels = (names.block_label, names.blocks_label)
         self._pages = 0
 
-    def read(self, page: bytes) -> Reading:
+    def read(self, page: bytes) -> EngineMetrics:
         """A page in Prometheus' text format. What is missing or cannot be read is None."""
         page = b"\n" + page if not page.startswith(b"#") else page
         ttft = self._ttft.since(page)
@@ -114,7 +114,7 @@ class MetricsReader:
         self._pages += 1
         # a cache does not change while its engine lives
         asks_cache = ttft.ran_backwards or self._pages % _RARELY == 1
-        return Reading(state, self._read_cache(page) if asks_cache else None, ttft.ran_backwards)
+        return EngineMetrics(state, self._read_cache(page) if asks_cache else None, ttft.ran_backwards)
 
     def _read_cache(self, page: bytes) -> CacheConfig | None:
         block_label, blocks_label = self._labels

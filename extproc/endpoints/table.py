@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from extproc.endpoints.pending import Pending
+from extproc.endpoints.prefill_queue import PrefillQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
@@ -102,7 +102,7 @@ class EndpointTable:
     def __init__(self) -> None:
         self.addresses: list[str] = []
         self.epochs: list[int] = []
-        self.pending: list[Pending] = []
+        self.pending: list[PrefillQueue] = []
         self.is_active: Bools = np.zeros(0, np.bool_)
         self.in_flight: Ints = np.zeros(0, np.int64)
         self.waiting: Floats = np.zeros(0)
@@ -203,18 +203,18 @@ class EndpointTable:
 
         Returns the rows given up.
         """
-        wanted = dict(endpoints) if isinstance(endpoints, Mapping) else dict.fromkeys(endpoints, Traits())
-        gone = [row for address, row in self._rows.items() if address not in wanted]
+        queued = dict(endpoints) if isinstance(endpoints, Mapping) else dict.fromkeys(endpoints, Traits())
+        gone = [row for address, row in self._rows.items() if address not in queued]
         for row in gone:
             del self._rows[self.addresses[row]]
             self.is_active[row] = False
             self.absence_s[row] = np.inf
-        for address, traits in wanted.items():
+        for address, traits in queued.items():
             if address not in self._rows:
                 self._add(address)
             row = self._rows[address]
             self.traits[row], self.price[row] = traits, traits.price
-        self.has_draining = any(traits.is_draining for traits in wanted.values())
+        self.has_draining = any(traits.is_draining for traits in queued.values())
         self._remembered.clear()
         return gone
 
@@ -235,7 +235,7 @@ class EndpointTable:
         self.seen_at_s[row], self.seen_in_flight[row] = _NEVER, 0
         self.in_flight_tokens[row] = self.seen_in_flight_tokens[row] = self.kv_tokens[row] = 0.0
         self.loras[row] = Loras()
-        self.pending[row] = Pending()
+        self.pending[row] = PrefillQueue()
         self.backlog_each[row] = 1.0
         self.prefill_rate[row] = INITIAL_PREFILL_RATE
         measured = self.is_active & (self.rate_samples > 0)
@@ -248,7 +248,7 @@ class EndpointTable:
         more = rows - len(self.addresses)
         self.addresses += [""] * more
         self.epochs += [0] * more
-        self.pending += [Pending() for _ in range(more)]
+        self.pending += [PrefillQueue() for _ in range(more)]
         self.loras += [Loras()] * more
         self.traits += [Traits()] * more
         for column in _COLUMNS:

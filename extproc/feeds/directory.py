@@ -6,16 +6,16 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
+from extproc.config.errors import ConfigInvalid
 from extproc.config.load import load_directory, signature
-from extproc.config.mistakes import ConfigInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from extproc.config.types import ModelServer, Snapshot
-    from extproc.observe import Metrics
-    from extproc.pipeline import Pipeline
+    from extproc.core.pipeline import Pipeline
+    from extproc.metrics.registry import Metrics
 
 log = logging.getLogger(__name__)
 

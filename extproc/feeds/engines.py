@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.config.rules import parse_address
-from extproc.endpoints.live import EngineState
+from extproc.config.validation import parse_address
+from extproc.endpoints.engine_reports import EngineState
 from extproc.endpoints.metrics_text import NAMES, MetricsReader
 from extproc.feeds.http_get import KeptConnection, get_request
-from extproc.sharing import EngineSaid, engine_said
+from extproc.replication.messages import EngineSaid, engine_said
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-    from extproc.observe import Metrics
-    from extproc.pipeline import Pipeline
+    from extproc.core.pipeline import Pipeline
+    from extproc.metrics.registry import Metrics
     from extproc.scheduling.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -89,16 +89,16 @@ class EngineScraper:
                     poll.stop()
 
     def _follow(self, polls: dict[tuple[str, str, str, str], _Poll], group: asyncio.TaskGroup) -> None:
-        wanted = {}
+        queued = {}
         for pool in self._pipeline.pools.values():
             if pool.spec.scrape_interval_s > 0:
                 for address in pool.table.active_addresses:
-                    wanted[pool.name, address, pool.spec.engine, pool.spec.scrape_interval] = pool
-        for key in polls.keys() - wanted.keys():
+                    queued[pool.name, address, pool.spec.engine, pool.spec.scrape_interval] = pool
+        for key in polls.keys() - queued.keys():
             polls.pop(key).stop()
-        for key in wanted.keys() - polls.keys():
+        for key in queued.keys() - polls.keys():
             polls[key] = _Poll(
-                wanted[key], key[1], self._metrics, group, clock=self._clock, rng=self._rng, said=self._said
+                queued[key], key[1], self._metrics, group, clock=self._clock, rng=self._rng, said=self._said
             )
 
     def _said(self, event: EngineSaid) -> None:

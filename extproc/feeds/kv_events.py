@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from extproc.config.rules import parse_address
+from extproc.config.validation import parse_address
 from extproc.prefix.kv_events import UnreadableEvents
 from extproc.prefix.kv_index import Source
 from extproc.prefix.kv_stream import KvStream
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from extproc.config.types import StaticEndpoint
-    from extproc.observe import Metrics
-    from extproc.pipeline import Pipeline
+    from extproc.core.pipeline import Pipeline
+    from extproc.metrics.registry import Metrics
     from extproc.scheduling.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -66,11 +66,11 @@ class KvEventFeed:
                 while True:
                     if seen is not self._pipeline.snapshot:
                         seen = self._pipeline.snapshot
-                        wanted = {one: pool for pool in self._pipeline.pools.values() for one in publishers_of(pool)}
-                        for gone in tasks.keys() - wanted.keys():
+                        queued = {one: pool for pool in self._pipeline.pools.values() for one in publishers_of(pool)}
+                        for gone in tasks.keys() - queued.keys():
                             tasks.pop(gone).cancel()
-                        for new in wanted.keys() - tasks.keys():
-                            subscription = _Subscription(new, wanted[new], self._metrics, context, ranks)
+                        for new in queued.keys() - tasks.keys():
+                            subscription = _Subscription(new, queued[new], self._metrics, context, ranks)
                             tasks[new] = group.create_task(subscription.run())
                     await asyncio.sleep(_FOLLOW_S)
         finally:
@@ -157,7 +157,7 @@ class _Subscription:
 
     def _current(self) -> KvStream | None:
         """The stream into the endpoint's row; a new one if the row changed hands. None: not configured any more."""
-        row, index = self._pool.table.row_of(self._publisher.address), self._pool.knowledge.kv
+        row, index = self._pool.table.row_of(self._publisher.address), self._pool.caches.kv
         if row is None or index is None:
             return None
         if self._stream is None or row != self._row:
@@ -238,4 +238,4 @@ class _Subscription:
             ranks = self._ranks.setdefault((self._publisher.server, self._publisher.address), {})
             ranks[self._publisher.rank] = is_whole
             states = set(ranks.values())
-            self._pool.knowledge.note_feed(row, is_whole=None if None in states else states == {True})
+            self._pool.caches.note_feed(row, is_whole=None if None in states else states == {True})

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from extproc.admission.buckets import Claim
 from extproc.admission.limits import Grant, refusal
-from extproc.feeds.redis_bus import redis_client
+from extproc.replication.redis_bus import redis_client
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from extproc.admission.limits import Ask, Usage
     from extproc.errors import RateLimited
-    from extproc.observe import Metrics
+    from extproc.metrics.registry import Metrics
 
 log = logging.getLogger(__name__)
 

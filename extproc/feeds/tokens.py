@@ -18,8 +18,8 @@ from extproc.request.model import Api
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from extproc.observe import Metrics
-    from extproc.passage import Arrival
+    from extproc.core.types import Arrival
+    from extproc.metrics.registry import Metrics
     from extproc.scheduling.pool import Pool
 
 log = logging.getLogger(__name__)

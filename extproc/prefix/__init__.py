@@ -1,0 +1,1 @@
+"""Which engine holds which prefix."""

@@ -1,0 +1,1 @@
+"""Requests of the APIs that are served."""

@@ -1,0 +1,1 @@
+"""From a request to the ModelServer that serves it."""

@@ -1,0 +1,1 @@
+"""Which endpoint takes a request."""

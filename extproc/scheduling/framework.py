@@ -38,7 +38,7 @@ class Scorer(Protocol):
         ...
 
 
-class Choice(Protocol):
+class Selector(Protocol):
     """Orders endpoints by their scores: llm-d's pickers. ``max_num_of_endpoints`` bounds the list, where it is set."""
 
     @property
@@ -79,7 +79,7 @@ class Profile(msgspec.Struct, frozen=True):
 
     filters: tuple[NamedFilter, ...]
     scorers: tuple[NamedScorer, ...]
-    choice: Choice
+    choice: Selector
     name: str = "default"
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:

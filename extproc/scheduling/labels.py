@@ -21,9 +21,9 @@ def rows_where(table: EndpointTable, question: Hashable, holds: Callable[[Mappin
     )
 
 
-def has_labels(table: EndpointTable, wanted: Mapping[str, str]) -> Bools:
+def has_labels(table: EndpointTable, queued: Mapping[str, str]) -> Bools:
     """Rows whose labels include all of ``wanted``."""
-    return rows_where(table, tuple(sorted(wanted.items())), lambda labels: wanted.items() <= labels.items())
+    return rows_where(table, tuple(sorted(queued.items())), lambda labels: queued.items() <= labels.items())
 
 
 def label_groups(table: EndpointTable, key: str) -> NDArray[np.intp]:

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import msgspec
 
 from extproc.config.documents import Document, read_documents
-from extproc.config.mistakes import ConfigInvalid, Mistake
+from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.picker_flow_control import FEATURE_GATE, FlowControlSection
-from extproc.config.shape import find_mistakes, suggest
+from extproc.config.schema import find_mistakes, suggest
 from extproc.scheduling.framework import ConfiguredPicker, NamedFilter, NamedScorer, Profile
 from extproc.scheduling.plugins.accepted import ACCEPTED
-from extproc.scheduling.plugins.choices import MaxScore
 from extproc.scheduling.plugins.handlers import SingleProfile
+from extproc.scheduling.plugins.selectors import MaxScore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from extproc.config.shape import Finding
-    from extproc.scheduling.framework import Choice
+    from extproc.config.schema import Finding
+    from extproc.scheduling.framework import Selector
     from extproc.scheduling.registry import Kind, PluginType
 
 
@@ -205,7 +205,7 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
 def _profile(spec: ProfileSpec, plugins: Mapping[str, tuple[Kind, Any]]) -> Profile:
     filters: list[NamedFilter] = []
     scorers: list[NamedScorer] = []
-    choice: Choice = MaxScore()
+    choice: Selector = MaxScore()
     for ref in spec.plugins:
         kind, plugin = plugins[ref.plugin_ref]
         if kind in {"filter", "filter and scorer"}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.config.mistakes import ConfigInvalid, Mistake
+from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.scheduling.pairs import PairParameters, PrefillDecodePairs
 from extproc.scheduling.picker_config import read_picker
 from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters

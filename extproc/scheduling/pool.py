@@ -12,7 +12,7 @@ from extproc.admission.estimates import InputEstimate
 from extproc.endpoints.ledger import backlog_of, charge, release
 from extproc.endpoints.table import Bools, EndpointTable, Place, Traits
 from extproc.prefix.kv_index import KvIndex
-from extproc.scheduling.knowledge import Expectation, Knowledge, Prompt
+from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt
 from extproc.scheduling.labels import has_labels, label_groups, serves_adapter
 from extproc.scheduling.picker import Pick, Picker, RequestFacts, View
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from extproc.config.types import ModelServerSpec
-    from extproc.scheduling.sending import Sending
+    from extproc.scheduling.request_started import RequestStarted
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class Load(msgspec.Struct, frozen=True):
     tokens: float
 
 
-class Choice(msgspec.Struct, frozen=True):
+class PickConstraints(msgspec.Struct, frozen=True):
     """What a request's attachment and headers add: how many endpoints an answer may name, and which may be chosen at all."""
 
     headers: Mapping[str, str] = {}
@@ -75,7 +75,7 @@ class Choice(msgspec.Struct, frozen=True):
     is_trusted: bool = False
 
 
-class Considered(msgspec.Struct, frozen=True):
+class Consideration(msgspec.Struct, frozen=True):
     """A pick that nothing has been charged for yet."""
 
     expectation: Expectation
@@ -90,7 +90,7 @@ class Pool:
         self.name = name
         self.spec = spec
         self.table = EndpointTable()
-        self.knowledge = Knowledge()
+        self.caches = CacheEstimator()
         self.adapters: frozenset[str] = frozenset()
         self.typical_ttft_s = 0.0
         self.input_estimate = InputEstimate()
@@ -102,12 +102,12 @@ class Pool:
         """Follow the configuration; endpoints that stay keep all that is known of them."""
         self.spec, self.picker = spec, picker
         if spec.kv_events is None:
-            self.knowledge.kv = None
-        elif self.knowledge.kv is None:
-            self.knowledge.kv = KvIndex()
+            self.caches.kv = None
+        elif self.caches.kv is None:
+            self.caches.kv = KvIndex()
         endpoints = {one.address: Traits(one.labels, one.price, one.draining) for one in spec.endpoints}
         for row in self.table.replace(endpoints):
-            self.knowledge.forget(row)
+            self.caches.forget(row)
 
     def stages(self) -> tuple[Bools, Bools, NDArray[np.intp]] | None:
         """Rows of prefill and of decode engines, and the group of each row; None: every engine does both."""
@@ -120,17 +120,17 @@ class Pool:
 
     def expect(self, prompt: Prompt, now: float) -> Expectation:
         """What each endpoint holds of a prompt, and would have to compute."""
-        return self.knowledge.expect(prompt, self.table, now)
+        return self.caches.expect(prompt, self.table, now)
 
     def consider(
         self,
         prompt: Prompt,
-        choice: Choice,
+        choice: PickConstraints,
         *,
         now: float,
         rng: random.Random,
         expectation: Expectation | None = None,
-    ) -> Considered:
+    ) -> Consideration:
         """Choose endpoints for a prompt, of which this is expected, and change nothing; raises NoEndpoint."""
         if expectation is None:
             expectation = self.expect(prompt, now)
@@ -139,14 +139,14 @@ class Pool:
         if choice.among is not None:
             eligible = choice.among if eligible is None else eligible & choice.among
         view = View(self.table, expectation.demand, facts, now, eligible, choice.choices, choice.wants_reasons)
-        return Considered(expectation, view, self.picker.pick(view, rng=rng))
+        return Consideration(expectation, view, self.picker.pick(view, rng=rng))
 
     def expected_output(self, most: int | None) -> float:
         """Tokens of an answer: what answers of this pool have had, and no more than was asked for."""
-        expected = self.knowledge.output_tokens
+        expected = self.caches.output_tokens
         return expected if most is None else min(expected, float(most))
 
-    def commit(self, considered: Considered, now: float, output_tokens: float = 0.0) -> Assignment:
+    def commit(self, considered: Consideration, now: float, output_tokens: float = 0.0) -> Assignment:
         """The request goes where the pick says: count it as theirs."""
         expectation, pick, table = considered.expectation, considered.pick, self.table
         first = pick.rows[0]
@@ -156,10 +156,10 @@ class Pool:
         if not expectation.matches:
             table.cold_at_s[first] = now
         tokens_ahead = backlog_of(table, computing, now) + work
-        indexed_tokens, cached_since_s = self.knowledge.indexed_tokens(expectation, computing)
-        self.knowledge.sent(computing, expectation, now)
+        indexed_tokens, cached_since_s = self.caches.indexed_tokens(expectation, computing)
+        self.caches.sent(computing, expectation, now)
         if computing != first:
-            self.knowledge.sent(first, expectation, now)
+            self.caches.sent(first, expectation, now)
         tokens = expectation.input_tokens + output_tokens
         place, prefill = self._charge(first, pick.prefill_row, Load(work, tokens), now)
         return Assignment(
@@ -176,19 +176,19 @@ class Pool:
             tokens=tokens,
             prefill=prefill,
             stage=pick.stage,
-            is_precise=expectation.kv_chains is not None and bool(self.knowledge.whole_feeds >> computing & 1),
+            is_precise=expectation.kv_chains is not None and bool(self.caches.whole_feeds >> computing & 1),
         )
 
-    def repeat(self, event: Sending, now: float) -> Assignment | None:
+    def repeat(self, event: RequestStarted, now: float) -> Assignment | None:
         """Count a request that another process has sent; None if its endpoint is not configured here."""
         row = self.table.row_of(event.address)
         prefill_row = None if event.prefill is None else self.table.row_of(event.prefill)
         if row is None or (event.prefill is not None and prefill_row is None):
             return None
         computing = row if prefill_row is None else prefill_row
-        cached_since_s = self.knowledge.last_use_of(computing, event.chain, event.indexed_tokens)
+        cached_since_s = self.caches.last_use_of(computing, event.chain, event.indexed_tokens)
         for one in {row, computing}:
-            self.knowledge.index.hold(one, event.chain, now)
+            self.caches.index.hold(one, event.chain, now)
         place, prefill = self._charge(row, prefill_row, Load(event.work, event.tokens), now)
         return Assignment(
             place=place,
@@ -208,7 +208,7 @@ class Pool:
         """The request with ``chain`` is over: its endpoints are free of it, and may evict it."""
         for place in {assignment.place, assignment.computing}:
             if self.table.holds(place):
-                self.knowledge.index.let_go(place.row, chain, now)
+                self.caches.index.let_go(place.row, chain, now)
             release(self.table, place, now, assignment.tokens)
 
     def _charge(self, row: int, prefill_row: int | None, load: Load, now: float) -> tuple[Place, Place | None]:

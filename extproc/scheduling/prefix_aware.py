@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
+from extproc.endpoints.engine_reports import foreign
 from extproc.endpoints.ledger import backlogs, queued
-from extproc.endpoints.live import foreign
 from extproc.scheduling.picker import Pick, Reasons, Scored, rows_of
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import msgspec
 from extproc.scheduling.plugins import (
     affinity,
     cache_scorers,
-    choices,
     filters,
     handlers,
     label_plugins,
     latency_scorers,
+    selectors,
 )
 from extproc.scheduling.plugins import load_scorers as load
 from extproc.scheduling.plugins.accepted import ACCEPTED, Accepted
@@ -44,7 +44,7 @@ _FILTERS: Final = {
     # llm-d's
     "session-affinity-filter": affinity.SessionAffinityFilter,
     "prefix-cache-affinity-filter": filters.PrefixCacheAffinity,
-    "utilization-detector": filters.Saturation,
+    "utilization-detector": filters.SaturationFilter,
     "concurrency-detector": filters.Concurrency,
     "utilization-filter": filters.Utilization,
     "label-selector-filter": label_plugins.LabelSelector,
@@ -70,34 +70,34 @@ _SCORERS: Final = {
     "load-aware-scorer": load.LoadAware,
     "token-load-scorer": load.TokenLoad,
     "kv-cache-utilization-scorer": cache_scorers.KvCacheUtilization,
-    "prefix-cache-scorer": cache_scorers.PrefixCache,
+    "prefix-cache-scorer": cache_scorers.PrefixCacheScorer,
     "precise-prefix-cache-scorer": cache_scorers.PrecisePrefixCache,
     "no-hit-lru-scorer": cache_scorers.NoHitLru,
     "lora-affinity-scorer": affinity.LoraAffinity,
     "session-affinity-scorer": affinity.SessionAffinity,
     "header-label-affinity-scorer": label_plugins.HeaderLabelAffinity,
-    "latency-scorer": latency_scorers.Latency,
+    "latency-scorer": latency_scorers.LatencyScorer,
     # Kthena's, and ours
-    "least-request": load.LeastRequest,
-    "least-request-scorer": load.LeastRequest,
+    "least-request": load.LeastRequestScorer,
+    "least-request-scorer": load.LeastRequestScorer,
     "least-latency": latency_scorers.LeastLatency,
     "least-latency-scorer": latency_scorers.LeastLatency,
     "gpu-usage": cache_scorers.KvCacheUtilization,
-    "prefix-cache": cache_scorers.PrefixCache,
+    "prefix-cache": cache_scorers.PrefixCacheScorer,
     "kvcache-aware": cache_scorers.PrecisePrefixCache,
     "random": latency_scorers.RandomScore,
     "random-scorer": latency_scorers.RandomScore,
-    "cost-scorer": latency_scorers.Cost,
+    "cost-scorer": latency_scorers.CostScorer,
 }
 
 _PICKERS: Final = {
     # llm-d's
-    "max-score-picker": choices.MaxScore,
-    "random-picker": choices.Random,
-    "weighted-random-picker": choices.WeightedRandom,
+    "max-score-picker": selectors.MaxScore,
+    "random-picker": selectors.Random,
+    "weighted-random-picker": selectors.WeightedRandom,
     # ours
-    "power-of-two-picker": choices.PowerOfTwo,
-    "softmax-picker": choices.Softmax,
+    "power-of-two-picker": selectors.PowerOfTwoSelector,
+    "softmax-picker": selectors.Softmax,
 }
 
 _HANDLERS: Final = {

@@ -1,0 +1,1 @@
+"""gRPC: external processing, access logs and health; knows the core."""

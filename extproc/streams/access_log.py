@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.learning import Outcome
+from extproc.core.feedback import Outcome
 from extproc.protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
@@ -16,7 +16,7 @@ from extproc.protocol import (
     TTFT_TAG,
     USAGE_NAMESPACE,
 )
-from extproc.streams.head import metadata_value
+from extproc.streams.http_headers import metadata_value
 
 if TYPE_CHECKING:
     from extproc.streams.exchange import Desk

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from extproc.core.feedback import Outcome
+from extproc.core.types import Attachment
 from extproc.errors import BadRequest
-from extproc.learning import Outcome
-from extproc.passage import Attachment
 from extproc.protocol import CONFORMANCE_HEADER
 from extproc.request.openai import INFERENCE_PATHS
-from extproc.streams.answer import (
+from extproc.streams.entry import Entry
+from extproc.streams.exchange import Desk, UnexpectedMessage
+from extproc.streams.http_headers import read_served, read_status, read_subset
+from extproc.streams.responses import (
     CONTINUE_REQUEST_TRAILERS,
     CONTINUE_RESPONSE_HEADERS,
     CONTINUE_RESPONSE_TRAILERS,
@@ -22,15 +25,12 @@ from extproc.streams.answer import (
     request_body_answers,
     response_body_answers,
 )
-from extproc.streams.entry import Entry
-from extproc.streams.exchange import Desk, UnexpectedMessage
-from extproc.streams.head import read_served, read_status, read_subset
 from extproc.streams.usage import UsageReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from extproc.passage import Arrival, Decision, Head
+    from extproc.core.types import Arrival, Decision, Head
     from extproc.streams.messages import HttpBody, ProcessingRequest
 
 
@@ -103,11 +103,11 @@ class Duplex:
     def _decide_without_body(self, head: Head) -> list[bytes]:
         pool = self._desk.options.pool
         if pool is not None:
-            return self._enter(self._desk.pipeline.reception.receive_unread(pool, head, b""))
+            return self._enter(self._desk.pipeline.intake.receive_unread(pool, head, b""))
         models = self._desk.models(head)
         if models is not None:
             return [models]
-        self._desk.pipeline.reception.admit(head)
+        self._desk.pipeline.intake.admit(head)
         return []
 
     def _decide(self) -> list[bytes]:
@@ -121,15 +121,15 @@ class Duplex:
         """By our routes; what they do not know goes to the pool that the gateway asks for, if it has one."""
         pipeline, pool = self._desk.pipeline, self._desk.options.pool
         if pool is None:
-            return pipeline.reception.receive(pipeline.reception.admit(head), head, body)
+            return pipeline.intake.receive(pipeline.intake.admit(head), head, body)
         api = INFERENCE_PATHS.get(head.path)
         if api is None:
-            return pipeline.reception.receive_unread(pool, head, body)
+            return pipeline.intake.receive_unread(pool, head, body)
         try:
-            return pipeline.reception.receive_for(pool, api, head, body)
+            return pipeline.intake.receive_for(pool, api, head, body)
         except BadRequest:
             # engines know more APIs and fields than we do, and say best what is wrong
-            return pipeline.reception.receive_unread(pool, head, body)
+            return pipeline.intake.receive_unread(pool, head, body)
 
     def _enter(self, arrival: Arrival) -> list[bytes]:
         self._arrival = arrival

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from extproc.admission.limits import Ask, Grant, unavailable
+from extproc.core.types import Arrival, Decision, Held, Terms
 from extproc.errors import Refusal
-from extproc.passage import Arrival, Decision, Held, Terms
 
 if TYPE_CHECKING:
-    from extproc.passage import Attachment
+    from extproc.core.types import Attachment
     from extproc.streams.exchange import Desk
 
 
@@ -46,7 +46,7 @@ class Entry:
 
     def begin(self) -> Decision | None:
         """The decision, or None: something is pending. Raises a Refusal."""
-        asks = self._desk.pipeline.entrance.asks(self.arrival)
+        asks = self._desk.pipeline.admission.asks(self.arrival)
         if asks:
             everywhere = [ask for ask in asks if ask.is_global]
             self._reserve([ask for ask in asks if not ask.is_global])
@@ -95,13 +95,13 @@ class Entry:
             return None
         return found
 
-    def _granted(self, wanted: GrantWanted, answer: Answer) -> None:
+    def _granted(self, queued: GrantWanted, answer: Answer) -> None:
         if isinstance(answer, Grant):
             self._grants = (*self._grants, answer)
             return
-        if answer is None and not any(ask.needs_redis for ask in wanted.asks):
+        if answer is None and not any(ask.needs_redis for ask in queued.asks):
             # what this machine grants by itself
-            self._reserve(wanted.asks)
+            self._reserve(queued.asks)
             return
         self._give_back()
         raise answer if isinstance(answer, Refusal) else unavailable()
@@ -110,7 +110,7 @@ class Entry:
         if not asks:
             return
         try:
-            grant = self._desk.pipeline.entrance.reserve(asks, self._desk.clock())
+            grant = self._desk.pipeline.admission.reserve(asks, self._desk.clock())
         except Refusal:
             self._give_back()
             raise
@@ -118,4 +118,4 @@ class Entry:
 
     def _give_back(self) -> None:
         grants, self._grants = self._grants, ()
-        self._desk.pipeline.entrance.settle_grants(grants, None, self._desk.clock())
+        self._desk.pipeline.admission.settle_grants(grants, None, self._desk.clock())

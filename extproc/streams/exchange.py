@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from extproc.core.pipeline import Pipeline
+from extproc.core.types import Attachment, Decision, Held
 from extproc.errors import MethodNotAllowed, Refusal, UnknownModel
-from extproc.observe import Metrics
-from extproc.passage import Attachment, Decision, Held
-from extproc.pipeline import Pipeline
+from extproc.metrics.registry import Metrics
 from extproc.protocol import MODELS_PATH
-from extproc.streams.answer import (
+from extproc.streams.entry import Answer, Entry, Pending
+from extproc.streams.http_headers import read_head, read_subset
+from extproc.streams.responses import (
     CONTINUE_HEADERS,
     FULL_DUPLEX,
     decision_answer,
@@ -25,12 +27,10 @@ from extproc.streams.answer import (
     models_answer,
     refusal_answer,
 )
-from extproc.streams.entry import Answer, Entry, Pending
-from extproc.streams.head import read_head, read_subset
 
 if TYPE_CHECKING:
-    from extproc.learning import Outcome
-    from extproc.passage import Arrival, Head, Released, Terms
+    from extproc.core.feedback import Outcome
+    from extproc.core.types import Arrival, Head, Released, Terms
     from extproc.request.model import Api
     from extproc.streams.messages import HttpBody, HttpHeaders, ProcessingRequest
 
@@ -129,7 +129,7 @@ class Desk(msgspec.Struct, frozen=True):
             return None
         if head.method != "GET":
             raise MethodNotAllowed(f"{head.path[:100]} takes GET, not {head.method[:20]}.")
-        models = self.pipeline.reception.models
+        models = self.pipeline.intake.models
         name = head.path.removeprefix(MODELS_PATH).removeprefix("/")
         model = next((model for model in models if model.name == name), None)
         if name and model is None:
@@ -258,7 +258,7 @@ class Buffered:
             return [models]
         if message.HasField("metadata_context"):
             self._attachment = Attachment(self._desk.options.buffered_choices, read_subset(message))
-        self._admitted = self._desk.pipeline.reception.admit(head), head
+        self._admitted = self._desk.pipeline.intake.admit(head), head
         return [CONTINUE_HEADERS]
 
     def _receive_body(self, message: HttpBody) -> list[bytes]:
@@ -269,9 +269,9 @@ class Buffered:
         desk, now = self._desk, self._desk.clock()
         pool = desk.options.pool
         if pool is None:
-            arrival = desk.pipeline.reception.receive(api, head, message.body)
+            arrival = desk.pipeline.intake.receive(api, head, message.body)
         else:
-            arrival = desk.pipeline.reception.receive_for(pool, api, head, message.body)
+            arrival = desk.pipeline.intake.receive_for(pool, api, head, message.body)
         self.entry = Entry(desk, arrival, self._attachment, now)
         decision = self.entry.begin()
         return [] if decision is None else self.decided(decision)

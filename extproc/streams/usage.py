@@ -17,7 +17,7 @@ _KEPT_BYTES: Final = 16 * 1024
 _KEY: Final = b'"usage":'
 
 
-class Usage(msgspec.Struct, frozen=True):
+class ReportedUsage(msgspec.Struct, frozen=True):
     """Tokens as the engine counted them; None where it did not say."""
 
     prompt_tokens: int | None = None
@@ -29,7 +29,7 @@ class UsageReader:
     """Feed it the pieces of one answer."""
 
     def __init__(self) -> None:
-        self.usage = Usage()
+        self.usage = ReportedUsage()
         self._line = bytearray()
 
     def feed(self, piece: bytes) -> None:
@@ -42,7 +42,7 @@ class UsageReader:
             start = end + 1
         self._keep(piece[start:] if start else piece)
 
-    def finish(self) -> Usage:
+    def finish(self) -> ReportedUsage:
         """The answer has ended."""
         self._read()
         return self.usage
@@ -65,10 +65,10 @@ class UsageReader:
             self.usage = _usage(value)
 
 
-def _usage(found: dict[str, Any]) -> Usage:
+def _usage(found: dict[str, Any]) -> ReportedUsage:
     """Chat and completions' names, or the responses API's."""
     details = found.get("prompt_tokens_details") or found.get("input_tokens_details") or {}
-    return Usage(
+    return ReportedUsage(
         prompt_tokens=_count(found.get("prompt_tokens", found.get("input_tokens"))),
         completion_tokens=_count(found.get("completion_tokens", found.get("output_tokens"))),
         cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else None,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from extproc.core.pipeline import Pipeline
+    from extproc.core.types import Decision, Held, Released
     from extproc.errors import Refusal
-    from extproc.passage import Decision, Held, Released
-    from extproc.pipeline import Pipeline
 
 # Then others get a turn on the event loop: a thousand releases take 0.1 s.
 _MOST_AT_ONCE: Final = 64
@@ -41,7 +41,7 @@ class WaitingRoom:
 
     def notify(self) -> None:
         """Something has changed: a request came or ended, an engine has said how it is, the configuration is another."""
-        if self._soon is None and self._pipeline.entrance.has_waiting:
+        if self._soon is None and self._pipeline.admission.has_waiting:
             self._soon = self._loop.call_soon(self._release)
 
     def _release(self) -> None:
@@ -62,6 +62,6 @@ class WaitingRoom:
             self.notify()
             return
         now = self._clock()
-        again_s = self._pipeline.entrance.look_again_s(now)
+        again_s = self._pipeline.admission.look_again_s(now)
         if again_s is not None:
             self._later = self._loop.call_later(max(0.0, again_s - now), self._release)

@@ -78,8 +78,8 @@ def test_deadlines_are_met_by_their_order_and_means_by_the_shortest_first() -> N
 
 def test_bands_that_all_wait_have_their_shares() -> None:
     found = shares(rate=25, seconds=15, engines=1).by_band
-    wanted = {"critical": 0.80, "high": 0.15, "standard": 0.04, "best-effort": 0.01}
-    assert found == {name: pytest.approx(share, abs=0.02) for name, share in wanted.items()}
+    queued = {"critical": 0.80, "high": 0.15, "standard": 0.04, "best-effort": 0.01}
+    assert found == {name: pytest.approx(share, abs=0.02) for name, share in queued.items()}
 
 
 def test_locality_is_kept_within_the_deficits() -> None:

@@ -44,7 +44,7 @@ def test_what_no_engine_could_hold_fails_instead_of_being_lost(
     assert "2 failed: longer than the KV cache" in capsys.readouterr().out
 
 
-POLICIES = sorted((Path(__file__).parent.parent.parent / "bench" / "peers" / "configs").iterdir())
+POLICIES = sorted((Path(__file__).parent.parent.parent / "bench" / "policies" / "configs").iterdir())
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda file: file.stem)

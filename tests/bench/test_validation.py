@@ -12,7 +12,7 @@ from bench.engine.scheduler import Limits
 from bench.engine.step_time import Work, batch_of
 from bench.validation.measured import Curve, Measured, Surface
 from bench.validation.runs import Served, modelled, real
-from bench.virtual.machines import Kind
+from bench.virtual.engines import Kind
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.config.load import load
-from extproc.pipeline import Pipeline
+from extproc.core.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from extproc.config.types import Snapshot

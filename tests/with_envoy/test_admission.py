@@ -43,9 +43,9 @@ async def metric(stack: Stack, name: str, **labels: str) -> float:
     """The sum of a metric's series that have these labels."""
     async with httpx.AsyncClient(verify=False) as http:  # noqa: S501 - plain HTTP; loading certificates takes long
         text = (await http.get(f"{stack.metrics}/metrics")).text
-    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    queued = [f'{label}="{value}"' for label, value in labels.items()]
     lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
-    return sum(float(line.rpartition(" ")[2]) for line in lines if all(one in line for one in wanted))
+    return sum(float(line.rpartition(" ")[2]) for line in lines if all(one in line for one in queued))
 
 
 async def envoy_stat(stack: Stack, name: str) -> int:

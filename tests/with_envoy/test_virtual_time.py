@@ -11,7 +11,7 @@ from bench.engine.scheduler import Limits
 from bench.load.client import Client
 from bench.load.summary import Summary, summarize
 from bench.stack import ALIAS, EngineFlags, documents, running_stack
-from bench.virtual.machines import kind_of
+from bench.virtual.engines import kind_of
 from bench.virtual.simulation import Simulation
 from bench.workload.generate import Conversations, conversations
 from extproc.config.load import load

@@ -13,7 +13,7 @@ from extproc.admission.buckets import Limit
 from extproc.admission.limits import Ask, Grant, Usage
 from extproc.errors import RateLimited
 from extproc.feeds.redis_limits import RedisLimits
-from extproc.observe import Metrics
+from extproc.metrics.registry import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -49,9 +49,9 @@ async def level(limits: RedisLimits, one: Ask) -> float:
     return left
 
 
-async def until(limits: RedisLimits, one: Ask, wanted: float) -> None:
+async def until(limits: RedisLimits, one: Ask, queued: float) -> None:
     async with asyncio.timeout(5):
-        while abs(await level(limits, one) - wanted) > 0.01:  # noqa: ASYNC110 - it happens in another process
+        while abs(await level(limits, one) - queued) > 0.01:  # noqa: ASYNC110 - it happens in another process
             await asyncio.sleep(0.01)
 
 

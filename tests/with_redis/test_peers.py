@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from extproc.config.load import load
-from extproc.feeds.local_bus import LocalBus
-from extproc.feeds.peers import Bus, Peers
-from extproc.feeds.redis_bus import RedisBus
-from extproc.observe import Metrics
-from extproc.passage import Decision, Head
-from extproc.pipeline import Pipeline
+from extproc.core.pipeline import Pipeline
+from extproc.core.types import Decision, Head
+from extproc.metrics.registry import Metrics
+from extproc.replication.local_bus import LocalBus
+from extproc.replication.peers import Bus, Peers
+from extproc.replication.redis_bus import RedisBus
 from extproc.request.model import Api
 from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import numpy as np
 
-from extproc.endpoints.live import kv_usage
+from extproc.endpoints.engine_reports import kv_usage
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
@@ -27,7 +27,7 @@ class KvCacheUtilization(msgspec.Struct, frozen=True, rename="camel", forbid_unk
         return scores
 
 
-class PrefixCache(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class PrefixCacheScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """The share of the prompt that is probably cached: llm-d's ``prefix-cache-scorer``.
 
     ``matched / total``; with ``matchLengthWeight`` w: ``w * min(1, matched / scale) ** 2 + (1 - w) * ratio``, matched in
@@ -74,7 +74,7 @@ class PrecisePrefixCache(msgspec.Struct, frozen=True, rename="camel"):
 
     def score(self, view: View, among: Bools) -> Floats:
         """By row; 0 where nothing of the prompt is known."""
-        return PrefixCache().score(view, among)
+        return PrefixCacheScorer().score(view, among)
 
 
 class NoHitLru(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import numpy as np
 
+from extproc.endpoints.engine_reports import kv_usage, running, waiting
 from extproc.endpoints.ledger import backlogs
-from extproc.endpoints.live import kv_usage, running, waiting
 from extproc.scheduling.labels import has_not_said, runs_adapter, serves_adapter
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class PrefixCacheAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_un
         return among if is_late else sticky
 
 
-class Saturation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class SaturationFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``utilization-detector`` as a filter: ``max(waiting / queueDepth, kv / kvCacheUtil) < 1 + headroom``."""
 
     queue_depth_threshold: Annotated[float, msgspec.Meta(gt=0)] = 5.0

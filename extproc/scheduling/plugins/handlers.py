@@ -137,8 +137,8 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
 
     def needs(self, profiles: Mapping[str, Profile]) -> str | None:
         """A decode profile, and one for prefill if there is a decider."""
-        wanted = [self._decode, *([self._prefill] if self.decider else [])]
-        missing = [name for name in wanted if name not in profiles]
+        queued = [self._decode, *([self._prefill] if self.decider else [])]
+        missing = [name for name in queued if name not in profiles]
         return f"there is no profile '{missing[0]}'; add it to schedulingProfiles" if missing else None
 
     def run(

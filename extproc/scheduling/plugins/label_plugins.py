@@ -49,12 +49,12 @@ class LabelSelector(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
 
     def keep(self, view: View, among: Bools) -> Bools:
         """Nobody, if nobody has such labels."""
-        wanted = self.match_labels.items()
+        queued = self.match_labels.items()
 
         def holds(labels: Mapping[str, str]) -> bool:
-            return wanted <= labels.items() and all(one.holds(labels) for one in self.match_expressions)
+            return queued <= labels.items() and all(one.holds(labels) for one in self.match_expressions)
 
-        return among & rows_where(view.table, (tuple(sorted(wanted)), self.match_expressions), holds)
+        return among & rows_where(view.table, (tuple(sorted(queued)), self.match_expressions), holds)
 
 
 class ByLabel(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

@@ -37,7 +37,7 @@ def _known(latency: Floats, among: Bools) -> Floats:
     return np.where(known, less_is_better(latency, known), 0.5)
 
 
-class Latency(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class LatencyScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``latency-scorer``: how far the expected latency stays under the request's objectives.
 
     ``headroom = 0.8 * (slo_ttft - ttft) + 0.2 * (slo_tpot - tpot)`` in milliseconds, objectives from the headers
@@ -74,7 +74,7 @@ def _objective_ms(view: View, what: str) -> float:
         return 0.0  # an objective that cannot be read is none
 
 
-class Cost(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class CostScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """What an endpoint costs a second, as its configuration says: ``(max - x) / (max - min)``."""
 
     def score(self, view: View, among: Bools) -> Floats:

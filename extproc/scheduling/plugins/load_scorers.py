@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import numpy as np
 
+from extproc.endpoints.engine_reports import running, waiting
 from extproc.endpoints.ledger import backlogs
-from extproc.endpoints.live import running, waiting
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
@@ -89,7 +89,7 @@ class TokenLoad(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
         return scores
 
 
-class LeastRequest(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class LeastRequestScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Kthena's ``least-request`` score: ``(max - base) / max`` with ``base = F + 100 * max(F - R, 0)``.
 
     F: what we sent and what has not ended; R: what the engine says it runs. What it does not run it must be queueing.

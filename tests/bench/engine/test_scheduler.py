@@ -14,8 +14,8 @@ from bench.engine.request import Request, Token
 from bench.engine.scheduler import Limits, Scheduler
 from bench.engine.step_time import Roofline
 from bench.engine.text import Message, answer_text, render_chat
+from bench.virtual.engines import Kind, Machine
 from bench.virtual.events import Events
-from bench.virtual.machines import Kind, Machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

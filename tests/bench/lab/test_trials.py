@@ -9,7 +9,7 @@ import pytest
 from bench.lab.hardware import HardwareUnknown, kinds_of
 from bench.lab.measures import Objective, measure
 from bench.lab.trial import Conditions, Report, Trial, run
-from bench.peers.registry import POLICIES
+from bench.policies.registry import POLICIES
 
 CHAT = "chat:sessions=60,sessions_per_s=12,system_prompts=6,system_tokens=3000,turns=2"
 

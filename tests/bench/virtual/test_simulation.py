@@ -6,7 +6,7 @@ from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import Limits
 from bench.load.summary import Summary, summarize
 from bench.stack import documents
-from bench.virtual.machines import kind_of
+from bench.virtual.engines import kind_of
 from bench.virtual.simulation import Simulation
 from bench.workload.generate import Conversations, conversations
 from extproc.config.load import load

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from extproc.admission.deficits import DeficitLocality
+from extproc.admission.deficit_locality import DeficitLocality
 from extproc.admission.fairness import (
     GlobalStrict,
     RoundRobin,
@@ -12,7 +12,7 @@ from extproc.admission.fairness import (
     VirtualTokenCounter,
     make_policy,
 )
-from extproc.admission.policy import Heads, Policy
+from extproc.admission.policy import FairnessPolicy, Heads
 
 ALL = np.ones(3, np.bool_)
 NONE = np.zeros(3, np.bool_)
@@ -22,14 +22,14 @@ def heads(keys: tuple[float, ...] = (1, 2, 3), cached: tuple[float, ...] = (0, 0
     return Heads(ALL, np.array(keys, float), np.array(cached, float))
 
 
-def of_three(policy: Policy) -> Policy:
+def of_three(policy: FairnessPolicy) -> FairnessPolicy:
     policy.grow(3)
     for row in range(3):
         policy.begin(row, NONE)
     return policy
 
 
-def take(policy: Policy, service: float, now: float = 0.0, **heads_of: tuple[float, ...]) -> int:
+def take(policy: FairnessPolicy, service: float, now: float = 0.0, **heads_of: tuple[float, ...]) -> int:
     row = policy.choose(ALL, heads(**heads_of), now)
     policy.charge(row, service, now)
     return row

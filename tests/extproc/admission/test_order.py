@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.admission.order import ORDERS, Deadline, FirstCome, LeastAttained, Order, SessionBoost, ShortestFirst
-from extproc.admission.waiting import FlowKey, Wanted
+from extproc.admission.queued_request import FlowKey, QueuedRequest
 
 AGEING_S = 30.0
 
 
-def wanted(arrived_s: float, *, uncached: float = 0.0, deadline_s: float = math.inf, session: str = "") -> Wanted:
-    return Wanted(
+def queued(
+    arrived_s: float, *, uncached: float = 0.0, deadline_s: float = math.inf, session: str = ""
+) -> QueuedRequest:
+    return QueuedRequest(
         "t",
         FlowKey("acme"),
         arrived_s,
@@ -27,50 +29,50 @@ def wanted(arrived_s: float, *, uncached: float = 0.0, deadline_s: float = math.
     )
 
 
-def first(order: Order, *ones: Wanted) -> int:
+def first(order: Order, *ones: QueuedRequest) -> int:
     return min(range(len(ones)), key=lambda index: order.key(ones[index]))
 
 
 def test_first_come_is_served_first() -> None:
-    assert first(FirstCome(AGEING_S), wanted(2.0), wanted(1.0), wanted(3.0)) == 1
+    assert first(FirstCome(AGEING_S), queued(2.0), queued(1.0), queued(3.0)) == 1
 
 
 def test_the_earliest_deadline_goes_first_and_who_has_none_is_due_at_the_ageing_bound() -> None:
     order = Deadline(AGEING_S)
-    assert first(order, wanted(0.0), wanted(5.0, deadline_s=9.0), wanted(5.0, deadline_s=8.0)) == 2
-    assert first(order, wanted(0.0), wanted(29.0, deadline_s=31.0)) == 0
+    assert first(order, queued(0.0), queued(5.0, deadline_s=9.0), queued(5.0, deadline_s=8.0)) == 2
+    assert first(order, queued(0.0), queued(29.0, deadline_s=31.0)) == 0
 
 
 def test_the_shortest_uncached_prompt_goes_first() -> None:
-    assert first(ShortestFirst(AGEING_S), wanted(0.0, uncached=5000), wanted(1.0, uncached=100)) == 1
+    assert first(ShortestFirst(AGEING_S), queued(0.0, uncached=5000), queued(1.0, uncached=100)) == 1
 
 
 def test_a_long_prompt_lets_pass_only_who_comes_within_the_ageing_bound() -> None:
     order = ShortestFirst(AGEING_S)
-    assert first(order, wanted(0.0, uncached=1e6), wanted(29.0, uncached=100)) == 1
-    assert first(order, wanted(0.0, uncached=1e6), wanted(31.0, uncached=100)) == 0
+    assert first(order, queued(0.0, uncached=1e6), queued(29.0, uncached=100)) == 1
+    assert first(order, queued(0.0, uncached=1e6), queued(31.0, uncached=100)) == 0
 
 
 def test_the_session_that_has_just_ended_a_request_goes_first() -> None:
     order = SessionBoost(AGEING_S)
-    order.served(wanted(0.0, session="old"), 10, 50.0)
-    order.served(wanted(0.0, session="fresh"), 10, 99.0)
-    waiting = wanted(98.0), wanted(100.0, session="old"), wanted(100.0, session="fresh")
+    order.served(queued(0.0, session="old"), 10, 50.0)
+    order.served(queued(0.0, session="fresh"), 10, 99.0)
+    waiting = queued(98.0), queued(100.0, session="old"), queued(100.0, session="fresh")
     assert first(order, *waiting) == 2
     assert first(order, *waiting[:2]) == 0
 
 
 def test_the_program_that_has_had_least_goes_first() -> None:
     order = LeastAttained(AGEING_S)
-    order.served(wanted(0.0, session="greedy"), 40_000, 50.0)
-    order.served(wanted(0.0, session="modest"), 1_000, 50.0)
-    assert first(order, wanted(100.0, session="greedy"), wanted(101.0, session="modest"), wanted(102.0)) == 1
+    order.served(queued(0.0, session="greedy"), 40_000, 50.0)
+    order.served(queued(0.0, session="modest"), 1_000, 50.0)
+    assert first(order, queued(100.0, session="greedy"), queued(101.0, session="modest"), queued(102.0)) == 1
 
 
 @pytest.mark.parametrize("order", [SessionBoost(AGEING_S), LeastAttained(AGEING_S)])
 def test_sessions_are_remembered_in_bounded_number(order: Order) -> None:
     for number in range(10_000):
-        order.served(wanted(0.0, session=f"s{number}"), 1, 0.0)
+        order.served(queued(0.0, session=f"s{number}"), 1, 0.0)
     (remembered,) = (held for held in vars(order).values() if hasattr(held, "popitem"))
     assert len(remembered) == 4096
 
@@ -85,9 +87,9 @@ def test_nobody_is_overtaken_by_who_comes_later_than_the_ageing_bound(
     name: str, gap_s: float, early: tuple[float, float, str], late: tuple[float, float, str]
 ) -> None:
     order = ORDERS[name](AGEING_S)
-    order.served(wanted(0.0, session="a"), 1e6, 999.0)
+    order.served(queued(0.0, session="a"), 1e6, 999.0)
     arrived_s = 1000.0
-    one = wanted(arrived_s, uncached=early[0], deadline_s=arrived_s + early[1], session=early[2])
+    one = queued(arrived_s, uncached=early[0], deadline_s=arrived_s + early[1], session=early[2])
     late_s = arrived_s + AGEING_S + gap_s
-    other = wanted(late_s, uncached=late[0], deadline_s=late_s + late[1], session=late[2])
+    other = queued(late_s, uncached=late[0], deadline_s=late_s + late[1], session=late[2])
     assert first(order, other, one) == 1

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from extproc.admission.queue import FairQueue
+from extproc.admission.queued_request import FlowKey, QueuedRequest
 from extproc.admission.saturation import Room
-from extproc.admission.waiting import FlowKey, Wanted
-from extproc.config.admission import Band, FlowControl, Saturation
+from extproc.config.admission import Band, FlowControl, SaturationSpec
 from extproc.endpoints.ledger import charge
 from extproc.endpoints.table import EndpointTable
 from extproc.errors import QueueFull
@@ -23,7 +23,7 @@ class Scene:
     """A queue before two engines that take one request each."""
 
     def __init__(self, **control: object) -> None:
-        limits = Saturation(queue_depth=None, kv_usage=None, max_wait=None, max_requests=1)
+        limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=None, max_requests=1)
         self.control = FlowControl(**{"saturation": limits, **control})  # type: ignore[arg-type]
         self.queue = FairQueue(self.control)
         self.table = EndpointTable()
@@ -34,7 +34,7 @@ class Scene:
         self.count += 1
         ticket = f"{who}-{self.count}"
         self.queue.enter(
-            Wanted(ticket, FlowKey(who), now, **{"expires_s": now + 60.0, **fields})  # type: ignore[arg-type]
+            QueuedRequest(ticket, FlowKey(who), now, **{"expires_s": now + 60.0, **fields})  # type: ignore[arg-type]
         )
         return ticket
 
@@ -148,7 +148,7 @@ def test_nobody_passes_a_blocked_head_on_the_engine_that_it_waits_for() -> None:
 
 
 def test_a_small_request_passes_a_large_one_only_where_that_is_not_delayed() -> None:
-    limits = Saturation(queue_depth=None, kv_usage=None, max_wait=None, max_tokens=1000)
+    limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=None, max_tokens=1000)
     scene = Scene(saturation=limits, fairness="GlobalStrict")
     table = scene.table
     charge(table, 0, prefill_tokens=0, tokens=500, now=0.0)
@@ -206,11 +206,11 @@ def test_a_full_band_refuses_and_a_full_queue_makes_the_lowest_band_give_way() -
         scene.enter("low")
     with pytest.raises(QueueFull):
         scene.enter("low")
-    evicted = scene.queue.enter(Wanted("h1", FlowKey("acme"), 0.0, 60.0, priority=1))
+    evicted = scene.queue.enter(QueuedRequest("h1", FlowKey("acme"), 0.0, 60.0, priority=1))
     assert [one.ticket for one in evicted] == ["low-4"]
-    scene.queue.enter(Wanted("h2", FlowKey("acme"), 0.0, 60.0, priority=1))
+    scene.queue.enter(QueuedRequest("h2", FlowKey("acme"), 0.0, 60.0, priority=1))
     with pytest.raises(QueueFull, match="high"):
-        scene.queue.enter(Wanted("h3", FlowKey("acme"), 0.0, 60.0, priority=1))
+        scene.queue.enter(QueuedRequest("h3", FlowKey("acme"), 0.0, 60.0, priority=1))
     assert len(scene.queue) == 4
 
 
@@ -262,8 +262,8 @@ def test_idle_flows_are_forgotten_the_least_indebted_first(monkeypatch: pytest.M
         ticket = scene.enter(f"t{number}")
         assert scene.next(service=float(number)) == ticket
         if number:
-            wanted = Wanted(ticket, FlowKey(f"t{number}"), 0.0, 60.0)
-            scene.queue.end_service(wanted, 0.0, 1.0)
+            queued = QueuedRequest(ticket, FlowKey(f"t{number}"), 0.0, 60.0)
+            scene.queue.end_service(queued, 0.0, 1.0)
     scene.enter("new")
     flows = scene.queue.band_of(0).flows
     assert len(flows) < 11

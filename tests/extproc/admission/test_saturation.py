@@ -7,16 +7,16 @@ import math
 import numpy as np
 import pytest
 
+from extproc.admission.queued_request import FlowKey, QueuedRequest
 from extproc.admission.saturation import LOOK_AGAIN_S, Room, Stages
-from extproc.admission.waiting import FlowKey, Wanted
-from extproc.config.admission import Saturation
+from extproc.config.admission import SaturationSpec
+from extproc.endpoints.engine_reports import EngineState, report
 from extproc.endpoints.ledger import charge
-from extproc.endpoints.live import EngineState, report
 from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointTable, Traits
 
 NOW = 100.0
-REPORTS = Saturation(queue_depth=5, kv_usage=0.8, max_wait=None).limits()
-WANTED = Wanted("t", FlowKey("acme"), NOW, NOW + 60, input_tokens=100.0, uncached_tokens=100.0)
+REPORTS = SaturationSpec(queue_depth=5, kv_usage=0.8, max_wait=None).limits()
+WANTED = QueuedRequest("t", FlowKey("acme"), NOW, NOW + 60, input_tokens=100.0, uncached_tokens=100.0)
 
 
 @pytest.fixture
@@ -84,12 +84,12 @@ def test_engines_that_never_said_anything_are_judged_by_our_own_books(table: End
             charge(table, row, prefill_tokens=0, now=NOW)
     assert Room(table, REPORTS, NOW).rows_for(WANTED) is None
     # a limit of our own takes the place of that guess
-    many = Saturation(queue_depth=5, kv_usage=0.8, max_wait=None, max_requests=500).limits()
+    many = SaturationSpec(queue_depth=5, kv_usage=0.8, max_wait=None, max_requests=500).limits()
     assert Room(table, many, NOW).saturation == pytest.approx(128 / 500)
 
 
 def test_requests_and_tokens_in_flight(table: EndpointTable) -> None:
-    limits = Saturation(queue_depth=None, kv_usage=None, max_wait=None, max_requests=2, max_tokens=1000).limits()
+    limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=None, max_requests=2, max_tokens=1000).limits()
     charge(table, 0, prefill_tokens=0, tokens=950, now=NOW)
     charge(table, 1, prefill_tokens=0, tokens=10, now=NOW)
     rows = Room(table, limits, NOW).rows_for(WANTED)
@@ -100,7 +100,7 @@ def test_requests_and_tokens_in_flight(table: EndpointTable) -> None:
 
 
 def test_the_wait_until_a_prompt_would_begin_and_when_it_is_short_again(table: EndpointTable) -> None:
-    limits = Saturation(queue_depth=None, kv_usage=None, max_wait="500ms").limits()
+    limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait="500ms").limits()
     for row, tokens in ((0, 7_000), (1, 9_000)):
         charge(table, row, prefill_tokens=tokens, now=NOW)
     room = Room(table, limits, NOW)
@@ -133,12 +133,12 @@ def test_without_engines_nobody_goes(table: EndpointTable) -> None:
 
 
 def test_an_engine_a_little_too_full_may_be_worth_the_wait_for_what_it_has_cached(table: EndpointTable) -> None:
-    limits = Saturation(queue_depth=None, kv_usage=None, max_wait="500ms", headroom=1.0).limits()
-    cached = Wanted("t", FlowKey("acme"), NOW, NOW + 60, input_tokens=100.0, uncached_tokens=10.0)
+    limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait="500ms", headroom=1.0).limits()
+    cached = QueuedRequest("t", FlowKey("acme"), NOW, NOW + 60, input_tokens=100.0, uncached_tokens=10.0)
     charge(table, 0, prefill_tokens=0.9 * INITIAL_PREFILL_RATE, now=NOW)
 
-    def rows(wanted: Wanted) -> list[int] | None:
-        found = Room(table, limits, NOW).rows_for(wanted)
+    def rows(queued: QueuedRequest) -> list[int] | None:
+        found = Room(table, limits, NOW).rows_for(queued)
         return None if found is None else found.nonzero()[0].tolist()
 
     assert rows(WANTED) == [1]
@@ -158,7 +158,7 @@ def test_a_pair_needs_room_at_both_engines_of_one_group() -> None:
     prefill[[0, 2]] = decode[[1, 3]] = True
     group[[2, 3]] = 1
     stages = Stages(prefill, decode, group)
-    limits = Saturation(queue_depth=None, kv_usage=None, max_wait=None, max_requests=1).limits()
+    limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=None, max_requests=1).limits()
     charge(table, 0, prefill_tokens=0, now=NOW)
     rows = Room(table, limits, NOW, stages).rows_for(WANTED)
     assert rows is not None

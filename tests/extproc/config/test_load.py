@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from extproc.cli.serve import limits_without_redis
+from extproc.config.errors import ConfigInvalid
 from extproc.config.load import load, load_directory
-from extproc.config.mistakes import ConfigInvalid
-from extproc.serve_command import limits_without_redis
 
 if TYPE_CHECKING:
     from pathlib import Path

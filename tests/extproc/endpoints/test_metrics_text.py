@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoints.live import CacheConfig
+from extproc.endpoints.engine_reports import CacheConfig
 from extproc.endpoints.metrics_text import NAMES, MetricsReader
 from extproc.endpoints.table import Loras
 

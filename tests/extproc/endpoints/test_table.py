@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoints.learning import learn_prefill_rate, note_failure, note_success
 from extproc.endpoints.ledger import backlog_of, backlogs, charge, release
+from extproc.endpoints.prefill_rate import learn_prefill_rate, note_failure, note_success
 from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointTable
 
 

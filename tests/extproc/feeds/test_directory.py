@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.config.load import load_directory
+from extproc.core.pipeline import Pipeline
 from extproc.feeds.directory import DirectoryFeed
-from extproc.observe import Metrics
-from extproc.pipeline import Pipeline
+from extproc.metrics.registry import Metrics
 from extproc.scheduling.framework import ConfiguredPicker
 from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually
@@ -32,7 +32,7 @@ class Watched:
         self.feed.started_with(snapshot)
 
     def names(self) -> list[str]:
-        return [model.name for model in self.pipeline.reception.models]
+        return [model.name for model in self.pipeline.intake.models]
 
     def sample(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(name, labels)

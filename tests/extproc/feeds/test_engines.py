@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from extproc.config.load import load
+from extproc.core.pipeline import Pipeline
 from extproc.feeds.engines import EngineScraper
-from extproc.observe import Metrics
-from extproc.pipeline import Pipeline
+from extproc.metrics.registry import Metrics
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ async def test_pools_learn_what_engines_say() -> None:
         assert pool.table.running[0] == 1
         assert pool.table.kv_usage[0] == 0.5
         assert pool.table.loras[0].served == frozenset({"llama"})
-        assert pool.knowledge.index.first_block_bytes == 64
+        assert pool.caches.index.first_block_bytes == 64
         engine.waiting = 9
         await eventually(lambda: pool.table.waiting[0] == 9)
 
@@ -107,9 +107,9 @@ async def test_a_restart_empties_what_is_known_of_its_cache() -> None:
     engine = Engine()
     async with scraped(engine) as (pool, _, _, _):
         await eventually(lambda: pool.table.seen_at_s[0] > 0)
-        pool.knowledge.index.record(0, [32, 64], 0.0)
+        pool.caches.index.record(0, [32, 64], 0.0)
         engine.count = 1
-        await eventually(lambda: pool.knowledge.index.blocks_held(0) == 0)
+        await eventually(lambda: pool.caches.index.blocks_held(0) == 0)
 
 
 async def test_an_engine_that_fails_is_asked_less_and_the_others_go_on() -> None:

@@ -14,9 +14,9 @@ from bench.engine.publisher import Form, Publisher, PublisherSettings
 from bench.engine.text import tokens_of
 from bench.processes import free_ports
 from extproc.config.load import load
+from extproc.core.pipeline import Pipeline
 from extproc.feeds.kv_events import KvEventFeed
-from extproc.observe import Metrics
-from extproc.pipeline import Pipeline
+from extproc.metrics.registry import Metrics
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -78,14 +78,14 @@ def block(letter: str) -> bytes:
 
 def held(pool: Pool, text: bytes) -> float:
     """Tokens that the engine holds of ``text``."""
-    kv = pool.knowledge.kv
+    kv = pool.caches.kv
     assert kv is not None
     found = kv.match(kv.keys(tokens_of(text), adapter=None, salt=None), 1e9)
     return max((one.weighted for one in found), default=0.0)
 
 
 def is_whole(pool: Pool) -> bool:
-    return pool.knowledge.whole_feeds == 1
+    return pool.caches.whole_feeds == 1
 
 
 @asynccontextmanager
@@ -157,13 +157,13 @@ async def test_a_restarted_engine_has_an_empty_cache(*, replays: bool) -> None:
     engine = Engine(replays=replays)
     engine.start()
     async with subscribed(engine) as (pool, _):
-        await eventually(lambda: bool(pool.knowledge.partial_feeds | pool.knowledge.whole_feeds))
+        await eventually(lambda: bool(pool.caches.partial_feeds | pool.caches.whole_feeds))
         await engine.store(block("a"))
         await eventually(lambda: held(pool, block("a")) == 4)
         await engine.stop()
         await eventually(lambda: held(pool, block("a")) == 0 and not is_whole(pool))
         engine.start()
-        await eventually(lambda: bool(pool.knowledge.partial_feeds | pool.knowledge.whole_feeds))
+        await eventually(lambda: bool(pool.caches.partial_feeds | pool.caches.whole_feeds))
         await engine.store(block("b"))
         await eventually(lambda: held(pool, block("b")) == 4)
         assert held(pool, block("a")) == 0
@@ -175,7 +175,7 @@ async def test_without_a_replay_a_gap_is_not_trusted() -> None:
     engine = Engine(replays=False)
     engine.start()
     async with subscribed(engine) as (pool, _):
-        await eventually(lambda: pool.knowledge.partial_feeds == 1)
+        await eventually(lambda: pool.caches.partial_feeds == 1)
         await engine.store(block("a"))
         await eventually(lambda: is_whole(pool))
         engine.drop(1)
@@ -183,7 +183,7 @@ async def test_without_a_replay_a_gap_is_not_trusted() -> None:
         await engine.store(block("z"))
         await eventually(lambda: held(pool, block("z")) == 4)
         assert held(pool, block("a")) == 0, "it may have been removed: it was"
-        assert pool.knowledge.partial_feeds == 1
+        assert pool.caches.partial_feeds == 1
     await engine.stop()
 
 
@@ -191,7 +191,7 @@ async def test_nobody_there_leaves_the_approximate_index_to_decide() -> None:
     engine = Engine()
     async with subscribed(engine) as (pool, _):
         await asyncio.sleep(0.5)
-        assert pool.knowledge.whole_feeds == pool.knowledge.partial_feeds == 0
+        assert pool.caches.whole_feeds == pool.caches.partial_feeds == 0
 
 
 async def test_a_replay_that_cannot_be_read_ends_nothing() -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from extproc.errors import NoEndpoint
 from extproc.scheduling.framework import NamedFilter, NamedScorer, Profile
-from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, PrefixCache
-from extproc.scheduling.plugins.choices import MaxScore
+from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, PrefixCacheScorer
 from extproc.scheduling.plugins.filters import Healthy, LeastRequestFilter
 from extproc.scheduling.plugins.load_scorers import Queue
+from extproc.scheduling.plugins.selectors import MaxScore
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ DEFAULT = Profile(
     scorers=(
         NamedScorer("queue-scorer", Queue(), 2.0),
         NamedScorer("kv-cache-utilization-scorer", KvCacheUtilization(), 2.0),
-        NamedScorer("prefix-cache-scorer", PrefixCache(), 3.0),
+        NamedScorer("prefix-cache-scorer", PrefixCacheScorer(), 3.0),
     ),
     choice=MaxScore(),
 )

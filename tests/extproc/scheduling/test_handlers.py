@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from extproc.config.mistakes import ConfigInvalid
+from extproc.config.errors import ConfigInvalid
 from extproc.endpoints.table import Traits
 from extproc.errors import BadRequest
 from extproc.scheduling.picker_config import read_picker_text

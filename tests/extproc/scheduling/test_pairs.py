@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoints.learning import note_failure
 from extproc.endpoints.ledger import charge
+from extproc.endpoints.prefill_rate import note_failure
 from extproc.endpoints.prompt_cost import PromptCost
 from extproc.endpoints.table import EndpointTable, Traits
 from extproc.errors import NoEndpoint

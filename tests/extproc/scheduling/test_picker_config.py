@@ -8,13 +8,13 @@ import re
 import msgspec
 import pytest
 
-from extproc.config.mistakes import ConfigInvalid
+from extproc.config.errors import ConfigInvalid
 from extproc.scheduling.framework import NamedScorer, Profile
 from extproc.scheduling.picker_config import read_picker_text
-from extproc.scheduling.plugins.cache_scorers import PrefixCache
-from extproc.scheduling.plugins.choices import MaxScore, WeightedRandom
+from extproc.scheduling.plugins.cache_scorers import PrefixCacheScorer
 from extproc.scheduling.plugins.filters import PrefixCacheAffinity
 from extproc.scheduling.plugins.load_scorers import Queue, TokenLoad
+from extproc.scheduling.plugins.selectors import MaxScore, WeightedRandom
 from extproc.scheduling.registry import BUILT_IN, installed
 from tests.extproc.scheduling.plugins.views import view_of
 
@@ -54,7 +54,7 @@ def test_a_file_of_llm_ds_is_read_with_its_weights_and_parameters() -> None:
     ]
     assert profile.scorers == (
         NamedScorer("token-load-scorer", TokenLoad(), 1.0),
-        NamedScorer("prefix", PrefixCache(match_length_weight=0.5), 3.0),
+        NamedScorer("prefix", PrefixCacheScorer(match_length_weight=0.5), 3.0),
     )
     assert profile.choice == WeightedRandom(max_num_of_endpoints=2)
 

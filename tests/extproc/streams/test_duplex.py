@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.config.load import load
-from extproc.observe import Metrics
-from extproc.pipeline import Pipeline
-from extproc.streams.answer import MOST_BODY_BYTES
+from extproc.core.pipeline import Pipeline
+from extproc.metrics.registry import Metrics
 from extproc.streams.duplex import Duplex
 from extproc.streams.exchange import Desk, Exchange, GatewayOptions, UnexpectedMessage
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
+from extproc.streams.responses import MOST_BODY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

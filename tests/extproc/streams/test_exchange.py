@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.config.load import load
-from extproc.observe import Metrics
-from extproc.passage import Held
+from extproc.core.types import Held
+from extproc.metrics.registry import Metrics
 from extproc.streams.duplex import Duplex
 from extproc.streams.exchange import Desk, Exchange, UnexpectedMessage
 from extproc.streams.messages import ImmediateResponse, ProcessingRequest, ProcessingResponse
 from tests.extproc.conftest import CONFIG
 
 if TYPE_CHECKING:
-    from extproc.pipeline import Pipeline
+    from extproc.core.pipeline import Pipeline
 
 CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello"}]}).encode()
 
@@ -178,7 +178,7 @@ TENANTS = CONFIG.replace(
 
 def says_it_is_acme(pipeline: Pipeline, *, is_trusted: bool, duplex: bool) -> str:
     """The tenant that a request counts for whose headers say so."""
-    metrics = Metrics(pipeline.pools.values, lambda: 1000.0, lambda: 0.0, gates=lambda: pipeline.entrance.gates)
+    metrics = Metrics(pipeline.pools.values, lambda: 1000.0, lambda: 0.0, gates=lambda: pipeline.admission.gates)
     exchange = Exchange(Desk(pipeline, metrics, lambda: 5.0, started_s=77), Duplex, is_trusted=lambda: is_trusted)
     message = ProcessingRequest()
     if duplex:
@@ -226,7 +226,7 @@ def test_a_client_that_leaves_while_its_request_is_held_leaves_nothing_behind(pi
     held = conversations[2].exchange
     assert isinstance(held.pending, Held)
     held.close()
-    assert not pipeline.entrance.has_waiting
+    assert not pipeline.admission.has_waiting
     for one in conversations[:2]:
         one.exchange.close()
     assert pipeline.pools["llama"].table.in_flight.sum() == 0

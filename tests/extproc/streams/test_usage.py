@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.streams.usage import Usage, UsageReader
+from extproc.streams.usage import ReportedUsage, UsageReader
 
 USAGE = {"prompt_tokens": 12, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}}
 WHOLE = json.dumps(
@@ -32,7 +32,7 @@ RESPONSES = (
 )
 
 
-def read(body: bytes, cuts: list[int]) -> Usage:
+def read(body: bytes, cuts: list[int]) -> ReportedUsage:
     reader = UsageReader()
     edges = sorted({0, *(cut % (len(body) + 1) for cut in cuts), len(body)})
     for start, end in itertools.pairwise(edges):
@@ -42,19 +42,19 @@ def read(body: bytes, cuts: list[int]) -> Usage:
 
 @given(st.sampled_from([WHOLE, STREAM]), st.lists(st.integers(0, 1000), max_size=12))
 def test_it_is_found_wherever_the_pieces_end(body: bytes, cuts: list[int]) -> None:
-    assert read(body, cuts) == Usage(12, 3, 8)
+    assert read(body, cuts) == ReportedUsage(12, 3, 8)
 
 
 @given(st.lists(st.integers(0, 101_000), max_size=12))
 def test_the_responses_api_repeats_the_whole_answer_before_it(cuts: list[int]) -> None:
-    assert read(RESPONSES, cuts) == Usage(5, 7, 2)
+    assert read(RESPONSES, cuts) == ReportedUsage(5, 7, 2)
 
 
 def test_every_byte_by_itself() -> None:
     reader = UsageReader()
     for byte in STREAM:
         reader.feed(bytes([byte]))
-    assert reader.finish() == Usage(12, 3, 8)
+    assert reader.finish() == ReportedUsage(12, 3, 8)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_every_byte_by_itself() -> None:
     ],
 )
 def test_what_says_nothing_is_nothing(body: bytes) -> None:
-    assert read(body, []) == Usage()
+    assert read(body, []) == ReportedUsage()
 
 
 def test_little_is_kept_of_a_long_answer() -> None:

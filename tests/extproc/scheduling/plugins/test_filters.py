@@ -17,7 +17,7 @@ from extproc.scheduling.plugins.filters import (
     LoraLoaded,
     ModelLoaded,
     PrefixCacheAffinity,
-    Saturation,
+    SaturationFilter,
     SubsetHint,
     Utilization,
 )
@@ -39,9 +39,9 @@ def kept(plugin: Filter, view: View) -> list[int]:
         (Healthy(), {"avoid_until_s": [0, 7, 0]}, [0, 2]),
         (Healthy(), {"avoid_until_s": [9, 9, 9]}, [0, 1, 2]),
         # saturated at 5 waiting or 80% of the cache
-        (Saturation(), {"waiting": [4, 5, 0], "kv_usage": [0, 0, 0.8]}, [0]),
-        (Saturation(headroom=0.5), {"waiting": [7, 8, 0], "kv_usage": [0, 0, 1.0]}, [0, 2]),
-        (Saturation(), {"waiting": [9, 9, 9]}, [0, 1, 2]),
+        (SaturationFilter(), {"waiting": [4, 5, 0], "kv_usage": [0, 0, 0.8]}, [0]),
+        (SaturationFilter(headroom=0.5), {"waiting": [7, 8, 0], "kv_usage": [0, 0, 1.0]}, [0, 2]),
+        (SaturationFilter(), {"waiting": [9, 9, 9]}, [0, 1, 2]),
         (Concurrency(max_concurrency=10), {"in_flight": [9, 10, 11]}, [0]),
         (Concurrency(max_concurrency=10, headroom=0.1), {"in_flight": [9, 10, 11]}, [0, 1]),
         (Concurrency(max_concurrency=1), {"in_flight": [9, 10, 11]}, [0, 1, 2]),

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from extproc.endpoints.prompt_cost import PromptCost
 from extproc.endpoints.table import Loras
 from extproc.scheduling.plugins.affinity import LoraAffinity, SessionAffinity, session_token
-from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, NoHitLru, PrefixCache
-from extproc.scheduling.plugins.latency_scorers import Cost, Latency, LeastLatency, RandomScore
+from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, NoHitLru, PrefixCacheScorer
+from extproc.scheduling.plugins.latency_scorers import CostScorer, LatencyScorer, LeastLatency, RandomScore
 from extproc.scheduling.plugins.load_scorers import (
     ActiveRequests,
-    LeastRequest,
+    LeastRequestScorer,
     LoadAware,
     Queue,
     RunningRequests,
@@ -51,10 +51,10 @@ def scores(plugin: Scorer, view: View) -> list[float]:
         (LoadAware(), {"waiting": [0, 64, 500]}, [0.5, 0.25, 0.0]),
         (LoadAware(threshold=10), {"waiting": [0, 5, 10]}, [0.5, 0.25, 0.0]),
         # base = F + 100 max(F - R, 0): 1, 3, 2 + 100
-        (LeastRequest(), {"in_flight": [1, 3, 2], "running": [1, 3, 1]}, [101 / 102, 99 / 102, 0.0]),
-        (LeastRequest(), {"in_flight": [0, 0, 0], "running": [5, 0, 0]}, [1.0, 1.0, 1.0]),
+        (LeastRequestScorer(), {"in_flight": [1, 3, 2], "running": [1, 3, 1]}, [101 / 102, 99 / 102, 0.0]),
+        (LeastRequestScorer(), {"in_flight": [0, 0, 0], "running": [5, 0, 0]}, [1.0, 1.0, 1.0]),
         (KvCacheUtilization(), {"kv_usage": [0.0, 0.25, 1.0]}, [1.0, 0.75, 0.0]),
-        (Cost(), {"price": [4.0, 1.0, 2.0]}, [0.0, 1.0, 2 / 3]),
+        (CostScorer(), {"price": [4.0, 1.0, 2.0]}, [0.0, 1.0, 2 / 3]),
         # half TTFT, half TPOT; each (max - x) / (max - min), 0.5 without data
         (LeastLatency(), {"ttft_s": [0.1, 0.2, 0.3], "tpot_s": [0.03, 0.02, 0.01]}, [0.5, 0.5, 0.5]),
         (LeastLatency(), {"ttft_s": [0.1, 0.2, 0.0], "tpot_s": [0.01, 0.02, 0.0]}, [1.0, 0.0, 0.5]),
@@ -78,9 +78,9 @@ def test_token_load_counts_what_waits_and_what_this_prompt_adds() -> None:
 
 def test_prefix_cache_is_the_share_and_if_asked_the_length() -> None:
     view = view_of(3, input_tokens=8192, cached=[0, 4096, 8192])
-    assert scores(PrefixCache(), view) == pytest.approx([0.0, 0.5, 1.0])
+    assert scores(PrefixCacheScorer(), view) == pytest.approx([0.0, 0.5, 1.0])
     # half the length, squared: 0.4 of 0.25, and 0.6 of the share 0.5
-    assert scores(PrefixCache(match_length_weight=0.4), view) == pytest.approx([0.0, 0.4, 1.0])
+    assert scores(PrefixCacheScorer(match_length_weight=0.4), view) == pytest.approx([0.0, 0.4, 1.0])
 
 
 def test_prompts_that_nobody_holds_go_where_the_last_one_is_longest_ago() -> None:
@@ -115,11 +115,11 @@ def test_a_session_goes_back_to_its_endpoint(token: str, expected: list[float]) 
     assert scores(SessionAffinity(), view_of(3, headers={"x-session-token": token})) == expected
 
 
-LOAD: list[Scorer] = [Queue(), RunningRequests(), ActiveRequests(), LoadAware(), TokenLoad(), LeastRequest()]
+LOAD: list[Scorer] = [Queue(), RunningRequests(), ActiveRequests(), LoadAware(), TokenLoad(), LeastRequestScorer()]
 ALL: list[Scorer] = [
     *LOAD,
-    *(KvCacheUtilization(), PrefixCache(), PrefixCache(match_length_weight=0.5), NoHitLru(), Cost()),
-    *(LeastLatency(), Latency(), Latency(headroom_selection_strategy="most")),
+    *(KvCacheUtilization(), PrefixCacheScorer(), PrefixCacheScorer(match_length_weight=0.5), NoHitLru(), CostScorer()),
+    *(LeastLatency(), LatencyScorer(), LatencyScorer(headroom_selection_strategy="most")),
 ]
 ENDPOINT = st.fixed_dictionaries(
     {
@@ -147,18 +147,20 @@ def test_a_latency_objective_is_met_closely_or_missed_least() -> None:
     # TTFT: (backlog + 1025) / 10000 s = 102.5, 602.5, 1602.5 ms; objective 1000: headroom 0.8 times 897.5, 397.5, -602.5
     backlogs = [0, 5000, 15000]
     headers = {"x-llm-d-slo-ttft-ms": "1000", "x-llm-d-slo-tpot-ms": "0"}
-    assert scores(Latency(), view_of(3, backlog_tokens=backlogs, headers=headers)) == pytest.approx([0.5, 1.0, 0.4])
-    most = Latency(headroom_selection_strategy="most")
+    assert scores(LatencyScorer(), view_of(3, backlog_tokens=backlogs, headers=headers)) == pytest.approx(
+        [0.5, 1.0, 0.4]
+    )
+    most = LatencyScorer(headroom_selection_strategy="most")
     assert scores(most, view_of(3, backlog_tokens=backlogs, headers=headers)) == pytest.approx([1.0, 0.5, 0.4])
     # without an objective all miss it, and the fastest misses least
-    assert scores(Latency(), view_of(3, backlog_tokens=backlogs)) == pytest.approx([0.4, 0.4 * 2 / 3, 0.0])
-    assert scores(Latency(), view_of(1, headers={"x-slo-ttft-ms": "soon"})) == pytest.approx([0.4])
+    assert scores(LatencyScorer(), view_of(3, backlog_tokens=backlogs)) == pytest.approx([0.4, 0.4 * 2 / 3, 0.0])
+    assert scores(LatencyScorer(), view_of(1, headers={"x-slo-ttft-ms": "soon"})) == pytest.approx([0.4])
 
 
 def test_a_clients_own_objective_counts_for_nothing() -> None:
     view = view_of(1, headers={"x-slo-ttft-ms": "60000"})
     own = msgspec.structs.replace(view, request=msgspec.structs.replace(view.request, is_trusted=False))
-    assert scores(Latency(), view) != scores(Latency(), own) == pytest.approx([0.4])
+    assert scores(LatencyScorer(), view) != scores(LatencyScorer(), own) == pytest.approx([0.4])
 
 
 def test_noise_is_uniform_and_another_one_for_every_request() -> None:

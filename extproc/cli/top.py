@@ -1,0 +1,76 @@
+"""``extproc top``: engines, queues and tenants of running processes, live in the terminal, by their metrics pages."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import urllib.request
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from extproc.cli.top_view import Sample, render
+from extproc.config.units import parse_duration_s
+from extproc.config.validation import parse_address
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_TIMEOUT_S: Final = 5.0
+_CLEAR: Final = "\x1b[H\x1b[2J"
+
+
+def run(words: list[str]) -> int:
+    """Exit status: 0, 2 if nobody answers."""
+    parser = argparse.ArgumentParser(prog="extproc top", description=__doc__)
+    parser.add_argument(
+        "metrics",
+        nargs="*",
+        default=["127.0.0.1:9003"],
+        metavar="IP:PORT",
+        help="of /metrics, one for each process (default: 127.0.0.1:9003)",
+    )
+    parser.add_argument("--interval", default="1s", help="between two pictures (default: %(default)s)")
+    parser.add_argument("--tenants", type=int, default=20, metavar="N", help="show the N largest (default: 20)")
+    parser.add_argument("--once", action="store_true", help="one picture, of rates over one interval, and no more")
+    options = parser.parse_args(words)
+    try:
+        for one in options.metrics:
+            parse_address(one)
+        interval_s = max(0.1, parse_duration_s(options.interval))
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        for text in _pictures(options.metrics, interval_s, options.tenants):
+            print(text if options.once else _CLEAR + text, flush=True)
+            if options.once:
+                break
+    except OSError as error:
+        print(f"no metrics at {', '.join(options.metrics)}: {error}; is extproc running there?", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def _pictures(pages: list[str], interval_s: float, tenants: int) -> Iterator[str]:
+    clock = time.monotonic  # noqa: TID251 - an edge
+    before, before_s = _read(pages), clock()
+    while True:
+        time.sleep(interval_s)
+        now, now_s = _read(pages), clock()
+        yield render(before, now, seconds=now_s - before_s, tenants=tenants)
+        before, before_s = now, now_s
+
+
+def _read(pages: list[str]) -> Sample:
+    """The sum over all processes; raises OSError."""
+    reading = Sample()
+    for page in pages:
+        with urllib.request.urlopen(f"http://{page}/metrics", timeout=_TIMEOUT_S) as answer:
+            text = answer.read().decode()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                reading.add(sample.name, sample.labels, sample.value)
+    return reading

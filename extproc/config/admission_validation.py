@@ -1,0 +1,71 @@
+"""What must hold of limits, queues and authentication beyond their shape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from extproc.config.units import check, parse_duration_s, parse_size_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from extproc.config.admission import FlowControl, RateLimit
+    from extproc.config.authentication import Authentication
+    from extproc.config.errors import Path
+    from extproc.config.schema import Finding
+
+
+def check_limits(limits: Sequence[RateLimit]) -> Iterator[Finding]:
+    """Each limits something, and names a header if it counts by one."""
+    for index, limit in enumerate(limits):
+        path: Path = ("spec", "rateLimits", index)
+        if not any((limit.requests, limit.input_tokens, limit.output_tokens, limit.total_tokens)):
+            yield path, "limits nothing; write requests, inputTokens, outputTokens or totalTokens"
+        if (limit.per == "Header") != (limit.header is not None):
+            yield path, "per: Header and the field 'header' go together; write both or neither"
+        if limit.scope == "Local" and limit.without_redis == "Refuse":
+            yield (*path, "withoutRedis"), "has no effect on a Local limit; write scope: Global, or leave it out"
+
+
+def check_flow_control(control: FlowControl) -> Iterator[Finding]:
+    """Durations and sizes parse, bands differ, and something says when engines are full."""
+    path: Path = ("spec", "flowControl")
+    for name, text in (
+        ("timeout", control.timeout),
+        ("noEndpointTimeout", control.no_endpoint_timeout),
+        ("ageing", control.ageing),
+        ("window", control.window),
+    ):
+        yield from check(parse_duration_s, text, (*path, name))
+    yield from check(parse_size_bytes, control.max_bytes, (*path, "maxBytes"))
+    saturation = control.saturation
+    if saturation.max_wait is not None:
+        yield from check(parse_duration_s, saturation.max_wait, (*path, "saturation", "maxWait"))
+        if saturation.max_wait in {"0s", "0ms"}:
+            yield (*path, "saturation", "maxWait"), "nothing could ever go; write a longer time, or null"
+    names: set[str] = set()
+    priorities: set[int] = set()
+    for index, band in enumerate(control.bands):
+        yield from check(parse_size_bytes, band.max_bytes, (*path, "bands", index, "maxBytes"))
+        if band.name in names or band.priority in priorities:
+            yield (*path, "bands", index), "another band has this name or priority; give each its own"
+        names.add(band.name)
+        priorities.add(band.priority)
+
+
+def check_authentication(authentication: Authentication) -> Iterator[Finding]:
+    """Either keys or tokens, and each of them once."""
+    path: Path = ("spec", "authentication")
+    if bool(authentication.api_keys) == bool(authentication.jwt):
+        yield path, "write apiKeys or jwt, one of the two"
+    for field, names in (
+        ("apiKeys", [one.name for one in authentication.api_keys]),
+        ("jwt", [one.name for one in authentication.jwt]),
+    ):
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                yield (*path, field, index, "name"), f"'{name}' is there already; give each a name of its own"
+    keys = [one.key for one in authentication.api_keys]
+    for index, key in enumerate(keys):
+        if key in keys[:index]:
+            yield (*path, "apiKeys", index, "key"), "another name has this key already; keys tell callers apart"

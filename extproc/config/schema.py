@@ -1,0 +1,126 @@
+"""Every way in which plain data differs from a type, not only the first one that a decoder would stop at.
+
+Walks the data beside msgspec's own description of the type; single values are judged by ``msgspec.convert`` itself, so
+this can never accept what the decoder refuses.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import inspect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from extproc.config.errors import Path
+
+Finding = tuple["Path", str]
+
+
+def find_mistakes(value: object, cls: type) -> list[Finding]:
+    """All mistakes of ``value`` as a ``cls``, as (path, message)."""
+    return list(_walk(value, inspect.type_info(cls), ()))
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """``did you mean 'x'?`` where one of ``known`` is close, else the list of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    return f"did you mean '{close[0]}'?" if close else f"write one of: {', '.join(names) or '(there is none)'}"
+
+
+def _walk(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:
+    match kind:
+        case inspect.UnionType():
+            yield from _walk_optional(value, kind, path)
+        case inspect.StructType() if isinstance(value, dict):
+            yield from _walk_struct(value, kind, path)
+        case inspect.VarTupleType() | inspect.ListType() if isinstance(value, list):
+            yield from _check_length(value, kind, path)
+            for index, item in enumerate(value):
+                yield from _walk(item, kind.item_type, (*path, index))
+        case inspect.DictType() if isinstance(value, dict):
+            for key, item in value.items():
+                yield from _walk(item, kind.value_type, (*path, str(key)))
+        case _:
+            yield from _check_leaf(value, kind, path)
+
+
+def _walk_optional(value: object, kind: inspect.UnionType, path: Path) -> Iterator[Finding]:
+    if value is not None:
+        (held,) = (part for part in kind.types if not isinstance(part, inspect.NoneType))
+        yield from _walk(value, held, path)
+
+
+def _walk_struct(value: dict[object, object], kind: inspect.StructType, path: Path) -> Iterator[Finding]:
+    fields = {field.encode_name: field for field in kind.fields}
+    for key, item in value.items():
+        if key in fields:
+            yield from _walk(item, fields[key].type, (*path, key))
+        elif kind.forbid_unknown_fields:
+            yield (*path, str(key)), f"there is no such field; {suggest(str(key), fields)}"
+    for name, field in fields.items():
+        if field.required and name not in value:
+            yield path, f"the field '{name}' is missing; it is required"
+
+
+def _check_length(value: list[object], kind: inspect.VarTupleType | inspect.ListType, path: Path) -> Iterator[Finding]:
+    if kind.min_length is not None and len(value) < kind.min_length:
+        yield path, f"has {len(value)} items; write at least {kind.min_length}"
+    if kind.max_length is not None and len(value) > kind.max_length:
+        yield path, f"has {len(value)} items; write at most {kind.max_length}"
+
+
+def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:
+    if isinstance(kind, inspect.LiteralType):
+        if value not in kind.values:
+            yield path, f"'{value}' is not a choice; {suggest(str(value), map(str, kind.values))}"
+        return
+    try:
+        msgspec.convert(value, _to_annotation(kind))
+    except msgspec.ValidationError as error:
+        if isinstance(value, str) and isinstance(kind, inspect.StrType) and kind.pattern is not None:
+            yield path, f"'{value}' is not a name; write lower-case letters, digits, '-' and '.' (at most 253)"
+        else:
+            yield path, f"{_lower_first(str(error))}; it is {value!r}"
+
+
+_PLAIN: Mapping[type[inspect.Type], type] = {
+    inspect.BoolType: bool,
+    inspect.AnyType: object,
+    inspect.DictType: dict,
+    inspect.VarTupleType: list,
+    inspect.ListType: list,
+}
+
+
+def _to_annotation(kind: inspect.Type) -> object:
+    match kind:
+        case inspect.StrType():
+            meta = msgspec.Meta(min_length=kind.min_length, max_length=kind.max_length, pattern=kind.pattern)
+            return Annotated[str, meta]
+        case inspect.IntType():
+            return Annotated[int, _bounds(kind)]
+        case inspect.FloatType():
+            return Annotated[float, _bounds(kind)]
+        case inspect.StructType():
+            return kind.cls
+        case _ if type(kind) in _PLAIN:
+            return _PLAIN[type(kind)]
+        case _:
+            msg = f"the configuration types use {type(kind).__name__}, which this check does not know yet"
+            raise TypeError(msg)
+
+
+def _bounds(kind: inspect.IntType | inspect.FloatType) -> msgspec.Meta:
+    # msgspec takes one bound a side
+    if kind.gt is not None:
+        return msgspec.Meta(gt=kind.gt, le=kind.le) if kind.lt is None else msgspec.Meta(gt=kind.gt, lt=kind.lt)
+    return msgspec.Meta(ge=kind.ge, le=kind.le) if kind.lt is None else msgspec.Meta(ge=kind.ge, lt=kind.lt)
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

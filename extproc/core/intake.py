@@ -1,0 +1,92 @@
+"""Where requests come in: refuse what can be refused, parse, route, and see who asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from extproc.admission.identity import NOBODY
+from extproc.core.types import Arrival, Head
+from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownPath
+from extproc.protocol import MODELS_PATH
+from extproc.request.model import Api, InferenceRequest
+from extproc.request.openai import INFERENCE_PATHS, parse
+from extproc.routing.resolve import Destination
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Mapping
+
+    from extproc.admission.identity import Identities
+    from extproc.core.admission_controller import AdmissionController
+    from extproc.routing.resolve import ListedModel, RoutingTable
+    from extproc.scheduling.pool import Pool
+
+
+class Intake:
+    """Arrivals by one configuration: its routes, its servers' pools, and what it knows of callers."""
+
+    def __init__(
+        self,
+        routing: RoutingTable,
+        identities: Identities,
+        pools: Mapping[str, Pool],
+        admission: AdmissionController,
+        rng: random.Random,
+    ) -> None:
+        self._routing = routing
+        self._identities = identities
+        self._pools = pools
+        self._admission = admission
+        self._rng = rng
+
+    @property
+    def models(self) -> list[ListedModel]:
+        """The names that clients can ask for."""
+        return self._routing.models
+
+    def admit(self, head: Head) -> Api:
+        """Refuse what can be refused before the body is here."""
+        api = INFERENCE_PATHS.get(head.path)
+        if api is None:
+            known = ", ".join(INFERENCE_PATHS)
+            raise UnknownPath(
+                f"Nothing is served under {head.method} {head.path[:100]}; there are {known}, {MODELS_PATH}."
+            )
+        if head.method != "POST":
+            raise MethodNotAllowed(f"{head.path} takes POST, not {head.method[:20]}.")
+        if not head.has_body:
+            raise BadRequest("The request has no body; send a JSON object with at least 'model'.")
+        return api
+
+    def receive(self, api: Api, head: Head, body: bytes) -> Arrival:
+        """Parse and route; raises a Refusal."""
+        request = parse(api, body)
+        destination = self._routing.resolve(request.model, head.headers, head.path, self._rng)
+        return self._arrival(request, destination, head, body)
+
+    def receive_unread(self, server: str, head: Head, body: bytes) -> Arrival:
+        """A request that is none of the APIs', for a gateway that has only one pool: nothing of it is known."""
+        request = InferenceRequest(Api.UNKNOWN, "", b"", is_streamed=False, stream_options={}, max_output_tokens=None)
+        return self._arrival(request, Destination(server, ""), head, body)
+
+    def receive_for(self, server: str, api: Api, head: Head, body: bytes) -> Arrival:
+        """Parse, and route to ``server`` unless a ModelRoute knows the model; raises a Refusal."""
+        request = parse(api, body)
+        if self._routing.knows(request.model):
+            return self.receive(api, head, body)
+        return self._arrival(request, Destination(server, request.model), head, body)
+
+    def _arrival(self, request: InferenceRequest, destination: Destination, head: Head, body: bytes) -> Arrival:
+        pool = self._pool(destination.server)
+        caller = NOBODY
+        if destination.server in self._admission.gates or self._admission.has_limits(destination.route):
+            caller = self._identities.caller(head.headers, is_trusted=head.is_trusted)
+        return Arrival(request, destination, pool, head, body, caller)
+
+    def _pool(self, server: str) -> Pool:
+        pool = self._pools.get(server)
+        if pool is None:
+            raise NoEndpoint(
+                f"The ModelServer '{server}' is not configured any more; add it, or start with another --pool."
+            )
+        return pool

@@ -1,0 +1,142 @@
+"""What queues and limits do, by server, band and tenant, as Prometheus metrics.
+
+Tenants are named by those that a trusted hop has authenticated; beyond so many, the rest are one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from extproc.core.types import Decision
+from extproc.metrics.collectors import Counters, DeferredHistogram, DeferredHistograms
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric
+
+    from extproc.admission.gate import Gate
+    from extproc.admission.queued_request import QueuedRequest
+    from extproc.core.types import Arrival, Held, Released, Settled
+    from extproc.errors import Refusal
+
+MOST_TENANTS: Final = 500
+OTHERS: Final = "(others)"
+_WAIT_BUCKETS: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_REDIS_BUCKETS: Final = (1e-4, 2e-4, 3e-4, 5e-4, 7.5e-4, 1e-3, 1.5e-3, 2.5e-3, 5e-3, 1e-2, 0.05, 0.25)
+
+
+class AdmissionMetrics:
+    """Series of one extproc process. ``gates``: by ModelServer."""
+
+    def __init__(self, registry: CollectorRegistry, gates: Callable[[], Mapping[str, Gate]]) -> None:
+        self._gates = gates
+        self._tenants: set[str] = set()
+        self._waits = DeferredHistograms(
+            "attache_queue_wait_seconds", "From arrival to dispatch.", _WAIT_BUCKETS, ["server", "band"], registry
+        )
+        self._ends = Counters(
+            "attache_queue_waits", "Waits by how they ended.", ["server", "band", "outcome"], registry
+        )
+        self._requests = Counters(
+            "attache_tenant_requests", "Requests by tenant and what was decided.", ["tenant", "outcome"], registry
+        )
+        self._service = Counters(
+            "attache_tenant_service_tokens", "Weighted tokens that engines gave.", ["server", "tenant"], registry
+        )
+        self._tenant_wait = Counters(
+            "attache_tenant_wait_seconds", "Seconds that requests were held.", ["server", "tenant"], registry
+        )
+        self._redis = Counters("attache_limits_redis", "Questions to Redis about limits.", ["result"], registry)
+        self._redis_seconds = DeferredHistogram(
+            "attache_limits_redis_seconds", "Round trips to Redis for limits.", _REDIS_BUCKETS, registry
+        )
+        registry.register(_QueueSeries(gates))
+
+    def sent(self, decision: Decision) -> None:
+        """A request goes, at once or after a wait."""
+        queued = decision.queued
+        if queued is None:
+            return
+        tenant = self._tenant(queued.flow.tenant)
+        self._requests.add(tenant, "picked")
+        self._waits.observe(decision.waited_s, decision.server, self._band(decision.server, queued))
+        if decision.waited_s:
+            self._tenant_wait.add_amount(decision.waited_s, decision.server, tenant)
+
+    def released(self, one: Released) -> None:
+        """A wait has ended."""
+        outcome = "sent" if isinstance(one.result, Decision) else one.result.outcome
+        server = one.held.arrival.pool.name
+        self._ends.add(server, self._band(server, one.held.queued), outcome)
+
+    def left(self, held: Held) -> None:
+        """A client did not wait for the end."""
+        server = held.arrival.pool.name
+        self._ends.add(server, self._band(server, held.queued), "left")
+
+    def refused(self, refusal: Refusal, arrival: Arrival) -> None:
+        """Limits, the queue or the pool did not take a request."""
+        self._requests.add(self._tenant(arrival.caller.flow or arrival.caller.tenant), refusal.outcome)
+
+    def settled(self, settled: Settled) -> None:
+        """What a request cost is known."""
+        if settled.queued is not None and settled.service:
+            self._service.add_amount(settled.service, settled.server, self._tenant(settled.queued.flow.tenant))
+
+    def asked_redis(self, result: str, seconds: float) -> None:
+        """Limits were to be granted by Redis."""
+        self._redis.add(result)
+        if seconds:
+            self._redis_seconds.observe(seconds)
+
+    def _tenant(self, name: str) -> str:
+        if name not in self._tenants:
+            if len(self._tenants) >= MOST_TENANTS:
+                return OTHERS
+            self._tenants.add(name)
+        return name
+
+    def _band(self, server: str, queued: QueuedRequest) -> str:
+        gate = self._gates().get(server)
+        return "" if gate is None else gate.queue.band_of(queued.priority).spec.name
+
+
+class _QueueSeries(Collector):
+    """Read from the queues when Prometheus asks."""
+
+    def __init__(self, gates: Callable[[], Mapping[str, Gate]]) -> None:
+        self._gates = gates
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing to check for clashes; asking would need the gates."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """By server, and by band."""
+        one, two = ["server"], ["server", "band"]
+        waiting = GaugeMetricFamily("attache_queue_waiting", "Requests that wait for an engine.", labels=two)
+        held = GaugeMetricFamily("attache_queue_bytes", "Bytes of requests that wait.", labels=two)
+        flows = GaugeMetricFamily("attache_queue_flows", "Flows that are remembered.", labels=two)
+        full = GaugeMetricFamily(
+            "attache_saturation", "How full the engines are, 0 to 1, when last looked at.", labels=one
+        )
+        stale = GaugeMetricFamily(
+            "attache_stale_endpoints", "Engines judged by our own books, for want of reports.", labels=one
+        )
+        queued = GaugeMetricFamily(
+            "attache_wanted_engines", "Requests that wait while there is no engine: start one.", labels=one
+        )
+        for name, gate in self._gates().items():
+            for band in gate.queue.bands:
+                waiting.add_metric([name, band.spec.name], band.requests)
+                held.add_metric([name, band.spec.name], band.bytes)
+                flows.add_metric([name, band.spec.name], len(band.flows))
+            full.add_metric([name], gate.saturation)
+            stale.add_metric([name], gate.stale_endpoints)
+            queued.add_metric([name], len(gate.queue) if gate.wants_engines else 0)
+        yield from (waiting, held, flows, full, stale, queued)

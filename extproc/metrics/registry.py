@@ -1,0 +1,262 @@
+"""Decisions, refusals and outcomes as Prometheus metrics.
+
+Labels come from the configuration and from fixed sets, never from what a client sends: its model name, path or headers
+cannot add a series. Series of an endpoint end when it leaves the configuration.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from extproc.metrics.admission import AdmissionMetrics
+from extproc.metrics.collectors import Counters, DeferredHistogram
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from prometheus_client.metrics_core import Metric
+
+    from extproc.admission.gate import Gate
+    from extproc.core.types import Arrival, Decision, Settled
+    from extproc.errors import Refusal
+    from extproc.metrics.decision_log import DecisionLog
+    from extproc.scheduling.pool import Pool
+
+_PICK_BUCKETS: Final = (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2, 0.1, 1.0)
+_STREAM_BUCKETS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_LAG_BUCKETS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
+
+
+class Metrics:
+    """All series of one extproc process, in a registry of their own."""
+
+    def __init__(
+        self,
+        pools: Callable[[], Iterable[Pool]],
+        wall_clock: Callable[[], float],
+        clock: Callable[[], float],
+        log: DecisionLog | None = None,
+        gates: Callable[[], Mapping[str, Gate]] = dict,
+    ) -> None:
+        """``clock``: the one that endpoint tables go by. ``gates``: by ModelServer, where there is flow control."""
+        self._log = log
+        self.registry = CollectorRegistry()
+        self.admission = AdmissionMetrics(self.registry, gates)
+        self._wall_clock = wall_clock
+        self._requests = Counters("attache_requests", "Requests by what was decided.", ["outcome"], self.registry)
+        self._requests.begin("picked")
+        self._picks = Counters("attache_picks", "Requests sent to a ModelServer.", ["server"], self.registry)
+        self._answers = Counters(
+            "attache_answers",
+            "Answers by ModelServer, class of status, and whether the first choice served.",
+            ["server", "status_class", "first_choice"],
+            self.registry,
+        )
+        self._pick_seconds = DeferredHistogram(
+            "attache_pick_seconds",
+            "Parse, route, pick: from a whole body to the decision.",
+            _PICK_BUCKETS,
+            self.registry,
+        )
+        self._stream_seconds = DeferredHistogram(
+            "attache_stream_seconds",
+            "Life of an ext_proc stream, which is that of the request.",
+            _STREAM_BUCKETS,
+            self.registry,
+        )
+        self._open = 0
+        open_streams = Gauge("attache_open_streams", "ext_proc streams open now.", registry=self.registry)
+        open_streams.set_function(lambda: self._open)
+        self._log_entries = Counters(
+            "attache_access_log_entries", "Access log entries by use.", ["result"], self.registry
+        )
+        self._log_lag = DeferredHistogram(
+            "attache_access_log_lag_seconds",
+            "From the end of a request to its access log entry.",
+            _LAG_BUCKETS,
+            self.registry,
+        )
+        self._config_reloads = Counters(
+            "attache_config_reloads", "Readings of the configuration by result.", ["result"], self.registry
+        )
+        self._config_valid = Gauge(
+            "attache_config_valid", "1 if the directory as it is now could be applied.", registry=self.registry
+        )
+        self._config_applied = Gauge(
+            "attache_config_applied_timestamp_seconds",
+            "When the configuration in use was read.",
+            registry=self.registry,
+        )
+        self._kv_events = Counters(
+            "attache_kv_events", "Messages with KV events, and replays.", ["server", "result"], self.registry
+        )
+        self._tokenized = Counters(
+            "attache_tokenized_prompts",
+            "Prompts for the precise index: all but `tokenized` were matched by the approximate one.",
+            ["server", "result"],
+            self.registry,
+        )
+        self._shared = Counters("attache_shared_messages", "Messages between processes.", ["result"], self.registry)
+        self._peers = Gauge("attache_peers", "Other processes that are heard of.", registry=self.registry)
+        self._scrapes = Counters(
+            "attache_engine_reports", "Readings of engines' metrics.", ["server", "result"], self.registry
+        )
+        self.registry.register(_EndpointSeries(pools, clock))
+        age = Gauge("attache_config_age_seconds", "Age of the configuration in use.", registry=self.registry)
+        # client_golang's idiom; prometheus_client keeps the value of a set gauge where no function computes it
+        age.set_function(self._config_age)
+        self._applied_at: float = wall_clock()
+
+    def stream_opened(self) -> None:
+        """A request's stream begins."""
+        self._open += 1
+
+    def stream_closed(self, seconds: float) -> None:
+        """A request's stream is over."""
+        self._open -= 1
+        self._stream_seconds.observe(seconds)
+
+    def wants_reasons(self) -> bool:
+        """Whether the next decision is to be explained, for the log."""
+        return self._log is not None and self._log.samples()
+
+    def decided(self, decision: Decision, seconds: float | None) -> None:
+        """A request was sent on its way; None: it had to wait for that."""
+        if self._log is not None:
+            self._log.decided(decision)
+        self._requests.add("picked")
+        self._picks.add(decision.server)
+        if seconds is not None:
+            self._pick_seconds.observe(seconds)
+        self.admission.sent(decision)
+
+    def answered_models(self) -> None:
+        """The list of models was given."""
+        self._requests.add("models_listed")
+
+    def refused(self, refusal: Refusal, arrival: Arrival | None = None) -> None:
+        """A client was told why not; ``arrival``: if its request came so far."""
+        self._requests.add(refusal.outcome)
+        if arrival is not None:
+            self.admission.refused(refusal, arrival)
+
+    def failed(self) -> None:
+        """A decision ended in an error of ours; Envoy goes on by its failure mode."""
+        self._requests.add("internal_error")
+
+    def settled(self, settled: Settled, ended_at: float) -> None:
+        """An access log entry found its decision. ``ended_at``: wall clock."""
+        self._log_entries.add("settled")
+        self._log_lag.observe(max(0.0, self._wall_clock() - ended_at))
+        self._count_answer(settled)
+
+    def _count_answer(self, settled: Settled) -> None:
+        if self._log is not None:
+            self._log.settled(settled)
+        self.admission.settled(settled)
+        outcome = settled.outcome
+        status_class = f"{outcome.status // 100}xx" if 100 <= outcome.status < 600 else "none"
+        first = "yes" if outcome.served == settled.assignment.place.address else "no"
+        self._answers.add(settled.server, status_class, first)
+
+    def settled_here(self, settled: Settled) -> None:
+        """An answer passed through here, so its outcome is known at once."""
+        self._count_answer(settled)
+
+    def kv_events(self, server: str, result: str) -> None:
+        """A message with KV events, or a replay of them."""
+        self._kv_events.add(server, result)
+
+    def tokenized(self, server: str, result: str) -> None:
+        """A prompt was to be turned into tokens."""
+        self._tokenized.add(server, result)
+
+    def shared(self, result: str) -> None:
+        """A message to or from other processes."""
+        self._shared.add(result)
+
+    def peers(self, count: int) -> None:
+        """Other processes that are heard of."""
+        self._peers.set(count)
+
+    def scraped(self, server: str) -> None:
+        """An engine has said how it is."""
+        self._scrapes.add(server, "read")
+
+    def scrape_failed(self, server: str) -> None:
+        """An engine could not be asked."""
+        self._scrapes.add(server, "failed")
+
+    def unmatched_entry(self, *, has_ticket: bool) -> None:
+        """An access log entry without a ticket, or with one that this process did not give or has settled."""
+        self._log_entries.add("unknown_ticket" if has_ticket else "no_ticket")
+
+    def config_applied(self) -> None:
+        """A new configuration is in use."""
+        self._config_reloads.add("applied")
+        self._config_valid.set(1)
+        self._applied_at = self._wall_clock()
+        self._config_applied.set(self._applied_at)
+
+    def config_refused(self) -> None:
+        """The directory is broken; the last good state stays."""
+        self._config_reloads.add("refused")
+        self._config_valid.set(0)
+
+    def config_mended(self) -> None:
+        """The directory is again what is in use."""
+        self._config_valid.set(1)
+
+    def _config_age(self) -> float:
+        return self._wall_clock() - self._applied_at
+
+
+class _EndpointSeries(Collector):
+    """Series by endpoint, read from the tables when Prometheus asks."""
+
+    def __init__(self, pools: Callable[[], Iterable[Pool]], clock: Callable[[], float]) -> None:
+        self._pools = pools
+        self._clock = clock
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing to check for clashes; asking would need the pools."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """One sample an endpoint and family."""
+        labels = ["server", "endpoint"]
+        in_flight = GaugeMetricFamily("attache_in_flight", "Requests picked and not over.", labels=labels)
+        rate = GaugeMetricFamily("attache_prefill_tokens_per_second", "Learned speed of prefill.", labels=labels)
+        prompt = CounterMetricFamily("attache_prompt_tokens", "Prompt tokens, as engines report.", labels=labels)
+        cached = CounterMetricFamily("attache_cached_tokens", "Prompt tokens found in the cache.", labels=labels)
+        ratio = GaugeMetricFamily("attache_cached_token_ratio", "Cached share of all prompt tokens.", labels=labels)
+        blocks = GaugeMetricFamily("attache_prefix_blocks", "Blocks in the prefix index.", labels=labels)
+        waiting = GaugeMetricFamily("attache_engine_waiting", "Waiting requests, as the engine says.", labels=labels)
+        running = GaugeMetricFamily("attache_engine_running", "Running requests, as the engine says.", labels=labels)
+        usage = GaugeMetricFamily("attache_engine_kv_usage", "Share of the KV cache in use, 0 to 1.", labels=labels)
+        age = GaugeMetricFamily("attache_engine_report_age_seconds", "Age of what the engine says.", labels=labels)
+        now = self._clock()
+        for pool in self._pools():
+            table = pool.table
+            for address in table.active_addresses:
+                row = table.row_of(address)
+                if row is None:
+                    continue
+                key = [pool.name, address]
+                prompt_tokens, cached_tokens = int(table.prompt_tokens[row]), int(table.cached_tokens[row])
+                in_flight.add_metric(key, float(table.in_flight[row]))
+                rate.add_metric(key, float(table.prefill_rate[row]))
+                prompt.add_metric(key, prompt_tokens)
+                cached.add_metric(key, cached_tokens)
+                ratio.add_metric(key, cached_tokens / prompt_tokens if prompt_tokens else 0.0)
+                blocks.add_metric(key, pool.caches.index.blocks_held(row))
+                if table.has_reported(row):
+                    waiting.add_metric(key, float(table.waiting[row]))
+                    running.add_metric(key, float(table.running[row]))
+                    usage.add_metric(key, float(table.kv_usage[row]))
+                    age.add_metric(key, now - float(table.seen_at_s[row]))
+        yield from (in_flight, rate, prompt, cached, ratio, blocks, waiting, running, usage, age)

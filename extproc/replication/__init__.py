@@ -1,0 +1,1 @@
+"""What extproc processes tell each other; knows the core."""

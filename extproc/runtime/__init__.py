@@ -1,0 +1,1 @@
+"""One process or several: puts the parts together; knows all but the command line."""

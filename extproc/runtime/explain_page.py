@@ -1,0 +1,44 @@
+"""``POST /debug/explain/v1/chat/completions`` with a request's headers and body: what would be decided now, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+
+from extproc.core.types import Head
+from extproc.errors import Refusal, to_openai_body
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from extproc.core.pipeline import Pipeline
+    from extproc.core.types import Arrival
+
+
+class ExplainPage:
+    """Reads what the running process knows, and changes nothing."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        tokens_of: Callable[[Arrival], Awaitable[Sequence[int] | None]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._pipeline = pipeline
+        self._tokens_of = tokens_of
+        self._clock = clock
+
+    async def show(self, http: web.Request) -> web.Response:
+        """The explanation as JSON, or the refusal that the client would get."""
+        headers = {name.lower(): value for name, value in http.headers.items()}
+        # for trusted networks only: whoever asks here is the operator
+        head = Head("POST", "/" + http.match_info["path"], headers, has_body=True, is_trusted=True)
+        try:
+            arrival = self._pipeline.intake.receive(self._pipeline.intake.admit(head), head, await http.read())
+            tokens = await self._tokens_of(arrival) if arrival.wants_tokens else None
+            explanation = self._pipeline.explain(arrival, self._clock(), tokens=tokens)
+        except Refusal as refusal:
+            return web.Response(status=refusal.status, body=to_openai_body(refusal), content_type="application/json")
+        return web.Response(body=msgspec.json.encode(explanation), content_type="application/json")

@@ -1,0 +1,162 @@
+"""Explanations: the reasons of a pick in words, as a page, as a command, as a log."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from extproc.__main__ import main
+from extproc.config.load import load
+from extproc.core.explanation import to_text
+from extproc.core.feedback import Outcome
+from extproc.core.pipeline import Pipeline
+from extproc.core.types import Head, Terms
+from extproc.metrics.decision_log import DecisionLog
+from extproc.metrics.registry import Metrics
+from extproc.request.model import Api
+from extproc.runtime.explain_page import ExplainPage
+from extproc.scheduling.cache_estimator import Prompt
+from tests.extproc.conftest import CONFIG
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+    from extproc.core.types import Arrival
+
+BODY = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello " * 500}]}).encode()
+HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
+PICKER = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+  - type: least-request-filter
+    parameters: {maxWaitingRequests: 5}
+  - type: queue-scorer
+  - type: prefix-cache-scorer
+schedulingProfiles:
+  - name: default
+    plugins: [{pluginRef: least-request-filter}, {pluginRef: queue-scorer, weight: 2}, {pluginRef: prefix-cache-scorer, weight: 3}]
+"""
+
+
+def pipeline_of(*, configured: bool) -> Pipeline:
+    config = (
+        CONFIG.replace(b"model: llama-3.1-8b", b"model: llama-3.1-8b\n  pickerConfig: epp.yaml")
+        if configured
+        else CONFIG
+    )
+    return Pipeline(load({"all.yaml": config, "epp.yaml": PICKER.encode()}), rng=random.Random(0), ticket_prefix="t")
+
+
+def arrival_of(pipeline: Pipeline) -> Arrival:
+    return pipeline.intake.receive(Api.CHAT, HEAD, BODY)
+
+
+def test_filters_and_scores_are_shown_with_their_weights() -> None:
+    pipeline = pipeline_of(configured=True)
+    table = pipeline.pools["llama"].table
+    table.waiting[:3], table.seen_at_s[:3] = (4, 9, 0), 0.0
+    shown = pipeline.explain(arrival_of(pipeline), 0.0)
+    (profile,) = shown.profiles
+    assert [(step.removed, step.left) for step in profile.filters] == [(("10.0.0.2:8000",), 2)]
+    assert profile.weights == {"queue-scorer": 2.0, "prefix-cache-scorer": 3.0}
+    assert [(one.address, one.scores["queue-scorer"], one.total) for one in profile.endpoints] == [
+        ("10.0.0.3:8000", 1.0, 2.0),
+        ("10.0.0.1:8000", 0.0, 0.0),
+    ]
+    assert shown.addresses == ("10.0.0.3:8000", "10.0.0.1:8000")
+    text = to_text(shown)
+    assert "least-request-filter left 2; out: 10.0.0.2:8000" in text
+    assert "queue-scorer x 2" in text
+
+
+def test_the_default_picker_shows_what_its_cost_is_made_of() -> None:
+    pipeline = pipeline_of(configured=False)
+    pipeline.pools["llama"].table.in_flight[0] = 50
+    shown = pipeline.explain(arrival_of(pipeline), 0.0)
+    best, *_, worst = shown.profiles[0].endpoints
+    assert worst.address == "10.0.0.1:8000"
+    assert worst.scores["requests in flight"] == 50
+    assert best.scores["cost in seconds"] < worst.scores["cost in seconds"]
+
+
+def test_explaining_changes_nothing() -> None:
+    pipeline = pipeline_of(configured=False)
+    pipeline.explain(arrival_of(pipeline), 0.0)
+    pool = pipeline.pools["llama"]
+    assert pool.table.in_flight.sum() == 0
+    assert pool.caches.index.match(pool.caches.expect(_prompt(BODY), pool.table, 0.0).chain) == []
+
+
+def _prompt(text: bytes) -> Prompt:
+    return Prompt(text, "llama-3.1-8b")
+
+
+async def test_the_page_explains_or_refuses_as_the_client_would_be() -> None:
+    async def no_tokens(_: Arrival) -> None:
+        return None
+
+    app = web.Application()
+    page = ExplainPage(pipeline_of(configured=True), no_tokens, lambda: 0.0)
+    app.add_routes([web.post("/debug/explain/{path:.*}", page.show)])
+    async with TestClient(TestServer(app)) as client:
+        shown = await client.post("/debug/explain/v1/chat/completions", data=BODY)
+        assert shown.status == 200
+        assert len((await shown.json())["addresses"]) == 3
+        refused = await client.post("/debug/explain/v1/chat/completions", data=BODY.replace(b'"chat"', b'"other"'))
+        assert (refused.status, (await refused.json())["error"]["code"]) == (404, "model_not_found")
+        assert (await client.post("/debug/explain/v1/nothing", data=BODY)).status == 404
+
+
+def test_the_command_decides_by_a_configuration_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "all.yaml").write_bytes(CONFIG)
+    body = tmp_path / "body.json"
+    body.write_bytes(BODY)
+    assert main(["explain", "--config", str(tmp_path), str(body)]) == 0
+    assert "profile PrefixAware: 3 candidates" in capsys.readouterr().out
+    assert main(["explain", "--config", str(tmp_path), "--json", str(body)]) == 0
+    assert json.loads(capsys.readouterr().out)["server"] == "llama"
+    body.write_bytes(b"{}")
+    assert main(["explain", "--config", str(tmp_path), str(body)]) == 1
+    assert "refused with 400" in capsys.readouterr().err
+    assert main(["explain", "--url", "http://127.0.0.1:1", str(body)]) == 2
+    assert "--debug" in capsys.readouterr().err
+
+
+def test_a_sample_of_decisions_and_their_outcomes_is_written_down() -> None:
+    pipeline, file = pipeline_of(configured=True), io.StringIO()
+    log = DecisionLog(file, share=1.0, rng=random.Random(0), wall_clock=lambda: 17.0)
+    metrics = Metrics(pipeline.pools.values, lambda: 0.0, lambda: 0.0, log)
+    assert metrics.wants_reasons()
+    decision = pipeline.dispatch(arrival_of(pipeline), 0.0, Terms(wants_reasons=True))
+    metrics.decided(decision, 0.001)
+    served = decision.assignment.place.address
+    settled = pipeline.settle(Outcome(decision.ticket, 200, served, 1.0, 0.5, 700, 5, 64), 1.0)
+    assert settled is not None
+    metrics.settled_here(settled)
+    made, came = map(json.loads, file.getvalue().splitlines())
+    assert (made["kind"], came["kind"], made["ticket"]) == ("decision", "outcome", came["ticket"])
+    assert made["profiles"][0]["weights"] == {"queue-scorer": 2.0, "prefix-cache-scorer": 3.0}
+    assert (came["cached_tokens"], came["predicted_cached_tokens"], came["at"]) == (64, 0.0, 17.0)
+
+
+def test_only_the_share_is_written_and_a_full_disk_ends_the_log_alone() -> None:
+    class Full(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    rng = random.Random(1)
+    log = DecisionLog(io.StringIO(), share=0.1, rng=rng, wall_clock=lambda: 0.0)
+    assert 60 < sum(log.samples() for _ in range(1000)) < 140
+    assert not DecisionLog(None, share=1.0, rng=rng, wall_clock=lambda: 0.0).samples()
+    pipeline = pipeline_of(configured=True)
+    log = DecisionLog(Full(), share=1.0, rng=rng, wall_clock=lambda: 0.0)
+    log.decided(pipeline.dispatch(arrival_of(pipeline), 0.0, Terms(wants_reasons=True)))
+    assert not log.samples()

@@ -1,0 +1,106 @@
+"""Who waits at an engine, by what was sent and by what the engine counts."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.endpoints.prefill_queue import PrefillQueue
+
+
+def pending(*works: float, now: float = 0.0) -> PrefillQueue:
+    made = PrefillQueue()
+    for work in works:
+        made.add(work, now)
+    return made
+
+
+def works(queue: PrefillQueue) -> list[float]:
+    return [one.work for one in queue]
+
+
+def test_those_that_wait_are_the_last_that_came() -> None:
+    queue = pending(9_000, 50_000, 2_000, 3_000)
+    bounds = queue.told(2, 1.0)
+    # two wait; of the others the first is done, and the second may be computed just now
+    assert works(queue) == [50_000, 2_000, 3_000]
+    assert (bounds.least, bounds.most, bounds.known) == (5_000, 55_000, 2)
+
+
+def test_what_one_step_computes_together_may_all_be_unfinished() -> None:
+    queue = pending(9_000, 4_000, 4_000, 1_000)
+    bounds = queue.told(1, 1.0)
+    assert works(queue) == [4_000, 4_000, 1_000]
+    assert (bounds.least, bounds.most) == (1_000, 9_000)
+
+
+def test_requests_on_their_way_are_not_among_those_that_the_engine_counts() -> None:
+    queue = pending(5_000)
+    queue.add(7_000, 1.0)
+    bounds = queue.told(0, 1.01)
+    assert works(queue) == [5_000, 7_000]
+    assert bounds.least == 7_000
+
+
+def test_first_tokens_are_those_of_the_first_in_the_queue() -> None:
+    queue = pending(1_000, 1_000, 1_000, 1_000)
+    queue.told(1, 1.0, first_tokens=2)
+    assert len(queue) == 2
+
+
+def test_a_request_that_was_found_done_is_not_taken_off_twice() -> None:
+    queue = pending(1_000, 2_000, 3_000, 4_000)
+    queue.passed(2)
+    queue.told(2, 1.0, first_tokens=2)
+    assert works(queue) == [3_000, 4_000]
+    queue.told(1, 1.2, first_tokens=1)
+    assert works(queue) == [4_000]
+
+
+def test_what_others_send_takes_nothing_of_ours_that_waits() -> None:
+    queue = pending(1_000, 2_000)
+    bounds = queue.told(5, 1.0, first_tokens=40)
+    assert works(queue) == [1_000, 2_000]
+    assert bounds.known == 2
+
+
+def test_one_that_gives_up_while_waiting_leaves_those_before_it() -> None:
+    queue = pending(1_000, 2_000, 3_000)
+    queue.drop(2)
+    assert works(queue) == [1_000, 3_000]
+    assert queue.work == 4_000
+    queue.drop(2)
+    assert works(queue) == [1_000, 3_000]
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.integers(1, 20_000)),
+            st.tuples(st.just("drop"), st.integers(0, 40)),
+            st.tuples(st.just("passed"), st.integers(0, 40)),
+            st.tuples(st.just("told"), st.tuples(st.integers(0, 12), st.one_of(st.none(), st.integers(0, 12)))),
+        ),
+        max_size=60,
+    )
+)
+def test_whatever_is_said_the_sum_is_that_of_the_queue_and_bounds_are_in_order(steps: list[tuple[str, object]]) -> None:
+    queue, now = PrefillQueue(), 0.0
+    for verb, value in steps:
+        now += 0.01
+        if verb == "add":
+            queue.add(float(value), now)  # type: ignore[arg-type]
+        elif verb == "drop":
+            queue.drop(value)  # type: ignore[arg-type]
+        elif verb == "passed":
+            queue.passed(value)  # type: ignore[arg-type]
+        else:
+            waiting, first_tokens = value  # type: ignore[misc]
+            before = len(queue)
+            bounds = queue.told(waiting, now, first_tokens)
+            assert 0 <= bounds.least <= bounds.most + 1e-6
+            assert bounds.known <= waiting
+            assert min(waiting, before) <= len(queue) <= before
+        assert abs(queue.work - sum(works(queue))) < 1e-6
+        numbers = [one.number for one in queue]
+        assert numbers == sorted(set(numbers))

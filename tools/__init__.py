@@ -1,0 +1,1 @@
+"""Programs that write derived files; nothing that runs in production."""
