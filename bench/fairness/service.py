@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 if TYPE_CHECKING:
-    from extproc.core.types import Decision
+    from extproc.core.effects import Decision
 
 INPUT_WEIGHT: Final = 1.0
 OUTPUT_WEIGHT: Final = 2.0

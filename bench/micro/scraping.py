@@ -19,7 +19,7 @@ import uvloop
 
 from bench.stack import documents
 from extproc.config.load import load
-from extproc.core.pipeline import Pipeline
+from extproc.core.core import Core
 from extproc.endpoints.metrics_text import NAMES, MetricsReader
 from extproc.feeds.engines import EngineScraper
 from extproc.metrics.registry import Metrics
@@ -70,10 +70,13 @@ async def _cost_of(asking: Coroutine[None, None, int], seconds: float) -> Cost:
 async def _ask_with_ours(ports: list[int], seconds: float) -> int:
     more = {"scrapeInterval": f"{1000 // HERTZ}ms"}
     text = documents([f"127.0.0.1:{port}" for port in ports], gateway={}, more=more)
-    pipeline = Pipeline(load({"all.yaml": text.encode()}), rng=random.Random(0), ticket_prefix="t")
+    core = Core(load({"all.yaml": text.encode()}), rng=random.Random(0), ticket_prefix="t")
     clock = asyncio.get_running_loop().time
-    metrics = Metrics(pipeline.pools.values, lambda: 0.0, clock)
-    task = asyncio.create_task(EngineScraper(pipeline, metrics, clock=clock, rng=random.Random(0)).run())
+    metrics = Metrics(core.pools.values, lambda: 0.0, clock)
+    scraper = EngineScraper(
+        core, metrics, clock=clock, rng=random.Random(0), said=lambda event: core.take_report(event, clock())
+    )
+    task = asyncio.create_task(scraper.run())
     await asyncio.sleep(seconds)
     task.cancel()
     await asyncio.wait([task])

@@ -1,4 +1,4 @@
-"""What engines tell of their caches, as late as KV events are, to the pipeline's precise index."""
+"""What engines tell of their caches, as late as KV events are, to the core's precise index."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from extproc.prefix.kv_index import Source
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from extproc.core.pipeline import Pipeline
+    from extproc.core.core import Core
 
     Change = Stored | Removed
 
 
 def follow_blocks(
-    pipeline: Pipeline,
+    core: Core,
     server: str,
     address: str,
     block_size: int,
     later: Callable[[float, Callable[[float], None]], None],
 ) -> Callable[[list[Change], float], None]:
     """What to tell of changes in the cache of the engine at ``address``; ``later`` does things when events are there."""
-    pool = pipeline.pools[server]
+    pool = core.pools[server]
     row = pool.table.row_of(address)
     kv = pool.caches.kv
     assert row is not None

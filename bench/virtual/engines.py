@@ -9,8 +9,8 @@ import msgspec
 from bench.engine.journal import Journal
 from bench.engine.scheduler import Limits, Scheduler
 from bench.engine.step_time import Roofline, StepTime
+from extproc.core.peer_events import EngineSaid
 from extproc.endpoints.engine_reports import CacheConfig, EngineState
-from extproc.replication.messages import EngineSaid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from bench.engine.request import Request
     from bench.engine.scheduler import Scheduler
-    from extproc.core.types import Decision
+    from extproc.core.effects import Decision
 
 
 # Names a request to a policy that has to know it again.

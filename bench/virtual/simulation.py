@@ -1,4 +1,4 @@
-"""A workload against extproc's own pipeline and simulated engines, in virtual time.
+"""A workload against extproc's own core and simulated engines, in virtual time.
 
 No Envoy, no HTTP: a request reaches its engine a moment after its pick, which is that of its arrival unless it is held. What the
 picker knows is as late as it is in reality: ``Delays``.
@@ -23,11 +23,11 @@ from bench.virtual.engines import Machine
 from bench.virtual.events import Events
 from bench.virtual.observer import REQUEST_KEY, Delays, Onlooker, Watch
 from bench.workload.sessions import Session
-from extproc.core.feedback import Outcome
-from extproc.core.pipeline import Pipeline
-from extproc.core.types import Decision, Head, Held, Terms
+from extproc.admission.limits import LocalLimits
+from extproc.core.core import Core
+from extproc.core.effects import AskLimits, AskTokens, Decision, Hold, Refused, SettleGrant, WakeAt
+from extproc.core.types import Head, Outcome
 from extproc.errors import Refusal
-from extproc.replication.messages import engine_said
 from extproc.request.model import Api
 from extproc.scheduling.pickers import make_picker
 
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
     from bench.virtual.engines import Kind
     from bench.workload.sessions import Workload
+    from extproc.admission.limits import Grant
     from extproc.config.types import Snapshot
+    from extproc.core.effects import Effect
+    from extproc.core.entering import Own
     from extproc.scheduling.pickers import MakePicker
 
 
@@ -60,7 +63,7 @@ class _Flight(msgspec.Struct):
 
 
 class Simulation:
-    """Engines by address under one pipeline. ``run`` plays a workload and returns its results, in engine time."""
+    """Engines by address under one core. ``run`` plays a workload and returns its results, in engine time."""
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class Simulation:
         watch: Watch | None = None,
         onlookers: Sequence[Onlooker] = (),
     ) -> None:
-        self.pipeline = Pipeline(snapshot, rng=random.Random(seed), ticket_prefix="s", make_picker=make_picker)
+        self.core = Core(snapshot, rng=random.Random(seed), ticket_prefix="s", make_picker=make_picker)
         self._rng = random.Random(seed)
         (server,) = snapshot.servers
         self._server = server.metadata.name
@@ -87,6 +90,8 @@ class Simulation:
         self._delays, self._watch, self._onlookers = delays, watch, onlookers
         for onlooker in onlookers:
             onlooker.begins({address: machine.scheduler for address, machine in self.machines.items()})
+        # of limits that machines share
+        self._store = LocalLimits()
         self._held: dict[str, _Asked] = {}
         self._looks_again_s = math.inf
         self._flights: dict[int, _Flight] = {}
@@ -96,7 +101,7 @@ class Simulation:
     def _machine(self, address: str, kind: Kind, watch: Watch | None) -> Machine:
         on_blocks = None
         if self._has_events:
-            on_blocks = follow_blocks(self.pipeline, self._server, address, kind.limits.block_size, self._later)
+            on_blocks = follow_blocks(self.core, self._server, address, kind.limits.block_size, self._later)
         return Machine(kind, self._events, self._take_tokens, leaps=watch is None, on_blocks=on_blocks)
 
     def _later(self, now: float, act: Callable[[float], None]) -> None:
@@ -111,9 +116,11 @@ class Simulation:
         return self._results
 
     def _scrape(self, now: float) -> None:
+        effects: list[Effect] = []
         for address, machine in self.machines.items():
-            engine_said(self.pipeline, machine.said(self._server, address), now)
-        self._release(now)
+            # all of them wake the core at the same time, and once is enough
+            effects = self.core.take_report(machine.said(self._server, address), now)
+        self._perform(effects, now)
         if self._events:  # nothing else to come: the end
             self._events.at(now + self._delays.scrape_s, self._scrape)
 
@@ -165,20 +172,34 @@ class Simulation:
         for onlooker in self._onlookers:
             onlooker.arrives(request, place, now)
         head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=True)
-        terms = Terms(tokens=tokens_of(prompt)) if self._has_events else Terms()
         try:
-            arrival = self.pipeline.intake.receive(Api.CHAT, head, body)
-            found = self.pipeline.enter(arrival, now, terms)
+            arrival = self.core.intake.receive(Api.CHAT, head, body)
         except Refusal as refusal:
             self._refuse(asked, refusal.outcome)
             return
-        if isinstance(found, Held):
-            self._held[found.ticket] = asked
-            if self._watch is not None:
-                self._watch.held(session.label, found.ticket, now)
-            self._release(now)
-        else:
-            self._send(asked, found, now)
+        own: Own | None
+        own, effects = self.core.arrive(arrival, now)
+        while isinstance(own, AskTokens | AskLimits):
+            self._perform(effects, now)
+            asked_for = tokens_of(prompt) if isinstance(own, AskTokens) else self._granted(own, now)
+            own, effects = self.core.resume(own.ticket, asked_for, now)
+        match own:
+            case Decision():
+                self._send(asked, own, now)
+            case Refused():
+                self._refuse(asked, own.refusal.outcome)
+            case Hold():
+                self._held[own.ticket] = asked
+                if self._watch is not None:
+                    self._watch.held(session.label, own.ticket, now)
+        self._perform(effects, now)
+
+    def _granted(self, ask: AskLimits, now: float) -> Grant | Refusal:
+        """By the store that all machines would share."""
+        try:
+            return msgspec.structs.replace(self._store.reserve(ask.asks, now), is_global=True)
+        except Refusal as refusal:
+            return refusal
 
     def _refuse(self, asked: _Asked, error: str) -> None:
         due_s = asked.due_s
@@ -186,26 +207,31 @@ class Simulation:
             Result(due_s, due_s, due_s, 0, 0, 0, error=error, label=asked.session.label, place=asked.place)
         )
 
-    def _release(self, now: float) -> None:
-        """Let go who may; and look again when something may have changed by itself."""
-        if not self.pipeline.admission.has_waiting:
-            return
-        for one in self.pipeline.release(now):
-            asked = self._held.pop(one.held.ticket)
-            if isinstance(one.result, Decision):
-                self._send(asked, one.result, now)
-            else:
-                self._refuse(asked, one.result.outcome)
-        again_s = self.pipeline.admission.look_again_s(now)
-        if again_s is not None and again_s < self._looks_again_s:
-            self._looks_again_s = again_s
-            self._events.at(again_s, self._look_again)
+    def _perform(self, effects: list[Effect], now: float) -> None:
+        """What the core asks for; a request that was not held follows its own effect itself."""
+        for effect in effects:
+            match effect:
+                case Decision() if effect.was_held:
+                    self._send(self._held.pop(effect.ticket), effect, now)
+                case Refused() if effect.was_held:
+                    self._refuse(self._held.pop(effect.ticket), effect.refusal.outcome)
+                case SettleGrant():
+                    self._store.settle(effect.grant, effect.used, now)
+                case WakeAt():
+                    self._wake_at(effect.at_s, now)
+
+    def _wake_at(self, at_s: float, now: float) -> None:
+        if at_s <= now:
+            self._perform(self.core.tick(now), now)
+        elif at_s < self._looks_again_s:
+            self._looks_again_s = at_s
+            self._events.at(at_s, self._look_again)
 
     def _look_again(self, now: float) -> None:
         # an earlier look may have taken the place of this one
         if now == self._looks_again_s:
             self._looks_again_s = math.inf
-            self._release(now)
+            self._perform(self.core.tick(now), now)
 
     def _send(self, asked: _Asked, decision: Decision, now: float) -> None:
         address = decision.assignment.place.address
@@ -236,7 +262,7 @@ class Simulation:
             self._watch.ended(asked.session.label, request.tokens, now)
         for onlooker in self._onlookers:
             onlooker.ended(request, now)
-        self.pipeline.finish(flight.ticket, now)
+        effects = self.core.finish(flight.ticket, now)
         outcome = Outcome(
             ticket=flight.ticket,
             status=200,
@@ -261,8 +287,8 @@ class Simulation:
                 place=asked.place,
             )
         )
-        self._release(now)
+        self._perform(effects, now)
         asked.done(now)
 
     def _settle(self, outcome: Outcome, now: float) -> None:
-        self.pipeline.settle(outcome, now)
+        self._perform(self.core.settle(outcome, now), now)

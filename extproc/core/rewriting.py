@@ -1,4 +1,4 @@
-"""What is made of a request for its engine: the prompt that caches know, who may be chosen, the body if something in it must change."""
+"""What is made of a request for its engine: the prompt that caches know, whom it may go to, the body if that must change."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from extproc.scheduling.pool import PickConstraints
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from extproc.core.types import Arrival, Terms
+    from extproc.core.types import Arrival, Attachment
     from extproc.endpoints.table import Bools
 
 
 def prompt_of(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:
-    """What is to be looked for in caches."""
+    """What to look for in caches; ``tokens``: the prompt's, if known."""
     request, spec, model = arrival.request, arrival.pool.spec, arrival.destination.model
     header = spec.cache_scope_header
     return Prompt(
@@ -35,14 +35,16 @@ def adapter_of(arrival: Arrival) -> str | None:
     return model if model not in {arrival.pool.spec.model, ""} else None
 
 
-def choice_of(arrival: Arrival, terms: Terms, among: Bools | None) -> PickConstraints:
-    """What may be chosen for it; ``among``: the endpoints with room, None for all."""
+def constraints_of(
+    arrival: Arrival, attachment: Attachment, with_room: Bools | None = None, *, wants_reasons: bool = False
+) -> PickConstraints:
+    """Whom the request may go to; ``with_room``: by row, whether the endpoint has room for it, None: all have."""
     return PickConstraints(
         headers=arrival.head.headers,
-        choices=terms.attachment.choices,
-        subset=terms.attachment.subset,
-        wants_reasons=terms.wants_reasons,
-        among=among,
+        choices=attachment.choices,
+        subset=attachment.subset,
+        wants_reasons=wants_reasons,
+        among=with_room,
         is_trusted=arrival.head.is_trusted,
     )
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-    from extproc.core.types import Decision, Settled
+    from extproc.core.effects import Decision, Settled
 
 log = logging.getLogger(__name__)
 

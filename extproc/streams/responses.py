@@ -24,7 +24,7 @@ from extproc.streams.messages import HeadersResponse, ProcessingResponse, Traile
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from extproc.core.types import Decision
+    from extproc.core.effects import Decision
     from extproc.errors import Refusal
     from extproc.routing.resolve import ListedModel
     from extproc.streams.messages import BodyResponse, CommonResponse

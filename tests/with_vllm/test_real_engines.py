@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from extproc.config.load import load
-from extproc.core.pipeline import Pipeline
+from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.feeds.tokens import LocalTokenizer
 from extproc.request.model import Api
@@ -175,5 +175,5 @@ kind: ModelRoute
 metadata: {{name: tiny}}
 spec: {{modelName: {NAME}, rules: [{{targetModels: [{{modelServerName: tiny}}]}}]}}
 """
-    pipeline = Pipeline(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
-    return pipeline.intake.receive(Api.CHAT, Head("POST", "/v1/chat/completions", {}, has_body=True), body)
+    core = Core(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
+    return core.intake.receive(Api.CHAT, Head("POST", "/v1/chat/completions", {}, has_body=True), body)

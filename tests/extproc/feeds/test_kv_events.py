@@ -14,7 +14,7 @@ from bench.engine.publisher import Form, Publisher, PublisherSettings
 from bench.engine.text import tokens_of
 from bench.processes import free_ports
 from extproc.config.load import load
-from extproc.core.pipeline import Pipeline
+from extproc.core.core import Core
 from extproc.feeds.kv_events import KvEventFeed
 from extproc.metrics.registry import Metrics
 from tests.waiting import eventually
@@ -100,11 +100,11 @@ spec:
   kvEvents: {{topic: "kv@"}}
   endpoints: [{{address: "127.0.0.1:1", kvEvents: "127.0.0.1:{engine.port}"{replay}}}]
 """
-    pipeline = Pipeline(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
-    metrics = Metrics(pipeline.pools.values, lambda: 0.0, lambda: 0.0)
-    task = asyncio.create_task(KvEventFeed(pipeline, metrics).run())
+    core = Core(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
+    metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)
+    task = asyncio.create_task(KvEventFeed(core, metrics).run())
     try:
-        yield pipeline.pools["s"], metrics
+        yield core.pools["s"], metrics
     finally:
         task.cancel()
         await asyncio.wait([task])
