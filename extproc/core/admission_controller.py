@@ -11,7 +11,6 @@ from extproc.admission.identity import name_in
 from extproc.admission.limits import LocalLimits, RouteLimits, Usage
 from extproc.admission.queued_request import FlowKey, QueuedRequest
 from extproc.admission.saturation import Stages
-from extproc.core.rewriting import adapter_of
 
 if TYPE_CHECKING:
     import random
@@ -35,12 +34,13 @@ class AdmissionController:
     def __init__(self, *, rng: random.Random) -> None:
         self.limits = LocalLimits()
         self.gates: dict[str, Gate] = {}
-        self._routes: dict[str, RouteLimits] = {}
+        # of the routes that have any
+        self.routes: dict[str, RouteLimits] = {}
         self._rng = rng
 
     def apply(self, snapshot: Snapshot, pools: Mapping[str, Pool]) -> None:
         """Follow the configuration. A gate whose flow control stays the same stays, with all who wait there."""
-        self._routes = {one.metadata.name: RouteLimits(one) for one in snapshot.routes if one.spec.rate_limits}
+        self.routes = {one.metadata.name: RouteLimits(one) for one in snapshot.routes if one.spec.rate_limits}
         before, self.gates = self.gates, {}
         for name, pool in pools.items():
             control, known = snapshot.flow_control_of(pool.spec), before.get(name)
@@ -49,18 +49,9 @@ class AdmissionController:
             elif control is not None:
                 self.gates[name] = self._new_gate(pool, control)
 
-    @property
-    def has_any_limits(self) -> bool:
-        """Whether any route has limits."""
-        return bool(self._routes)
-
-    def has_limits(self, route: str) -> bool:
-        """Whether the requests of ``route`` are limited."""
-        return route in self._routes
-
     def asks(self, arrival: Arrival) -> Sequence[Ask]:
         """What the limits of the request's route must grant; empty if there are none."""
-        limits = self._routes.get(arrival.destination.route)
+        limits = self.routes.get(arrival.destination.route)
         if limits is None:
             return ()
         return limits.asks(arrival.caller, arrival.head.headers, _reserved(arrival))
@@ -92,7 +83,7 @@ class AdmissionController:
             output_tokens=pool.expected_output(arrival.request.max_output_tokens),
             deadline_s=now + _target_s(arrival),
             session=name_in(arrival.head.headers, gate.control.session_header),
-            eligible=partial(pool.eligible, adapter_of(arrival), attachment.subset),
+            eligible=partial(pool.eligible, arrival.adapter, attachment.subset),
             holders=_holders(expectation.demand.cached_tokens) if cached else (),
         )
 

@@ -13,7 +13,7 @@ from extproc.admission.identity import Identities
 from extproc.admission.limits import Grant
 from extproc.core.accounts import Accounts
 from extproc.core.admission_controller import AdmissionController
-from extproc.core.dispatch import Dispatcher
+from extproc.core.dispatch import Dispatcher, constraints_of, prompt_of
 from extproc.core.effects import Effect, Tell
 from extproc.core.entering import EnteringRequests
 from extproc.core.explanation import explain
@@ -22,7 +22,6 @@ from extproc.core.intake import Intake
 from extproc.core.mirror import Mirror
 from extproc.core.peer_events import Alive, Ended, EngineSaid, Learned, Spent
 from extproc.core.record import Record
-from extproc.core.rewriting import constraints_of, prompt_of
 from extproc.core.running import RunningRequests
 from extproc.core.states import Event, State, is_legal
 from extproc.core.types import BUNDLE
@@ -97,7 +96,7 @@ class Core:
         gates, out = self.admission.gates, list[Effect]()
         self.pools, self.snapshot = pools, snapshot
         self.admission.apply(snapshot, pools)
-        self.asks_who = bool(self.admission.gates or files) or self.admission.has_any_limits
+        self.asks_who = bool(self.admission.gates or files or self.admission.routes)
         self.intake = Intake(routing, identities, pools, self.admission, self._rng)
         self._waiting.move(gates, pools, now, out)
         self._waiting.wake(now, out)

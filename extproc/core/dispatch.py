@@ -10,18 +10,21 @@ from extproc.admission.queued_request import QueuedRequest
 from extproc.core.effects import Decision, Effect, Refused, Tell
 from extproc.core.explanation import explain
 from extproc.core.record import Record, Run
-from extproc.core.rewriting import changed_body, constraints_of, prompt_of
+from extproc.core.rewriting import changed_body
 from extproc.core.states import State
 from extproc.errors import Refusal
 from extproc.prefix.turns import tail_of
+from extproc.scheduling.cache_estimator import Prompt
+from extproc.scheduling.pool import PickConstraints
 from extproc.scheduling.request_started import RequestStarted
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Sequence
 
     from extproc.admission.gate import Gate
     from extproc.core.accounts import Accounts
-    from extproc.core.types import Arrival
+    from extproc.core.types import Arrival, Attachment
     from extproc.endpoints.table import Bools
     from extproc.scheduling.cache_estimator import Expectation
     from extproc.scheduling.pool import Pool
@@ -112,6 +115,34 @@ class Dispatcher:
             waited_s=run.waited_s,
             grants=record.grants,
         )
+
+
+def prompt_of(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:
+    """What to look for in caches; ``tokens``: the prompt's, if known."""
+    request, spec, model = arrival.request, arrival.pool.spec, arrival.destination.model
+    header = spec.cache_scope_header
+    return Prompt(
+        text=request.prompt,
+        model=model,
+        adapter=arrival.adapter,
+        scope="" if header is None else arrival.head.headers.get(header.lower(), ""),
+        salt=request.cache_salt,
+        tokens=tokens,
+    )
+
+
+def constraints_of(
+    arrival: Arrival, attachment: Attachment, with_room: Bools | None = None, *, wants_reasons: bool = False
+) -> PickConstraints:
+    """Whom the request may go to; ``with_room``: by row, whether the endpoint has room for it, None: all have."""
+    return PickConstraints(
+        headers=arrival.head.headers,
+        choices=attachment.choices,
+        subset=attachment.subset,
+        wants_reasons=wants_reasons,
+        among=with_room,
+        is_trusted=arrival.head.is_trusted,
+    )
 
 
 def repeat(event: RequestStarted, origin: str, pool: Pool, gate: Gate | None, now: float) -> Record | None:

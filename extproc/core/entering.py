@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from extproc.admission.limits import Grant, unavailable
+from extproc.core.dispatch import prompt_of
 from extproc.core.effects import AskLimits, AskTokens, Decision, Effect, Hold, Left, Refused
-from extproc.core.rewriting import prompt_of
 from extproc.core.states import IllegalEvent, State
 from extproc.errors import Refusal
 
@@ -43,9 +43,9 @@ class EnteringRequests:
 
     def begin(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
         """The request has come: local limits first, then those that all machines share."""
-        asks = self._admission.asks(arrival)
-        if not asks:
+        if arrival.destination.route not in self._admission.routes:
             return self._ask_tokens(record, arrival, now, out)
+        asks = self._admission.asks(arrival)
         local = [ask for ask in asks if not ask.is_global]
         if local:
             try:
@@ -100,7 +100,7 @@ class EnteringRequests:
         return self._ask_tokens(record, arrival, now, out)
 
     def _ask_tokens(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
-        if not arrival.wants_tokens:
+        if arrival.pool.caches.kv is None or not arrival.wants_tokens:
             return self._enter(record, arrival, now, out)
         self._dispatcher.put(record, State.ASKING_TOKENS)
         return AskTokens(record.ticket, arrival)

@@ -1,52 +1,13 @@
-"""What is made of a request for its engine: the prompt that caches know, whom it may go to, the body if that must change."""
+"""What must change in a request's body for its engine."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from extproc.request.openai import with_changes
-from extproc.scheduling.cache_estimator import Prompt
-from extproc.scheduling.pool import PickConstraints
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from extproc.core.types import Arrival, Attachment
-    from extproc.endpoints.table import Bools
-
-
-def prompt_of(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:
-    """What to look for in caches; ``tokens``: the prompt's, if known."""
-    request, spec, model = arrival.request, arrival.pool.spec, arrival.destination.model
-    header = spec.cache_scope_header
-    return Prompt(
-        text=request.prompt,
-        model=model,
-        adapter=adapter_of(arrival),
-        scope="" if header is None else arrival.head.headers.get(header.lower(), ""),
-        salt=request.cache_salt,
-        tokens=tokens,
-    )
-
-
-def adapter_of(arrival: Arrival) -> str | None:
-    """The LoRA adapter that was asked for, if it was one."""
-    model = arrival.destination.model
-    return model if model not in {arrival.pool.spec.model, ""} else None
-
-
-def constraints_of(
-    arrival: Arrival, attachment: Attachment, with_room: Bools | None = None, *, wants_reasons: bool = False
-) -> PickConstraints:
-    """Whom the request may go to; ``with_room``: by row, whether the endpoint has room for it, None: all have."""
-    return PickConstraints(
-        headers=arrival.head.headers,
-        choices=attachment.choices,
-        subset=attachment.subset,
-        wants_reasons=wants_reasons,
-        among=with_room,
-        is_trusted=arrival.head.is_trusted,
-    )
+    from extproc.core.types import Arrival
 
 
 def changed_body(arrival: Arrival) -> bytes | None:

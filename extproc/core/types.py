@@ -62,6 +62,12 @@ class Arrival(msgspec.Struct, frozen=True):
         return self.destination.priority if self.caller.priority is None else self.caller.priority
 
     @property
+    def adapter(self) -> str | None:
+        """The LoRA adapter that was asked for, if it was one."""
+        model = self.destination.model
+        return model if model not in {self.pool.spec.model, ""} else None
+
+    @property
     def tenant(self) -> str:
         """The name under which it is counted."""
         return self.caller.flow or self.caller.tenant

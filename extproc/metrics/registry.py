@@ -44,7 +44,7 @@ class Metrics:
         gates: Callable[[], Mapping[str, Gate]] = dict,
     ) -> None:
         """``clock``: the one that endpoint tables go by. ``gates``: by ModelServer, where there is flow control."""
-        self._log = log
+        self.decision_log = log
         self.registry = CollectorRegistry()
         self.admission = AdmissionMetrics(self.registry, gates)
         self._wall_clock = wall_clock
@@ -121,16 +121,12 @@ class Metrics:
         self._open -= 1
         self._stream_seconds.observe(seconds)
 
-    def wants_reasons(self) -> bool:
-        """Whether the next decision is to be explained, for the log."""
-        return self._log is not None and self._log.samples()
-
     def count(self, effect: Effect) -> None:
         """What the core decided or learned; effects of other kinds count nothing."""
         match effect:
             case Decision():
-                if self._log is not None:
-                    self._log.decided(effect)
+                if self.decision_log is not None:
+                    self.decision_log.decided(effect)
                 self._requests.add("picked")
                 self._picks.add(effect.server)
                 if effect.queued is not None:
@@ -162,8 +158,8 @@ class Metrics:
         self._log_lag.observe(max(0.0, self._wall_clock() - ended_at_s))
 
     def _count_answer(self, settled: Settled) -> None:
-        if self._log is not None:
-            self._log.settled(settled)
+        if self.decision_log is not None:
+            self.decision_log.settled(settled)
         self.admission.settled(settled)
         outcome = settled.outcome
         status_class = f"{outcome.status // 100}xx" if 100 <= outcome.status < 600 else "none"

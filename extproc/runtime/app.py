@@ -91,9 +91,11 @@ class App:
             snapshot, rng=random.Random(), ticket_prefix=origin, machine=machine if buses else None
         )
         self._log_file = None if settings.decision_log is None else settings.decision_log.open("a")
-        decisions = DecisionLog(
-            self._log_file, share=settings.decision_share, rng=random.Random(), wall_clock=wall_clock
-        )
+        decisions = None
+        if self._log_file is not None:
+            decisions = DecisionLog(
+                self._log_file, share=settings.decision_share, rng=random.Random(), wall_clock=wall_clock
+            )
         metrics = self._metrics = Metrics(
             lambda: list(core.pools.values()), wall_clock, clock, decisions, lambda: core.admission.gates
         )

@@ -150,8 +150,8 @@ class Duplex:
 
     def _enter(self, arrival: Arrival) -> list[bytes]:
         attachment = Attachment(self._context.options.duplex_choices, self._allowed(arrival.head))
-        self.request = StreamRequest(self._context, arrival)
-        return answers_to(self, self.request.begin(attachment, self._context.clock()))
+        self.request, own = StreamRequest.begin(self._context, arrival, attachment, self._context.clock())
+        return answers_to(self, own)
 
     def _allowed(self, head: Head) -> list[str] | None:
         chosen = head.headers.get(CONFORMANCE_HEADER) if self._context.options.conformance else None

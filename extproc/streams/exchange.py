@@ -176,5 +176,5 @@ class Buffered:
             arrival = intake.receive(api, head, message.body)
         else:
             arrival = intake.receive_for(pool, api, head, message.body)
-        self.request = StreamRequest(context, arrival)
-        return answers_to(self, self.request.begin(self._attachment, began_s))
+        self.request, own = StreamRequest.begin(context, arrival, self._attachment, began_s)
+        return answers_to(self, own)

@@ -15,23 +15,27 @@ if TYPE_CHECKING:
 class StreamRequest:
     """Follows the effects that are about this request; the context performs the others."""
 
-    def __init__(self, context: StreamContext, arrival: Arrival) -> None:
+    def __init__(self, context: StreamContext, arrival: Arrival, ticket: str) -> None:
         self.arrival = arrival
         self.pending: Pending | None = None
         self.decision: Decision | None = None
         self._context = context
-        self._ticket: str | None = None
+        self._ticket: str | None = ticket
 
-    def begin(self, attachment: Attachment, began_s: float) -> Decision | Refused | None:
-        """The request goes to the core; None: something is pending."""
-        context = self._context
-        reasons = context.metrics.wants_reasons()
-        own, effects = context.core.arrive(self.arrival, began_s, attachment, wants_reasons=reasons)
+    @classmethod
+    def begin(
+        cls, context: StreamContext, arrival: Arrival, attachment: Attachment, began_s: float
+    ) -> tuple[StreamRequest, Decision | Refused | None]:
+        """A request that goes to the core, and its answer; None: something is pending. ``began_s``: when it was whole."""
+        log = context.metrics.decision_log
+        own, effects = context.core.arrive(
+            arrival, began_s, attachment, wants_reasons=log is not None and log.samples()
+        )
         context.perform(effects)
-        self._ticket = own.ticket
         if isinstance(own, Decision):
             context.metrics.picked_within(context.clock() - began_s)
-        return self._follow(own)
+        request = cls(context, arrival, own.ticket)
+        return request, request._follow(own)
 
     def resume(self, answer: Answer | Decision | Refused) -> Decision | Refused | None:
         """What was pending is here."""

@@ -140,7 +140,7 @@ def test_a_sample_of_decisions_and_their_outcomes_is_written_down() -> None:
     core, file = core_of(configured=True), io.StringIO()
     log = DecisionLog(file, share=1.0, rng=random.Random(0), wall_clock=lambda: 17.0)
     metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0, log)
-    assert metrics.wants_reasons()
+    assert log.samples()
     decision = explained(core)
     metrics.count(decision)
     served = decision.assignment.place.address
