@@ -51,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--only", metavar="TEXT", default="", help="cases whose name contains it, such as 2KB or pieces"
     )
     parser.add_argument("--quick", action="store_true", help="only 2 KB and 100 KB with 8 endpoints, and nothing else")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="a checkout whose extproc is measured too")
     options = parser.parse_args(arguments)
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -59,7 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.quick:
         cases = [case for case in cases if case in overhead.QUICK_CASES]
     try:
-        report = uvloop.run(_measure(console, cases, is_quick=options.quick, is_whole=not options.only))
+        report = uvloop.run(
+            _measure(console, cases, options.against, is_quick=options.quick, is_whole=not options.only)
+        )
     except (StartFailed, EnvoyMissing) as error:
         console.print(str(error), style="red", markup=False)
         return 2
@@ -80,7 +83,9 @@ def _squeezed(name: str) -> str:
     return name.replace(" ", "").lower()
 
 
-async def _measure(console: Console, cases: Sequence[Case], *, is_quick: bool, is_whole: bool) -> Report:
+async def _measure(
+    console: Console, cases: Sequence[Case], against: Path | None, *, is_quick: bool, is_whole: bool
+) -> Report:
     counts = await instructions.available()
     if not counts:
         console.print(instructions.NOT_AVAILABLE)
@@ -91,7 +96,8 @@ async def _measure(console: Console, cases: Sequence[Case], *, is_quick: bool, i
     for number, case in enumerate(cases):
         console.print(f"{number + 1} of {len(cases)}: {case.name}")
         with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
-            rounds.append(await overhead.measure(case, Path(directory), effort, counts_instructions=counts))
+            found = await overhead.measure(case, Path(directory), effort, counts_instructions=counts, against=against)
+            rounds.append(found)
     report = Report([one for found in rounds for one in figures(found)], rounds)
     if is_quick or not is_whole:
         return report

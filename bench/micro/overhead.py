@@ -87,10 +87,15 @@ class Found(msgspec.Struct, frozen=True):
     servers: dict[str, Measured]
 
 
-async def measure(case: Case, directory: Path, effort: Effort, *, counts_instructions: bool) -> Found:
-    """Start all servers of ``case`` and load them in turn. ``directory`` is there and empty."""
+async def measure(
+    case: Case, directory: Path, effort: Effort, *, counts_instructions: bool, against: Path | None = None
+) -> Found:
+    """Start all servers of ``case`` and load them in turn. ``directory`` is there and empty; ``against``: another checkout."""
+    others = {} if against is None else {"extproc before": ["bench.micro.checkout", str(against)]}
     async with Processes(directory) as processes:
-        servers = await Servers(case, directory, processes).start(with_gateway=case.endpoints == 8 and case.renamed)
+        servers = await Servers(case, directory, processes, others).start(
+            with_gateway=case.endpoints == 8 and case.renamed
+        )
         asked = questions(case.prompt_bytes, count=64 if case.prompt_bytes < 100_000 else 16, model=case.model)
         direct = f"{ANSWER_BY_ENVOY}: 1\r\n"
         prepared = {phase.name: [one.on_wire(direct * phase.by_envoy) for one in asked] for phase in PHASES}

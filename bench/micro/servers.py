@@ -20,7 +20,7 @@ from controller.gateway.publish import Step, write
 from extproc.config.load import load
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
 GATEWAY_PYTHON: Final = ROOT / ".tools/sglang-router/bin/python"
@@ -71,8 +71,12 @@ class Server(msgspec.Struct, frozen=True):
 class Servers:
     """Starts what a case compares, in ``directory``; ``processes`` ends it."""
 
-    def __init__(self, case: Case, directory: Path, processes: Processes) -> None:
+    def __init__(
+        self, case: Case, directory: Path, processes: Processes, others: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        """``others``: further extprocs by name, as words after ``python -m`` that take extproc's arguments."""
         self._case = case
+        self._extprocs: dict[str, Sequence[str]] = {"extproc": ["extproc"], **(others or {})}
         self._directory = directory
         self._processes = processes
 
@@ -83,7 +87,7 @@ class Servers:
         command = [sys.executable, "-m", "bench.micro.instant_engine", "--ports", ",".join(map(str, ports))]
         pid, start_s = await self._start("engine", command, _Accepts(ports[-1]))
         servers = [Server("engine", pid, ports[0], start_s)]
-        names = ["no-op", "extproc"] if self._case.in_pieces else ["no-op", "answering", "extproc"]
+        names = ["no-op", *self._extprocs] if self._case.in_pieces else ["no-op", "answering", *self._extprocs]
         servers.extend([await self._start_behind_envoy(name, engines) for name in names])
         if with_gateway and GATEWAY_PYTHON.is_file():
             servers.append(await self._start_gateway(engines))
@@ -110,10 +114,11 @@ class Servers:
         config.mkdir(parents=True)
         (config / "attache.yaml").write_text(text)
         write(bundle, Step(0, self._bundle_files(text, bundle)))
+        words = ["--config", str(config), "--listen", address, "--metrics", f"127.0.0.1:{metrics}"]
         arguments = {
             "no-op": ["bench.micro.noop", "--listen", address],
             "answering": ["bench.micro.answering", "--listen", address, "--engines", ",".join(engines)],
-            "extproc": ["extproc", "--config", str(config), "--listen", address, "--metrics", f"127.0.0.1:{metrics}"],
+            **{name: [*module, *words] for name, module in self._extprocs.items()},
         }[name]
         pid, start_s = await self._start(name, [sys.executable, "-m", *arguments], _Accepts(grpc))
         envoy_pid, _ = await self._start(f"envoy-{name}", envoy_command(bundle), _Serves(listen, self._case.model))
