@@ -41,6 +41,15 @@ def _ticked_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in {"Z", "X"}
+
+
 def peak_rss_bytes(pid: int) -> int:
     """The most memory that a process has held at once."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():

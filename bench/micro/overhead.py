@@ -11,10 +11,11 @@ from bench.load.summary import rank
 from bench.micro import instructions
 from bench.micro.servers import ANSWER_BY_ENVOY, Case, Servers
 from bench.micro.wire import WireLoad, questions
-from bench.processes import Processes
-from bench.usage import cpu_seconds, peak_rss_bytes, thread_seconds
+from bench.processes import Processes, StartFailed
+from bench.usage import cpu_seconds, is_running, peak_rss_bytes, thread_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from bench.micro.servers import Server
@@ -105,6 +106,7 @@ async def measure(
         for number in range(effort.rounds):
             # another one begins each time, so that what follows whom evens out
             turn = number % len(servers)
+            _expect_all_alive(servers, directory)
             for server in servers[turn:] + servers[:turn]:
                 for phase in _phases_of(server):
                     load = WireLoad(prepared[phase.name], connections=phase.at_once)
@@ -115,6 +117,15 @@ async def measure(
             case,
             {one.name: Measured(one.start_s, peak_rss_bytes(one.pid), loads[one.name]) for one in servers},
         )
+
+
+def _expect_all_alive(servers: Sequence[Server], logs: Path) -> None:
+    """Raise StartFailed with the log of a server that has ended."""
+    for server in servers:
+        for pid, name in ((server.pid, server.name), (server.envoy_pid, f"envoy-{server.name}")):
+            if pid is not None and not is_running(pid):
+                log = (logs / f"{name}.log").read_text(errors="replace")
+                raise StartFailed(f"{name} has ended while it was measured; its log ends so:\n{log[-2000:]}")
 
 
 def _phases_of(server: Server) -> list[Phase]:

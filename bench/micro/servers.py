@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 GATEWAY_PYTHON: Final = ROOT / ".tools/sglang-router/bin/python"
 GATEWAY_MISSING: Final = "NOT MEASURED: SGLang's gateway; `make sglang-gateway` installs it"
+_GATEWAY: Final = "SGLang's gateway"
 _POLL_S: Final = 0.005
 # Requests with this header are answered by Envoy itself, once it has been told where to send them.
 ANSWER_BY_ENVOY: Final = "x-bench-answer"
@@ -145,8 +146,8 @@ class Servers:
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics), "--log-level", "error"),
             *("--worker-urls", *(f"http://{engine}" for engine in engines)),
         ]
-        pid, start_s = await self._start("gateway", command, _Serves(port, self._case.model))
-        return Server("SGLang's gateway", pid, port, start_s)
+        pid, start_s = await self._start(_GATEWAY, command, _Serves(port, self._case.model))
+        return Server(_GATEWAY, pid, port, start_s)
 
 
 def _in_pieces(listeners: str) -> str:
