@@ -1,4 +1,4 @@
-"""The parts of a decision by themselves: ``make bench`` runs these with pytest-benchmark."""
+"""The parts of a decision by themselves, timed with pytest-benchmark (``make bench``)."""
 
 from __future__ import annotations
 
