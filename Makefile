@@ -26,11 +26,12 @@ test: $(VENV)/ready $(ENVOY) ## all tests
 test-vllm: $(VENV)/ready $(ENVOY) $(VLLM)/ready ## tests with real vLLM engines on the CPU (installs 3 GB; Python 3.11 and a CPU build of torch)
 	ATTACHE_VLLM=$(CURDIR)/$(VLLM)/bin/python $(RUN) -m pytest tests/with_vllm $(ARGS)
 
-check: $(VENV)/ready ## lint, format, layers, types
+check: $(VENV)/ready ## lint, format, layers, types, generated messages
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/mypy
+	$(RUN) -m tools.envoy_messages --check
 
 fix: $(VENV)/ready ## mend what ruff can mend
 	$(VENV)/bin/ruff check --fix .
@@ -48,7 +49,7 @@ lab: $(VENV)/ready ## endpoint-picking policies side by side on real traces, in 
 	$(RUN) -m bench lab $(ARGS)
 
 generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles
-	$(RUN) -m extproc.streams.messages_stub
+	$(RUN) -m tools.envoy_messages
 	$(RUN) -m controller bundle --golden
 	$(RUN) -m tools.architecture_tree
 

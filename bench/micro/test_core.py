@@ -24,6 +24,7 @@ from extproc.prefix.kv_events import Stored
 from extproc.prefix.kv_index import KvIndex, Source
 from extproc.request.model import Api
 from extproc.request.openai import parse
+from extproc.request.rewrite import with_changes
 from extproc.scheduling.picker import Demand, RequestFacts, View
 from extproc.scheduling.picker_config import read_picker_text
 from extproc.scheduling.pickers import make_picker
@@ -45,6 +46,13 @@ def body(size: int, key: str = "a") -> bytes:
 @pytest.mark.parametrize("size", SIZES)
 def test_parse(benchmark: BenchmarkFixture, size: int) -> None:
     assert benchmark(parse, Api.CHAT, body(size)).model == ALIAS
+
+
+@pytest.mark.parametrize("size", [2_000, 100_000, 400_000])
+def test_rename_the_model(benchmark: BenchmarkFixture, size: int) -> None:
+    client = body(size)
+    contents = parse(Api.CHAT, client).contents
+    assert MODEL.encode() in benchmark(with_changes, client, {"model": MODEL}, contents)
 
 
 @pytest.mark.parametrize("size", SIZES)

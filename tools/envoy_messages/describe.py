@@ -1,27 +1,29 @@
-"""Fast protobuf (upb) classes derived from envoy-data-plane, the one source of Envoy's schema.
+"""Protobuf descriptors of the Envoy messages that extproc uses, read out of envoy-data-plane.
 
-envoy-data-plane is built on betterproto2, whose pure Python parser is 300 times too slow for the request path. Its class
-metadata says everything a descriptor needs: names, numbers, types, oneofs, maps. So the messages reachable from a few
-roots are written into one file of a private descriptor pool and their C-speed classes are taken from there. They are
-equal on the wire; only names differ (no package), which the wire does not carry. Enums are int32: unknown values survive.
+envoy-data-plane is the one source of Envoy's schema, but its betterproto2 classes parse in pure Python, 300 times slower
+than the request path can bear, and take a second to import. Their metadata holds what a descriptor needs: names, numbers,
+types, oneofs and maps. So every message reachable from ``ROOTS`` is described in one file, from which protobuf's C
+implementation (upb) makes equivalent classes. Packages are left out, because the wire format does not carry names, and
+enums become int32, so that values unknown to the schema survive.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import betterproto2
-from google.protobuf import message_factory
-from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
-from google.protobuf.descriptor_pool import DescriptorPool
+from envoy_data_plane.envoy.service.accesslog.v3 import StreamAccessLogsMessage, StreamAccessLogsResponse
+from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProcessingResponse
+from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto, FileDescriptorSet
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from google.protobuf.message import Message
+# What Envoy and extproc send to each other.
+ROOTS: Final = (ProcessingRequest, ProcessingResponse, StreamAccessLogsMessage, StreamAccessLogsResponse)
 
-_FILE = "attache/derived.proto"
-_SCALARS = {
+_FILE: Final = "attache/envoy_messages.proto"
+_SCALARS: Final = {
     betterproto2.TYPE_BOOL: FieldDescriptorProto.TYPE_BOOL,
     betterproto2.TYPE_INT32: FieldDescriptorProto.TYPE_INT32,
     betterproto2.TYPE_INT64: FieldDescriptorProto.TYPE_INT64,
@@ -35,19 +37,8 @@ _SCALARS = {
 }
 
 
-def derive(roots: Iterable[type[betterproto2.Message]]) -> dict[str, type[Message]]:
-    """upb classes, by simple name, of ``roots`` and all messages that they reach."""
-    file = describe(roots)
-    pool = DescriptorPool()
-    pool.Add(file)
-    return {
-        message.name: message_factory.GetMessageClass(pool.FindMessageTypeByName(message.name))
-        for message in file.message_type
-    }
-
-
-def describe(roots: Iterable[type[betterproto2.Message]]) -> FileDescriptorProto:
-    """One file with a descriptor for every message reachable from ``roots``, sorted by name."""
+def describe(roots: Iterable[type[betterproto2.Message]] = ROOTS) -> FileDescriptorSet:
+    """A descriptor for every message reachable from ``roots``, sorted by name, in one file."""
     messages: dict[str, DescriptorProto] = {}
     origin: dict[str, type[betterproto2.Message]] = {}
     waiting = list(roots)
@@ -60,10 +51,12 @@ def describe(roots: Iterable[type[betterproto2.Message]]) -> FileDescriptorProto
         if name not in messages:
             messages[name], reached = _describe_message(cls)
             waiting.extend(reached)
-    return FileDescriptorProto(name=_FILE, syntax="proto3", message_type=[messages[name] for name in sorted(messages)])
+    file = FileDescriptorProto(name=_FILE, syntax="proto3", message_type=[messages[name] for name in sorted(messages)])
+    return FileDescriptorSet(file=[file])
 
 
 def _describe_message(cls: type[betterproto2.Message]) -> tuple[DescriptorProto, list[type[betterproto2.Message]]]:
+    """The message's descriptor, and the messages that its fields hold."""
     message = DescriptorProto(name=cls.__name__)
     reached: list[type[betterproto2.Message]] = []
     oneofs: dict[str, int] = {}

@@ -1,30 +1,24 @@
-"""Writes ``messages.pyi``: static types for the derived messages, so that a misspelt field is an error of mypy's."""
+"""Static types of the message classes, so that mypy finds a misspelt field."""
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 
-from extproc.streams import messages
-from extproc.streams.derive import describe
+if TYPE_CHECKING:
+    from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
-STUB = Path(__file__).with_name("messages.pyi")
-
-_HEAD = '''"""Generated from envoy-data-plane by `make generate`; do not edit."""
+_HEAD: Final = '''"""Generated from envoy-data-plane by `make generate`; do not edit."""
 
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-import betterproto2
 from google.protobuf.internal.containers import MessageMap, RepeatedCompositeFieldContainer, RepeatedScalarFieldContainer, ScalarMap
 from google.protobuf.message import Message
-
-ROOTS: tuple[type[betterproto2.Message], ...]
 '''
 
-_PYTHON = {
+_PYTHON: Final = {
     FieldDescriptorProto.TYPE_BOOL: "bool",
     FieldDescriptorProto.TYPE_STRING: "str",
     FieldDescriptorProto.TYPE_BYTES: "bytes",
@@ -33,9 +27,10 @@ _PYTHON = {
 }
 
 
-def render() -> str:
+def render(described: FileDescriptorSet) -> str:
     """The whole stub file."""
-    return "\n\n".join([_HEAD, *(_render_message(message) for message in describe(messages.ROOTS).message_type)]) + "\n"
+    messages = [_render_message(message) for file in described.file for message in file.message_type]
+    return "\n\n".join([_HEAD, *messages]) + "\n"
 
 
 def _render_message(message: DescriptorProto) -> str:
@@ -59,7 +54,7 @@ def _render_message(message: DescriptorProto) -> str:
 
 
 def _types(field: FieldDescriptorProto, entries: dict[str, DescriptorProto]) -> tuple[str, str]:
-    """What reading the field gives, and what the constructor takes."""
+    """The type that reading the field gives, and the type that the constructor takes."""
     entry = entries.get(field.type_name)
     if entry is not None:
         key, value = (_element(part) for part in entry.field)
@@ -78,6 +73,7 @@ def _element(field: FieldDescriptorProto) -> str:
 
 
 def _render_presence(message: DescriptorProto) -> list[str]:
+    """``HasField`` and ``WhichOneof``, with the names that they accept."""
     present = [
         field.name
         for field in message.field
@@ -93,13 +89,3 @@ def _render_presence(message: DescriptorProto) -> list[str]:
         names = ", ".join(f'"{field.name}"' for field in message.field if field.HasField("oneof_index"))
         lines.append(f'    def WhichOneof(self, oneof_group: Literal["{group.name}"]) -> Literal[{names}] | None: ...')
     return lines
-
-
-def main() -> None:
-    """Write the stub beside the module that it describes."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    STUB.write_text(render())
-
-
-if __name__ == "__main__":
-    main()
