@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-FLAGS = EngineFlags(count=3, speed=5.0, stream_headers="first-token")
+FLAGS = EngineFlags(count=3, speed=5.0, stream_headers="first-token", apart=True)
 
 
 @pytest.fixture
