@@ -66,7 +66,7 @@ class Processes:
 
     async def wait_ready(self, name: str, is_ready: Callable[[], Awaitable[bool]]) -> None:
         """Until ``name`` is ready; StartFailed if it ends or takes longer than a minute."""
-        process = next(process for known, process in self._running if known == name)
+        process = self._named(name)
         deadline = asyncio.get_running_loop().time() + _READY_S
         while not await is_ready():
             if process.returncode is not None:
@@ -86,7 +86,22 @@ class Processes:
     async def restart(self, name: str, number: signal.Signals) -> int:
         """End one process with a signal and start it again; its new process id."""
         await self.end(name, number)
+        return await self.start_again(name)
+
+    async def start_again(self, name: str) -> int:
+        """Start one that has been ended with the command that it had; its new process id."""
         return await self.start(name, self._commands[name])
+
+    def is_running(self, name: str) -> bool:
+        """Whether it was started and has not ended since."""
+        return any(known == name and process.returncode is None for known, process in self._running)
+
+    def pid(self, name: str) -> int:
+        """The process id of one that runs."""
+        return self._named(name).pid
+
+    def _named(self, name: str) -> asyncio.subprocess.Process:
+        return next(process for known, process in self._running if known == name)
 
     async def _end_all(self) -> None:
         while self._running:
