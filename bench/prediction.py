@@ -58,7 +58,7 @@ class Errors(msgspec.Struct, frozen=True):
 async def measure(directory: Path, *, publishes_events: bool, shape: Conversations = SHAPE) -> Errors:
     """Play ``shape`` with faults on the way."""
     log = directory / "decisions.jsonl"
-    flags = EngineFlags(count=3, speed=_SPEED, kv_blocks=6000, publishes_events=publishes_events)
+    flags = EngineFlags(count=3, speed=_SPEED, kv_blocks=6000, publishes_events=publishes_events, apart=True)
     logged = ("--decision-log", str(log), "--decision-sample", "1")
     # engines share two processors with all the rest, so that answers to /tokenize may be late
     more = {"scrapeInterval": "200ms", "tokenizer": {"timeout": "3s"}}

@@ -209,6 +209,7 @@ def _read(arguments: list[str] | None) -> Settings:
         hardware=options.hardware,
         speed=options.speed or (4.0 if is_trace else 1.0),
         kv_blocks=options.kv_blocks or (None if is_trace else 3000),
+        apart=True,  # what is measured must not wait for one core
     )
     name = options.trace.name.partition(".")[0] if is_trace else "conversations"
     return Settings(workload, flags, policies, options.out or Path("bench/out") / f"run-{name}", options.virtual)

@@ -41,7 +41,7 @@ class Shared(msgspec.Struct, frozen=True):
 async def measure(directory: Path, workers: int, *, shape: Conversations = SHAPE) -> Shared:
     """Play ``shape`` over ``workers`` processes."""
     results: list[Result] = []
-    flags = EngineFlags(count=4, speed=_SPEED, kv_blocks=3000)
+    flags = EngineFlags(count=4, speed=_SPEED, kv_blocks=3000, apart=True)
     log = directory / "decisions"
     logged = ("--decision-log", str(log), "--decision-sample", "1")
     async with running_stack(directory / "stack", flags, workers=workers, extproc_flags=logged) as stack:

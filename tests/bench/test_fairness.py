@@ -1,4 +1,4 @@
-"""What is promised of queues, in virtual time, on the simulator's engines."""
+"""What queues promise, in virtual time on simulated engines. ``make bench`` plays the same scenes at twice the length."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from bench.fairness.scenarios import (
     shares,
 )
 from bench.fairness.scenes import FCFS, VTC, Asking, Lengths
+from tests.examples import examples
 
 LENGTHS = st.builds(
     Lengths,
@@ -37,7 +38,7 @@ TENANTS = st.lists(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
 @given(asking=TENANTS, seed=st.integers(0, 10_000))
 def test_two_that_wait_are_never_further_apart_than_vtcs_theorem_allows(asking: list[Asking], seed: int) -> None:
     named = [
@@ -56,20 +57,21 @@ def test_without_counters_two_that_wait_drift_apart_without_bound() -> None:
 
 
 def test_a_flood_hardly_touches_the_others_where_it_would_drown_them_without_counters() -> None:
-    outcomes = {one.policy: one for one in flood(rate=0.9, seconds=40, engines=1, policies=FLOOD_POLICIES)}
-    assert outcomes["VTC"].factor < 1.15
-    assert outcomes["FCFS"].factor > 3
-    assert outcomes["no queue"].factor > 3
+    outcomes = {one.policy: one for one in flood(rate=0.9, seconds=20, engines=1, policies=FLOOD_POLICIES)}
+    assert outcomes["VTC"].factor < 1.1
+    # and the longer a flood lasts, the worse it gets
+    assert outcomes["FCFS"].factor > 2.25
+    assert outcomes["no queue"].factor > 2.25
 
 
 def test_a_flood_of_quiet_engines_costs_the_others_little() -> None:
-    outcomes = {one.policy: one for one in flood(rate=1.45, seconds=25, engines=4, policies=FLOOD_POLICIES)}
-    assert outcomes["VTC"].factor < 2.5
-    assert outcomes["FCFS"].during > 4 * outcomes["VTC"].during
+    outcomes = {one.policy: one for one in flood(rate=1.45, seconds=13, engines=4, policies=FLOOD_POLICIES)}
+    assert outcomes["VTC"].factor < 1.5
+    assert outcomes["FCFS"].during > 3 * outcomes["VTC"].during
 
 
 def test_deadlines_are_met_by_their_order_and_means_by_the_shortest_first() -> None:
-    found = {one.order: one for one in orders(rate=13, seconds=25, engines=2)}
+    found = {one.order: one for one in orders(rate=13, seconds=13, engines=2)}
     first = found["FirstCome"]
     assert found["Deadline"].missed < 0.8 * first.missed
     assert found["ShortestFirst"].mean < 0.9 * first.mean
@@ -77,13 +79,13 @@ def test_deadlines_are_met_by_their_order_and_means_by_the_shortest_first() -> N
 
 
 def test_bands_that_all_wait_have_their_shares() -> None:
-    found = shares(rate=25, seconds=15, engines=1).by_band
+    found = shares(rate=25, seconds=8, engines=1).by_band
     queued = {"critical": 0.80, "high": 0.15, "standard": 0.04, "best-effort": 0.01}
     assert found == {name: pytest.approx(share, abs=0.02) for name, share in queued.items()}
 
 
 def test_locality_is_kept_within_the_deficits() -> None:
-    found = {one.policy: one for one in locality(rate=3, seconds=20, engines=2)}
+    found = {one.policy: one for one in locality(rate=3, seconds=10, engines=2)}
     assert found["DLPM"].cached_token_ratio >= 0.85 * found["no queue"].cached_token_ratio
     assert found["DLPM"].cached_token_ratio > found["FCFS"].cached_token_ratio
     # a quantum, and the largest request with its answer

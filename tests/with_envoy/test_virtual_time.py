@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 HARDWARE = "h100x4-llama-3.1-70b"
 BLOCKS = 3000
 ENGINES = 3
+SPEED = 2.0
 # long enough prompts that a few milliseconds of HTTP do not count
 WORKLOAD = conversations(
     Conversations(
@@ -38,10 +39,10 @@ WORKLOAD = conversations(
 
 
 async def real(directory: Path) -> Summary:
-    flags = EngineFlags(count=ENGINES, hardware=HARDWARE, kv_blocks=BLOCKS)
+    flags = EngineFlags(count=ENGINES, hardware=HARDWARE, kv_blocks=BLOCKS, speed=SPEED)
     async with running_stack(directory, flags) as stack:
-        client = Client(stack.url, ALIAS, speed=1.0, on_result=lambda _: None)
-        return summarize(await client.send(WORKLOAD), 1.0)
+        client = Client(stack.url, ALIAS, speed=SPEED, on_result=lambda _: None)
+        return summarize(await client.send(WORKLOAD), SPEED)
 
 
 def virtual() -> Summary:
@@ -52,6 +53,7 @@ def virtual() -> Summary:
     return summarize(simulation.run(WORKLOAD), 1.0)
 
 
+@pytest.mark.real_time
 async def test_real_and_virtual_time_agree(tmp_path: Path) -> None:
     was, said = await real(tmp_path), virtual()
     assert was.requests == said.requests == 80

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import httpx
+import pytest
 
 from bench.stack import EngineFlags, running_stack
 from bench.workers import measure
@@ -24,6 +25,7 @@ def folder(directory: Path, name: str) -> Path:
     return made
 
 
+@pytest.mark.real_time
 async def test_two_workers_find_as_much_in_caches_as_one(tmp_path: Path) -> None:
     one = await measure(folder(tmp_path, "one"), 1, shape=SHAPE)
     two = await measure(folder(tmp_path, "two"), 2, shape=SHAPE)

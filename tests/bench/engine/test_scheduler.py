@@ -16,6 +16,7 @@ from bench.engine.step_time import Roofline
 from bench.engine.text import Message, answer_text, render_chat
 from bench.virtual.engines import Kind, Machine
 from bench.virtual.events import Events
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -141,7 +142,7 @@ def test_a_request_that_is_aborted_frees_its_blocks_wherever_it_was() -> None:
     assert engine.run() == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     jobs=st.lists(
         st.tuples(st.floats(0.0, 0.5), st.integers(1, 200), st.integers(1, 60), st.sampled_from("abc")),
@@ -179,7 +180,7 @@ def test_many_steps_at_once_come_to_the_same_as_one_after_the_other(
     assert len(slow) == len(jobs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     jobs=st.lists(st.tuples(st.integers(1, 120), st.integers(1, 40), st.sampled_from("abc")), min_size=1, max_size=12),
     blocks=st.integers(12, 40),
