@@ -11,9 +11,9 @@ import sys
 import uvloop
 
 from bench.engine.hardware import PRESETS
-from bench.engine.publisher import PublisherSettings
-from bench.engine.scheduler import Limits
-from bench.engine.server import EngineServer, Settings
+from bench.engine.publisher import KvEventsConfig
+from bench.engine.scheduler import EngineLimits
+from bench.engine.server import EngineServer, EngineSettings
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-async def _serve(settings: Settings) -> None:
+async def _serve(settings: EngineSettings) -> None:
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -36,7 +36,7 @@ async def _serve(settings: Settings) -> None:
         await EngineServer(settings).run()
 
 
-def _read(arguments: list[str] | None) -> Settings:
+def _read(arguments: list[str] | None) -> EngineSettings:
     parser = argparse.ArgumentParser(prog="bench.engine", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
@@ -64,13 +64,13 @@ def _read(arguments: list[str] | None) -> Settings:
         parser.error("--speed must be above 0")
     if options.max_model_len is not None and options.max_model_len > capacity:
         parser.error(f"--max-model-len {options.max_model_len} is more than the KV cache holds ({capacity} tokens)")
-    return Settings(
+    return EngineSettings(
         host=options.host,
         port=options.port,
         model=options.model,
         adapters=tuple(options.lora),
         hardware=hardware,
-        limits=Limits(options.max_num_seqs, options.max_num_batched_tokens, options.block_size, blocks),
+        limits=EngineLimits(options.max_num_seqs, options.max_num_batched_tokens, options.block_size, blocks),
         max_model_len=options.max_model_len or min(131_072, capacity),
         default_max_tokens=options.default_max_tokens,
         speed=options.speed,
@@ -78,7 +78,7 @@ def _read(arguments: list[str] | None) -> Settings:
         headers_first=options.stream_headers == "immediate",
         events=None
         if options.kv_events_port is None
-        else PublisherSettings(
+        else KvEventsConfig(
             options.kv_events_port,
             options.kv_replay_port,
             f"kv@{options.host}:{options.port}@{options.model}",

@@ -1,4 +1,4 @@
-"""What is read of requests to OpenAI's APIs, as vLLM reads them."""
+"""The fields of OpenAI API requests that the engine reads, as vLLM reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tokens = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class StreamOptions(msgspec.Struct):
-    """Of a streamed request."""
+    """``stream_options`` of a streamed request."""
 
     include_usage: bool = False
 
@@ -59,7 +59,7 @@ class EmbeddingsRequest(msgspec.Struct):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What the engine is to do, whatever API asked."""
+    """What the engine has to do, whichever API asked. ``max_tokens``: of the answer, if the request limits it."""
 
     model: str
     prompt: bytes
@@ -88,5 +88,6 @@ def responses_job(body: ResponsesRequest) -> Job:
 
 
 def _prompt_bytes(prompt: str | list[int]) -> bytes:
-    """A token id is a token, four bytes as any other."""
+    """Four bytes for each token id."""
+
     return prompt.encode() if isinstance(prompt, str) else array("I", prompt).tobytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.prediction import measure
+from bench.live.prediction import measure
 
 if TYPE_CHECKING:
     from pathlib import Path
