@@ -72,19 +72,37 @@ def chat_job(body: ChatRequest) -> Job:
     """A chat as a job."""
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
     limit = body.max_completion_tokens or body.max_tokens
-    return Job(body.model, render_chat(body.messages), limit, body.stream, wants_usage)
+    return Job(
+        model=body.model,
+        prompt=render_chat(body.messages),
+        max_tokens=limit,
+        is_streamed=body.stream,
+        wants_usage=wants_usage,
+    )
 
 
 def completion_job(body: CompletionRequest) -> Job:
     """A completion as a job."""
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
-    return Job(body.model, _prompt_bytes(body.prompt), body.max_tokens, body.stream, wants_usage)
+    return Job(
+        model=body.model,
+        prompt=_prompt_bytes(body.prompt),
+        max_tokens=body.max_tokens,
+        is_streamed=body.stream,
+        wants_usage=wants_usage,
+    )
 
 
 def responses_job(body: ResponsesRequest) -> Job:
     """A response as a job; its stream always ends with usage."""
     messages = [Message("user", body.input)] if isinstance(body.input, str) else body.input
-    return Job(body.model, render_chat(messages), body.max_output_tokens, body.stream, wants_usage=True)
+    return Job(
+        model=body.model,
+        prompt=render_chat(messages),
+        max_tokens=body.max_output_tokens,
+        is_streamed=body.stream,
+        wants_usage=True,
+    )
 
 
 def _prompt_bytes(prompt: str | list[int]) -> bytes:

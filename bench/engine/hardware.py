@@ -122,8 +122,24 @@ GPUS: Final[Mapping[str, Gpu]] = MappingProxyType(
         "l40s": Gpu(flops=362e12, bandwidth=0.864e12, memory=48e9),
         "a10g": Gpu(flops=70e12, bandwidth=0.6e12, memory=24e9),
         # From LLMServingSim's profiles inside vLLM 0.19, which runs decodes as CUDA graphs: no overhead of layers.
-        "rtx4090": Gpu(165.2e12, 1.008e12, 24e9, 0.96, 0.43, 1.0, 0.0),
-        "rtxpro6000": Gpu(503.8e12, 1.792e12, 96e9, 0.82, 0.49, 0.79, 0.0),
+        "rtx4090": Gpu(
+            flops=165.2e12,
+            bandwidth=1.008e12,
+            memory=24e9,
+            weight_streaming=0.96,
+            kv_reading=0.43,
+            prefill_gemm=1.0,
+            per_layer_s=0.0,
+        ),
+        "rtxpro6000": Gpu(
+            flops=503.8e12,
+            bandwidth=1.792e12,
+            memory=96e9,
+            weight_streaming=0.82,
+            kv_reading=0.49,
+            prefill_gemm=0.79,
+            per_layer_s=0.0,
+        ),
     }
 )
 

@@ -20,7 +20,7 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1,
 _BETWEEN = (0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 
 
-class EngineMetrics:
+class ServerMetrics:
     """Counters and histograms of requests, and a collector that reads the scheduler. Times are engine seconds."""
 
     def __init__(self, scheduler: Scheduler, limits: EngineLimits, *, model: str, adapters: list[str]) -> None:

@@ -241,4 +241,4 @@ def _batch(parts: list[tuple[Request, int]]) -> StepBatch:
             read += request.computed
         else:
             pairs += count * (request.computed + count / 2)
-    return StepBatch(len(parts), tokens, pairs, read, decodes)
+    return StepBatch(requests=len(parts), tokens=tokens, pairs=pairs, read=read, decodes=decodes)

@@ -26,7 +26,7 @@ from bench.engine.driver import Driver
 from bench.engine.faults import DropEvents, Fault, FaultPlan, Refuse, Stall
 from bench.engine.formats import ChatFormat, CompletionFormat, Format, ResponsesFormat, error_body
 from bench.engine.hardware import Hardware
-from bench.engine.metrics import EngineMetrics
+from bench.engine.metrics import ServerMetrics
 from bench.engine.publisher import KvEventPublisher, KvEventsConfig
 from bench.engine.scheduler import EngineLimits
 from bench.engine.text import count_tokens
@@ -73,7 +73,7 @@ class EngineServer:
         self._driver = Driver(
             settings.hardware, settings.limits, speed=settings.speed, seed=settings.seed, publisher=self._publisher
         )
-        self._metrics = EngineMetrics(
+        self._metrics = ServerMetrics(
             self._driver.scheduler, settings.limits, model=settings.model, adapters=list(settings.adapters)
         )
         self._faults = FaultPlan()
@@ -202,7 +202,7 @@ class EngineServer:
             return _error(400, str(error), "BadRequestError")
         texts = [body.input] if isinstance(body.input, str) else body.input
         prompt = "".join(texts).encode()
-        refused = self._refuse(Job(body.model, prompt, 1, is_streamed=False, wants_usage=False))
+        refused = self._refuse(Job(model=body.model, prompt=prompt, max_tokens=1, is_streamed=False, wants_usage=False))
         if refused is not None:
             return refused
         request = self._driver.new_request(prompt, 1, model=body.model)
@@ -255,7 +255,7 @@ class EngineServer:
 class _Observation:
     """Times of one answer, in engine seconds, into the metrics."""
 
-    def __init__(self, metrics: EngineMetrics, request: Request, speed: float) -> None:
+    def __init__(self, metrics: ServerMetrics, request: Request, speed: float) -> None:
         self._metrics = metrics
         self._request = request
         self._speed = speed

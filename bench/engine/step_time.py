@@ -56,7 +56,7 @@ def batch_of(parts: Iterable[Work]) -> StepBatch:
             read += part.history
         else:
             pairs += part.tokens * (part.history + part.tokens / 2)
-    return StepBatch(requests, tokens, pairs, read, decodes)
+    return StepBatch(requests=requests, tokens=tokens, pairs=pairs, read=read, decodes=decodes)
 
 
 class StepTime(Protocol):
@@ -135,6 +135,8 @@ def prefill_s(
     while tokens > 0:
         chunk = min(tokens, max(1, budget - decodes))
         pairs = chunk * (history + chunk / 2)
-        seconds += speed.seconds(StepBatch(decodes + 1, decodes + chunk, pairs, decodes_read, decodes))
+        seconds += speed.seconds(
+            StepBatch(requests=decodes + 1, tokens=decodes + chunk, pairs=pairs, read=decodes_read, decodes=decodes)
+        )
         tokens, history = tokens - chunk, history + chunk
     return seconds

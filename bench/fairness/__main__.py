@@ -1,4 +1,4 @@
-"""``python -m bench.fairness``: what the queues do for whom, as tables and plots."""
+"""``python -m bench.fairness``: what queues do for tenants, as tables and plots."""
 
 from __future__ import annotations
 

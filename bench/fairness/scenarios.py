@@ -62,7 +62,14 @@ def flood(
             )
             for loads in (calm, flooded)
         )
-        found.append(FloodResult(policy, distribution(before_s).p90, distribution(during_s).p90, tuple(during_s)))
+        found.append(
+            FloodResult(
+                policy=policy,
+                before_s=distribution(before_s).p90,
+                during_s=distribution(during_s).p90,
+                ttfts_s=tuple(during_s),
+            )
+        )
     return found
 
 
@@ -96,7 +103,14 @@ def orders(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> li
         results = play(workload, control, engines=engines, seed=seed)
         missed = [one.ttft_s > deadlines_s[one.due_at_s] for one in results]
         ttfts = ttfts_s(results)
-        found.append(OrderResult(name, sum(missed) / len(missed), sum(ttfts) / len(ttfts), max(ttfts)))
+        found.append(
+            OrderResult(
+                order=name,
+                missed=sum(missed) / len(missed),
+                mean_ttft_s=sum(ttfts) / len(ttfts),
+                longest_ttft_s=max(ttfts),
+            )
+        )
     return found
 
 
@@ -160,7 +174,15 @@ def locality(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> 
         ttfts = ttfts_s(results)
         light = distribution(ttfts_without(results, FLOODER))
         mean_s = sum(ttfts) / len(ttfts)
-        found.append(LocalityResult(policy, cached_token_ratio(results), service.widest, mean_s, light.p90))
+        found.append(
+            LocalityResult(
+                policy=policy,
+                cached_token_ratio=cached_token_ratio(results),
+                widest_gap=service.widest,
+                mean_ttft_s=mean_s,
+                light_p90_ttft_s=light.p90,
+            )
+        )
     return found
 
 

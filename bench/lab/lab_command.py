@@ -71,18 +71,18 @@ class TraceLoads(msgspec.Struct, frozen=True):
 
 _TRACES: Final = (
     TraceLoads(
-        "conversation",
-        ("mooncake_conversation_a.jsonl.gz", "conversation_trace.jsonl"),
-        2500,
-        4500,
-        {"moderate (56%)": 1.0, "high (98%)": 1.75, "overload (120%)": 2.15},
+        name="conversation",
+        files=("mooncake_conversation_a.jsonl.gz", "conversation_trace.jsonl"),
+        skip=2500,
+        limit=4500,
+        rates={"moderate (56%)": 1.0, "high (98%)": 1.75, "overload (120%)": 2.15},
     ),
     TraceLoads(
-        "synthetic",
-        ("mooncake_synthetic_a.jsonl.gz", "synthetic_trace.jsonl"),
-        1200,
-        1200,
-        {"moderate (55%)": 0.95, "high (98%)": 1.68, "overload (120%)": 2.05},
+        name="synthetic",
+        files=("mooncake_synthetic_a.jsonl.gz", "synthetic_trace.jsonl"),
+        skip=1200,
+        limit=1200,
+        rates={"moderate (55%)": 0.95, "high (98%)": 1.68, "overload (120%)": 2.05},
     ),
 )
 
@@ -185,7 +185,10 @@ def _lines(
     ours = blocks.get(_OURS, blocks[policies[0]])
     lines = [
         PolicyLine(
-            policy, pooled(found, objective), mean_interval(blocks[policy]), ratio_interval(blocks[policy], ours)
+            policy=policy,
+            measures=pooled(found, objective),
+            ttft_s=mean_interval(blocks[policy]),
+            against=ratio_interval(blocks[policy], ours),
         )
         for policy, found in zip(policies, reports, strict=True)
     ]

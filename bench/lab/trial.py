@@ -132,7 +132,7 @@ def run(trial: Trial, clock: Callable[[], float]) -> TrialReport:
         engines,
         seed=conditions.seed,
         make_picker=lambda _spec, _files: policy.picker,
-        delays=Delays(conditions.scrape_s, conditions.log_s, conditions.events_s),
+        delays=Delays(scrape_s=conditions.scrape_s, log_s=conditions.log_s, events_s=conditions.events_s),
         request_observers=[lower_bound] if policy.observer is None else [policy.observer, lower_bound],
     )
     began_at_s = clock()

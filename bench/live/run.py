@@ -96,7 +96,9 @@ async def _compare(settings: ComparisonSettings, console: Console) -> Comparison
                 async with running_stack(Path(directory), settings.flags, picker=picker) as stack:
                     progress.reset(bar, description=Path(policy).stem)
                     runs.append(await _run(Path(policy).stem, stack, settings, progress, bar))
-    return Comparison(settings.workload.name, _describe(settings.flags), settings.flags.speed, tuple(runs))
+    return Comparison(
+        workload=settings.workload.name, engines=_describe(settings.flags), speed=settings.flags.speed, runs=tuple(runs)
+    )
 
 
 def _check(policy: str) -> None:
@@ -187,7 +189,9 @@ def _read(arguments: list[str] | None) -> ComparisonSettings:
         kv_blocks=options.kv_blocks or (None if is_trace else 3000),
     )
     name = options.trace.name.partition(".")[0] if is_trace else "conversations"
-    return ComparisonSettings(workload, flags, policies, options.out or Path("bench/out") / f"run-{name}")
+    return ComparisonSettings(
+        workload=workload, flags=flags, policies=policies, out=options.out or Path("bench/out") / f"run-{name}"
+    )
 
 
 if __name__ == "__main__":

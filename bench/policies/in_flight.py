@@ -87,7 +87,7 @@ class InFlightTracker:
         row = self.row_of(view.table, address)
         uncached_tokens = max(0.0, view.request.input_tokens - float(view.demand.cached_tokens[row]))
         blocks = list(request.text.hashes)
-        self._entries[request.key] = _Entry(row, uncached_tokens, blocks, request)
+        self._entries[request.key] = _Entry(row=row, uncached_tokens=uncached_tokens, blocks=blocks, request=request)
         self.prefill_tokens[row] += uncached_tokens
         self._active[row].update(blocks)
 

@@ -42,8 +42,16 @@ class RecordedRun(msgspec.Struct, frozen=True):
 
 
 _RUNS: Final = (
-    RecordedRun("rtx4090_llama31-8b_tp1", "rtx4090", EngineLimits(256, 2048, 16, 2588)),
-    RecordedRun("rtxpro6000_llama31-8b_tp1", "rtxpro6000", EngineLimits(128, 2048, 16, 30_000)),
+    RecordedRun(
+        "rtx4090_llama31-8b_tp1",
+        "rtx4090",
+        EngineLimits(max_num_seqs=256, max_num_batched_tokens=2048, block_size=16, num_gpu_blocks=2588),
+    ),
+    RecordedRun(
+        "rtxpro6000_llama31-8b_tp1",
+        "rtxpro6000",
+        EngineLimits(max_num_seqs=128, max_num_batched_tokens=2048, block_size=16, num_gpu_blocks=30_000),
+    ),
 )
 
 
@@ -65,37 +73,76 @@ def _decodes(count: int) -> tuple[Work, ...]:
 _A100: Final = GPUS["a100"]
 _PUBLISHED: Final = (
     PublishedStep(
-        "32B, 2 x H100, prefill of 8,192",
-        "llm-d, 2026-08-17",
-        Hardware(MODELS["32b"], GPUS["h100"], 2),
-        (Work(8192, 0),),
-        0.40,
-        0.514,
+        what="32B, 2 x H100, prefill of 8,192",
+        source="llm-d, 2026-08-17",
+        hardware=Hardware(MODELS["32b"], GPUS["h100"], 2),
+        batch=(Work(8192, 0),),
+        low_s=0.40,
+        high_s=0.514,
     ),
     PublishedStep(
-        "120B-A5B, H100, prefill of 8,192",
-        "llm-d, 2026-08-17",
-        Hardware(MODELS["120b-a5b"], GPUS["h100"]),
-        (Work(8192, 0),),
-        0.2097,
-        0.2097,
-    ),
-    PublishedStep("8B, A100, decode of 64", "Vidur", Hardware(MODELS["8b"], _A100), _decodes(64), 0.0114, 0.0114),
-    PublishedStep("8B, A100, prefill of 2,048", "Vidur", Hardware(MODELS["8b"], _A100), (Work(2048, 0),), 0.150, 0.150),
-    PublishedStep(
-        "70B, 4 x A100, prefill of 2,048", "Vidur", Hardware(MODELS["70b"], _A100, 4), (Work(2048, 0),), 0.353, 0.353
+        what="120B-A5B, H100, prefill of 8,192",
+        source="llm-d, 2026-08-17",
+        hardware=Hardware(MODELS["120b-a5b"], GPUS["h100"]),
+        batch=(Work(8192, 0),),
+        low_s=0.2097,
+        high_s=0.2097,
     ),
     PublishedStep(
-        "70B, 4 x A100, decode of 64", "Vidur", Hardware(MODELS["70b"], _A100, 4), _decodes(64), 0.0276, 0.0276
+        what="8B, A100, decode of 64",
+        source="Vidur",
+        hardware=Hardware(MODELS["8b"], _A100),
+        batch=_decodes(64),
+        low_s=0.0114,
+        high_s=0.0114,
     ),
     PublishedStep(
-        "70B, 4 x A100, decode of 256", "Vidur", Hardware(MODELS["70b"], _A100, 4), _decodes(256), 0.053, 0.053
+        what="8B, A100, prefill of 2,048",
+        source="Vidur",
+        hardware=Hardware(MODELS["8b"], _A100),
+        batch=(Work(2048, 0),),
+        low_s=0.150,
+        high_s=0.150,
     ),
     PublishedStep(
-        "70B, 8 x A100, prefill of 2,048", "Vidur", Hardware(MODELS["70b"], _A100, 8), (Work(2048, 0),), 0.200, 0.200
+        what="70B, 4 x A100, prefill of 2,048",
+        source="Vidur",
+        hardware=Hardware(MODELS["70b"], _A100, 4),
+        batch=(Work(2048, 0),),
+        low_s=0.353,
+        high_s=0.353,
     ),
     PublishedStep(
-        "70B, 8 x A100, decode of 1", "Vidur", Hardware(MODELS["70b"], _A100, 8), _decodes(1), 0.0146, 0.0146
+        what="70B, 4 x A100, decode of 64",
+        source="Vidur",
+        hardware=Hardware(MODELS["70b"], _A100, 4),
+        batch=_decodes(64),
+        low_s=0.0276,
+        high_s=0.0276,
+    ),
+    PublishedStep(
+        what="70B, 4 x A100, decode of 256",
+        source="Vidur",
+        hardware=Hardware(MODELS["70b"], _A100, 4),
+        batch=_decodes(256),
+        low_s=0.053,
+        high_s=0.053,
+    ),
+    PublishedStep(
+        what="70B, 8 x A100, prefill of 2,048",
+        source="Vidur",
+        hardware=Hardware(MODELS["70b"], _A100, 8),
+        batch=(Work(2048, 0),),
+        low_s=0.200,
+        high_s=0.200,
+    ),
+    PublishedStep(
+        what="70B, 8 x A100, decode of 1",
+        source="Vidur",
+        hardware=Hardware(MODELS["70b"], _A100, 8),
+        batch=_decodes(1),
+        low_s=0.0146,
+        high_s=0.0146,
     ),
 )
 
@@ -140,7 +187,13 @@ def _steps() -> Iterator[Finding]:
         seconds = step_seconds(one.hardware, one.batch)
         nearest = min(max(seconds, one.low_s), one.high_s)
         said = f"{one.low_s:.4g}" if one.low_s == one.high_s else f"{one.low_s:.4g} to {one.high_s:.4g}"
-        yield Finding(f"{one.what} ({one.source})", said, seconds, seconds / nearest - 1, _STEP_BAND)
+        yield Finding(
+            what=f"{one.what} ({one.source})",
+            measured=said,
+            model=seconds,
+            error=seconds / nearest - 1,
+            band=_STEP_BAND,
+        )
 
 
 def _run(run: RecordedRun, traces: Path) -> Iterator[Finding]:
@@ -159,7 +212,13 @@ def _compared(name: str, measured: RunSummary, model: RunSummary, *, band: int) 
         "makespan": (measured.makespan_s, model.makespan_s),
     }
     for what, (was, found) in pairs.items():
-        yield Finding(f"{name}: mean {what}", f"{was:.4g}", found, found / was - 1, _BANDS[what][band])
+        yield Finding(
+            what=f"{name}: mean {what}",
+            measured=f"{was:.4g}",
+            model=found,
+            error=found / was - 1,
+            band=_BANDS[what][band],
+        )
 
 
 def _table(findings: Sequence[Finding]) -> Table:

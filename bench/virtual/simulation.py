@@ -211,7 +211,7 @@ class Simulation:
             self._events.at(again_s, self._look_again)
 
     def _look_again(self, now: float) -> None:
-        # an earlier look may have taken the position of this one
+        # an earlier look may have taken the place of this one
         if now == self._looks_again_s:
             self._looks_again_s = math.inf
             self._release(now)

@@ -50,7 +50,7 @@ def statistics(
     workload: Workload, rng: random.Random, capacities: Sequence[int] = CAPACITIES, block: int = 64
 ) -> Statistics:
     """Of all requests. ``capacities`` of caches and the size of a ``block`` in tokens."""
-    caches = [_Cache(None), *(_Cache(capacity // block) for capacity in capacities)]
+    caches = [_LruCache(None), *(_LruCache(capacity // block) for capacity in capacities)]
     prompts: list[int] = []
     outputs = 0
     for chain, tokens, output in _prompts(workload, rng, block):
@@ -95,7 +95,7 @@ def _prompts(workload: Workload, rng: random.Random, block: int) -> Iterator[tup
             heapq.heappush(heap, (now + session.turns[index + 1].think_s, next(order), index + 1, session, messages))
 
 
-class _Cache:
+class _LruCache:
     def __init__(self, blocks: int | None) -> None:
         self.hits = 0
         self._blocks = blocks

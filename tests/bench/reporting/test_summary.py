@@ -34,6 +34,6 @@ def test_times_are_engine_time_and_errors_are_kept_apart() -> None:
 def test_percentiles_are_by_nearest_rank() -> None:
     values = [float(number) for number in range(1, 101)]
     found = distribution(values)
-    assert (found.mean, found.p50, found.p90, found.p99) == (50.5, 50.0, 90.0, 99.0)
+    assert (found.mean, found.p50, found.p90, found.p95, found.p99) == (50.5, 50.0, 90.0, 95.0, 99.0)
     assert distribution([3.0]).p99 == 3.0
     assert distribution([]).mean == 0.0
