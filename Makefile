@@ -15,7 +15,7 @@ help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
 run: $(VENV)/ready $(ENVOY) ## Envoy, extproc and engines under load, prefix-aware against round robin (TRACE=FILE replays a trace)
-	$(RUN) -m bench.run $(if $(TRACE),--trace $(TRACE)) $(ARGS)
+	$(RUN) -m bench.live.run $(if $(TRACE),--trace $(TRACE)) $(ARGS)
 
 up: $(VENV)/ready $(ENVOY) ## the same stack left running, with a curl line to try
 	$(RUN) -m bench.up $(ARGS)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from bench.engine.hardware import PRESETS
-from bench.engine.publisher import PublisherSettings
-from bench.engine.scheduler import Limits
-from bench.engine.server import EngineServer, Settings
+from bench.engine.publisher import KvEventsConfig
+from bench.engine.scheduler import EngineLimits
+from bench.engine.server import EngineServer, EngineSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     return status
 
 
-async def _serve(engines: Sequence[Settings]) -> None:
+async def _serve(engines: Sequence[EngineSettings]) -> None:
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -47,7 +47,7 @@ async def _serve(engines: Sequence[Settings]) -> None:
                 tasks.create_task(EngineServer(settings).run())
 
 
-def _read(arguments: list[str] | None) -> list[Settings]:
+def _read(arguments: list[str] | None) -> list[EngineSettings]:
     parser = _parser()
     options = parser.parse_args(arguments)
     ports: list[int] = options.port or [8000]
@@ -63,14 +63,14 @@ def _read(arguments: list[str] | None) -> list[Settings]:
     if options.max_model_len is not None and options.max_model_len > capacity:
         parser.error(f"--max-model-len {options.max_model_len} is more than the KV cache holds ({capacity} tokens)")
 
-    def engine(number: int) -> Settings:
-        return Settings(
+    def engine(number: int) -> EngineSettings:
+        return EngineSettings(
             host=options.host,
             port=ports[number],
             model=options.model,
             adapters=tuple(options.lora),
             hardware=hardware,
-            limits=Limits(options.max_num_seqs, options.max_num_batched_tokens, options.block_size, blocks),
+            limits=EngineLimits(options.max_num_seqs, options.max_num_batched_tokens, options.block_size, blocks),
             max_model_len=options.max_model_len or min(131_072, capacity),
             default_max_tokens=options.default_max_tokens,
             speed=options.speed,
@@ -82,13 +82,11 @@ def _read(arguments: list[str] | None) -> list[Settings]:
     return [engine(number) for number in range(len(ports))]
 
 
-def _publisher(
-    options: argparse.Namespace, port: int, events: int | None, replay: int | None
-) -> PublisherSettings | None:
+def _publisher(options: argparse.Namespace, port: int, events: int | None, replay: int | None) -> KvEventsConfig | None:
     if events is None:
         return None
     topic = f"kv@{options.host}:{port}@{options.model}"
-    return PublisherSettings(events, replay, topic, options.kv_events_form)
+    return KvEventsConfig(events, replay, topic, options.kv_events_form)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.load.summary import rank
 from bench.micro import instructions
 from bench.micro.servers import ANSWER_BY_ENVOY, Case, Servers
 from bench.micro.wire import WireLoad, questions
 from bench.processes import Processes, StartFailed
+from bench.reporting.distribution import nearest_rank
 from bench.usage import cpu_seconds, is_running, peak_rss_bytes, thread_seconds
 
 if TYPE_CHECKING:
@@ -148,8 +148,8 @@ async def _load(server: Server, load: WireLoad, seconds: float, *, counts_instru
     total = None if counting is None else await counting
     return Load(
         requests_per_s=rate,
-        p50_ms=1000 * rank(ordered, 0.5),
-        p90_ms=1000 * rank(ordered, 0.9),
+        p50_ms=1000 * nearest_rank(ordered, 0.5),
+        p90_ms=1000 * nearest_rank(ordered, 0.9),
         cpu_us=sum(used.values()) * each,
         threads_us={name: s * each for name, s in used.items() if s > 0},
         busy=sum(used.values()) / took_s,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.prediction import measure
+from bench.live.prediction import measure
 
 if TYPE_CHECKING:
     from pathlib import Path

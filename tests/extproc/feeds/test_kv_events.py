@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.engine.journal import Journal
-from bench.engine.publisher import Form, Publisher, PublisherSettings
+from bench.engine.publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.engine.text import tokens_of
 from bench.processes import free_ports
 from extproc.config.load import load
@@ -35,12 +35,12 @@ class Engine:
         self.replay = replay if replays else None
         self._form: Form = form
         self._journal = Journal()
-        self._publisher: Publisher | None = None
+        self._publisher: KvEventPublisher | None = None
         self._answering: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        settings = PublisherSettings(self.port, self.replay, "kv@e", self._form)
-        self._publisher = Publisher(settings, host="127.0.0.1", block_size=SIZE, base_model="m")
+        settings = KvEventsConfig(self.port, self.replay, "kv@e", self._form)
+        self._publisher = KvEventPublisher(settings, host="127.0.0.1", block_size=SIZE, base_model="m")
         self._answering = asyncio.create_task(self._publisher.answer_replays())
 
     async def stop(self) -> None:

@@ -1,14 +1,19 @@
-"""Engines by words: ``h100x4`` is four H100s for each engine, ``h100*4+l40s*4`` four engines of one kind and four of another."""
+"""Engines by words: ``h100x4``, or mixed: ``h100*4+l40s*4``.
+
+``h100x4`` is four H100s for each engine; ``h100*4+l40s*4`` is four engines of one kind and four of another.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import Final
 
+import msgspec
+
 from bench.engine.hardware import GPUS, MODELS, Hardware
 from bench.engine.mocker_time import MockerTime
-from bench.engine.scheduler import Limits
-from bench.virtual.engines import Kind, kind_of
+from bench.engine.scheduler import EngineLimits
+from bench.virtual.engines import EngineKind, roofline_engine
 
 # Dynamo's mocked engines: 16,384 blocks of 64 tokens.
 MOCKER: Final = "dynamo-mocker"
@@ -20,12 +25,24 @@ class HardwareUnknown(Exception):
     """No such GPU or model, or a model that does not fit; the message says what there is."""
 
 
-def kinds_of(hardware: str, model: str, count: int, block_size: int) -> list[Kind]:
-    """One for each engine. Without numbers of their own, several kinds share ``count`` equally. Raises HardwareUnknown."""
+def engine_kinds(
+    hardware: str, model: str, *, count: int, block_size: int, kv_blocks: int | None = None
+) -> list[EngineKind]:
+    """The kind of each engine. Raises HardwareUnknown.
+
+    ``count``: engines in all, shared equally by the parts of ``hardware`` that name no number. ``block_size``: tokens
+    of a KV block. ``kv_blocks``: of each engine; None: what its GPUs' memory holds.
+    """
     if hardware == MOCKER:
-        limits = Limits(block_size=block_size, num_gpu_blocks=_MOCKER_TOKENS // block_size)
-        return [Kind(MockerTime(_MOCKER_TOKENS), limits)] * count
-    return [kind_of(one, block_size=block_size) for one in _engines_of(hardware, model, count)]
+        limits = EngineLimits(block_size=block_size, num_gpu_blocks=_MOCKER_TOKENS // block_size)
+        kinds = [EngineKind(MockerTime(_MOCKER_TOKENS), limits)] * count
+    else:
+        kinds = [roofline_engine(one, block_size=block_size) for one in _engines_of(hardware, model, count)]
+    return kinds if kv_blocks is None else [_with_blocks(kind, kv_blocks) for kind in kinds]
+
+
+def _with_blocks(kind: EngineKind, kv_blocks: int) -> EngineKind:
+    return EngineKind(kind.speed, msgspec.structs.replace(kind.limits, num_gpu_blocks=kv_blocks))
 
 
 def _engines_of(hardware: str, model: str, count: int) -> list[Hardware]:

@@ -1,7 +1,8 @@
-"""Step times by interpolation between kernels that were measured inside vLLM: LLMServingSim's profiles (casys-kaist, MIT).
+"""Step times by interpolation between kernels that were measured inside vLLM.
 
-Of each layer the dense kernels by the number of tokens, attention by chunk, history, decodes and their KV; once a step what comes before and after
-all layers. Where several chunks share a step, each is taken by itself.
+Source: LLMServingSim's profiles (casys-kaist, MIT). For each layer: dense kernels by the number of tokens, and
+attention by chunk, history, decodes and their KV. Once for a step: what precedes and follows the layers. Where
+several chunks share a step, each is computed by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from bench.engine.step_time import Batch
+    from bench.engine.step_time import StepBatch
 
 _EACH_LAYER: Final = {
     "layernorm": 2,
@@ -34,7 +35,7 @@ _ONCE: Final = ("embedding", "final_layernorm")
 
 
 class Curve:
-    """A function of one number, straight between what was measured, and on beyond the last."""
+    """A function of one number: linear between measurements, extrapolated beyond the last, never below 0."""
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
         ordered = sorted(points)
@@ -42,7 +43,7 @@ class Curve:
         self._y = [y for _, y in ordered]
 
     def at(self, x: float) -> float:
-        """Its value."""
+        """The value at ``x``."""
         if len(self._x) == 1:
             return self._y[0]
         right = min(max(bisect_right(self._x, x), 1), len(self._x) - 1)
@@ -52,7 +53,7 @@ class Curve:
 
 
 class Surface:
-    """A function of two numbers: curves at values of the first, straight between them."""
+    """A function of two numbers: a curve for each measured value of the first, linear between the curves."""
 
     def __init__(self, points: Iterable[tuple[float, float, float]]) -> None:
         rows: dict[float, list[tuple[float, float]]] = defaultdict(list)
@@ -61,15 +62,18 @@ class Surface:
         self._curves = {first: Curve(row) for first, row in sorted(rows.items())}
 
     def at(self, first: float, second: float) -> float:
-        """Its value."""
+        """The value at this point."""
         return Curve((x, curve.at(second)) for x, curve in self._curves.items()).at(first)
 
 
-class Measured:
-    """A StepTime in microseconds of kernels; ``layers`` of the model that was profiled."""
+class MeasuredKernels:
+    """A StepTime of measured kernels."""
 
     def __init__(self, directory: Path, name: str, layers: int = 32) -> None:
-        """Raises OSError or ValueError."""
+        """Read the profile called ``name`` in ``directory``, of a model with ``layers``.
+
+        Raises OSError or ValueError.
+        """
         self._layers = layers
         dense = _curves(_rows(directory / f"vllm_profile_{name}.dense.csv.gz"), "tokens")
         self._dense = [(dense[layer], count * layers) for layer, count in _EACH_LAYER.items()]
@@ -85,7 +89,7 @@ class Measured:
         self._decode = Surface((decodes, kv, us) for chunk, _, decodes, kv, us in attention if decodes and not chunk)
         self._together = _share_of_sum(attention, self._prefill, self._decode)
 
-    def seconds(self, batch: Batch) -> float:
+    def seconds(self, batch: StepBatch) -> float:
         """See the module."""
         us = sum(count * curve.at(batch.tokens) for curve, count in self._dense)
         us += sum(curve.at(batch.requests) for curve in self._last)
@@ -93,23 +97,24 @@ class Measured:
         return (us + self._layers * self._attention_us(batch)) / 1e6 + overhead_s
 
     def growth_s(self, decodes: int) -> None:
-        """Not a constant."""
+        """None: the growth is not constant."""
         del decodes
 
-    def _attention_us(self, batch: Batch) -> float:
+    def _attention_us(self, batch: StepBatch) -> float:
         chunk = batch.tokens - batch.decodes
         decode = self._decode.at(batch.decodes, batch.read / batch.decodes) if batch.decodes else 0.0
         if not chunk:
             return decode
         history = batch.pairs / chunk - chunk / 2
-        # chunks of several requests compare less than one of their length would
+        # chunks of several requests have fewer pairs than one chunk of their total length
         each, count = (chunk, 1.0) if history >= 0 else (2 * batch.pairs / chunk, chunk * chunk / (2 * batch.pairs))
         prefill = count * self._prefill.at(each, max(0.0, history))
         return self._together * (prefill + decode) if decode else prefill
 
 
 def _share_of_sum(attention: Sequence[tuple[float, ...]], prefill: Surface, decode: Surface) -> float:
-    """What prefill and decode take in one kernel, of what they take in two: the median over what was measured."""
+    """The time of prefill and decode in one kernel, relative to two kernels: the median of the measurements."""
+
     ratios = sorted(
         us / (prefill.at(chunk, history) + decode.at(decodes, kv))
         for chunk, history, decodes, kv, us in attention

@@ -1,7 +1,7 @@
-"""``make run``: Envoy, extproc and engines under load, prefix-aware picking against round robin.
+"""``make run``: a real Envoy, extproc and engines under load, policy by policy.
 
-Every policy meets the same workload with cold caches. Exit status: 0, 1 if a request failed, 2 if something could not be
-started or read, 130 after Ctrl-C or SIGTERM.
+Every policy meets the same workload with cold caches. Exit status: 0; 1 if a request failed; 2 if something cannot be
+started or read; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,59 +22,50 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from bench.engine.hardware import PRESETS
-from bench.engine.scheduler import Limits
+from bench.live.report import Comparison, PolicyRun, table, write_report
 from bench.load.client import Client
-from bench.load.summary import summarize, ttfts
 from bench.processes import StartFailed
-from bench.report import Comparison, Run, table, write_report
-from bench.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, documents, running_stack
+from bench.reporting.summary import summarize, ttfts_s
+from bench.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, running_stack
 from bench.usage import busy_share, cpu_seconds, machine_time
-from bench.virtual.engines import kind_of
-from bench.virtual.simulation import Simulation
-from bench.workload.generate import Conversations, conversations
+from bench.workload.generators import conversations
 from bench.workload.sessions import Workload
-from bench.workload.traces import Part, TraceInvalid, read_trace
+from bench.workload.shapes import Conversations
+from bench.workload.traces import Excerpt, TraceInvalid, read_trace
 from extproc.config.errors import ConfigInvalid, Mistake
-from extproc.config.load import load
 from extproc.scheduling.picker_config import read_picker_text
-from extproc.scheduling.pickers import make_picker
 from extproc.scheduling.registry import installed
 
 if TYPE_CHECKING:
-    from bench.load.client import Result
-    from extproc.scheduling.pickers import MakePicker
+    from bench.reporting.results import RequestResult
 
 POLICIES = ("PrefixAware", "RoundRobin")
-# Above this the client, Envoy and the engines wait for processors, and times say more about them than about policies.
+# Above this the client, Envoy and the engines wait for processors, and times tell more about them than about policies.
 _BUSY_LIMIT = 0.85
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """The command line, read."""
+class ComparisonSettings(msgspec.Struct, frozen=True):
+    """What the command line says. ``out``: the directory of the report."""
 
     workload: Workload
     flags: EngineFlags
     policies: tuple[str, ...]
     out: Path
-    is_virtual: bool
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The whole comparison."""
+    """Run the comparison and print it."""
     console = Console()
     try:
         settings = _read(arguments)
-        if settings.is_virtual:
-            comparison = _compare_in_virtual_time(settings)
-        else:
-            comparison = uvloop.run(_compare(settings, console))
+        comparison = uvloop.run(_compare(settings, console))
     except (StartFailed, EnvoyMissing, TraceInvalid, ConfigInvalid) as error:
         console.print(str(error), style="red", markup=False)
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("stopped; all processes are ended")
         return 130
-    console.print(table(comparison))
+    console.print(table(comparison).on_terminal())
     page = write_report(comparison, settings.out)
     console.print(f"report: {page}", highlight=False)
     return _verdict(comparison, console)
@@ -94,7 +85,7 @@ def _verdict(comparison: Comparison, console: Console) -> int:
     return 1 if errors else 0
 
 
-async def _compare(settings: Settings, console: Console) -> Comparison:
+async def _compare(settings: ComparisonSettings, console: Console) -> Comparison:
     runs = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[state]}"), console=console) as progress:
@@ -105,38 +96,21 @@ async def _compare(settings: Settings, console: Console) -> Comparison:
                 async with running_stack(Path(directory), settings.flags, picker=picker) as stack:
                     progress.reset(bar, description=Path(policy).stem)
                     runs.append(await _run(Path(policy).stem, stack, settings, progress, bar))
-    return Comparison(settings.workload.name, _describe(settings.flags), settings.flags.speed, tuple(runs))
+    return Comparison(
+        workload=settings.workload.name, engines=_describe(settings.flags), speed=settings.flags.speed, runs=tuple(runs)
+    )
 
 
-def _compare_in_virtual_time(settings: Settings) -> Comparison:
-    """The same without Envoy and HTTP: seconds instead of minutes, and no machine to wait for."""
-    flags = settings.flags
-    hardware = PRESETS[flags.hardware]
-    limits = Limits(num_gpu_blocks=flags.kv_blocks or hardware.kv_tokens() // Limits().block_size)
-    addresses = [f"10.0.{number // 250}.{number % 250 + 1}:8000" for number in range(flags.count)]
-    runs = []
-    for policy in settings.policies:
-        named = policy if policy in POLICIES else POLICIES[0]
-        snapshot = load({"all.yaml": documents(addresses, picker=named, gateway={}).encode()})
-        kinds = dict.fromkeys(addresses, kind_of(hardware, limits))
-        simulation = Simulation(snapshot, kinds, make_picker=_picker_of(policy))
-        results = simulation.run(settings.workload)
-        served = tuple(machine.served for machine in simulation.machines.values())
-        runs.append(Run(Path(policy).stem, summarize(results, 1.0), served, 0.0, {}, tuple(results)))
-    return Comparison(settings.workload.name, _describe(flags), 1.0, tuple(runs))
-
-
-def _picker_of(policy: str) -> MakePicker:
-    """A name of ours, or the file of an EndpointPickerConfig; raises ConfigInvalid."""
+def _check(policy: str) -> None:
+    """A name, or the file of an EndpointPickerConfig; raises ConfigInvalid for anything else."""
     if policy in POLICIES:
-        return make_picker
+        return
     try:
-        picker = read_picker_text(policy, Path(policy).read_text(), installed()).picker
+        read_picker_text(policy, Path(policy).read_text(), installed())
     except OSError as error:
         raise ConfigInvalid(
             [Mistake(policy, 0, "", f"cannot be read: {error.strerror}; name a file, or {', '.join(POLICIES)}")]
         ) from None
-    return lambda _spec, _files: picker
 
 
 def _describe(flags: EngineFlags) -> str:
@@ -144,13 +118,13 @@ def _describe(flags: EngineFlags) -> str:
     return f"{flags.count} engines of {flags.hardware}{blocks}"
 
 
-async def _run(policy: str, stack: Stack, settings: Settings, progress: Progress, bar: TaskID) -> Run:
-    results: list[Result] = []
+async def _run(policy: str, stack: Stack, settings: ComparisonSettings, progress: Progress, bar: TaskID) -> PolicyRun:
+    results: list[RequestResult] = []
 
-    def show(result: Result) -> None:
+    def show(result: RequestResult) -> None:
         results.append(result)
         failed = sum(1 for one in results if one.error)
-        times = ttfts(results[-50:], settings.flags.speed) or [0.0]
+        times = ttfts_s(results[-50:], speed=settings.flags.speed) or [0.0]
         state = f"TTFT {sum(times) / len(times) * 1000:.0f} ms" + (f", {failed} failed" if failed else "")
         progress.update(bar, advance=1, state=state)
 
@@ -164,44 +138,48 @@ async def _run(policy: str, stack: Stack, settings: Settings, progress: Progress
     cpu = {name: cpu_seconds(pid) - cpu_before[name] for name, pid in pids.items()}
     async with aiohttp.ClientSession() as http:
         served = await asyncio.gather(*(_served(http, engine) for engine in stack.engines))
-    return Run(policy, summarize(results, settings.flags.speed), tuple(served), busy, cpu, tuple(results))
+    return PolicyRun(
+        policy=policy,
+        summary=summarize(results, speed=settings.flags.speed),
+        requests_by_engine=tuple(served),
+        busy=busy,
+        cpu_s=cpu,
+        results=tuple(results),
+    )
 
 
 async def _served(http: aiohttp.ClientSession, engine: str) -> int:
-    """Requests that the engine has finished, by its own count."""
+    """Requests that the engine has finished, by its own metrics."""
     async with http.get(f"{engine}/metrics") as response:
         counted = re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", await response.text(), re.MULTILINE)
         return int(sum(map(float, counted)))
 
 
-def _read(arguments: list[str] | None) -> Settings:
+def _read(arguments: list[str] | None) -> ComparisonSettings:
     parser = argparse.ArgumentParser(
-        prog="bench.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m bench.live.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="replay Mooncake JSONL or Azure CSV, plain or .gz")
-    parser.add_argument("--skip", type=int, default=0, help="rows of the trace to pass over")
+    parser.add_argument("--skip", type=int, default=0, help="rows of the trace to skip")
     parser.add_argument("--limit", type=int, default=800, help="rows of the trace to replay (default: 800)")
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--hardware", choices=sorted(PRESETS), default="h100-llama-3.1-8b")
     parser.add_argument("--kv-blocks", type=int, help="default: 3000 for generated conversations, a GPU's for traces")
-    parser.add_argument("--speed", type=float, help="engine seconds in a second (default: 1; 4 for traces)")
+    parser.add_argument("--speed", type=float, help="engine seconds per second (default: 1; 4 for traces)")
     parser.add_argument(
         "--policies",
         default=",".join(POLICIES),
-        help="also files of EndpointPickerConfig, such as bench/policies/configs/llm-d-default.yaml\n(default: %(default)s)",
+        help="names, or files of EndpointPickerConfig, such as\nbench/policies/configs/llm-d-default.yaml (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of generated conversations")
-    parser.add_argument(
-        "--virtual", action="store_true", help="in virtual time: the same decisions without Envoy and HTTP"
-    )
     parser.add_argument("--out", type=Path, help="default: bench/out/run-NAME")
     options = parser.parse_args(arguments)
     policies = tuple(options.policies.split(","))
     for policy in policies:
-        _picker_of(policy)  # raises ConfigInvalid before anything is started
+        _check(policy)  # before anything is started
     is_trace = options.trace is not None
     if is_trace:
-        workload = read_trace(options.trace, Part(options.skip, options.limit))
+        workload = read_trace(options.trace, Excerpt(options.skip, options.limit))
     else:
         workload = conversations(Conversations(), options.seed)
     flags = EngineFlags(
@@ -212,7 +190,9 @@ def _read(arguments: list[str] | None) -> Settings:
         apart=True,  # what is measured must not wait for one core
     )
     name = options.trace.name.partition(".")[0] if is_trace else "conversations"
-    return Settings(workload, flags, policies, options.out or Path("bench/out") / f"run-{name}", options.virtual)
+    return ComparisonSettings(
+        workload=workload, flags=flags, policies=policies, out=options.out or Path("bench/out") / f"run-{name}"
+    )
 
 
 if __name__ == "__main__":

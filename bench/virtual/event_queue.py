@@ -1,4 +1,4 @@
-"""What is going to happen, in the order in which it does."""
+"""Virtual time: actions in the order of their instants."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Events:
-    """A heap of things to do, each at its time; equal times in the order in which they were planned."""
+class EventQueue:
+    """A heap of actions. Those of the same instant run in the order in which they were planned."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[[float], None]]] = []
@@ -20,12 +20,12 @@ class Events:
     def __bool__(self) -> bool:
         return bool(self._heap)
 
-    def at(self, when: float, act: Callable[[float], None]) -> None:
-        """Plan ``act``, which is told the time."""
-        heapq.heappush(self._heap, (when, next(self._order), act))
+    def at(self, at_s: float, act: Callable[[float], None]) -> None:
+        """Plan ``act`` for the instant ``at_s``; it is called with that instant."""
+        heapq.heappush(self._heap, (at_s, next(self._order), act))
 
     def run(self) -> None:
-        """Until nothing more is planned."""
+        """Act until nothing is planned any more."""
         heap = self._heap
         while heap:
             now, _, act = heapq.heappop(heap)

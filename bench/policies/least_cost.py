@@ -1,4 +1,4 @@
-"""What most policies end with: the least of some number, chance deciding between equals."""
+"""The last step of most policies: the least cost, ties broken by chance."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from extproc.scheduling.picker import View
 
 
-def least(view: View, cost: Floats, rng: random.Random, among: Bools | None = None) -> Pick:
-    """The rows with the least cost first, of ``among`` if that is anybody, else of all that may be chosen."""
+def least_cost(view: View, cost: Floats, rng: random.Random, among: Bools | None = None) -> Pick:
+    """The candidates by cost, the least first. ``cost``: by row of the endpoint table.
+
+    ``among``: the rows to choose from; all candidates if it is None or holds no candidate.
+    """
     may = view.candidates()
     rows = np.flatnonzero(may & among) if among is not None else np.flatnonzero(may)
     if not rows.size:
@@ -27,11 +30,12 @@ def least(view: View, cost: Floats, rng: random.Random, among: Bools | None = No
 
 
 def match_ratio(view: View) -> Floats:
-    """The share of the prompt that each endpoint holds, 0 to 1."""
+    """By row, the share of the prompt that the endpoint has in its cache, 0 to 1."""
     ratio: Floats = view.demand.cached_tokens / max(view.request.input_tokens, 1.0)
     return ratio
 
 
-def in_flight(view: View) -> Floats:
-    """Requests that were sent and have not ended."""
+def requests_in_flight(view: View) -> Floats:
+    """By row, the requests that were sent and have not ended."""
+
     return view.table.in_flight.astype(np.float64)

@@ -1,7 +1,8 @@
-"""How well extproc knows what is cached: what it expected at the pick against what the engine then reported.
+"""Predicted against reported cached tokens: by KV events, and approximate.
 
-``python -m bench.prediction`` plays the same conversations twice through Envoy, once with the engines' KV events and once with
-the approximate index alone. On the way an engine is killed and started again, and messages with events get lost.
+``python -m bench.live.prediction`` plays the same conversations twice through Envoy, once with the engines' KV events
+and once with the approximate index alone. Meanwhile an engine is killed and started again, and messages with events
+get lost.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import uvloop
 from rich.console import Console
 
 from bench.load.client import Client
+from bench.reporting.distribution import nearest_rank
 from bench.stack import ALIAS, EngineFlags, running_stack
-from bench.workload.generate import Conversations, conversations
+from bench.workload.generators import conversations
+from bench.workload.shapes import Conversations
 
 if TYPE_CHECKING:
     from bench.stack import Stack
@@ -32,8 +35,8 @@ _SPEED: Final = 8.0
 SHAPE: Final = Conversations(sessions=80, sessions_per_s=8.0, system_prompts=12, system_tokens=2000, think_s=2.0)
 
 
-class Prediction(msgspec.Struct, frozen=True):
-    """What the decision log says of one request's end."""
+class LoggedOutcome(msgspec.Struct, frozen=True):
+    """A line of the decision log about the end of a request."""
 
     kind: str
     status: int = 0
@@ -44,8 +47,12 @@ class Prediction(msgspec.Struct, frozen=True):
     cached_tokens: float | None = None
 
 
-class Errors(msgspec.Struct, frozen=True):
-    """Over all good answers: predicted against reported cached tokens. ``precise_share``: decided by KV events."""
+class PredictionErrors(msgspec.Struct, frozen=True):
+    """Errors of the prediction, in tokens, over all good answers.
+
+    ``within_a_block``: the share of answers whose error is at most a KV block, 0 to 1. ``precise_share``: the share
+    whose prediction came from KV events, 0 to 1.
+    """
 
     requests: int
     failed: int
@@ -55,12 +62,12 @@ class Errors(msgspec.Struct, frozen=True):
     precise_share: float
 
 
-async def measure(directory: Path, *, publishes_events: bool, shape: Conversations = SHAPE) -> Errors:
-    """Play ``shape`` with faults on the way."""
+async def measure(directory: Path, *, publishes_events: bool, shape: Conversations = SHAPE) -> PredictionErrors:
+    """Play ``shape`` with faults. ``directory``: for the stack's files and the decision log."""
     log = directory / "decisions.jsonl"
     flags = EngineFlags(count=3, speed=_SPEED, kv_blocks=6000, publishes_events=publishes_events, apart=True)
     logged = ("--decision-log", str(log), "--decision-sample", "1")
-    # engines share two processors with all the rest, so that answers to /tokenize may be late
+    # engines share the processors with everything else, so that answers to /tokenize may be late
     more = {"scrapeInterval": "200ms", "tokenizer": {"timeout": "3s"}}
     async with running_stack(directory / "stack", flags, extproc_flags=logged, more=more) as stack:
         client = Client(stack.url, ALIAS, speed=_SPEED, on_result=lambda _: None)
@@ -72,7 +79,7 @@ async def measure(directory: Path, *, publishes_events: bool, shape: Conversatio
 
 
 async def _disturb(stack: Stack) -> None:
-    """Lose messages every now and then; kill an engine in the middle."""
+    """Lose messages now and then; kill an engine in the middle."""
     async with aiohttp.ClientSession() as http:
         for number in range(6):
             await asyncio.sleep(0.7)
@@ -83,35 +90,35 @@ async def _disturb(stack: Stack) -> None:
                 answer.raise_for_status()
 
 
-def read_outcomes(log: Path) -> list[Prediction]:
-    """Good answers that a decision log tells of."""
-    lines = (msgspec.json.decode(line, type=Prediction) for line in log.read_bytes().splitlines())
+def read_outcomes(log: Path) -> list[LoggedOutcome]:
+    """The ends of requests in a decision log."""
+    lines = (msgspec.json.decode(line, type=LoggedOutcome) for line in log.read_bytes().splitlines())
     return [one for one in lines if one.kind == "outcome"]
 
 
-def _errors(outcomes: list[Prediction]) -> Errors:
+def _errors(outcomes: list[LoggedOutcome]) -> PredictionErrors:
     good = [one for one in outcomes if one.status == 200 and one.prompt_tokens is not None]
-    missed = sorted(abs(one.predicted_cached_tokens - (one.cached_tokens or 0)) for one in good)
-    return Errors(
+    errors = sorted(abs(one.predicted_cached_tokens - (one.cached_tokens or 0)) for one in good)
+    return PredictionErrors(
         requests=len(good),
         failed=len(outcomes) - len(good),
-        within_a_block=sum(one <= _BLOCK for one in missed) / max(len(missed), 1),
-        mean_tokens=statistics.fmean(missed) if missed else 0.0,
-        p99_tokens=missed[int(0.99 * (len(missed) - 1))] if missed else 0.0,
+        within_a_block=sum(one <= _BLOCK for one in errors) / max(len(errors), 1),
+        mean_tokens=statistics.fmean(errors) if errors else 0.0,
+        p99_tokens=nearest_rank(errors, 0.99) if errors else 0.0,
         precise_share=sum(one.is_precise for one in good) / max(len(good), 1),
     )
 
 
 def main() -> int:
-    """Print both."""
-    argparse.ArgumentParser(prog="bench.prediction", description=__doc__).parse_args()
+    """Measure and print both."""
+    argparse.ArgumentParser(prog="python -m bench.live.prediction", description=__doc__).parse_args()
     console = Console()
     for publishes in (True, False):
         with tempfile.TemporaryDirectory(prefix="attache-prediction-") as directory:
             found = uvloop.run(measure(Path(directory), publishes_events=publishes))
         console.print(
             f"{'KV events' if publishes else 'approximate index'}: {found.requests} requests ({found.failed} cut by the kill), "
-            f"within a block of {_BLOCK} tokens {found.within_a_block:.1%}, mean error {found.mean_tokens:.1f} tokens, "
+            f"error within a block of {_BLOCK} tokens {found.within_a_block:.1%}, mean {found.mean_tokens:.1f} tokens, "
             f"p99 {found.p99_tokens:.0f}; {found.precise_share:.0%} decided by events",
             highlight=False,
         )
