@@ -74,7 +74,7 @@ class ExploitExplore:
         request = self._books.sees(view)
         table, now = view.table, view.now_s
         self._sides += [_Side() for _ in range(len(table.addresses) - len(self._sides))]
-        capacity = max(1, int(table.kv_tokens.max()) // self._block_size)
+        capacity = max(1, int(table.kv_capacity_tokens.max()) // self._block_size)
         for side in self._sides:
             side.forget(now - WINDOW_S, capacity)
         may, cached = view.candidates(), view.demand.cached_tokens

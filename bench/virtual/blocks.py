@@ -27,10 +27,10 @@ def follow_blocks(
     """What to tell of changes in the cache of the engine at ``address``; ``later`` does things when events are there."""
     pool = pipeline.pools[server]
     row = pool.table.row_of(address)
-    kv = pool.caches.kv
+    kv = pool.caches.kv_index
     assert row is not None
     assert kv is not None
-    pool.caches.note_feed(row, is_whole=True)
+    pool.caches.set_feed_state(row, is_whole=True)
     source = Source(row)
 
     def changed(changes: list[Change], now: float) -> None:

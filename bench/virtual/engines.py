@@ -9,7 +9,7 @@ import msgspec
 from bench.engine.journal import Journal
 from bench.engine.scheduler import Limits, Scheduler
 from bench.engine.step_time import Roofline, StepTime
-from extproc.endpoints.engine_reports import CacheConfig, EngineState
+from extproc.endpoints.engine_reports import CacheConfig, EngineReport
 from extproc.replication.messages import EngineSaid
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Machine:
         scheduler, limits = self.scheduler, self.kind.limits
         pool = scheduler.pool
         before, self._told = self._told, scheduler.counters.first_tokens
-        state = EngineState(
+        state = EngineReport(
             len(scheduler.waiting),
             len(scheduler.running),
             1 - pool.free / pool.total,

@@ -208,7 +208,7 @@ class Simulation:
             self._release(now)
 
     def _send(self, asked: _Asked, decision: Decision, now: float) -> None:
-        address = decision.assignment.place.address
+        address = decision.assignment.endpoint.address
         request = asked.request
         self._flights[request.key] = _Flight(asked, decision.ticket, address)
         if self._watch is not None:

@@ -44,7 +44,7 @@ class Bucket(msgspec.Struct):
     """One limit of one caller. A new one is full."""
 
     level: float
-    at_s: float
+    filled_at_s: float
     claims: float = 0.0
     shrink: float = 1.0
     # begins anew when nothing is left of any claim
@@ -52,8 +52,8 @@ class Bucket(msgspec.Struct):
 
     def fill(self, limit: Limit, now: float) -> None:
         """Until ``now``."""
-        self.level = min(limit.capacity, self.level + limit.rate * max(0.0, now - self.at_s))
-        self.at_s = max(now, self.at_s)
+        self.level = min(limit.capacity, self.level + limit.rate * max(0.0, now - self.filled_at_s))
+        self.filled_at_s = max(now, self.filled_at_s)
         left = limit.capacity - self.level
         if self.claims > left:
             self.shrink *= left / self.claims
@@ -61,11 +61,11 @@ class Bucket(msgspec.Struct):
             if self.shrink < _LEAST_SHRINK or left <= 0:
                 self.shrink, self.claims, self.epoch = 1.0, 0.0, self.epoch + 1
 
-    def lacks(self, amount: float) -> float:
+    def shortfall(self, amount: float) -> float:
         """What is missing for ``amount``; 0 or less if it is there."""
         return amount - self.level - _ROUNDING
 
-    def take(self, amount: float) -> Claim:
+    def reserve(self, amount: float) -> Claim:
         """Reserve it."""
         claim = Claim(amount, self.shrink, self.epoch)
         self.level -= amount

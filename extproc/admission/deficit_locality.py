@@ -10,7 +10,7 @@ import numpy as np
 from extproc.admission.policy import grown
 
 if TYPE_CHECKING:
-    from extproc.admission.policy import Heads
+    from extproc.admission.policy import FlowHeads
     from extproc.endpoints.table import Bools, Floats, Ints
 
 
@@ -33,38 +33,38 @@ class DeficitLocality:
         self.deficits = grown(self.deficits, rows)
         self._rounds = np.pad(self._rounds, (0, more), constant_values=-1)
 
-    def begin(self, row: int, waiting: Bools) -> None:
+    def activate(self, row: int, waiting: Bools) -> None:
         """Its part in this round, if it has not had it; what it did not spend in rounds long past is lost."""
         if self._rounds[row] != self._round:
             self.deficits[row] = min(float(self.deficits[row]) + self._quantum, self._quantum)
             self._rounds[row] = self._round
 
-    def choose(self, among: Bools, heads: Heads, now: float) -> int:
+    def choose(self, candidates: Bools, heads: FlowHeads, now: float) -> int:
         """The longest match of those that can pay, then who came first."""
-        return self.longest(self.able(among, heads), heads)
+        return self.longest_match(self.able_to_pay(candidates, heads), heads)
 
-    def longest(self, able: Bools, heads: Heads) -> int:
+    def longest_match(self, able: Bools, heads: FlowHeads) -> int:
         """The longest match of those that are ``able``, then who came first."""
         rows = able.nonzero()[0]
         cached = heads.cached[rows]
         longest = rows[cached >= cached.max()]
         return int(longest[heads.keys[longest].argmin()])
 
-    def able(self, among: Bools, heads: Heads) -> Bools:
+    def able_to_pay(self, candidates: Bools, heads: FlowHeads) -> Bools:
         """Those that can pay, after as many new rounds as it takes until somebody can."""
-        best = float(np.where(among, self.deficits, -np.inf).max())
+        best = float(np.where(candidates, self.deficits, -np.inf).max())
         if best <= 0:
             rounds = math.floor(-best / self._quantum) + 1
             self.deficits[heads.waiting] += rounds * self._quantum
             self._round += rounds
             self._rounds[heads.waiting] = self._round
-        return among & (self.deficits > 0)
+        return candidates & (self.deficits > 0)
 
     def charge(self, row: int, service: float, now: float) -> None:
         """Spend it."""
         self.deficits[row] -= service
 
-    def correct(self, row: int, service: float, now: float) -> None:
+    def settle(self, row: int, service: float, now: float) -> None:
         """Spend the rest, or get it back."""
         self.deficits[row] -= service
 

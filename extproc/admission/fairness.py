@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from extproc.admission.deficit_locality import DeficitLocality
-from extproc.admission.policy import FairnessPolicy, Heads, grown
+from extproc.admission.policy import FairnessPolicy, FlowHeads, grown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,22 +31,22 @@ class VirtualTokenCounter:
         """More counters."""
         self.counters = grown(self.counters, rows)
 
-    def begin(self, row: int, waiting: Bools) -> None:
+    def activate(self, row: int, waiting: Bools) -> None:
         """The lift; where nobody waits, to the counter of the flow that was served last."""
-        among = self.counters[waiting]
-        floor = float(among.min()) if among.size else self._last_left
+        candidates = self.counters[waiting]
+        floor = float(candidates.min()) if candidates.size else self._last_left
         self.counters[row] = max(float(self.counters[row]), floor)
 
-    def choose(self, among: Bools, heads: Heads, now: float) -> int:
+    def choose(self, candidates: Bools, heads: FlowHeads, now: float) -> int:
         """The least counter."""
-        return _least(self.counters, among)
+        return _least(self.counters, candidates)
 
     def charge(self, row: int, service: float, now: float) -> None:
         """Count it."""
         self._last_left = float(self.counters[row])
         self.counters[row] += service
 
-    def correct(self, row: int, service: float, now: float) -> None:
+    def settle(self, row: int, service: float, now: float) -> None:
         """Count what it really was."""
         self.counters[row] += service
 
@@ -74,13 +74,13 @@ class SlidingWindow:
         self.used = grown(self.used, rows)
         self._epochs = np.pad(self._epochs, (0, rows - self._epochs.size))
 
-    def begin(self, row: int, waiting: Bools) -> None:
+    def activate(self, row: int, waiting: Bools) -> None:
         """The window forgets by itself."""
 
-    def choose(self, among: Bools, heads: Heads, now: float) -> int:
+    def choose(self, candidates: Bools, heads: FlowHeads, now: float) -> int:
         """The least sum."""
         self._expire(now)
-        return _least(self.used, among)
+        return _least(self.used, candidates)
 
     def charge(self, row: int, service: float, now: float) -> None:
         """Count it until the window has passed."""
@@ -88,7 +88,7 @@ class SlidingWindow:
         self.used[row] += service
         self._recent.append((now, row, int(self._epochs[row]), service))
 
-    def correct(self, row: int, service: float, now: float) -> None:
+    def settle(self, row: int, service: float, now: float) -> None:
         """Count the difference from now on."""
         self.charge(row, service, now)
 
@@ -119,19 +119,19 @@ class RoundRobin:
         """More turns."""
         self._turns = grown(self._turns, rows)
 
-    def begin(self, row: int, waiting: Bools) -> None:
+    def activate(self, row: int, waiting: Bools) -> None:
         """Who comes back waits for its turn."""
 
-    def choose(self, among: Bools, heads: Heads, now: float) -> int:
+    def choose(self, candidates: Bools, heads: FlowHeads, now: float) -> int:
         """Whose last turn is longest ago."""
-        return _least(self._turns, among)
+        return _least(self._turns, candidates)
 
     def charge(self, row: int, service: float, now: float) -> None:
         """It has had its turn."""
         self._turn += 1
         self._turns[row] = self._turn
 
-    def correct(self, row: int, service: float, now: float) -> None:
+    def settle(self, row: int, service: float, now: float) -> None:
         """Turns cost nothing."""
 
     def forget(self, row: int) -> None:
@@ -149,17 +149,17 @@ class GlobalStrict:
     def grow(self, rows: int) -> None:
         """Nothing to keep."""
 
-    def begin(self, row: int, waiting: Bools) -> None:
+    def activate(self, row: int, waiting: Bools) -> None:
         """Nothing to keep."""
 
-    def choose(self, among: Bools, heads: Heads, now: float) -> int:
+    def choose(self, candidates: Bools, heads: FlowHeads, now: float) -> int:
         """The first of all heads."""
-        return _least(heads.keys, among)
+        return _least(heads.keys, candidates)
 
     def charge(self, row: int, service: float, now: float) -> None:
         """Nothing to keep."""
 
-    def correct(self, row: int, service: float, now: float) -> None:
+    def settle(self, row: int, service: float, now: float) -> None:
         """Nothing to keep."""
 
     def forget(self, row: int) -> None:
@@ -173,8 +173,8 @@ class GlobalStrict:
 _NOT_AMONG: Final = np.inf
 
 
-def _least(values: Floats, among: Bools) -> int:
-    return int(np.where(among, values, _NOT_AMONG).argmin())
+def _least(values: Floats, candidates: Bools) -> int:
+    return int(np.where(candidates, values, _NOT_AMONG).argmin())
 
 
 class BandShares:
@@ -185,21 +185,21 @@ class BandShares:
         self._counters = [0.0] * len(shares)
         self._last = 0.0
 
-    def begin(self, band: int, waiting: Iterable[int]) -> None:
+    def activate(self, band: int, waiting: Iterable[int]) -> None:
         """The lift; ``waiting``: the other bands in which somebody waits."""
         floor = min((self._counters[other] for other in waiting), default=self._last)
         self._counters[band] = max(self._counters[band], floor)
 
-    def order(self, among: Iterable[int]) -> list[int]:
+    def order(self, candidates: Iterable[int]) -> list[int]:
         """Who has had least of its share first."""
-        return sorted(among, key=self._counters.__getitem__)
+        return sorted(candidates, key=self._counters.__getitem__)
 
     def charge(self, band: int, service: float) -> None:
         """Count it."""
         self._last = self._counters[band]
-        self.correct(band, service)
+        self.settle(band, service)
 
-    def correct(self, band: int, service: float) -> None:
+    def settle(self, band: int, service: float) -> None:
         """Count what it really was."""
         self._counters[band] += service / self._shares[band]
 

@@ -13,12 +13,12 @@ import numpy as np
 
 from extproc.admission.deficit_locality import DeficitLocality
 from extproc.admission.locality import CacheLocality
-from extproc.admission.policy import FairnessPolicy, Heads
+from extproc.admission.policy import FairnessPolicy, FlowHeads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.admission.order import Order
+    from extproc.admission.order import OrderingPolicy
     from extproc.admission.queued_request import FlowKey, QueuedRequest
     from extproc.endpoints.table import Bools, Floats, Ints
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MOST_IDLE_FLOWS: Final = 10_000
 _FIRST_ROWS: Final = 8
 # Nobody is overdue by much more than this.
-_LOOK_FOR_OVERDUE_S: Final = 0.05
+_OVERDUE_CHECK_S: Final = 0.05
 
 _Entry = tuple[float, int, "QueuedRequest"]
 
@@ -73,16 +73,16 @@ class _Flow:
 class Flows:
     """All flows of a band. ``waiting`` and ``running``: requests by row; ``heads``: the first of each."""
 
-    def __init__(self, policy: FairnessPolicy, order: Order, ageing_s: float) -> None:
+    def __init__(self, policy: FairnessPolicy, order: OrderingPolicy, ageing_s: float) -> None:
         self.policy = policy
         self.order = order
         self._ageing_s = ageing_s
-        self._look_for_overdue_s = 0.0
-        self._nearness = CacheLocality(self._is_waiting) if isinstance(policy, DeficitLocality) else None
+        self._overdue_check_at_s = 0.0
+        self._locality = CacheLocality(self._is_waiting) if isinstance(policy, DeficitLocality) else None
         self.requests = 0
         self.running: Ints = np.zeros(0, np.int64)
         self._sizes: Ints = np.zeros(0, np.int64)
-        self.heads = Heads(np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))
+        self.heads = FlowHeads(np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))
         self._flows: list[_Flow] = []
         self._rows: dict[FlowKey, int] = {}
         self._free: list[int] = []
@@ -109,42 +109,42 @@ class Flows:
         """It waits."""
         row = self.row_of(queued.flow)
         if not self.heads.waiting[row]:
-            self.policy.begin(row, self.heads.waiting)
+            self.policy.activate(row, self.heads.waiting)
         self._numbers += 1
         self.requests += 1
         self._flows[row].add(self.order.key(queued), self._numbers, queued)
         self._tickets[queued.ticket] = row
-        if self._nearness is not None:
-            self._nearness.add(queued)
-        self._look(row)
+        if self._locality is not None:
+            self._locality.add(queued)
+        self._refresh_head(row)
 
     def remove(self, queued: QueuedRequest) -> None:
         """It waits no more."""
         row = self._tickets.pop(queued.ticket)
         self._flows[row].remove(queued.ticket)
         self.requests -= 1
-        if self._nearness is not None:
-            self._nearness.sweep(self.requests)
-        self._look(row)
+        if self._locality is not None:
+            self._locality.sweep(self.requests)
+        self._refresh_head(row)
 
-    def choose(self, among: Bools, rows: Bools, now: float) -> tuple[int, QueuedRequest | None]:
+    def choose(self, candidates: Bools, rows: Bools, now: float) -> tuple[int, QueuedRequest | None]:
         """The flow that may go next; and with which request, if not its head: where the policy looks for locality, one that has
         most of its prompt at ``rows``, unless somebody is overdue.
         """
         policy = self.policy
-        if self._nearness is None or not isinstance(policy, DeficitLocality):
-            return policy.choose(among, self.heads, now), None
-        able = policy.able(among, self.heads)
-        if now >= self._look_for_overdue_s:
+        if self._locality is None or not isinstance(policy, DeficitLocality):
+            return policy.choose(candidates, self.heads, now), None
+        able = policy.able_to_pay(candidates, self.heads)
+        if now >= self._overdue_check_at_s:
             oldest = int(np.where(able, self.heads.keys, np.inf).argmin())
             if self.heads.keys[oldest] < now - self._ageing_s:
                 return oldest, None
-            self._look_for_overdue_s = now + _LOOK_FOR_OVERDUE_S
+            self._overdue_check_at_s = now + _OVERDUE_CHECK_S
         tickets, can_pay = self._tickets, able.item
-        near = self._nearness.nearest(rows, lambda one: bool(can_pay(tickets[one.ticket])))
+        near = self._locality.longest_match(rows, lambda one: bool(can_pay(tickets[one.ticket])))
         if near is not None:
             return tickets[near.ticket], near
-        return policy.longest(able, self.heads), None
+        return policy.longest_match(able, self.heads), None
 
     def in_order(self, row: int) -> Iterator[QueuedRequest]:
         """What waits in a flow, from its head on."""
@@ -166,12 +166,12 @@ class Flows:
         row = self._rows.get(key)
         if row is not None:
             self.running[row] -= 1
-            self.policy.correct(row, correction, now)
+            self.policy.settle(row, correction, now)
 
     def _is_waiting(self, ticket: str) -> bool:
         return ticket in self._tickets
 
-    def _look(self, row: int) -> None:
+    def _refresh_head(self, row: int) -> None:
         heads, head = self.heads, self._flows[row].head()
         self._sizes[row] = len(self._flows[row].members)
         heads.waiting[row] = head is not None
@@ -208,5 +208,5 @@ class Flows:
             return np.pad(column, (0, rows - old))
 
         heads = self.heads
-        self.heads = Heads(np.pad(heads.waiting, (0, rows - old)), grown(heads.keys), grown(heads.cached))
+        self.heads = FlowHeads(np.pad(heads.waiting, (0, rows - old)), grown(heads.keys), grown(heads.cached))
         self.policy.grow(rows)

@@ -30,12 +30,12 @@ class Caller(msgspec.Struct, frozen=True):
     api_key: str = ""
     flow: str = ""
     priority: int | None = None
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    deadline_s: float | None = None
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
+    deadline_in_s: float | None = None
 
 
-NOBODY: Final = Caller()
+ANONYMOUS_CALLER: Final = Caller()
 
 
 class Identities:
@@ -50,7 +50,7 @@ class Identities:
     def caller(self, headers: Mapping[str, str], *, is_trusted: bool) -> Caller:
         """Of a request with these headers; nobody's word counts that is not trusted."""
         if not is_trusted:
-            return NOBODY
+            return ANONYMOUS_CALLER
         key = self._keys.get(headers.get(CLIENT, ""))
         objective = _first(headers, OBJECTIVES)
         return Caller(
@@ -60,9 +60,9 @@ class Identities:
             flow=_cut(_first(headers, FAIRNESS_IDS)),
             # an objective that is not known counts as 0, as in llm-d
             priority=self._objectives.get(objective, 0) if objective else None,
-            ttft_s=_seconds(_first(headers, SLO_TTFT_MS)),
-            tpot_s=_seconds(_first(headers, SLO_TPOT_MS)),
-            deadline_s=_seconds(headers.get(DEADLINE_MS, "")),
+            ttft_target_s=_seconds(_first(headers, SLO_TTFT_MS)),
+            tpot_target_s=_seconds(_first(headers, SLO_TPOT_MS)),
+            deadline_in_s=_seconds(headers.get(DEADLINE_MS, "")),
         )
 
 

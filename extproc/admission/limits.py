@@ -1,4 +1,4 @@
-"""Rate limits of ModelRoutes: what a request asks of which buckets, and what its caller is told."""
+"""Rate limits of ModelRoutes: what a request charges of which buckets, and what its caller is told."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Usage(msgspec.Struct, frozen=True):
                 return self.input_tokens + self.output_tokens
 
 
-NOTHING: Final = Usage(0.0, 0.0)
+NO_USAGE: Final = Usage(0.0, 0.0)
 
 
-class Ask(msgspec.Struct, frozen=True):
+class Charge(msgspec.Struct, frozen=True):
     """What a request wants of one bucket."""
 
     key: str
@@ -58,9 +58,9 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """What was reserved: for each ask its claim, and the level that is left."""
+    """What was reserved: for each charge its claim, and the level that is left."""
 
-    asks: Sequence[Ask]
+    charges: Sequence[Charge]
     claims: Sequence[Claim]
     levels: Sequence[float]
     # by the store that all machines share
@@ -74,10 +74,10 @@ class RouteLimits:
         self._route = route.metadata.name
         self._limits = route.spec.rate_limits
 
-    def asks(self, caller: Caller, headers: Mapping[str, str], usage: Usage) -> list[Ask]:
+    def charges(self, caller: Caller, headers: Mapping[str, str], usage: Usage) -> list[Charge]:
         """One for every number in the limits."""
         return [
-            Ask(
+            Charge(
                 key=f"{self._route}/{index}/{resource}/{who}",
                 limit=_limit(limit, amount),
                 resource=resource,
@@ -98,55 +98,58 @@ class LocalLimits:
     def __init__(self) -> None:
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()
 
-    def reserve(self, asks: Sequence[Ask], now: float) -> Grant:
+    def reserve(self, charges: Sequence[Charge], now: float) -> Grant:
         """All or nothing; raises RateLimited."""
-        buckets = [self._bucket(ask, now) for ask in asks]
-        lacks = [bucket.lacks(ask.amount) for ask, bucket in zip(asks, buckets, strict=True)]
-        if any(lack > 0 for lack in lacks):
-            raise refusal(asks, [bucket.level for bucket in buckets])
-        claims = [bucket.take(ask.amount) for ask, bucket in zip(asks, buckets, strict=True)]
-        return Grant(asks, claims, [bucket.level for bucket in buckets])
+        buckets = [self._bucket(charge, now) for charge in charges]
+        shortfalls = [bucket.shortfall(charge.amount) for charge, bucket in zip(charges, buckets, strict=True)]
+        if any(shortfall > 0 for shortfall in shortfalls):
+            raise refusal(charges, [bucket.level for bucket in buckets])
+        claims = [bucket.reserve(charge.amount) for charge, bucket in zip(charges, buckets, strict=True)]
+        return Grant(charges, claims, [bucket.level for bucket in buckets])
 
     def settle(self, grant: Grant, used: Usage | None, now: float) -> None:
         """What it was in the end; None: it never went, and counts as no request either."""
-        for ask, claim in zip(grant.asks, grant.claims, strict=True):
-            self._bucket(ask, now).settle(claim, 0.0 if used is None else used.of(ask.resource))
+        for charge, claim in zip(grant.charges, grant.claims, strict=True):
+            self._bucket(charge, now).settle(claim, 0.0 if used is None else used.of(charge.resource))
 
     def spent_elsewhere(self, key: str, limit: Limit, amount: float, now: float) -> None:
         """Another process of this machine has taken it, or, below 0, given it back."""
-        ask = Ask(key, limit, "requests", 0.0)
-        bucket = self._bucket(ask, now)
+        charge = Charge(key, limit, "requests", 0.0)
+        bucket = self._bucket(charge, now)
         bucket.level = min(limit.capacity, bucket.level - amount)
 
-    def _bucket(self, ask: Ask, now: float) -> Bucket:
-        bucket = self._buckets.get(ask.key)
+    def _bucket(self, charge: Charge, now: float) -> Bucket:
+        bucket = self._buckets.get(charge.key)
         if bucket is None:
-            bucket = self._buckets[ask.key] = Bucket(ask.limit.capacity, now)
+            bucket = self._buckets[charge.key] = Bucket(charge.limit.capacity, now)
             if len(self._buckets) > MOST_BUCKETS:
                 self._buckets.popitem(last=False)
         else:
-            self._buckets.move_to_end(ask.key)
-        bucket.fill(ask.limit, now)
+            self._buckets.move_to_end(charge.key)
+        bucket.fill(charge.limit, now)
         return bucket
 
 
-def refusal(asks: Sequence[Ask], levels: Sequence[float]) -> RateLimited:
-    """What a caller is told whose asks the buckets at these levels do not grant: of the one that takes longest."""
-    lacks = [ask.amount - level for ask, level in zip(asks, levels, strict=True)]
-    waits = [lack / ask.limit.rate if lack > 0 else 0.0 for ask, lack in zip(asks, lacks, strict=True)]
-    worst = max(range(len(asks)), key=lambda index: waits[index])
-    ask, headers = asks[worst], rate_limit_headers(asks, levels)
-    what, capacity = ask.resource.replace("_", " "), math.floor(ask.limit.capacity)
-    kind = "requests" if ask.resource == "requests" else "tokens"
-    if ask.amount > ask.limit.capacity:
+def refusal(charges: Sequence[Charge], levels: Sequence[float]) -> RateLimited:
+    """What a caller is told whose charges the buckets at these levels do not grant: of the one that takes longest."""
+    shortfalls = [charge.amount - level for charge, level in zip(charges, levels, strict=True)]
+    waits = [
+        shortfall / charge.limit.rate if shortfall > 0 else 0.0
+        for charge, shortfall in zip(charges, shortfalls, strict=True)
+    ]
+    worst = max(range(len(charges)), key=lambda index: waits[index])
+    charge, headers = charges[worst], rate_limit_headers(charges, levels)
+    what, capacity = charge.resource.replace("_", " "), math.floor(charge.limit.capacity)
+    kind = "requests" if charge.resource == "requests" else "tokens"
+    if charge.amount > charge.limit.capacity:
         message = (
-            f"The request needs {math.ceil(ask.amount)} {what}, and no more than {capacity} are granted at once; "
+            f"The request needs {math.ceil(charge.amount)} {what}, and no more than {capacity} are granted at once; "
             "shorten the prompt or lower max_tokens."
         )
         return RateLimited(message, kind=kind, headers=headers, retry_after_s=None)
     wait_s = waits[worst]
     message = (
-        f"Rate limit reached for {what}: the request needs {math.ceil(ask.amount)}, "
+        f"Rate limit reached for {what}: the request needs {math.ceil(charge.amount)}, "
         f"{max(0, math.floor(levels[worst]))} of {capacity} are left. Please try again in {_duration(wait_s)}."
     )
     return RateLimited(message, kind=kind, headers=headers, retry_after_s=max(1, math.ceil(wait_s)))
@@ -157,14 +160,14 @@ def unavailable() -> LimitsUnavailable:
     return LimitsUnavailable("Rate limits cannot be checked at the moment; try again soon.", retry_after_s=1)
 
 
-def rate_limit_headers(asks: Sequence[Ask], levels: Sequence[float]) -> dict[str, str]:
+def rate_limit_headers(charges: Sequence[Charge], levels: Sequence[float]) -> dict[str, str]:
     """OpenAI's ``x-ratelimit-{limit,remaining,reset}-{requests,tokens}``, each of the bucket that is emptiest."""
     headers: dict[str, str] = {}
     for kind in ("requests", "tokens"):
         held = [
-            (level / ask.limit.capacity, level, ask.limit)
-            for ask, level in zip(asks, levels, strict=True)
-            if (ask.resource == "requests") == (kind == "requests")
+            (level / charge.limit.capacity, level, charge.limit)
+            for charge, level in zip(charges, levels, strict=True)
+            if (charge.resource == "requests") == (kind == "requests")
         ]
         if held:
             _, level, limit = min(held, key=lambda one: one[0])
@@ -176,8 +179,8 @@ def rate_limit_headers(asks: Sequence[Ask], levels: Sequence[float]) -> dict[str
 
 def granted_headers(grants: Sequence[Grant]) -> dict[str, str]:
     """The same of what was granted."""
-    asks = [ask for grant in grants for ask in grant.asks]
-    return rate_limit_headers(asks, [level for grant in grants for level in grant.levels])
+    charges = [charge for grant in grants for charge in grant.charges]
+    return rate_limit_headers(charges, [level for grant in grants for level in grant.levels])
 
 
 def _limit(limit: RateLimit, amount: int) -> Limit:

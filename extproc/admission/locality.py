@@ -33,7 +33,7 @@ class CacheLocality:
             heapq.heappush(self._heaps.setdefault(row, []), (-cached, self._numbers, queued))
             self._entries += 1
 
-    def nearest(self, rows: Bools, may_go: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
+    def longest_match(self, rows: Bools, may_go: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
         """One with a long match at any of ``rows``: the longest of those that may go, as far as it is quick to find."""
         heaps = []
         for row, heap in self._heaps.items():

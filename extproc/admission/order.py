@@ -23,7 +23,7 @@ _SECONDS_A_TOKEN: Final = 1e-3
 _SECONDS_A_SERVED_TOKEN: Final = 1e-4
 
 
-class Order(Protocol):
+class OrderingPolicy(Protocol):
     """Says which request of a flow goes first."""
 
     def key(self, queued: QueuedRequest) -> float:
@@ -43,7 +43,7 @@ class FirstCome:
 
     def key(self, queued: QueuedRequest) -> float:
         """When it came."""
-        return queued.arrived_s
+        return queued.arrived_at_s
 
     def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """Nothing to learn."""
@@ -57,7 +57,7 @@ class Deadline:
 
     def key(self, queued: QueuedRequest) -> float:
         """When the first token is due."""
-        return min(queued.deadline_s, queued.arrived_s + self._ageing_s)
+        return min(queued.deadline_at_s, queued.arrived_at_s + self._ageing_s)
 
     def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """Nothing to learn."""
@@ -71,7 +71,7 @@ class ShortestFirst:
 
     def key(self, queued: QueuedRequest) -> float:
         """1 ms of patience a token."""
-        return queued.arrived_s + min(self._ageing_s, _SECONDS_A_TOKEN * queued.uncached_tokens)
+        return queued.arrived_at_s + min(self._ageing_s, _SECONDS_A_TOKEN * queued.uncached_tokens)
 
     def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """Nothing to learn."""
@@ -82,19 +82,19 @@ class SessionBoost:
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
-        self._ended_s: OrderedDict[str, float] = OrderedDict()
+        self._ended_at_s: OrderedDict[str, float] = OrderedDict()
 
     def key(self, queued: QueuedRequest) -> float:
         """A boost that is gone once the session has been silent for the ageing bound."""
-        ended_s = self._ended_s.get(queued.session)
-        silent_s = self._ageing_s if ended_s is None else max(0.0, queued.arrived_s - ended_s)
-        return queued.arrived_s + min(self._ageing_s, silent_s)
+        ended_at_s = self._ended_at_s.get(queued.session)
+        silent_s = self._ageing_s if ended_at_s is None else max(0.0, queued.arrived_at_s - ended_at_s)
+        return queued.arrived_at_s + min(self._ageing_s, silent_s)
 
     def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """Remember when."""
         if queued.session:
-            self._ended_s[queued.session] = now
-            _bound(self._ended_s, queued.session)
+            self._ended_at_s[queued.session] = now
+            _bound(self._ended_at_s, queued.session)
 
 
 class LeastAttained:
@@ -107,7 +107,7 @@ class LeastAttained:
     def key(self, queued: QueuedRequest) -> float:
         """0.1 ms of patience for each token that the program has had."""
         attained = self._attained.get(queued.session, 0.0)
-        return queued.arrived_s + min(self._ageing_s, _SECONDS_A_SERVED_TOKEN * attained)
+        return queued.arrived_at_s + min(self._ageing_s, _SECONDS_A_SERVED_TOKEN * attained)
 
     def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
         """Add to the program's account."""
@@ -122,6 +122,6 @@ def _bound(remembered: OrderedDict[str, float], latest: str) -> None:
         remembered.popitem(last=False)
 
 
-ORDERS: Final[Mapping[str, Callable[[float], Order]]] = MappingProxyType(
+ORDERS: Final[Mapping[str, Callable[[float], OrderingPolicy]]] = MappingProxyType(
     {one.__name__: one for one in (FirstCome, Deadline, ShortestFirst, SessionBoost, LeastAttained)}
 )

@@ -15,7 +15,7 @@ import numpy as np
 from extproc.endpoints.table import Bools, Floats
 
 
-class Heads(msgspec.Struct, frozen=True):
+class FlowHeads(msgspec.Struct, frozen=True):
     """Who waits, by row, and of their first requests the ``keys`` of the order inside their flow and tokens ``cached`` in an engine."""
 
     waiting: Bools
@@ -30,19 +30,19 @@ class FairnessPolicy(Protocol):
         """Make room for ``rows`` flows; new ones begin at 0."""
         ...
 
-    def begin(self, row: int, waiting: Bools) -> None:
+    def activate(self, row: int, waiting: Bools) -> None:
         """A flow that had nothing waiting now has; ``waiting``: the others that have."""
         ...
 
-    def choose(self, among: Bools, heads: Heads, now: float) -> int:
-        """The row whose head goes; at least one is ``among``."""
+    def choose(self, candidates: Bools, heads: FlowHeads, now: float) -> int:
+        """The row whose head goes; at least one is ``candidates``."""
         ...
 
     def charge(self, row: int, service: float, now: float) -> None:
         """One of the flow's requests goes, and is expected to take this much."""
         ...
 
-    def correct(self, row: int, service: float, now: float) -> None:
+    def settle(self, row: int, service: float, now: float) -> None:
         """It took so much more, or, below 0, less."""
         ...
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from extproc.admission.queued_request import FlowKey, QueuedRequest
-    from extproc.admission.saturation import Room
+    from extproc.admission.saturation import Capacity
     from extproc.config.admission import Band, FlowControl
     from extproc.endpoints.table import Bools
 
@@ -79,7 +79,7 @@ class FairQueue:
         """The highest band that the priority reaches; below all of them, the lowest."""
         return next((band for band in self.bands if priority >= band.spec.priority), self.bands[-1])
 
-    def fill(self, priority: int) -> float:
+    def fullness(self, priority: int) -> float:
         """How full it is for a request of this priority, 0 to 1."""
         band = self.band_of(priority)
         return max(
@@ -88,31 +88,31 @@ class FairQueue:
             band.requests / band.spec.max_requests,
         )
 
-    def enter(self, queued: QueuedRequest) -> list[QueuedRequest]:
+    def enqueue(self, queued: QueuedRequest) -> list[QueuedRequest]:
         """It waits. Returns those of lower bands that had to give way; raises QueueFull if it finds no place itself."""
         band = self.band_of(queued.priority)
         spec = band.spec
         if band.requests >= spec.max_requests or band.bytes + queued.size_bytes > band.most_bytes:
             raise QueueFull(f"The queue for {spec.name} requests is full; try again later, or ask for less.")
-        evicted = self._make_place(band, queued)
+        evicted = self._make_room(band, queued)
         if not band.requests:
-            self._shares.begin(band.index, self._bands_waiting())
+            self._shares.activate(band.index, self._bands_waiting())
         band.flows.add(queued)
         band.bytes += queued.size_bytes
         self._bytes += queued.size_bytes
         self._waiting[queued.ticket] = queued, band
-        heapq.heappush(self._expiries, (queued.expires_s, next(self._numbers), queued.ticket))
+        heapq.heappush(self._expiries, (queued.expires_at_s, next(self._numbers), queued.ticket))
         self._sweep_expiries()
         return evicted
 
-    def next(self, room: Room, now: float) -> tuple[QueuedRequest, Bools] | None:
+    def next(self, capacity: Capacity, now: float) -> tuple[QueuedRequest, Bools] | None:
         """Who goes now, and the endpoints that have room for it; it waits no more."""
-        found = self._find(room, now)
+        found = self._find(capacity, now)
         if found is not None:
-            self.leave(found[0].ticket)
+            self.withdraw(found[0].ticket)
         return found
 
-    def leave(self, ticket: str) -> QueuedRequest | None:
+    def withdraw(self, ticket: str) -> QueuedRequest | None:
         """It waits no more, for whatever reason; None if it did not."""
         queued, band = self._waiting.pop(ticket, (None, None))
         if queued is None or band is None:
@@ -125,11 +125,11 @@ class FairQueue:
     def expire(self, now: float) -> Iterator[QueuedRequest]:
         """Those that have waited as long as they may."""
         while self._expiries and self._expiries[0][0] <= now:
-            queued = self.leave(heapq.heappop(self._expiries)[2])
+            queued = self.withdraw(heapq.heappop(self._expiries)[2])
             if queued is not None:
                 yield queued
 
-    def next_expiry_s(self) -> float | None:
+    def next_expiry_at_s(self) -> float | None:
         """When the first of those that wait will have waited too long."""
         while self._expiries and self._expiries[0][2] not in self._waiting:
             heapq.heappop(self._expiries)
@@ -151,49 +151,49 @@ class FairQueue:
         """It is over, and took so much more than was expected, or less."""
         band = self.band_of(queued.priority)
         band.flows.end_service(queued.flow, correction / self._weight(queued.flow), now)
-        self._shares.correct(band.index, correction)
+        self._shares.settle(band.index, correction)
 
-    def _find(self, room: Room, now: float) -> tuple[QueuedRequest, Bools] | None:
+    def _find(self, capacity: Capacity, now: float) -> tuple[QueuedRequest, Bools] | None:
         waiting = self._bands_waiting()
         for index in waiting if self._control.sharing == "Strict" else self._shares.order(waiting):
             band = self.bands[index]
-            if room.saturation < band.spec.ceiling:
-                found = self._find_in(band, room, now)
+            if capacity.saturation < band.spec.ceiling:
+                found = self._find_in(band, capacity, now)
                 if found is not None:
                     return found
         return None
 
-    def _find_in(self, band: BandState, room: Room, now: float) -> tuple[QueuedRequest, Bools] | None:
+    def _find_in(self, band: BandState, capacity: Capacity, now: float) -> tuple[QueuedRequest, Bools] | None:
         """The head of the flow whose turn it is, or, behind a head that finds no room, one that takes nothing from it."""
-        among = band.flows.waiting
+        candidates = band.flows.waiting
         for _ in range(_FLOWS_LOOKED_AT):
-            if not room.open.any() or not among.any():
+            if not capacity.open.any() or not candidates.any():
                 return None
-            row, near = band.flows.choose(among, room.open, now)
+            row, near = band.flows.choose(candidates, capacity.open, now)
             first = itertools.islice(band.flows.in_order(row), _REQUESTS_LOOKED_AT)
             for queued in first if near is None else (near,):
-                rows = room.rows_for(queued)
+                rows = capacity.rows_for(queued)
                 if rows is not None:
                     return queued, rows
-                room.reserve(queued)
-            among = among.copy()
-            among[row] = False
+                capacity.set_aside(queued)
+            candidates = candidates.copy()
+            candidates[row] = False
         return None
 
-    def _make_place(self, band: BandState, queued: QueuedRequest) -> list[QueuedRequest]:
+    def _make_room(self, band: BandState, queued: QueuedRequest) -> list[QueuedRequest]:
         evicted: list[QueuedRequest] = []
-        while not self._has_place(queued):
+        while not self._has_room(queued):
             lower = next((one for one in reversed(self.bands) if one.requests), band)
             if lower is band or lower.spec.priority > band.spec.priority:
                 for one in evicted:
-                    self.enter(one)
+                    self.enqueue(one)
                 raise QueueFull("The queue is full; try again later, or ask for less.")
-            gone = self.leave(lower.flows.newest_of_largest().ticket)
+            gone = self.withdraw(lower.flows.newest_of_largest().ticket)
             if gone is not None:
                 evicted.append(gone)
         return evicted
 
-    def _has_place(self, queued: QueuedRequest) -> bool:
+    def _has_room(self, queued: QueuedRequest) -> bool:
         return len(self) < self._control.max_requests and self._bytes + queued.size_bytes <= self._most_bytes
 
     def _bands_waiting(self) -> list[int]:

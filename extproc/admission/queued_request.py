@@ -22,23 +22,23 @@ class FlowKey(msgspec.Struct, frozen=True):
 
 
 class QueuedRequest(msgspec.Struct, frozen=True, eq=False):
-    """One request that asks to go. Tokens: ``uncached_tokens`` at the engine that holds most, ``output_tokens`` as expected.
+    """One request that charges to go. Tokens: ``uncached_tokens`` at the engine that holds most, ``output_tokens`` as expected.
 
-    ``deadline_s``: when the first token is wanted. ``eligible`` says which endpoints may serve it, None for all: they change
+    ``deadline_at_s``: when the first token is wanted. ``eligible`` says which endpoints may serve it, None for all: they change
     while it waits. ``holders``: those that
     hold most of it, with how much. ``size_bytes``: of its body, which waits with it.
     """
 
     ticket: str
     flow: FlowKey
-    arrived_s: float
-    expires_s: float
+    arrived_at_s: float
+    expires_at_s: float
     priority: int = 0
     size_bytes: int = 0
     input_tokens: float = 0.0
     uncached_tokens: float = 0.0
     output_tokens: float = 0.0
-    deadline_s: float = math.inf
+    deadline_at_s: float = math.inf
     session: str = ""
     eligible: Callable[[], Bools | None] | None = None
     holders: tuple[tuple[int, float], ...] = ()
@@ -54,6 +54,6 @@ class QueuedRequest(msgspec.Struct, frozen=True, eq=False):
         return self.input_tokens - self.uncached_tokens
 
     @property
-    def tokens(self) -> float:
+    def total_tokens(self) -> float:
         """Of its prompt, and of its answer as far as expected."""
         return self.input_tokens + self.output_tokens

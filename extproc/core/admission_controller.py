@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterator, Mapping, Sequence
 
-    from extproc.admission.limits import Ask, Grant
+    from extproc.admission.limits import Charge, Grant
     from extproc.config.admission import FlowControl
     from extproc.config.types import Snapshot
     from extproc.core.types import Arrival
@@ -40,7 +40,7 @@ class Elsewhere(Protocol):
         """The store of global limits: it was so much in the end, or nothing and not even a request."""
         ...
 
-    def spent(self, ask: Ask, amount: float) -> None:
+    def spent(self, charge: Charge, amount: float) -> None:
         """Other processes of this machine: so much of a local limit is gone, or, below 0, back."""
         ...
 
@@ -83,19 +83,19 @@ class AdmissionController:
         """Whether requests of a route are limited."""
         return route in self._routes
 
-    def asks(self, arrival: Arrival) -> list[Ask]:
+    def charges(self, arrival: Arrival) -> list[Charge]:
         """What its route's limits are to grant; nothing if there are none."""
         limits = self._routes.get(arrival.destination.route)
         if limits is None:
             return []
-        return limits.asks(arrival.caller, arrival.head.headers, _reserved(arrival))
+        return limits.charges(arrival.caller, arrival.head.headers, _reserved(arrival))
 
-    def reserve(self, asks: Sequence[Ask], now: float) -> Grant:
+    def reserve(self, charges: Sequence[Charge], now: float) -> Grant:
         """By this process's own buckets; raises RateLimited."""
-        grant = self.limits.reserve(asks, now)
+        grant = self.limits.reserve(charges, now)
         if self._elsewhere is not None:
-            for ask in asks:
-                self._elsewhere.spent(ask, ask.amount)
+            for charge in charges:
+                self._elsewhere.spent(charge, charge.amount)
         return grant
 
     def settle_grants(self, grants: Sequence[Grant], used: Usage | None, now: float) -> None:
@@ -107,8 +107,8 @@ class AdmissionController:
                 continue
             self.limits.settle(grant, used, now)
             if self._elsewhere is not None:
-                for ask in grant.asks:
-                    self._elsewhere.spent(ask, (0.0 if used is None else used.of(ask.resource)) - ask.amount)
+                for charge in grant.charges:
+                    self._elsewhere.spent(charge, (0.0 if used is None else used.of(charge.resource)) - charge.amount)
 
     @property
     def has_waiting(self) -> bool:
@@ -148,14 +148,14 @@ class AdmissionController:
             return False
         gate = self.gates.get(held.arrival.pool.name)
         if gate is not None:
-            gate.leave(held.ticket)
+            gate.withdraw(held.ticket)
         return True
 
     def look_again_s(self, now: float) -> float | None:
         """When to ask for what may go, if nothing happens before; None: nobody waits."""
         if self._evicted or self._freed:
             return now
-        times = [when for gate in self.gates.values() if (when := gate.look_again_s(now)) is not None]
+        times = [when for gate in self.gates.values() if (when := gate.wake_at_s(now)) is not None]
         return min(times, default=None)
 
     def queued(
@@ -167,14 +167,14 @@ class AdmissionController:
         return QueuedRequest(
             ticket=ticket,
             flow=_flow(arrival, control),
-            arrived_s=now,
-            expires_s=now + self.gates[pool.name].longest_wait_s(),
+            arrived_at_s=now,
+            expires_at_s=now + self.gates[pool.name].longest_wait_s(),
             priority=arrival.priority,
             size_bytes=len(arrival.body),
             input_tokens=expectation.input_tokens,
             uncached_tokens=expectation.input_tokens - cached,
             output_tokens=pool.expected_output(arrival.request.max_output_tokens),
-            deadline_s=now + _target_s(arrival),
+            deadline_at_s=now + _target_s(arrival),
             session=name_in(arrival.head.headers, control.session_header),
             eligible=partial(pool.eligible, adapter_of(arrival), terms.attachment.subset),
             holders=_holders(expectation.demand.cached_tokens) if cached else (),
@@ -188,8 +188,8 @@ class AdmissionController:
         return Gate(control, pool.table, stages=stages, rng=self._rng)
 
     def _enter(self, gate: Gate, held: Held, now: float) -> None:
-        for one in gate.enter(held.queued):
-            self._evicted.append((self._held.pop(one.ticket), gate.gave_way(now)))
+        for one in gate.enqueue(held.queued):
+            self._evicted.append((self._held.pop(one.ticket), gate.eviction_refusal(now)))
         self._held[held.ticket] = held
 
     def _move(self, held: Held, pools: Mapping[str, Pool]) -> None:
@@ -203,7 +203,7 @@ class AdmissionController:
             self._freed.append(held)
         else:
             try:
-                self._enter(gate, held, held.queued.arrived_s)
+                self._enter(gate, held, held.queued.arrived_at_s)
             except Refusal as refusal:
                 self._evicted.append((held, refusal))
 
@@ -239,5 +239,5 @@ def _flow(arrival: Arrival, control: FlowControl) -> FlowKey:
 
 def _target_s(arrival: Arrival) -> float:
     caller = arrival.caller
-    targets = (caller.deadline_s, caller.ttft_s, arrival.destination.ttft_s)
+    targets = (caller.deadline_in_s, caller.ttft_target_s, arrival.destination.ttft_s)
     return next((one for one in targets if one is not None), math.inf)

@@ -88,7 +88,7 @@ def _profile(reasons: Reasons, addresses: list[str]) -> ProfileExplanation:
 
 def _filters(reasons: Reasons, addresses: list[str]) -> Iterator[FilterStep]:
     before = set(reasons.candidates)
-    for name, rows in reasons.left:
+    for name, rows in reasons.after_filters:
         yield FilterStep(name, tuple(addresses[row] for row in sorted(before - set(rows))), len(rows))
         before = set(rows)
 

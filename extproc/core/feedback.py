@@ -9,11 +9,11 @@ from typing import Final
 import msgspec
 
 from extproc.admission.gate import Gate
-from extproc.admission.limits import NOTHING, Grant, Usage
+from extproc.admission.limits import NO_USAGE, Grant, Usage
 from extproc.admission.queued_request import QueuedRequest
-from extproc.endpoints.engine_reports import note_latency
-from extproc.endpoints.ledger import prefilled
-from extproc.endpoints.prefill_rate import learn_prefill_rate, note_failure, note_success, typical_rate
+from extproc.endpoints.engine_reports import record_latency
+from extproc.endpoints.ledger import finish_prefill
+from extproc.endpoints.prefill_rate import learn_prefill_rate, record_failure, record_success, typical_rate
 from extproc.prefix.turns import Tail, Turn
 from extproc.scheduling.pool import Assignment, Pool
 
@@ -64,7 +64,7 @@ class Sent(msgspec.Struct):
     queued: QueuedRequest | None = None
     waited_s: float = 0.0
     charged: float = 0.0
-    reserved: Usage = NOTHING
+    reserved: Usage = NO_USAGE
     # what was asked for
     most_output: float = math.inf
     grants: tuple[Grant, ...] = ()
@@ -76,27 +76,27 @@ def learn(sent: Sent, outcome: Outcome, now: float) -> None:
         # engines are judged by the time since it went
         outcome = msgspec.structs.replace(outcome, ttfb_s=max(0.0, outcome.ttfb_s - sent.waited_s))
     _learn_place(sent, outcome, now)
-    if outcome.ttfb_s is not None and outcome.served == sent.assignment.place.address:
-        prefilled(sent.pool.table, sent.assignment.computing, now)
+    if outcome.ttfb_s is not None and outcome.served == sent.assignment.endpoint.address:
+        finish_prefill(sent.pool.table, sent.assignment.prefilled_by, now)
     if not 200 <= outcome.status < 300:
         return
     _count_tokens(sent, outcome)
     _learn_output(sent, outcome)
     _learn_bytes_per_token(sent, outcome)
     _learn_turn(sent, outcome)
-    if outcome.served == sent.assignment.place.address:
+    if outcome.served == sent.assignment.endpoint.address:
         _learn_rate(sent, outcome)
         _learn_prefix(sent, outcome)
 
 
 def _learn_place(sent: Sent, outcome: Outcome, now: float) -> None:
-    table, first = sent.pool.table, sent.assignment.place
+    table, first = sent.pool.table, sent.assignment.endpoint
     was_passed_over = bool(outcome.served) and outcome.served != first.address
-    if table.holds(first):
+    if table.is_current(first):
         if was_passed_over or outcome.status in _UNAVAILABLE:
-            note_failure(table, first.row, now)
+            record_failure(table, first.row, now)
         elif outcome.status:
-            note_success(table, first.row)
+            record_success(table, first.row)
     served_row = table.row_of(outcome.served)
     if was_passed_over and served_row is not None:
         sent.pool.caches.index.record(served_row, sent.chain, now)
@@ -134,7 +134,7 @@ def usage_of(sent: Sent, outcome: Outcome) -> Usage:
     """
     has_left = outcome.status == 0 and bool(outcome.served)
     if outcome.prompt_tokens is None and not 200 <= outcome.status < 300 and not has_left:
-        return NOTHING
+        return NO_USAGE
     return Usage(
         input_tokens=sent.reserved.input_tokens if outcome.prompt_tokens is None else outcome.prompt_tokens,
         output_tokens=_written(sent, outcome) if outcome.completion_tokens is None else outcome.completion_tokens,
@@ -169,11 +169,11 @@ def _learn_bytes_per_token(sent: Sent, outcome: Outcome) -> None:
 
 def _learn_rate(sent: Sent, outcome: Outcome) -> None:
     # a plain answer's first byte comes with its last
-    if not sent.is_streamed or outcome.ttfb_s is None or not sent.pool.table.holds(sent.assignment.computing):
+    if not sent.is_streamed or outcome.ttfb_s is None or not sent.pool.table.is_current(sent.assignment.prefilled_by):
         return
     pool, assignment = sent.pool, sent.assignment
     pool.typical_ttft_s += _WEIGHT * (outcome.ttfb_s - pool.typical_ttft_s)
-    cost, row = pool.caches.prompt_cost, assignment.computing.row
+    cost, row = pool.caches.prompt_cost, assignment.prefilled_by.row
     ahead = max(0.0, assignment.tokens_ahead - assignment.work)
     cached = float(outcome.cached_tokens or 0)
     uncached = assignment.input_tokens - assignment.cached_tokens
@@ -185,13 +185,13 @@ def _learn_rate(sent: Sent, outcome: Outcome) -> None:
     cost.learn(uncached=uncached, cached=cached, seconds=seconds, share=own / (own + ahead + 1.0))
     tokens_ahead = ahead + own + cost.overhead
     learn_prefill_rate(pool.table, row, tokens_ahead=tokens_ahead, ttft_s=outcome.ttfb_s)
-    if pool.table.holds(assignment.place):
+    if pool.table.is_current(assignment.endpoint):
         written = (outcome.completion_tokens or 0) - 1
         tpot_s = (outcome.duration_s - sent.waited_s - outcome.ttfb_s) / written if written > 0 else None
-        note_latency(pool.table, assignment.place.row, ttft_s=outcome.ttfb_s, tpot_s=tpot_s)
-        if tpot_s is not None and assignment.tokens_there:
-            now_there = float(pool.table.in_flight_tokens[assignment.place.row]) + assignment.tokens
-            pool.caches.answer_cost.learn(tokens=(assignment.tokens_there + now_there) / 2, tpot_s=tpot_s)
+        record_latency(pool.table, assignment.endpoint.row, ttft_s=outcome.ttfb_s, tpot_s=tpot_s)
+        if tpot_s is not None and assignment.in_flight_tokens:
+            now_there = float(pool.table.in_flight_tokens[assignment.endpoint.row]) + assignment.tokens
+            pool.caches.answer_cost.learn(tokens=(assignment.in_flight_tokens + now_there) / 2, tpot_s=tpot_s)
 
 
 def _learn_prefix(sent: Sent, outcome: Outcome) -> None:
@@ -200,10 +200,10 @@ def _learn_prefix(sent: Sent, outcome: Outcome) -> None:
     vLLM leaves the field out when it is 0, so silence counts as 0 once the pool's engines are known to report it.
     """
     pool, assignment = sent.pool, sent.assignment
-    place = assignment.computing
-    if not pool.reports_cached_tokens or outcome.prompt_tokens is None or assignment.cached_since_s is None:
+    place = assignment.prefilled_by
+    if not pool.reports_cached_tokens or outcome.prompt_tokens is None or assignment.last_used_at_s is None:
         return
-    if not pool.table.holds(place):
+    if not pool.table.is_current(place):
         return
     index, reported = pool.caches.index, outcome.cached_tokens or 0
     missing = assignment.indexed_tokens - reported
@@ -212,5 +212,5 @@ def _learn_prefix(sent: Sent, outcome: Outcome) -> None:
         expected = assignment.cached_tokens - assignment.indexed_tokens
         if not assignment.is_precise and expected >= _TOLERATED_TOKENS:
             pool.caches.turns.learn(expected=expected, found=reported - assignment.indexed_tokens)
-    elif sent.sent_at_s - assignment.cached_since_s > _PREFILL_GRACE_S + 2 * pool.typical_ttft_s:
-        index.correct(place.row, assignment.cached_since_s)
+    elif sent.sent_at_s - assignment.last_used_at_s > _PREFILL_GRACE_S + 2 * pool.typical_ttft_s:
+        index.correct(place.row, assignment.last_used_at_s)

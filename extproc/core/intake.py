@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.admission.identity import NOBODY
+from extproc.admission.identity import ANONYMOUS_CALLER
 from extproc.core.types import Arrival, Head
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownPath
 from extproc.protocol import MODELS_PATH
@@ -78,7 +78,7 @@ class Intake:
 
     def _arrival(self, request: InferenceRequest, destination: Destination, head: Head, body: bytes) -> Arrival:
         pool = self._pool(destination.server)
-        caller = NOBODY
+        caller = ANONYMOUS_CALLER
         if destination.server in self._admission.gates or self._admission.has_limits(destination.route):
             caller = self._identities.caller(head.headers, is_trusted=head.is_trusted)
         return Arrival(request, destination, pool, head, body, caller)

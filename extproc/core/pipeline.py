@@ -106,7 +106,7 @@ class Pipeline:
             found = self.admission.enter(queued, arrival, terms, now)
             if isinstance(found, Held):
                 return found
-            return self._send(arrival, now, terms, queued=queued, among=found, expectation=expectation)
+            return self._send(arrival, now, terms, queued=queued, candidates=found, expectation=expectation)
         except Refusal:
             self.admission.settle_grants(terms.grants, None, now)
             raise
@@ -119,7 +119,7 @@ class Pipeline:
                 result = found
             else:
                 try:
-                    result = self._send(held.arrival, now, held.terms, queued=held.queued, among=found)
+                    result = self._send(held.arrival, now, held.terms, queued=held.queued, candidates=found)
                 except Refusal as refusal:
                     result = refusal
             if isinstance(result, Refusal):
@@ -148,11 +148,11 @@ class Pipeline:
         terms: Terms,
         *,
         queued: QueuedRequest | None = None,
-        among: Bools | None = None,
+        candidates: Bools | None = None,
         expectation: Expectation | None = None,
     ) -> Decision:
         request, pool = arrival.request, arrival.pool
-        choice = choice_of(arrival, terms, among)
+        choice = choice_of(arrival, terms, candidates)
         prompt = prompt_of(arrival, terms.tokens)
         considered = pool.consider(prompt, choice, now=now, rng=self._rng, expectation=expectation)
         explanation = explain(considered, pool) if terms.wants_reasons else None
@@ -175,10 +175,10 @@ class Pipeline:
         waited_s = 0.0
         gate = self.admission.gates.get(pool.name) if queued is not None else None
         if queued is not None and gate is not None:
-            waited_s = now - queued.arrived_s
+            waited_s = now - queued.arrived_at_s
             sent.gate, sent.queued, sent.waited_s = gate, queued, waited_s
             sent.charged = gate.service(sent.reserved, assignment.cached_tokens)
-            gate.sent(queued, sent.charged, now)
+            gate.dispatched(queued, sent.charged, now)
         return Decision(
             ticket,
             arrival.destination.server,
@@ -211,7 +211,7 @@ class Pipeline:
         pool = self.pools.get(event.server)
         if pool is None or event.ticket in self._sent:
             return False
-        assignment = pool.repeat(event, now)
+        assignment = pool.record_remote(event, now)
         if assignment is None:
             return False
         sent = self._sent[event.ticket] = Sent(
@@ -230,7 +230,7 @@ class Pipeline:
             sent.gate = gate
             sent.queued = QueuedRequest(event.ticket, event.flow, now, now, priority=event.priority)
             sent.charged, sent.reserved = event.service, Usage(event.input_tokens, event.tokens - event.input_tokens)
-            gate.sent(sent.queued, event.service, now)
+            gate.dispatched(sent.queued, event.service, now)
         return True
 
     def finish(self, ticket: str, now: float = 0.0) -> None:
@@ -266,7 +266,7 @@ class Pipeline:
         """Correct the accounts of its flow and of its limits; None: it never went."""
         if sent.gate is not None and sent.queued is not None:
             tokens = 0.0 if used is None else used.input_tokens + used.output_tokens
-            sent.gate.over(sent.queued, service - sent.charged, tokens=tokens, now=now)
+            sent.gate.ended(sent.queued, service - sent.charged, tokens=tokens, now=now)
         if sent.is_ours:
             self.admission.settle_grants(sent.grants, used, now)
 

@@ -35,14 +35,14 @@ def adapter_of(arrival: Arrival) -> str | None:
     return model if model not in {arrival.pool.spec.model, ""} else None
 
 
-def choice_of(arrival: Arrival, terms: Terms, among: Bools | None) -> PickConstraints:
-    """What may be chosen for it; ``among``: the endpoints with room, None for all."""
+def choice_of(arrival: Arrival, terms: Terms, candidates: Bools | None) -> PickConstraints:
+    """What may be chosen for it; ``candidates``: the endpoints with room, None for all."""
     return PickConstraints(
         headers=arrival.head.headers,
         choices=terms.attachment.choices,
         subset=terms.attachment.subset,
         wants_reasons=terms.wants_reasons,
-        among=among,
+        candidates=candidates,
         is_trusted=arrival.head.is_trusted,
     )
 

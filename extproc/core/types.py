@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.admission.identity import NOBODY, Caller
+from extproc.admission.identity import ANONYMOUS_CALLER, Caller
 from extproc.admission.limits import Grant
 from extproc.admission.queued_request import QueuedRequest
 from extproc.core.explanation import Explanation
@@ -49,13 +49,13 @@ class Arrival(msgspec.Struct, frozen=True):
     pool: Pool
     head: Head
     body: bytes
-    caller: Caller = NOBODY
+    caller: Caller = ANONYMOUS_CALLER
 
     @property
     def wants_tokens(self) -> bool:
         """Whether there is a precise index to ask: picking is more precise with the prompt's tokens."""
         caches = self.pool.caches
-        return caches.kv is not None and bool(caches.whole_feeds | caches.partial_feeds)
+        return caches.kv_index is not None and bool(caches.whole_feeds | caches.partial_feeds)
 
     @property
     def priority(self) -> int:

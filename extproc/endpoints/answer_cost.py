@@ -24,11 +24,11 @@ _SOLVE_EVERY: Final = 8
 
 
 class AnswerCost:
-    """One pool's. ``reading_s``: seconds that a token in flight adds to every step."""
+    """One pool's. ``step_s_per_token``: seconds that a token in flight adds to every step."""
 
     def __init__(self) -> None:
         self.step_s = _PRIOR_STEP_S
-        self.reading_s = _PRIOR_READING_S
+        self.step_s_per_token = _PRIOR_READING_S
         self._matrix = np.zeros((2, 2))
         self._vector = np.zeros(2)
         self._samples = 0
@@ -39,14 +39,14 @@ class AnswerCost:
         """``tokens``: of prompts and answers in flight at the engine, the answer's own included, in the middle of its time."""
         if tokens <= 0 or tpot_s <= 0:
             return
-        expected = self.step_s + self.reading_s * tokens
+        expected = self.step_s + self.step_s_per_token * tokens
         self._matrix *= _FORGETTING
         self._vector *= _FORGETTING
         self._add(tokens, tpot_s, 1.0 if tpot_s <= expected else _SLOW)
         self._samples += 1
         if self._samples % _SOLVE_EVERY == 0:
             step_s, reading = np.linalg.lstsq(self._matrix, self._vector, rcond=None)[0].tolist()
-            self.step_s, self.reading_s = max(0.0, step_s), max(0.0, reading / 1e6)
+            self.step_s, self.step_s_per_token = max(0.0, step_s), max(0.0, reading / 1e6)
 
     def _add(self, tokens: float, tpot_s: float, weight: float) -> None:
         # in millions, so that the matrix stays well conditioned

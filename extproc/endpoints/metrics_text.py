@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.endpoints.engine_reports import CacheConfig, EngineState
-from extproc.endpoints.table import Loras
+from extproc.endpoints.engine_reports import CacheConfig, EngineReport
+from extproc.endpoints.table import LoraState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,7 +80,7 @@ NAMES: Final[Mapping[str, MetricNames]] = MappingProxyType(
 class EngineMetrics(msgspec.Struct, frozen=True):
     """What one page says. ``has_restarted``: counts ran backwards, so the process is a new one with an empty cache."""
 
-    state: EngineState
+    state: EngineReport
     cache: CacheConfig | None
     has_restarted: bool
 
@@ -102,7 +102,7 @@ class MetricsReader:
         """A page in Prometheus' text format. What is missing or cannot be read is None."""
         page = b"\n" + page if not page.startswith(b"#") else page
         ttft = self._ttft.since(page)
-        state = EngineState(
+        state = EngineReport(
             waiting=self._waiting.total(page),
             running=self._running.total(page),
             kv_usage=self._kv_usage.mean(page),
@@ -126,16 +126,16 @@ class MetricsReader:
         known = [(block, blocks) for block, blocks in sizes if block and blocks]
         return CacheConfig(known[0][0], sum(block * blocks for block, blocks in known)) if known else None
 
-    def _read_loras(self, page: bytes) -> Loras | None:
+    def _read_loras(self, page: bytes) -> LoraState | None:
         lines = self._loras.lines(page)
         if not lines:
             return None
         # each change is a new series, its value the time of it
         labels = _labels(max(lines, key=lambda line: _value(line) or 0.0))
-        return Loras(
+        return LoraState(
             active=_set_of(labels.get("running_lora_adapters", "")),
             waiting=_set_of(labels.get("waiting_lora_adapters", "")),
-            most=_whole(labels.get("max_lora")),
+            max_active=_whole(labels.get("max_lora")),
         )
 
 

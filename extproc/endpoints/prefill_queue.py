@@ -26,7 +26,7 @@ class QueuedPrefill(msgspec.Struct, frozen=True):
 
     number: int
     work: float
-    at_s: float
+    sent_at_s: float
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ class PrefillQueue:
         self.work += work
         return self._numbers
 
-    def drop(self, number: int) -> None:
+    def remove(self, number: int) -> None:
         """That one is over, with or without a first token."""
         for one in self._queue:
             if one.number >= number:
@@ -75,13 +75,13 @@ class PrefillQueue:
                     self._ahead += 1
                 return
 
-    def passed(self, number: int) -> None:
+    def first_token(self, number: int) -> None:
         """That one has had its first token: so have all before it."""
         while self._queue and self._queue[0].number <= number:
             self._take()
             self._ahead += 1
 
-    def told(self, waiting: int, now: float, first_tokens: float | None = None) -> Bounds:
+    def reconcile(self, waiting: int, now: float, first_tokens: float | None = None) -> Bounds:
         """The engine says that so many wait: those before them are done, but for what may be computed just now."""
         on_the_way = self._on_the_way(now)
         known = min(waiting, len(self._queue) - on_the_way)
@@ -106,7 +106,7 @@ class PrefillQueue:
     def _on_the_way(self, now: float) -> int:
         count = 0
         for one in reversed(self._queue):
-            if one.at_s <= now - _ON_THE_WAY_S:
+            if one.sent_at_s <= now - _ON_THE_WAY_S:
                 break
             count += 1
         return count

@@ -63,22 +63,22 @@ def typical_rate(table: EndpointTable) -> float:
     return float(np.exp(np.log(table.prefill_rate[table.is_active]).mean()))
 
 
-def note_failure(table: EndpointTable, row: int, now: float) -> None:
+def record_failure(table: EndpointTable, row: int, now: float) -> None:
     """The endpoint did not serve what it was given: avoid it, twice as long each time.
 
     A dead engine has no load, so it would look like the best choice for every request. Failures while it is avoided
     already are those of requests that were on their way: one event, told many times.
     """
-    if now < table.avoid_until_s[row]:
+    if now < table.retry_at_s[row]:
         return
     table.has_failures = True
-    table.avoid_until_s[row] = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(int(table.failures[row]), 10))
+    table.retry_at_s[row] = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(int(table.failures[row]), 10))
     table.failures[row] += 1
 
 
-def note_success(table: EndpointTable, row: int) -> None:
+def record_success(table: EndpointTable, row: int) -> None:
     """The endpoint serves."""
     if table.failures[row]:
         table.failures[row] = 0
-        table.avoid_until_s[row] = 0.0
+        table.retry_at_s[row] = 0.0
         table.has_failures = bool(table.failures.any())

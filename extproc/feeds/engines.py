@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.config.validation import parse_address
-from extproc.endpoints.engine_reports import EngineState
+from extproc.endpoints.engine_reports import EngineReport
 from extproc.endpoints.metrics_text import NAMES, MetricsReader
 from extproc.feeds.http_get import KeptConnection, get_request
 from extproc.replication.messages import EngineSaid, engine_said
@@ -141,7 +141,7 @@ class _Poll:
         self._connecting: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Charge no more."""
         self._interval_s = 0.0
         if self._connecting is not None:
             self._connecting.cancel()
@@ -149,7 +149,7 @@ class _Poll:
             self._connection.give_up()
 
     def look_at_the_clock(self, now: float) -> None:
-        """Ask when it is time; an answer that does not come is a failure."""
+        """Charge when it is time; an answer that does not come is a failure."""
         if now < self._due_s:
             return
         if self._is_asking:
@@ -213,4 +213,4 @@ class _Poll:
     def _take_models(self, body: bytes) -> None:
         with contextlib.suppress(msgspec.DecodeError):  # not OpenAI's list: the engine does not say
             models = frozenset(model.id for model in _models_decoder.decode(body).data)
-            self._said(EngineSaid(self._pool.name, self._address, EngineState(), models=models))
+            self._said(EngineSaid(self._pool.name, self._address, EngineReport(), models=models))

@@ -157,7 +157,7 @@ class _Subscription:
 
     def _current(self) -> KvStream | None:
         """The stream into the endpoint's row; a new one if the row changed hands. None: not configured any more."""
-        row, index = self._pool.table.row_of(self._publisher.address), self._pool.caches.kv
+        row, index = self._pool.table.row_of(self._publisher.address), self._pool.caches.kv_index
         if row is None or index is None:
             return None
         if self._stream is None or row != self._row:
@@ -180,7 +180,7 @@ class _Subscription:
         self._say(is_whole=stream.is_whole)
 
     async def _replay(self, start: int, socket: zmq.asyncio.Socket) -> bool:
-        """Ask for everything from ``start`` on; False if nobody answers."""
+        """Charge for everything from ``start`` on; False if nobody answers."""
         stream, loop = self._current(), asyncio.get_running_loop()
         if self._publisher.replay is None or stream is None or loop.time() < self._no_replay_until:
             return False
@@ -238,4 +238,4 @@ class _Subscription:
             ranks = self._ranks.setdefault((self._publisher.server, self._publisher.address), {})
             ranks[self._publisher.rank] = is_whole
             states = set(ranks.values())
-            self._pool.caches.note_feed(row, is_whole=None if None in states else states == {True})
+            self._pool.caches.set_feed_state(row, is_whole=None if None in states else states == {True})

@@ -17,7 +17,7 @@ from extproc.replication.redis_bus import redis_client
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from extproc.admission.limits import Ask, Usage
+    from extproc.admission.limits import Charge, Usage
     from extproc.errors import RateLimited
     from extproc.metrics.registry import Metrics
 
@@ -121,26 +121,26 @@ class RedisLimits:
         self._settlements: deque[tuple[Grant, Usage | None]] = deque(maxlen=_MOST_SETTLEMENTS)
         self._has_settlements = asyncio.Event()
 
-    async def reserve(self, asks: Sequence[Ask]) -> Grant | RateLimited | None:
+    async def reserve(self, charges: Sequence[Charge]) -> Grant | RateLimited | None:
         """All or nothing; None if Redis does not answer in time."""
         now = self._clock()
         if now < self._away_until_s:
             self._metrics.admission.asked_redis("away", 0.0)
             return None
-        numbers = [part for ask in asks for part in (ask.limit.rate, ask.limit.capacity, ask.amount)]
+        numbers = [part for charge in charges for part in (charge.limit.rate, charge.limit.capacity, charge.amount)]
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                granted, *fields = await self._reserve(keys=[self._key(ask) for ask in asks], args=numbers)
+                granted, *fields = await self._reserve(keys=[self._key(charge) for charge in charges], args=numbers)
         except (self._error, OSError) as error:  # a TimeoutError among them
             self._lost(error)
             return None
         levels = [float(one) for one in fields[::3]]
         self._metrics.admission.asked_redis("granted" if granted else "refused", self._clock() - now)
         if not granted:
-            return refusal(asks, levels)
-        states = zip(asks, fields[1::3], fields[2::3], strict=True)
-        claims = [Claim(ask.amount, float(shrink), int(epoch)) for ask, shrink, epoch in states]
-        return Grant(asks, claims, levels, is_global=True)
+            return refusal(charges, levels)
+        states = zip(charges, fields[1::3], fields[2::3], strict=True)
+        claims = [Claim(charge.amount, float(shrink), int(epoch)) for charge, shrink, epoch in states]
+        return Grant(charges, claims, levels, is_global=True)
 
     def settle(self, grant: Grant, used: Usage | None) -> None:
         """Soon, and together with others."""
@@ -170,14 +170,16 @@ class RedisLimits:
                 pipe = self._redis.pipeline(transaction=False)
                 for grant, used in batch:
                     await self._settle(
-                        keys=[self._key(ask) for ask in grant.asks], args=list(_settled(grant, used)), client=pipe
+                        keys=[self._key(charge) for charge in grant.charges],
+                        args=list(_settled(grant, used)),
+                        client=pipe,
                     )
                 await pipe.execute()
         except (self._error, OSError) as error:
             self._lost(error)
 
-    def _key(self, ask: Ask) -> str:
-        return f"{self._prefix}:limit:{ask.key}"
+    def _key(self, charge: Charge) -> str:
+        return f"{self._prefix}:limit:{charge.key}"
 
     def _lost(self, error: Exception) -> None:
         if self._clock() >= self._away_until_s:
@@ -189,13 +191,13 @@ class RedisLimits:
 def _settled(grant: Grant, used: Usage | None) -> list[float]:
     return [
         number
-        for ask, claim in zip(grant.asks, grant.claims, strict=True)
+        for charge, claim in zip(grant.charges, grant.claims, strict=True)
         for number in (
-            ask.limit.rate,
-            ask.limit.capacity,
+            charge.limit.rate,
+            charge.limit.capacity,
             claim.amount,
             claim.shrink,
             claim.epoch,
-            0.0 if used is None else used.of(ask.resource),
+            0.0 if used is None else used.of(charge.resource),
         )
     ]

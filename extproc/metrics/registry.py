@@ -160,7 +160,7 @@ class Metrics:
         self.admission.settled(settled)
         outcome = settled.outcome
         status_class = f"{outcome.status // 100}xx" if 100 <= outcome.status < 600 else "none"
-        first = "yes" if outcome.served == settled.assignment.place.address else "no"
+        first = "yes" if outcome.served == settled.assignment.endpoint.address else "no"
         self._answers.add(settled.server, status_class, first)
 
     def settled_here(self, settled: Settled) -> None:
@@ -258,5 +258,5 @@ class _EndpointSeries(Collector):
                     waiting.add_metric(key, float(table.waiting[row]))
                     running.add_metric(key, float(table.running[row]))
                     usage.add_metric(key, float(table.kv_usage[row]))
-                    age.add_metric(key, now - float(table.seen_at_s[row]))
+                    age.add_metric(key, now - float(table.reported_at_s[row]))
         yield from (in_flight, rate, prompt, cached, ratio, blocks, waiting, running, usage, age)

@@ -112,10 +112,10 @@ class PrefixIndex:
 
     def record(self, row: int, chain: Sequence[int], now: float) -> None:
         """The endpoint of ``row`` has had all of ``chain``, or as much of its head as it has room for."""
-        self.hold(row, chain, now)
-        self.let_go(row, chain, now)
+        self.pin(row, chain, now)
+        self.unpin(row, chain, now)
 
-    def hold(self, row: int, chain: Sequence[int], now: float) -> None:
+    def pin(self, row: int, chain: Sequence[int], now: float) -> None:
         """A request with ``chain`` goes to the endpoint of ``row``: it is about to hold it, until the request is over."""
         held = self._held_by(row)
         last_use, pins, bit, unit = held.last_use, held.pins, 1 << row, self.first_block_bytes
@@ -130,7 +130,7 @@ class PrefixIndex:
             pins[block] = _Pin(1, now)
         self._shrink(row, held)
 
-    def let_go(self, row: int, chain: Sequence[int], now: float) -> None:
+    def unpin(self, row: int, chain: Sequence[int], now: float) -> None:
         """The request is over: what nobody else uses there may be evicted, its tail first."""
         held = self._held.get(row)
         if held is None:

@@ -13,7 +13,7 @@ import msgspec
 
 from extproc.admission.buckets import Limit
 from extproc.core.feedback import Outcome
-from extproc.endpoints.engine_reports import CacheConfig, EngineState, report
+from extproc.endpoints.engine_reports import CacheConfig, EngineReport, apply_report
 from extproc.scheduling.request_started import RequestStarted
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class EngineSaid(msgspec.Struct, frozen=True, array_like=True, tag="r"):
 
     server: str
     address: str
-    state: EngineState
+    state: EngineReport
     cache: CacheConfig | None = None
     has_restarted: bool = False
     models: frozenset[str] | None = None
@@ -96,7 +96,7 @@ def sending_of(decision: Decision, pipeline: Pipeline) -> RequestStarted | None:
     return RequestStarted(
         ticket=decision.ticket,
         server=decision.server,
-        address=assignment.place.address,
+        address=assignment.endpoint.address,
         prefill=None if assignment.prefill is None else assignment.prefill.address,
         chain=list(sent.chain),
         tail=sent.tail,
@@ -123,12 +123,12 @@ def engine_said(pipeline: Pipeline, event: EngineSaid, now: float) -> None:
     if event.models is not None:
         pool.table.set_loras(row, msgspec.structs.replace(pool.table.loras[row], served=event.models))
         return
-    report(pool.table, row, event.state, now)
+    apply_report(pool.table, row, event.state, now)
     if event.has_restarted:
-        pool.caches.lost_cache(row)
+        pool.caches.cache_lost(row)
     if event.cache is not None:
-        pool.caches.note_cache(row, event.cache)
-        pool.table.kv_tokens[row] = event.cache.total_tokens
+        pool.caches.set_cache_config(row, event.cache)
+        pool.table.kv_capacity_tokens[row] = event.cache.total_tokens
 
 
 class Mirror:

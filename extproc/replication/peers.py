@@ -29,7 +29,7 @@ from extproc.replication.messages import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from extproc.admission.limits import Ask
+    from extproc.admission.limits import Charge
     from extproc.core.feedback import Outcome
     from extproc.core.pipeline import Pipeline
     from extproc.core.types import Decision
@@ -100,10 +100,10 @@ class Peers:
         if self._buses:
             self.tell(Learned(outcome))
 
-    def spent(self, ask: Ask, amount: float) -> None:
+    def spent(self, charge: Charge, amount: float) -> None:
         """So much of a local limit is gone, or back."""
         if self._buses and amount:
-            self.tell(Spent(self._machine, ask.key, ask.limit, amount))
+            self.tell(Spent(self._machine, charge.key, charge.limit, amount))
 
     def tell(self, event: Event) -> None:
         """Anything."""

@@ -39,7 +39,7 @@ from extproc.streams.waiting_room import WaitingRoom
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from extproc.admission.limits import Ask, Grant, Usage
+    from extproc.admission.limits import Charge, Grant, Usage
     from extproc.config.types import Snapshot
     from extproc.core.types import Released
     from extproc.replication.messages import EngineSaid
@@ -140,9 +140,9 @@ class App:
         if self._limits is not None:
             self._limits.settle(grant, used)
 
-    def spent(self, ask: Ask, amount: float) -> None:
+    def spent(self, charge: Charge, amount: float) -> None:
         """To the other workers."""
-        self._peers.spent(ask, amount)
+        self._peers.spent(charge, amount)
 
     async def _answer_to(self, pending: Pending) -> Answer:
         """What a request waits for."""
@@ -150,7 +150,7 @@ class App:
             case TokensWanted():
                 return await self._tokenizers.tokens_of(pending.arrival)
             case GrantWanted():
-                return None if self._limits is None else await self._limits.reserve(pending.asks)
+                return None if self._limits is None else await self._limits.reserve(pending.charges)
             case Held():
                 return await self._room.wait(pending)
 

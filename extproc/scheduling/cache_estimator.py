@@ -72,7 +72,7 @@ class CacheEstimator:
         self._previous: PrefixIndex | None = None
         self._previous_uses = 0
         self.turns = Turns()
-        self.kv: KvIndex | None = None
+        self.kv_index: KvIndex | None = None
         # bit masks of endpoints by the state of their feed of KV events
         self.whole_feeds = 0
         self.partial_feeds = 0
@@ -83,11 +83,11 @@ class CacheEstimator:
         """The endpoint of ``row`` is gone."""
         self._forget_prefixes(row)
         self._caches.pop(row, None)
-        self.note_feed(row, is_whole=None)
-        if self.kv is not None:
-            self.kv.forget(row)
+        self.set_feed_state(row, is_whole=None)
+        if self.kv_index is not None:
+            self.kv_index.forget(row)
 
-    def note_cache(self, row: int, cache: CacheConfig) -> None:
+    def set_cache_config(self, row: int, cache: CacheConfig) -> None:
         """The engine of ``row`` says how its cache is made."""
         if self._caches.get(row) == cache:
             return
@@ -96,12 +96,12 @@ class CacheEstimator:
         self.fit_blocks()
         self._set_capacity(row)
 
-    def lost_cache(self, row: int) -> None:
+    def cache_lost(self, row: int) -> None:
         """The engine of ``row`` has begun anew, with an empty cache."""
         self._forget_prefixes(row)
         self._set_capacity(row)
 
-    def note_feed(self, row: int, *, is_whole: bool | None) -> None:
+    def set_feed_state(self, row: int, *, is_whole: bool | None) -> None:
         """The feed of KV events of ``row`` is whole, or has missed something; None: there is none."""
         bit = 1 << row
         self.whole_feeds &= ~bit
@@ -139,7 +139,7 @@ class CacheEstimator:
         matches = self.index.match(chain)
         for match in matches:
             held = self._whole(self.index.covered_bytes(match.blocks) / self.bytes_per_token, input_tokens)
-            holders = rows_in(match.holders, rows)
+            holders = rows_of_bitmask(match.holders, rows)
             cached[holders], work[holders] = held, self.prompt_cost.work(input_tokens - held, held)
         more = self._add_turns(prompt, matches, chain, cached, input_tokens)
         if self._previous is not None:
@@ -152,7 +152,7 @@ class CacheEstimator:
             kv_chains,
             matches,
             input_tokens,
-            Demand(cached, work, self.output_tokens * self.answer_cost.reading_s),
+            Demand(cached, work, self.output_tokens * self.answer_cost.step_s_per_token),
         )
 
     def indexed_tokens(self, expectation: Expectation, row: int) -> tuple[float, float | None]:
@@ -165,9 +165,9 @@ class CacheEstimator:
 
     def sent(self, row: int, expectation: Expectation, now: float) -> None:
         """The prompt goes to the endpoint of ``row``: it will hold it."""
-        self.index.hold(row, expectation.chain, now)
-        if self.kv is not None and expectation.kv_chains is not None:
-            self.kv.speculate(row, expectation.kv_chains, now)
+        self.index.pin(row, expectation.chain, now)
+        if self.kv_index is not None and expectation.kv_chains is not None:
+            self.kv_index.speculate(row, expectation.kv_chains, now)
 
     def last_use_of(self, row: int, chain: Sequence[int], tokens: float) -> float | None:
         """When the endpoint of ``row`` last used the block with which the first ``tokens`` of a chain end."""
@@ -206,7 +206,7 @@ class CacheEstimator:
         """Whether the index in blocks of the old size knows of anybody."""
         matches = previous.match(hash_blocks(text, seed, previous.first_block_bytes))
         for match in matches:
-            holders = rows_in(match.holders, cached.size)
+            holders = rows_of_bitmask(match.holders, cached.size)
             held = self._whole(previous.covered_bytes(match.blocks) / self.bytes_per_token, input_tokens)
             cached[holders] = np.maximum(cached[holders], held)
         self._previous_uses -= 1
@@ -217,16 +217,16 @@ class CacheEstimator:
     def _add_precise(
         self, prompt: Prompt, cached: Floats, input_tokens: float, now: float
     ) -> dict[int, list[int]] | None:
-        if self.kv is None or prompt.tokens is None or not self.whole_feeds | self.partial_feeds:
+        if self.kv_index is None or prompt.tokens is None or not self.whole_feeds | self.partial_feeds:
             return None
-        chains = self.kv.keys(prompt.tokens, adapter=prompt.adapter, salt=prompt.salt)
+        chains = self.kv_index.keys(prompt.tokens, adapter=prompt.adapter, salt=prompt.salt)
         told = np.zeros(cached.size)
-        for found in self.kv.match(chains, now):
-            holders = rows_in(found.rows, cached.size)
+        for found in self.kv_index.match(chains, now):
+            holders = rows_of_bitmask(found.rows, cached.size)
             told[holders] = np.maximum(told[holders], min(found.weighted, self._whole(found.tokens, input_tokens)))
-        whole = rows_in(self.whole_feeds, cached.size)
+        whole = rows_of_bitmask(self.whole_feeds, cached.size)
         cached[whole] = told[whole]
-        partial = rows_in(self.partial_feeds, cached.size)
+        partial = rows_of_bitmask(self.partial_feeds, cached.size)
         cached[partial] = np.maximum(cached[partial], told[partial])
         return chains
 
@@ -236,7 +236,7 @@ class CacheEstimator:
 
 # One after the other, requests of a conversation meet the same few sets of holders.
 @lru_cache(maxsize=1024)
-def rows_in(mask: int, rows: int) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+def rows_of_bitmask(mask: int, rows: int) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
     """A bit mask as an index of columns."""
     raw = np.frombuffer((mask & (1 << rows) - 1).to_bytes((rows + 7) // 8, "little"), np.uint8)
     return np.unpackbits(raw, count=rows, bitorder="little").nonzero()[0]

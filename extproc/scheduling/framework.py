@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from extproc.errors import NoEndpoint
-from extproc.scheduling.picker import Pick, Reasons, Scored, View, rows_of
+from extproc.scheduling.picker import Pick, Reasons, ScorerValues, View, rows_of
 
 if TYPE_CHECKING:
     import random
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 class Filter(Protocol):
     """Takes endpoints out."""
 
-    def keep(self, view: View, among: Bools) -> Bools:
-        """The rows of ``among`` that may stay. Nobody: the profile finds no endpoint."""
+    def keep(self, view: View, candidates: Bools) -> Bools:
+        """The rows of ``candidates`` that may stay. Nobody: the profile finds no endpoint."""
         ...
 
 
 class Scorer(Protocol):
     """Says how good each endpoint is."""
 
-    def score(self, view: View, among: Bools) -> Floats:
-        """By row, 0 (worst) to 1 (best). Rows outside ``among`` do not count, nor may they change those inside."""
+    def score(self, view: View, candidates: Bools) -> Floats:
+        """By row, 0 (worst) to 1 (best). Rows outside ``candidates`` do not count, nor may they change those inside."""
         ...
 
 
@@ -84,23 +84,23 @@ class Profile(msgspec.Struct, frozen=True):
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """A profile is a picker. Raises NoEndpoint, naming the filter that left nobody."""
-        among = start = view.candidates()
+        candidates = start = view.candidates()
         left = []
         for one in self.filters:
-            among = among & one.plugin.keep(view, among)
+            candidates = candidates & one.plugin.keep(view, candidates)
             if view.wants_reasons:
-                left.append((one.name, rows_of(among)))
-            if not among.any():
+                left.append((one.name, rows_of(candidates)))
+            if not candidates.any():
                 msg = f"No engine is left for this request after '{one.name}'; try again later."
                 raise NoEndpoint(msg)
-        rows = among.nonzero()[0]
+        rows = candidates.nonzero()[0]
         total = np.zeros(rows.size)
         scored = []
         for scorer in self.scorers:
-            values = scorer.plugin.score(view, among)[rows].clip(0.0, 1.0)
+            values = scorer.plugin.score(view, candidates)[rows].clip(0.0, 1.0)
             total += scorer.weight * values
             if view.wants_reasons:
-                scored.append(Scored(scorer.name, scorer.weight, values))
+                scored.append(ScorerValues(scorer.name, scorer.weight, values))
         count = min(view.choices, self.choice.max_num_of_endpoints or view.choices)
         chosen: list[int] = rows[self.choice.order(total, rng, count)].tolist()
         reasons: tuple[Reasons, ...] = ()
@@ -113,7 +113,7 @@ class ProfileHandler(Protocol):
     """Says which profiles run, and makes one pick of what they find."""
 
     def needs(self, profiles: Mapping[str, Profile]) -> str | None:
-        """What is wrong with the profiles that it is to choose among, if anything is."""
+        """What is wrong with the profiles that it is to choose candidates, if anything is."""
         ...
 
     def run(

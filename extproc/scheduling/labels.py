@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 def rows_where(table: EndpointTable, question: Hashable, holds: Callable[[Mapping[str, str]], bool]) -> Bools:
     """Rows whose labels are such that ``holds``; ``question`` must be different for different predicates."""
-    return table.remembered(
-        ("labels", question), lambda: np.fromiter((holds(one.labels) for one in table.traits), np.bool_)
+    return table.cached_column(
+        ("labels", question), lambda: np.fromiter((holds(one.labels) for one in table.configs), np.bool_)
     )
 
 
@@ -30,27 +30,27 @@ def label_groups(table: EndpointTable, key: str) -> NDArray[np.intp]:
     """A number for every row, equal for equal values of the label ``key``; a missing one is a value, too."""
 
     def number() -> NDArray[np.intp]:
-        values = [one.labels.get(key, "") for one in table.traits]
+        values = [one.labels.get(key, "") for one in table.configs]
         return np.unique(values, return_inverse=True)[1]
 
-    return table.remembered(("groups", key), number)
+    return table.cached_column(("groups", key), number)
 
 
 def serves_adapter(table: EndpointTable, adapter: str) -> Bools:
     """Rows whose engine said that it serves ``adapter``."""
-    return table.remembered(
+    return table.cached_column(
         ("serves", adapter),
         lambda: np.fromiter((one.served is not None and adapter in one.served for one in table.loras), np.bool_),
     )
 
 
-def has_not_said(table: EndpointTable) -> Bools:
+def has_no_model_list(table: EndpointTable) -> Bools:
     """Rows whose engine was never asked what it serves."""
-    return table.remembered("unsaid", lambda: np.fromiter((one.served is None for one in table.loras), np.bool_))
+    return table.cached_column("unsaid", lambda: np.fromiter((one.served is None for one in table.loras), np.bool_))
 
 
 def runs_adapter(table: EndpointTable, adapter: str) -> Bools:
     """Rows whose engine has ``adapter`` in its batch now."""
-    return table.remembered(
+    return table.cached_column(
         ("runs", adapter), lambda: np.fromiter((adapter in one.active for one in table.loras), np.bool_)
     )

@@ -57,7 +57,7 @@ class PrefillDecodePairs:
         ready = view.candidates()
         if table.has_failures:
             # a pair with an engine that just failed is worse than a longer wait
-            well = ready & (table.avoid_until_s <= view.now_s)
+            well = ready & (table.retry_at_s <= view.now_s)
             ready = well if self._decoding(view, well).any() else ready
         decode = self._decoding(view, ready)
         if not decode.any():
@@ -84,11 +84,11 @@ class PrefillDecodePairs:
             reasons = (*reasons, explain_costs("prefill", partners, view))
         return Pick(rows, float(cost[first]), prefill_row=prefill, stage=SENT_ON, reasons=reasons)
 
-    def _decoding(self, view: View, among: Bools) -> Bools:
-        return among & has_labels(view.table, self._parameters.decode_labels)
+    def _decoding(self, view: View, candidates: Bools) -> Bools:
+        return candidates & has_labels(view.table, self._parameters.decode_labels)
 
-    def _prefilling(self, view: View, among: Bools) -> Bools:
-        return among & has_labels(view.table, self._parameters.prefill_labels)
+    def _prefilling(self, view: View, candidates: Bools) -> Bools:
+        return candidates & has_labels(view.table, self._parameters.prefill_labels)
 
     def _least_by_group(self, cost: Floats, prefill: Bools, group: NDArray[np.intp]) -> tuple[Floats, Bools]:
         least = np.full(int(group.max(initial=0)) + 1, np.inf)

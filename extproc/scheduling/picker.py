@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 class Demand(msgspec.Struct, frozen=True):
     """What a request asks of each endpoint, by row: the tokens that its cache probably holds, and the prefill work left.
 
-    ``reading_s``: seconds that its answer takes longer for each token in flight beside it.
+    ``decode_s_per_token``: seconds that its answer takes longer for each token in flight beside it.
     """
 
     cached_tokens: Floats
     work: Floats
-    reading_s: float = 0.0
+    decode_s_per_token: float = 0.0
 
 
 class RequestFacts(msgspec.Struct, frozen=True):
@@ -63,20 +63,20 @@ class View(msgspec.Struct, frozen=True):
 
     def candidates(self) -> Bools:
         """The rows that may be chosen; raises NoEndpoint."""
-        among = self.table.is_active.copy() if self.eligible is None else self.table.is_active & self.eligible
-        if not among.any():
+        candidates = self.table.is_active.copy() if self.eligible is None else self.table.is_active & self.eligible
+        if not candidates.any():
             raise NoEndpoint(
                 "No engine is ready for this request; add endpoints to its ModelServer or try again later."
             )
-        return among
+        return candidates
 
-    def narrowed(self, among: Bools, *, choices: int | None = None) -> View:
-        """The same with only ``among`` to choose from."""
-        eligible = among if self.eligible is None else self.eligible & among
+    def narrowed(self, candidates: Bools, *, choices: int | None = None) -> View:
+        """The same with only ``candidates`` to choose from."""
+        eligible = candidates if self.eligible is None else self.eligible & candidates
         return msgspec.structs.replace(self, eligible=eligible, choices=self.choices if choices is None else choices)
 
 
-class Scored(msgspec.Struct, frozen=True):
+class ScorerValues(msgspec.Struct, frozen=True):
     """One scorer's part in a pick: values of the rows that were left, in their order."""
 
     name: str
@@ -92,9 +92,9 @@ class Reasons(msgspec.Struct, frozen=True):
 
     profile: str
     candidates: tuple[int, ...]
-    left: tuple[tuple[str, tuple[int, ...]], ...]
+    after_filters: tuple[tuple[str, tuple[int, ...]], ...]
     rows: tuple[int, ...]
-    scored: tuple[Scored, ...]
+    scored: tuple[ScorerValues, ...]
 
 
 class Pick(msgspec.Struct, frozen=True):

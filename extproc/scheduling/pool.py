@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from extproc.admission.estimates import InputEstimate
-from extproc.endpoints.ledger import backlog_of, charge, release
-from extproc.endpoints.table import Bools, EndpointTable, Place, Traits
+from extproc.endpoints.ledger import backlog_of, begin_request, end_request
+from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
 from extproc.prefix.kv_index import KvIndex
 from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt
 from extproc.scheduling.labels import has_labels, label_groups, serves_adapter
@@ -29,31 +29,31 @@ class Assignment(msgspec.Struct, frozen=True):
     """A pick and its explanation. ``addresses``: first choice, then fallbacks. ``prefill``: who computes the prompt, if another.
 
     ``cached_tokens``: expected there, of which ``indexed_tokens`` are whole blocks sent there before, the last of them used
-    at ``cached_since_s``. ``tokens_ahead``: prefill work of this request and of those before it.
+    at ``last_used_at_s``. ``tokens_ahead``: prefill work of this request and of those before it.
     """
 
-    place: Place
+    endpoint: EndpointRef
     addresses: tuple[str, ...]
     input_tokens: float
     cached_tokens: float
     indexed_tokens: float
-    cached_since_s: float | None
+    last_used_at_s: float | None
     tokens_ahead: float
     cost_s: float
     # of its prefill alone
     work: float = 0.0
     # in flight there with it
-    tokens_there: float = 0.0
+    in_flight_tokens: float = 0.0
     # of its prompt and, as far as expected, of its answer
     tokens: float = 0.0
-    prefill: Place | None = None
+    prefill: EndpointRef | None = None
     stage: str = ""
     is_precise: bool = False
 
     @property
-    def computing(self) -> Place:
+    def prefilled_by(self) -> EndpointRef:
         """Who computes the prompt."""
-        return self.prefill or self.place
+        return self.prefill or self.endpoint
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class PickConstraints(msgspec.Struct, frozen=True):
     subset: Collection[str] | None = None
     wants_reasons: bool = False
     # rows that have room, None for all
-    among: Bools | None = None
+    candidates: Bools | None = None
     is_trusted: bool = False
 
 
@@ -102,10 +102,10 @@ class Pool:
         """Follow the configuration; endpoints that stay keep all that is known of them."""
         self.spec, self.picker = spec, picker
         if spec.kv_events is None:
-            self.caches.kv = None
-        elif self.caches.kv is None:
-            self.caches.kv = KvIndex()
-        endpoints = {one.address: Traits(one.labels, one.price, one.draining) for one in spec.endpoints}
+            self.caches.kv_index = None
+        elif self.caches.kv_index is None:
+            self.caches.kv_index = KvIndex()
+        endpoints = {one.address: EndpointConfig(one.labels, one.price, one.draining) for one in spec.endpoints}
         for row in self.table.replace(endpoints):
             self.caches.forget(row)
 
@@ -136,8 +136,8 @@ class Pool:
             expectation = self.expect(prompt, now)
         facts = RequestFacts(prompt.model, expectation.input_tokens, prompt.adapter, choice.headers, choice.is_trusted)
         eligible = self.eligible(prompt.adapter, choice.subset)
-        if choice.among is not None:
-            eligible = choice.among if eligible is None else eligible & choice.among
+        if choice.candidates is not None:
+            eligible = choice.candidates if eligible is None else eligible & choice.candidates
         view = View(self.table, expectation.demand, facts, now, eligible, choice.choices, choice.wants_reasons)
         return Consideration(expectation, view, self.picker.pick(view, rng=rng))
 
@@ -154,49 +154,49 @@ class Pool:
         demand = expectation.demand
         cached, work = float(demand.cached_tokens[computing]), float(demand.work[computing])
         if not expectation.matches:
-            table.cold_at_s[first] = now
+            table.cold_prompt_at_s[first] = now
         tokens_ahead = backlog_of(table, computing, now) + work
-        indexed_tokens, cached_since_s = self.caches.indexed_tokens(expectation, computing)
+        indexed_tokens, last_used_at_s = self.caches.indexed_tokens(expectation, computing)
         self.caches.sent(computing, expectation, now)
         if computing != first:
             self.caches.sent(first, expectation, now)
         tokens = expectation.input_tokens + output_tokens
-        place, prefill = self._charge(first, pick.prefill_row, Load(work, tokens), now)
+        endpoint, prefill = self._charge(first, pick.prefill_row, Load(work, tokens), now)
         return Assignment(
-            place=place,
+            endpoint=endpoint,
             addresses=tuple([table.addresses[row] for row in pick.rows]),
             input_tokens=expectation.input_tokens,
             cached_tokens=cached,
             indexed_tokens=indexed_tokens,
-            cached_since_s=cached_since_s,
+            last_used_at_s=last_used_at_s,
             tokens_ahead=tokens_ahead,
             cost_s=pick.cost_s,
             work=work,
-            tokens_there=float(table.in_flight_tokens[first]),
+            in_flight_tokens=float(table.in_flight_tokens[first]),
             tokens=tokens,
             prefill=prefill,
             stage=pick.stage,
             is_precise=expectation.kv_chains is not None and bool(self.caches.whole_feeds >> computing & 1),
         )
 
-    def repeat(self, event: RequestStarted, now: float) -> Assignment | None:
+    def record_remote(self, event: RequestStarted, now: float) -> Assignment | None:
         """Count a request that another process has sent; None if its endpoint is not configured here."""
         row = self.table.row_of(event.address)
         prefill_row = None if event.prefill is None else self.table.row_of(event.prefill)
         if row is None or (event.prefill is not None and prefill_row is None):
             return None
         computing = row if prefill_row is None else prefill_row
-        cached_since_s = self.caches.last_use_of(computing, event.chain, event.indexed_tokens)
+        last_used_at_s = self.caches.last_use_of(computing, event.chain, event.indexed_tokens)
         for one in {row, computing}:
-            self.caches.index.hold(one, event.chain, now)
-        place, prefill = self._charge(row, prefill_row, Load(event.work, event.tokens), now)
+            self.caches.index.pin(one, event.chain, now)
+        endpoint, prefill = self._charge(row, prefill_row, Load(event.work, event.tokens), now)
         return Assignment(
-            place=place,
+            endpoint=endpoint,
             addresses=(event.address,),
             input_tokens=event.input_tokens,
             cached_tokens=event.cached_tokens,
             indexed_tokens=event.indexed_tokens,
-            cached_since_s=cached_since_s,
+            last_used_at_s=last_used_at_s,
             tokens_ahead=event.tokens_ahead,
             cost_s=0.0,
             work=event.work,
@@ -206,18 +206,20 @@ class Pool:
 
     def release(self, assignment: Assignment, chain: Sequence[int], now: float) -> None:
         """The request with ``chain`` is over: its endpoints are free of it, and may evict it."""
-        for place in {assignment.place, assignment.computing}:
-            if self.table.holds(place):
-                self.caches.index.let_go(place.row, chain, now)
-            release(self.table, place, now, assignment.tokens)
+        for endpoint in {assignment.endpoint, assignment.prefilled_by}:
+            if self.table.is_current(endpoint):
+                self.caches.index.unpin(endpoint.row, chain, now)
+            end_request(self.table, endpoint, now, assignment.tokens)
 
-    def _charge(self, row: int, prefill_row: int | None, load: Load, now: float) -> tuple[Place, Place | None]:
+    def _charge(
+        self, row: int, prefill_row: int | None, load: Load, now: float
+    ) -> tuple[EndpointRef, EndpointRef | None]:
         """The prefill work goes to who computes it, a request in flight to both."""
         table, work, tokens = self.table, load.work, load.tokens
         if prefill_row is None:
-            return charge(table, row, prefill_tokens=work, tokens=tokens, now=now), None
-        prefill = charge(table, prefill_row, prefill_tokens=work, tokens=tokens, now=now)
-        return charge(table, row, prefill_tokens=0.0, tokens=tokens, now=now), prefill
+            return begin_request(table, row, work=work, tokens=tokens, now=now), None
+        prefill = begin_request(table, prefill_row, work=work, tokens=tokens, now=now)
+        return begin_request(table, row, work=0.0, tokens=tokens, now=now), prefill
 
     def eligible(self, adapter: str | None, subset: Collection[str] | None) -> Bools | None:
         """None: everybody."""
@@ -234,8 +236,8 @@ class Pool:
             if serving.any():
                 eligible = serving if eligible is None else eligible & serving
         if table.has_draining:
-            staying = table.staying()
-            among = table.is_active & staying if eligible is None else eligible & staying
-            if among.any():
-                eligible = among
+            staying = table.not_draining()
+            candidates = table.is_active & staying if eligible is None else eligible & staying
+            if candidates.any():
+                eligible = candidates
         return eligible

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from extproc.endpoints.engine_reports import foreign
-from extproc.endpoints.ledger import backlogs, queued
-from extproc.scheduling.picker import Pick, Reasons, Scored, rows_of
+from extproc.endpoints.engine_reports import estimated_foreign
+from extproc.endpoints.ledger import backlogs, requests_in_backlog
+from extproc.scheduling.picker import Pick, Reasons, ScorerValues, rows_of
 
 if TYPE_CHECKING:
     import random
@@ -70,9 +70,9 @@ class PrefixAware:
         cost = self.costs(view.table, view.demand, view.now_s)
         endpoints = len(view.table)
         if view.eligible is not None or not endpoints:
-            among = view.candidates()
-            cost[~among] = np.inf
-            endpoints = int(np.count_nonzero(among))
+            candidates = view.candidates()
+            cost[~candidates] = np.inf
+            endpoints = int(np.count_nonzero(candidates))
         rows = self.order(cost, view.demand.cached_tokens, min(view.choices, endpoints), rng)
         reasons = (explain_costs("PrefixAware", cost, view),) if view.wants_reasons else ()
         return Pick(rows, float(cost[rows[0]]), reasons=reasons)
@@ -81,7 +81,7 @@ class PrefixAware:
         """Seconds by row; infinite where there is no endpoint. Few calls: each costs more than its arithmetic."""
         weights = self._parameters
         backlog = backlogs(table, now)
-        waiters = queued(table, backlog)
+        waiters = requests_in_backlog(table, backlog)
         waiters *= weights.behind
         waiters += weights.interference * table.in_flight
         waiters += 1 + weights.others
@@ -94,12 +94,12 @@ class PrefixAware:
     def load_costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
         """The part that is not prefill: what runs there, and whether the endpoint is there and well."""
         cost: Floats = np.multiply(table.in_flight, self._parameters.request_cost_s)
-        cost += (self._parameters.decode * demand.reading_s) * table.in_flight_tokens
-        if table.has_foreign:
-            cost += self._parameters.request_cost_s * foreign(table, now)
-        cost += table.absence_s
+        cost += (self._parameters.decode * demand.decode_s_per_token) * table.in_flight_tokens
+        if table.has_foreign_requests:
+            cost += self._parameters.request_cost_s * estimated_foreign(table, now)
+        cost += table.absence_cost_s
         if table.has_failures:
-            cost[table.avoid_until_s > now] += _AVOIDED_S
+            cost[table.retry_at_s > now] += _AVOIDED_S
         return cost
 
     def order(self, cost: Floats, cached_tokens: Floats, count: int, rng: random.Random) -> list[int]:
@@ -127,19 +127,19 @@ def _cheapest(cost: Floats, count: int) -> list[int]:
 
 def explain_costs(profile: str, cost: Floats, view: View) -> Reasons:
     """The parts of the cost, in seconds, of the rows that could be chosen."""
-    among = np.isfinite(cost)
-    rows = rows_of(among)
+    candidates = np.isfinite(cost)
+    rows = rows_of(candidates)
     table, demand = view.table, view.demand
     parts = {
         "seconds until the first token": view.ttft_s(),
         "cached tokens": demand.cached_tokens,
-        "requests without a first token": queued(table, backlogs(table, view.now_s)),
+        "requests without a first token": requests_in_backlog(table, backlogs(table, view.now_s)),
         "requests in flight": table.in_flight.astype(np.float64),
         "tokens in flight": table.in_flight_tokens,
         "cost in seconds": cost,
     }
     # only the cost decides; the rest is what it was made of
     scored = tuple(
-        Scored(name, -1.0 if name == "cost in seconds" else 0.0, part[among]) for name, part in parts.items()
+        ScorerValues(name, -1.0 if name == "cost in seconds" else 0.0, part[candidates]) for name, part in parts.items()
     )
     return Reasons(profile, rows_of(view.candidates()), (), rows, scored)

@@ -28,5 +28,5 @@ class RoundRobin:
         start = self._turn % len(rows)
         self._turn += 1
         turned = rows[start:] + rows[:start]
-        turned.sort(key=lambda row: bool(table.avoid_until_s[row] > view.now_s))
+        turned.sort(key=lambda row: bool(table.retry_at_s[row] > view.now_s))
         return Pick(turned[: view.choices], 0.0)

@@ -172,7 +172,7 @@ class Duplex:
             return
         self._is_settled = True
         now = self._desk.clock()
-        first = self._decision.assignment.place.address
+        first = self._decision.assignment.endpoint.address
         outcome = self._answer.outcome(self._decision.ticket, first, begun=self._began, now=now)
         settled = self._desk.pipeline.settle(outcome, now)
         if settled is not None:

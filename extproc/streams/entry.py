@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from extproc.admission.limits import Ask, Grant, unavailable
+from extproc.admission.limits import Charge, Grant, unavailable
 from extproc.core.types import Arrival, Decision, Held, Terms
 from extproc.errors import Refusal
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class GrantWanted(msgspec.Struct, frozen=True):
     """Limits that all machines share are to grant this. Answered with a Grant, a Refusal, or None if nobody can be asked."""
 
-    asks: Sequence[Ask]
+    charges: Sequence[Charge]
 
 
 class TokensWanted(msgspec.Struct, frozen=True):
@@ -46,10 +46,10 @@ class Entry:
 
     def begin(self) -> Decision | None:
         """The decision, or None: something is pending. Raises a Refusal."""
-        asks = self._desk.pipeline.admission.asks(self.arrival)
-        if asks:
-            everywhere = [ask for ask in asks if ask.is_global]
-            self._reserve([ask for ask in asks if not ask.is_global])
+        charges = self._desk.pipeline.admission.charges(self.arrival)
+        if charges:
+            everywhere = [charge for charge in charges if charge.is_global]
+            self._reserve([charge for charge in charges if not charge.is_global])
             if everywhere:
                 self.pending = GrantWanted(everywhere)
                 return None
@@ -99,18 +99,18 @@ class Entry:
         if isinstance(answer, Grant):
             self._grants = (*self._grants, answer)
             return
-        if answer is None and not any(ask.needs_redis for ask in queued.asks):
+        if answer is None and not any(charge.needs_redis for charge in queued.charges):
             # what this machine grants by itself
-            self._reserve(queued.asks)
+            self._reserve(queued.charges)
             return
         self._give_back()
         raise answer if isinstance(answer, Refusal) else unavailable()
 
-    def _reserve(self, asks: Sequence[Ask]) -> None:
-        if not asks:
+    def _reserve(self, charges: Sequence[Charge]) -> None:
+        if not charges:
             return
         try:
-            grant = self._desk.pipeline.admission.reserve(asks, self._desk.clock())
+            grant = self._desk.pipeline.admission.reserve(charges, self._desk.clock())
         except Refusal:
             self._give_back()
             raise

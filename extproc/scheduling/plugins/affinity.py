@@ -20,17 +20,17 @@ class LoraAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
     1.0: the adapter is active; 0.8: fewer adapters are active or waiting than fit; 0.6: it waits to be loaded; else 0.
     """
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """All 1 for a request that asks for no adapter."""
         adapter = view.request.adapter
-        scores = np.ones(among.size)
+        scores = np.ones(candidates.size)
         if adapter is None:
             return scores
-        for row in among.nonzero()[0]:
+        for row in candidates.nonzero()[0]:
             loras = view.table.loras[row]
             if adapter in loras.active:
                 continue
-            if len(loras.active | loras.waiting) < loras.most:
+            if len(loras.active | loras.waiting) < loras.max_active:
                 scores[row] = 0.8
             else:
                 scores[row] = 0.6 if adapter in loras.waiting else 0.0
@@ -45,9 +45,9 @@ class SessionAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
 
     header: str = "x-session-token"
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """All 0 without a token, or with one that names nobody."""
-        scores = np.zeros(among.size)
+        scores = np.zeros(candidates.size)
         row = _bound_row(view, self.header)
         if row is not None:
             scores[row] = 1.0
@@ -59,12 +59,12 @@ class SessionAffinityFilter(msgspec.Struct, frozen=True, rename="camel", forbid_
 
     header: str = "x-session-token"
 
-    def keep(self, view: View, among: Bools) -> Bools:
+    def keep(self, view: View, candidates: Bools) -> Bools:
         """Falls back to all."""
         row = _bound_row(view, self.header)
-        if row is None or not among[row]:
-            return among
-        only = np.zeros(among.size, np.bool_)
+        if row is None or not candidates[row]:
+            return candidates
+        only = np.zeros(candidates.size, np.bool_)
         only[row] = True
         return only
 

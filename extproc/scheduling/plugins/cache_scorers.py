@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import numpy as np
 
-from extproc.endpoints.engine_reports import kv_usage
+from extproc.endpoints.engine_reports import estimated_kv_usage
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
@@ -20,10 +20,10 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 class KvCacheUtilization(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``kv-cache-utilization-scorer`` and Kthena's ``gpu-usage``: ``1 - usage``."""
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """1 for an empty cache."""
-        del among
-        scores: Floats = 1.0 - kv_usage(view.table, view.now_s)
+        del candidates
+        scores: Floats = 1.0 - estimated_kv_usage(view.table, view.now_s)
         return scores
 
 
@@ -51,9 +51,9 @@ class PrefixCacheScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unkn
     max_hash_cache_size: Any = None
     top_k_matches: Any = msgspec.field(default=None, name="topKMatches")
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """By row; 0 where nothing of the prompt is known."""
-        del among
+        del candidates
         matched = view.demand.cached_tokens
         ratio: Floats = matched / max(view.request.input_tokens, 1.0)
         weight = self.match_length_weight
@@ -72,9 +72,9 @@ class PrecisePrefixCache(msgspec.Struct, frozen=True, rename="camel"):
     read and not used.
     """
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """By row; 0 where nothing of the prompt is known."""
-        return PrefixCacheScorer().score(view, among)
+        return PrefixCacheScorer().score(view, candidates)
 
 
 class NoHitLru(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -86,15 +86,15 @@ class NoHitLru(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
 
     lru_size: Annotated[int, msgspec.Meta(ge=1)] = 1024
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """Reads when each endpoint was last sent a prompt without a hit."""
         size = view.demand.cached_tokens.size
-        if bool((view.demand.cached_tokens[among] > 0).any()):
+        if bool((view.demand.cached_tokens[candidates] > 0).any()):
             return np.full(size, 0.5)
-        rows = among.nonzero()[0]
+        rows = candidates.nonzero()[0]
         scores = np.ones(size)
         if rows.size > 1:
-            last = view.table.cold_at_s[rows]
+            last = view.table.cold_prompt_at_s[rows]
             # equal times share a rank, so that endpoints that never had one are alike
             _, rank = np.unique(last, return_inverse=True)
             scores[rows] = 1.0 - rank / (rows.size - 1)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from extproc.endpoints.engine_reports import kv_usage, running, waiting
+from extproc.endpoints.engine_reports import estimated_kv_usage, estimated_running, estimated_waiting
 from extproc.endpoints.ledger import backlogs
-from extproc.scheduling.labels import has_not_said, runs_adapter, serves_adapter
+from extproc.scheduling.labels import has_no_model_list, runs_adapter, serves_adapter
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
@@ -24,38 +24,38 @@ class LeastRequestFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unk
 
     max_waiting_requests: Annotated[int, msgspec.Meta(ge=1)] = 10
 
-    def keep(self, view: View, among: Bools) -> Bools:
+    def keep(self, view: View, candidates: Bools) -> Bools:
         """Nobody, if all queues are long."""
-        return among & (waiting(view.table, view.now_s) < self.max_waiting_requests)
+        return candidates & (estimated_waiting(view.table, view.now_s) < self.max_waiting_requests)
 
 
 class LoraLoaded(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Kthena's ``lora-affinity`` filter: endpoints that serve the adapter, by their own list of models or their batch."""
 
-    def keep(self, view: View, among: Bools) -> Bools:
+    def keep(self, view: View, candidates: Bools) -> Bools:
         """All, for a request that asks for no adapter."""
         adapter = view.request.adapter
         if adapter is None:
-            return among
-        return among & (serves_adapter(view.table, adapter) | runs_adapter(view.table, adapter))
+            return candidates
+        return candidates & (serves_adapter(view.table, adapter) | runs_adapter(view.table, adapter))
 
 
 class ModelLoaded(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Endpoints whose own list of models has the one that is asked for; those that have not said are believed to."""
 
-    def keep(self, view: View, among: Bools) -> Bools:
+    def keep(self, view: View, candidates: Bools) -> Bools:
         """Nobody, if all say that they have it not."""
         model = view.request.model
-        return among & (serves_adapter(view.table, model) | has_not_said(view.table))
+        return candidates & (serves_adapter(view.table, model) | has_no_model_list(view.table))
 
 
 class Healthy(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Endpoints that did not just fail; all, if all did."""
 
-    def keep(self, view: View, among: Bools) -> Bools:
+    def keep(self, view: View, candidates: Bools) -> Bools:
         """Refusing everybody helps nobody."""
-        healthy = among & (view.table.avoid_until_s <= view.now_s)
-        return healthy if healthy.any() else among
+        healthy = candidates & (view.table.retry_at_s <= view.now_s)
+        return healthy if healthy.any() else candidates
 
 
 class SubsetHint(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -63,17 +63,17 @@ class SubsetHint(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
 
     header: str = "x-gateway-destination-endpoint-subset"
 
-    def keep(self, view: View, among: Bools) -> Bools:
+    def keep(self, view: View, candidates: Bools) -> Bools:
         """All without a hint; an empty or unknown subset leaves nobody, which the protocol answers with 503."""
         hint = view.request.headers.get(self.header)
         if hint is None:
-            return among
-        only = np.zeros(among.size, np.bool_)
+            return candidates
+        only = np.zeros(candidates.size, np.bool_)
         for address in hint.split(","):
             row = view.table.row_of(address.strip())
             if row is not None:
                 only[row] = True
-        return among & only
+        return candidates & only
 
 
 class PrefixCacheAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -92,20 +92,20 @@ class PrefixCacheAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_un
     prefix_match_info_producer_name: Any = None
     in_flight_load_producer_name: Any = None
 
-    def keep(self, view: View, among: Bools) -> Bools:
+    def keep(self, view: View, candidates: Bools) -> Bools:
         """One side or the other of the threshold, or everybody."""
         ratio = view.demand.cached_tokens / max(view.request.input_tokens, 1.0)
-        sticky = among & (ratio >= self.affinity_threshold)
-        others = among & ~sticky
+        sticky = candidates & (ratio >= self.affinity_threshold)
+        others = candidates & ~sticky
         if not sticky.any():
-            return among
+            return candidates
         if not others.any():
             return sticky
         ttft_s = view.ttft_s()
         if self.peak_prefill_throughput is not None:
             ttft_s = ttft_s * view.table.prefill_rate / self.peak_prefill_throughput
         is_late = float(ttft_s[sticky].min()) - float(ttft_s[others].min()) > self.max_ttft_penalty_ms / 1000
-        return among if is_late else sticky
+        return candidates if is_late else sticky
 
 
 class SaturationFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -117,12 +117,12 @@ class SaturationFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unkno
     # read and not used: a report grows less believable with age, and never stops a request
     metrics_staleness_threshold: Any = None
 
-    def keep(self, view: View, among: Bools) -> Bools:
+    def keep(self, view: View, candidates: Bools) -> Bools:
         """All, if all are saturated: queues are for another to hold."""
-        queue = waiting(view.table, view.now_s) / self.queue_depth_threshold
-        memory = kv_usage(view.table, view.now_s) / self.kv_cache_util_threshold
-        free = among & (np.maximum(queue, memory) < 1 + self.headroom)
-        return free if free.any() else among
+        queue = estimated_waiting(view.table, view.now_s) / self.queue_depth_threshold
+        memory = estimated_kv_usage(view.table, view.now_s) / self.kv_cache_util_threshold
+        free = candidates & (np.maximum(queue, memory) < 1 + self.headroom)
+        return free if free.any() else candidates
 
 
 class Concurrency(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -137,15 +137,15 @@ class Concurrency(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     headroom: NonNegative = 0.0
     in_flight_load_producer_name: Any = None
 
-    def keep(self, view: View, among: Bools) -> Bools:
+    def keep(self, view: View, candidates: Bools) -> Bools:
         """All, if all are full."""
-        load: Floats = np.zeros(among.size)
+        load: Floats = np.zeros(candidates.size)
         if self.concurrency_mode != "tokens":
             load = view.table.in_flight / self.max_concurrency
         if self.concurrency_mode != "requests":
             load = np.maximum(load, backlogs(view.table, view.now_s) / self.max_token_concurrency)
-        free = among & (load < 1 + self.headroom)
-        return free if free.any() else among
+        free = candidates & (load < 1 + self.headroom)
+        return free if free.any() else candidates
 
 
 class Condition(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -161,11 +161,11 @@ class Condition(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
             case "active-requests":
                 return table.in_flight <= self.max_value
             case "running-requests":
-                return running(table, now) <= self.max_value
+                return estimated_running(table, now) <= self.max_value
             case "waiting-queue":
-                return waiting(table, now) <= self.max_value
+                return estimated_waiting(table, now) <= self.max_value
             case "kv-cache-utilization":
-                return kv_usage(table, now) <= self.max_value
+                return estimated_kv_usage(table, now) <= self.max_value
 
 
 class Utilization(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -175,9 +175,9 @@ class Utilization(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     fallback_on_empty: bool = False
     in_flight_load_producer_name: Any = None
 
-    def keep(self, view: View, among: Bools) -> Bools:
+    def keep(self, view: View, candidates: Bools) -> Bools:
         """Nobody, if all are over, unless ``fallbackOnEmpty``."""
-        kept = among
+        kept = candidates
         for condition in self.conditions:
             kept = kept & condition.holds(view)
-        return kept if kept.any() or not self.fallback_on_empty else among
+        return kept if kept.any() or not self.fallback_on_empty else candidates

@@ -180,8 +180,8 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
     def _groups_of(self, decode: Profile, view: View, groups: NDArray[np.intp], rng: random.Random) -> Bools:
         """Rows in groups where the decode profile finds somebody."""
         can: Bools = groups < 0
-        among = view.candidates()
-        for number in set(groups[among].tolist()):
+        candidates = view.candidates()
+        for number in set(groups[candidates].tolist()):
             if _try(decode, view.narrowed(groups == number, choices=1), rng) is not None:
                 can |= groups == number
         return can

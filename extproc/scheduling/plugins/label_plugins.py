@@ -47,14 +47,14 @@ class LabelSelector(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
     match_labels: dict[str, str] = {}
     match_expressions: tuple[Requirement, ...] = ()
 
-    def keep(self, view: View, among: Bools) -> Bools:
+    def keep(self, view: View, candidates: Bools) -> Bools:
         """Nobody, if nobody has such labels."""
         queued = self.match_labels.items()
 
         def holds(labels: Mapping[str, str]) -> bool:
             return queued <= labels.items() and all(one.holds(labels) for one in self.match_expressions)
 
-        return among & rows_where(view.table, (tuple(sorted(queued)), self.match_expressions), holds)
+        return candidates & rows_where(view.table, (tuple(sorted(queued)), self.match_expressions), holds)
 
 
 class ByLabel(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -64,39 +64,39 @@ class ByLabel(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
     valid_values: tuple[str, ...] = ()
     allows_no_label: bool = False
 
-    def keep(self, view: View, among: Bools) -> Bools:
+    def keep(self, view: View, candidates: Bools) -> Bools:
         """Nobody, if nobody has such a label."""
 
         def holds(labels: Mapping[str, str]) -> bool:
             return labels[self.label] in self.valid_values if self.label in labels else self.allows_no_label
 
-        return among & rows_where(view.table, self, holds)
+        return candidates & rows_where(view.table, self, holds)
 
 
 class PrefillRole(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``prefill-filter``: label ``llm-d.ai/role`` is prefill, or a role that includes it."""
 
-    def keep(self, view: View, among: Bools) -> Bools:
+    def keep(self, view: View, candidates: Bools) -> Bools:
         """Endpoints without the label are out."""
         roles = ("prefill", "encode-prefill", "prefill-decode", "both", "encode-prefill-decode")
-        return ByLabel(ROLE_LABEL, roles).keep(view, among)
+        return ByLabel(ROLE_LABEL, roles).keep(view, candidates)
 
 
 class DecodeRole(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``decode-filter``: label ``llm-d.ai/role`` is decode, or a role that includes it, or is not there."""
 
-    def keep(self, view: View, among: Bools) -> Bools:
+    def keep(self, view: View, candidates: Bools) -> Bools:
         """Endpoints without the label decode, too."""
         roles = ("decode", "prefill-decode", "both", "encode-prefill-decode")
-        return ByLabel(ROLE_LABEL, roles, allows_no_label=True).keep(view, among)
+        return ByLabel(ROLE_LABEL, roles, allows_no_label=True).keep(view, candidates)
 
 
 class EncodeRole(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``encode-filter``: label ``llm-d.ai/role`` is encode, or a role that includes it."""
 
-    def keep(self, view: View, among: Bools) -> Bools:
+    def keep(self, view: View, candidates: Bools) -> Bools:
         """Endpoints without the label are out."""
-        return ByLabel(ROLE_LABEL, ("encode", "encode-prefill", "encode-prefill-decode")).keep(view, among)
+        return ByLabel(ROLE_LABEL, ("encode", "encode-prefill", "encode-prefill-decode")).keep(view, candidates)
 
 
 class HeaderLabelAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -107,11 +107,11 @@ class HeaderLabelAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_un
     # whether the answer tells which label it was; extproc sees no answers in bundle mode and never writes it
     stamp_response_header: bool = True
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """All 0 without the header."""
         wish = view.request.headers.get(self.header_name.lower())
         if not wish:
-            return np.zeros(among.size)
+            return np.zeros(candidates.size)
         question = ("is", self.label_key, wish)
         return rows_where(view.table, question, lambda labels: labels.get(self.label_key) == wish).astype(np.float64)
 
@@ -126,20 +126,20 @@ class ContextLength(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
     label: NonEmpty = _RANGE_LABEL
     enable_filtering: bool = False
 
-    def keep(self, view: View, among: Bools) -> Bools:
+    def keep(self, view: View, candidates: Bools) -> Bools:
         """With ``enableFiltering``, those whose range does not hold the prompt are out."""
         if not self.enable_filtering:
-            return among
+            return candidates
         least, most = self._ranges(view)
         tokens = view.request.input_tokens
-        return among & ~((tokens < least) | (tokens > most))
+        return candidates & ~((tokens < least) | (tokens > most))
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """Narrow ranges that hold the prompt are best."""
         least, most = self._ranges(view)
         tokens = view.request.input_tokens
-        scores = np.full(among.size, 0.5)
-        for row in (among & ~np.isnan(least)).nonzero()[0]:
+        scores = np.full(candidates.size, 0.5)
+        for row in (candidates & ~np.isnan(least)).nonzero()[0]:
             low, high = float(least[row]), float(most[row])
             width = high - low
             if low <= tokens <= high:
@@ -154,9 +154,9 @@ class ContextLength(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
         table = view.table
 
         def read() -> Floats:
-            return np.array([_range(one.labels.get(self.label, "")) for one in table.traits]).T
+            return np.array([_range(one.labels.get(self.label, "")) for one in table.configs]).T
 
-        least, most = table.remembered(("range", self.label), read)
+        least, most = table.cached_column(("range", self.label), read)
         return least, most
 
 

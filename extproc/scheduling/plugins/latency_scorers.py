@@ -25,15 +25,17 @@ class LeastLatency(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
 
     ttft_tpot_weight_factor: Share = msgspec.field(default=0.5, name="TTFTTPOTWeightFactor")
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """1 for the fastest on both counts."""
         weight = self.ttft_tpot_weight_factor
-        scores: Floats = weight * _known(view.table.ttft_s, among) + (1 - weight) * _known(view.table.tpot_s, among)
+        scores: Floats = weight * _known(view.table.ttft_s, candidates) + (1 - weight) * _known(
+            view.table.tpot_s, candidates
+        )
         return scores
 
 
-def _known(latency: Floats, among: Bools) -> Floats:
-    known = among & (latency > 0)
+def _known(latency: Floats, candidates: Bools) -> Floats:
+    known = candidates & (latency > 0)
     return np.where(known, less_is_better(latency, known), 0.5)
 
 
@@ -51,12 +53,12 @@ class LatencyScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
     tpot_weight: NonNegative = 0.2
     headroom_selection_strategy: Literal["least", "most"] = "least"
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """Two tiers, each spread over half of the range."""
         ttft = _objective_ms(view, "ttft") - 1000 * view.ttft_s()
         tpot = _objective_ms(view, "tpot") - 1000 * view.table.tpot_s
         headroom = self.ttft_weight * ttft + self.tpot_weight * tpot
-        meets, misses = among & (headroom >= 0), among & (headroom < 0)
+        meets, misses = candidates & (headroom >= 0), candidates & (headroom < 0)
         close = less_is_better(headroom, meets)
         rank = close if self.headroom_selection_strategy == "least" else less_is_better(-headroom, meets)
         scores: Floats = np.where(meets, 0.5 + 0.5 * rank, 0.4 * less_is_better(-headroom, misses))
@@ -77,9 +79,9 @@ def _objective_ms(view: View, what: str) -> float:
 class CostScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """What an endpoint costs a second, as its configuration says: ``(max - x) / (max - min)``."""
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """1 for the cheapest, and for all if they cost the same."""
-        return less_is_better(view.table.price, among)
+        return less_is_better(view.table.price, candidates)
 
 
 class RandomScore(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -89,10 +91,10 @@ class RandomScore(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     every request.
     """
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """Uniform in [0, 1)."""
         bits = np.frombuffer(np.float64(view.now_s).tobytes(), np.uint64)[0]
-        mixed = (np.arange(among.size, dtype=np.uint64) + bits) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (np.arange(candidates.size, dtype=np.uint64) + bits) * np.uint64(0x9E3779B97F4A7C15)
         # the finisher of SplitMix64
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

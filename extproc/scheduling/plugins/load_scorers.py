@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import numpy as np
 
-from extproc.endpoints.engine_reports import running, waiting
+from extproc.endpoints.engine_reports import estimated_running, estimated_waiting
 from extproc.endpoints.ledger import backlogs
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-def less_is_better(values: Floats, among: Bools) -> Floats:
-    """``(max - x) / (max - min)`` over the rows of ``among``; 1 for all if they are equal."""
-    inside = values[among]
+def less_is_better(values: Floats, candidates: Bools) -> Floats:
+    """``(max - x) / (max - min)`` over the rows of ``candidates``; 1 for all if they are equal."""
+    inside = values[candidates]
     least, most = (float(inside.min()), float(inside.max())) if inside.size else (0.0, 0.0)
     if most <= least:
         return np.ones(values.size)
@@ -31,17 +31,17 @@ def less_is_better(values: Floats, among: Bools) -> Floats:
 class Queue(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Requests that wait in the engine: llm-d's ``queue-scorer``, ``(max - x) / (max - min)``."""
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """1 for the shortest queue, 0 for the longest."""
-        return less_is_better(waiting(view.table, view.now_s), among)
+        return less_is_better(estimated_waiting(view.table, view.now_s), candidates)
 
 
 class RunningRequests(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Requests in the engine's batch: llm-d's ``running-requests-size-scorer``, ``(max - x) / (max - min)``."""
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """1 for the smallest batch, 0 for the largest."""
-        return less_is_better(running(view.table, view.now_s), among)
+        return less_is_better(estimated_running(view.table, view.now_s), candidates)
 
 
 class ActiveRequests(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -53,10 +53,10 @@ class ActiveRequests(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
     idle_threshold: Count = 0
     max_busy_score: Share = 1.0
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """Never late: we count ourselves."""
         counts = view.table.in_flight.astype(np.float64)
-        most = float(counts[among].max(initial=0.0))
+        most = float(counts[candidates].max(initial=0.0))
         if most <= 0:
             return np.ones(counts.size)
         busy = (most - counts) / most * self.max_busy_score
@@ -69,10 +69,12 @@ class LoadAware(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
 
     threshold: Annotated[int, msgspec.Meta(ge=1)] = 128
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """At most 0.5: there is always something to say for another scorer."""
-        del among
-        scores: Floats = 0.5 * (1 - np.minimum(waiting(view.table, view.now_s), self.threshold) / self.threshold)
+        del candidates
+        scores: Floats = 0.5 * (
+            1 - np.minimum(estimated_waiting(view.table, view.now_s), self.threshold) / self.threshold
+        )
         return scores
 
 
@@ -81,9 +83,9 @@ class TokenLoad(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
 
     queue_threshold_tokens: Annotated[float, msgspec.Meta(gt=0)] = 4_194_304
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """What waits for prefill drains as the engine works; tokens are counted as work, attention included."""
-        del among
+        del candidates
         tokens = backlogs(view.table, view.now_s) + view.demand.work
         scores: Floats = 1 - np.minimum(tokens, self.queue_threshold_tokens) / self.queue_threshold_tokens
         return scores
@@ -95,9 +97,9 @@ class LeastRequestScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unk
     F: what we sent and what has not ended; R: what the engine says it runs. What it does not run it must be queueing.
     """
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """1 where nothing is in flight; all 1 if that is so everywhere."""
         sent = view.table.in_flight.astype(np.float64)
-        base = sent + 100.0 * np.maximum(sent - running(view.table, view.now_s), 0.0)
-        most = float(base[among].max(initial=0.0))
+        base = sent + 100.0 * np.maximum(sent - estimated_running(view.table, view.now_s), 0.0)
+        most = float(base[candidates].max(initial=0.0))
         return (most - base) / most if most > 0 else np.ones(base.size)

@@ -24,14 +24,14 @@ def test_a_bucket_fills_at_its_rate_and_runs_over_at_its_capacity() -> None:
 
 def test_what_was_not_used_comes_back() -> None:
     bucket = Bucket(100.0, 0.0)
-    claim = bucket.take(80.0)
+    claim = bucket.reserve(80.0)
     bucket.settle(claim, 30.0)
     assert bucket.level == 70.0
 
 
 def test_what_would_have_run_over_meanwhile_does_not_come_back() -> None:
     bucket = Bucket(100.0, 0.0)
-    claim = bucket.take(100.0)
+    claim = bucket.reserve(100.0)
     # had it taken nothing, the bucket would have been full all the time: 90 flow in, 10 may come back
     filled(bucket, 9.0).settle(claim, 0.0)
     assert bucket.level == pytest.approx(100.0)
@@ -39,8 +39,8 @@ def test_what_would_have_run_over_meanwhile_does_not_come_back() -> None:
 
 def test_a_claim_older_than_a_full_bucket_gives_nothing() -> None:
     bucket = Bucket(100.0, 0.0)
-    old = bucket.take(100.0)
-    new = filled(bucket, 10.0).take(100.0)
+    old = bucket.reserve(100.0)
+    new = filled(bucket, 10.0).reserve(100.0)
     bucket.settle(old, 0.0)
     assert bucket.level == 0.0
     bucket.settle(new, 60.0)
@@ -49,18 +49,18 @@ def test_a_claim_older_than_a_full_bucket_gives_nothing() -> None:
 
 def test_whoever_used_more_than_was_reserved_leaves_a_debt() -> None:
     bucket = Bucket(100.0, 0.0)
-    claim = bucket.take(100.0)
+    claim = bucket.reserve(100.0)
     bucket.settle(claim, 250.0)
     assert bucket.level == -150.0
-    assert filled(bucket, 14.0).lacks(1.0) > 0
-    assert filled(bucket, 16.0).lacks(1.0) <= 0
+    assert filled(bucket, 14.0).shortfall(1.0) > 0
+    assert filled(bucket, 16.0).shortfall(1.0) <= 0
 
 
 class Taken:
     """A grant and what came of it."""
 
-    def __init__(self, at_s: float, claim: Claim) -> None:
-        self.at_s = at_s
+    def __init__(self, filled_at_s: float, claim: Claim) -> None:
+        self.filled_at_s = filled_at_s
         self.claim = claim
         self.used = claim.amount
 
@@ -75,7 +75,7 @@ class Taken:
 def test_no_window_ever_sees_more_than_the_limit_and_the_burst(
     capacity: float, rate: float, events: list[tuple[float, float, float, int]]
 ) -> None:
-    """Every event: time passes, somebody asks, and the request that began so many events ago ends with a share used."""
+    """Every event: time passes, somebody charges, and the request that began so many events ago ends with a share used."""
     limit, bucket, now = Limit(rate, capacity), Bucket(capacity, 0.0), 0.0
     taken: list[Taken] = []
     running: list[Taken] = []
@@ -87,12 +87,12 @@ def test_no_window_ever_sees_more_than_the_limit_and_the_burst(
             one.used = one.claim.amount * used
             bucket.settle(one.claim, one.used)
         amount = share * capacity
-        if bucket.lacks(amount) <= 0:
-            taken.append(Taken(now, bucket.take(amount)))
+        if bucket.shortfall(amount) <= 0:
+            taken.append(Taken(now, bucket.reserve(amount)))
             running.append(taken[-1])
         assert bucket.level + bucket.claims <= capacity * (1 + 1e-9) + 1e-6
     for first, begin in enumerate(taken):
         sum_used = 0.0
         for end in taken[first:]:
             sum_used += end.used
-            assert sum_used <= rate * (end.at_s - begin.at_s) + capacity + 1e-3
+            assert sum_used <= rate * (end.filled_at_s - begin.filled_at_s) + capacity + 1e-3

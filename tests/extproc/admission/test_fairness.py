@@ -12,20 +12,20 @@ from extproc.admission.fairness import (
     VirtualTokenCounter,
     make_policy,
 )
-from extproc.admission.policy import FairnessPolicy, Heads
+from extproc.admission.policy import FairnessPolicy, FlowHeads
 
 ALL = np.ones(3, np.bool_)
 NONE = np.zeros(3, np.bool_)
 
 
-def heads(keys: tuple[float, ...] = (1, 2, 3), cached: tuple[float, ...] = (0, 0, 0)) -> Heads:
-    return Heads(ALL, np.array(keys, float), np.array(cached, float))
+def heads(keys: tuple[float, ...] = (1, 2, 3), cached: tuple[float, ...] = (0, 0, 0)) -> FlowHeads:
+    return FlowHeads(ALL, np.array(keys, float), np.array(cached, float))
 
 
 def of_three(policy: FairnessPolicy) -> FairnessPolicy:
     policy.grow(3)
     for row in range(3):
-        policy.begin(row, NONE)
+        policy.activate(row, NONE)
     return policy
 
 
@@ -45,7 +45,7 @@ def test_virtual_token_counter_lifts_who_comes_back_to_the_least_of_those_that_w
     policy.grow(3)
     for row, service in ((0, 500.0), (1, 300.0)):
         policy.charge(row, service, 0.0)
-    policy.begin(2, np.array([True, True, False]))
+    policy.activate(2, np.array([True, True, False]))
     assert policy.counters[2] == 300.0
 
 
@@ -54,14 +54,14 @@ def test_virtual_token_counter_lifts_into_an_empty_queue_by_who_was_served_last(
     policy.grow(3)
     policy.charge(0, 500.0, 0.0)
     policy.charge(0, 500.0, 0.0)
-    policy.begin(1, NONE)
+    policy.activate(1, NONE)
     assert policy.counters[1] == 500.0
 
 
 def test_virtual_token_counter_is_corrected_by_what_it_really_was() -> None:
     policy = of_three(VirtualTokenCounter())
     assert take(policy, 10) == 0
-    policy.correct(0, -8, 1.0)
+    policy.settle(0, -8, 1.0)
     assert [take(policy, service) for service in (5, 5, 5)] == [1, 2, 0]
 
 
@@ -77,7 +77,7 @@ def test_deficit_locality_gives_a_flow_one_quantum_a_round_however_often_it_come
     policy = DeficitLocality(quantum=100)
     policy.grow(3)
     for _ in range(5):
-        policy.begin(0, NONE)
+        policy.activate(0, NONE)
         policy.charge(0, 60.0, 0.0)
     assert policy.deficits[0] == 100 - 300
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.admission.identity import NOBODY, Identities
+from extproc.admission.identity import ANONYMOUS_CALLER, Identities
 from extproc.config.load import load
 
 CONFIG = b"""
@@ -41,12 +41,12 @@ def test_nothing_counts_that_is_not_trusted(identities: Identities) -> None:
         "x-llm-d-slo-ttft-ms": "5",
         "x-attache-deadline-ms": "5",
     }
-    assert identities.caller(headers, is_trusted=False) == NOBODY
+    assert identities.caller(headers, is_trusted=False) == ANONYMOUS_CALLER
 
 
 def test_who_says_nothing_is_one_tenant(identities: Identities) -> None:
-    assert identities.caller({}, is_trusted=True) == NOBODY
-    assert NOBODY.tenant == "anonymous"
+    assert identities.caller({}, is_trusted=True) == ANONYMOUS_CALLER
+    assert ANONYMOUS_CALLER.tenant == "anonymous"
 
 
 def test_a_key_says_who_it_is_whatever_headers_say(identities: Identities) -> None:
@@ -67,10 +67,10 @@ def test_without_an_objective_the_route_decides(identities: Identities) -> None:
 @pytest.mark.parametrize(
     ("name", "field"),
     [
-        ("x-llm-d-slo-ttft-ms", "ttft_s"),
-        ("x-slo-ttft-ms", "ttft_s"),
-        ("x-llm-d-slo-tpot-ms", "tpot_s"),
-        ("x-attache-deadline-ms", "deadline_s"),
+        ("x-llm-d-slo-ttft-ms", "ttft_target_s"),
+        ("x-slo-ttft-ms", "ttft_target_s"),
+        ("x-llm-d-slo-tpot-ms", "tpot_target_s"),
+        ("x-attache-deadline-ms", "deadline_in_s"),
     ],
 )
 @pytest.mark.parametrize(

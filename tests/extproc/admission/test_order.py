@@ -8,28 +8,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.admission.order import ORDERS, Deadline, FirstCome, LeastAttained, Order, SessionBoost, ShortestFirst
+from extproc.admission.order import (
+    ORDERS,
+    Deadline,
+    FirstCome,
+    LeastAttained,
+    OrderingPolicy,
+    SessionBoost,
+    ShortestFirst,
+)
 from extproc.admission.queued_request import FlowKey, QueuedRequest
 
 AGEING_S = 30.0
 
 
 def queued(
-    arrived_s: float, *, uncached: float = 0.0, deadline_s: float = math.inf, session: str = ""
+    arrived_at_s: float, *, uncached: float = 0.0, deadline_at_s: float = math.inf, session: str = ""
 ) -> QueuedRequest:
     return QueuedRequest(
         "t",
         FlowKey("acme"),
-        arrived_s,
-        arrived_s + 60,
+        arrived_at_s,
+        arrived_at_s + 60,
         input_tokens=uncached,
         uncached_tokens=uncached,
-        deadline_s=deadline_s,
+        deadline_at_s=deadline_at_s,
         session=session,
     )
 
 
-def first(order: Order, *ones: QueuedRequest) -> int:
+def first(order: OrderingPolicy, *ones: QueuedRequest) -> int:
     return min(range(len(ones)), key=lambda index: order.key(ones[index]))
 
 
@@ -39,8 +47,8 @@ def test_first_come_is_served_first() -> None:
 
 def test_the_earliest_deadline_goes_first_and_who_has_none_is_due_at_the_ageing_bound() -> None:
     order = Deadline(AGEING_S)
-    assert first(order, queued(0.0), queued(5.0, deadline_s=9.0), queued(5.0, deadline_s=8.0)) == 2
-    assert first(order, queued(0.0), queued(29.0, deadline_s=31.0)) == 0
+    assert first(order, queued(0.0), queued(5.0, deadline_at_s=9.0), queued(5.0, deadline_at_s=8.0)) == 2
+    assert first(order, queued(0.0), queued(29.0, deadline_at_s=31.0)) == 0
 
 
 def test_the_shortest_uncached_prompt_goes_first() -> None:
@@ -70,7 +78,7 @@ def test_the_program_that_has_had_least_goes_first() -> None:
 
 
 @pytest.mark.parametrize("order", [SessionBoost(AGEING_S), LeastAttained(AGEING_S)])
-def test_sessions_are_remembered_in_bounded_number(order: Order) -> None:
+def test_sessions_are_remembered_in_bounded_number(order: OrderingPolicy) -> None:
     for number in range(10_000):
         order.served(queued(0.0, session=f"s{number}"), 1, 0.0)
     (remembered,) = (held for held in vars(order).values() if hasattr(held, "popitem"))
@@ -88,8 +96,8 @@ def test_nobody_is_overtaken_by_who_comes_later_than_the_ageing_bound(
 ) -> None:
     order = ORDERS[name](AGEING_S)
     order.served(queued(0.0, session="a"), 1e6, 999.0)
-    arrived_s = 1000.0
-    one = queued(arrived_s, uncached=early[0], deadline_s=arrived_s + early[1], session=early[2])
-    late_s = arrived_s + AGEING_S + gap_s
-    other = queued(late_s, uncached=late[0], deadline_s=late_s + late[1], session=late[2])
+    arrived_at_s = 1000.0
+    one = queued(arrived_at_s, uncached=early[0], deadline_at_s=arrived_at_s + early[1], session=early[2])
+    late_s = arrived_at_s + AGEING_S + gap_s
+    other = queued(late_s, uncached=late[0], deadline_at_s=late_s + late[1], session=late[2])
     assert first(order, other, one) == 1

@@ -58,7 +58,7 @@ class Scene:
         head = Head("POST", "/v1/chat/completions", {"x-attache-tenant": tenant}, has_body=True, is_trusted=True)
         body = json.dumps({"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "hi " * 200}]})
         arrival = self.pipeline.intake.receive(Api.CHAT, head, body.encode())
-        grant = self.pipeline.admission.reserve(self.pipeline.admission.asks(arrival), now)
+        grant = self.pipeline.admission.reserve(self.pipeline.admission.charges(arrival), now)
         return self.pipeline.enter(arrival, now, Terms(grants=(grant,)))
 
     def held(self, tenant: str = "acme", now: float = 0.0) -> Held:

@@ -62,7 +62,7 @@ def arrival_of(pipeline: Pipeline) -> Arrival:
 def test_filters_and_scores_are_shown_with_their_weights() -> None:
     pipeline = pipeline_of(configured=True)
     table = pipeline.pools["llama"].table
-    table.waiting[:3], table.seen_at_s[:3] = (4, 9, 0), 0.0
+    table.waiting[:3], table.reported_at_s[:3] = (4, 9, 0), 0.0
     shown = pipeline.explain(arrival_of(pipeline), 0.0)
     (profile,) = shown.profiles
     assert [(step.removed, step.left) for step in profile.filters] == [(("10.0.0.2:8000",), 2)]
@@ -137,7 +137,7 @@ def test_a_sample_of_decisions_and_their_outcomes_is_written_down() -> None:
     assert metrics.wants_reasons()
     decision = pipeline.dispatch(arrival_of(pipeline), 0.0, Terms(wants_reasons=True))
     metrics.decided(decision, 0.001)
-    served = decision.assignment.place.address
+    served = decision.assignment.endpoint.address
     settled = pipeline.settle(Outcome(decision.ticket, 200, served, 1.0, 0.5, 700, 5, 64), 1.0)
     assert settled is not None
     metrics.settled_here(settled)

@@ -51,5 +51,5 @@ def test_the_price_of_reading_is_found_among_steps_that_computed_prompts() -> No
         if rng.random() < 0.4:
             tpot_s += rng.expovariate(30)
         cost.learn(tokens=tokens, tpot_s=tpot_s)
-    assert cost.reading_s == pytest.approx(5e-8, rel=0.3)
+    assert cost.step_s_per_token == pytest.approx(5e-8, rel=0.3)
     assert cost.step_s == pytest.approx(0.017, rel=0.3)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from extproc.endpoints.engine_reports import CacheConfig
 from extproc.endpoints.metrics_text import NAMES, MetricsReader
-from extproc.endpoints.table import Loras
+from extproc.endpoints.table import LoraState
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -50,7 +50,7 @@ def reader(engine: str = "vLLM") -> MetricsReader:
 def test_a_page_of_vllm() -> None:
     reading = reader().read(page())
     assert (reading.state.waiting, reading.state.running, reading.state.kv_usage) == (1.0, 7.0, 0.5)
-    assert reading.state.loras == Loras(frozenset({"sql", "law"}), most=2)
+    assert reading.state.loras == LoraState(frozenset({"sql", "law"}), max_active=2)
     assert reading.cache == CacheConfig(16, 32_000)
 
 

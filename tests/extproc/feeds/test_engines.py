@@ -106,7 +106,7 @@ async def test_pools_learn_what_engines_say() -> None:
 async def test_a_restart_empties_what_is_known_of_its_cache() -> None:
     engine = Engine()
     async with scraped(engine) as (pool, _, _, _):
-        await eventually(lambda: pool.table.seen_at_s[0] > 0)
+        await eventually(lambda: pool.table.reported_at_s[0] > 0)
         pool.caches.index.record(0, [32, 64], 0.0)
         engine.count = 1
         await eventually(lambda: pool.caches.index.blocks_held(0) == 0)

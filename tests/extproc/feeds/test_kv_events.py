@@ -78,7 +78,7 @@ def block(letter: str) -> bytes:
 
 def held(pool: Pool, text: bytes) -> float:
     """Tokens that the engine holds of ``text``."""
-    kv = pool.caches.kv
+    kv = pool.caches.kv_index
     assert kv is not None
     found = kv.match(kv.keys(tokens_of(text), adapter=None, salt=None), 1e9)
     return max((one.weighted for one in found), default=0.0)

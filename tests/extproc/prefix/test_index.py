@@ -124,18 +124,18 @@ class AgainstAPlainModel(RuleBasedStateMachine):
     def hold(self, row: int, parts: list[int]) -> None:
         self.now += 1
         chain = chain_of(*parts)
-        self.index.hold(row, chain, self.now)
+        self.index.pin(row, chain, self.now)
         self.recorded.setdefault(row, []).append(chain)
         self.running.append((row, chain))
         self._use(row, chain)
 
     @rule(data=st.data())
-    def let_go(self, data: st.DataObject) -> None:
+    def unpin(self, data: st.DataObject) -> None:
         if not self.running:
             return
         self.now += 1
         row, chain = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.index.let_go(row, chain, self.now)
+        self.index.unpin(row, chain, self.now)
         in_use = {block for other, held in self.running if other == row for block in held}
         kept = self.lru.get(row, [])
         for block in reversed(chain):

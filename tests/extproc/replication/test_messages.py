@@ -13,7 +13,7 @@ from extproc.config.load import load
 from extproc.core.feedback import Outcome
 from extproc.core.pipeline import Pipeline
 from extproc.core.types import Decision, Head, Terms
-from extproc.endpoints.engine_reports import CacheConfig, EngineState
+from extproc.endpoints.engine_reports import CacheConfig, EngineReport
 from extproc.replication.messages import (
     SILENCE_S,
     Alive,
@@ -66,7 +66,7 @@ def test_a_request_counts_everywhere_until_it_ends(pair: tuple[Process, Process]
     one, other = pair
     decision, sending = one.decide("hello " * 200)
     other.hear(one, sending)
-    address = decision.assignment.place.address
+    address = decision.assignment.endpoint.address
     row, its_row = one.pool.table.row_of(address), other.pool.table.row_of(address)
     assert other.pool.table.in_flight[its_row] == 1
     assert other.pool.table.backlog_tokens[its_row] == one.pool.table.backlog_tokens[row] > 0
@@ -79,7 +79,7 @@ def test_a_prefix_that_one_sent_is_known_to_the_other(pair: tuple[Process, Proce
     first, sending = one.decide("the same long beginning " * 300)
     other.hear(one, sending)
     second, _ = other.decide("the same long beginning " * 300)
-    assert second.assignment.place.address == first.assignment.place.address
+    assert second.assignment.endpoint.address == first.assignment.endpoint.address
     assert second.assignment.cached_tokens > 1000
 
 
@@ -87,7 +87,7 @@ def test_an_outcome_that_comes_to_one_teaches_both_and_is_counted_by_its_owner(p
     one, other = pair
     decision, sending = one.decide("hello " * 2000)
     other.hear(one, sending)
-    served = decision.assignment.place.address
+    served = decision.assignment.endpoint.address
     outcome = Outcome(decision.ticket, 200, served, 1.0, 0.5, 3000, 10, 0)
     settled = other.pipeline.settle(outcome, 1.0)
     assert settled is not None
@@ -141,14 +141,14 @@ def test_what_only_one_is_configured_for_is_passed_over() -> None:
 
 def test_one_asks_the_engines_for_all(pair: tuple[Process, Process]) -> None:
     one, other = pair
-    said = EngineSaid("llama", "10.0.0.2:8000", EngineState(waiting=4, running=2), CacheConfig(16, 64_000))
-    other.hear(one, said, EngineSaid("llama", "10.0.0.2:8000", EngineState(), models=frozenset({"sql"})), now=5.0)
+    said = EngineSaid("llama", "10.0.0.2:8000", EngineReport(waiting=4, running=2), CacheConfig(16, 64_000))
+    other.hear(one, said, EngineSaid("llama", "10.0.0.2:8000", EngineReport(), models=frozenset({"sql"})), now=5.0)
     row = other.pool.table.row_of("10.0.0.2:8000")
     assert row is not None
-    assert (other.pool.table.waiting[row], other.pool.table.seen_at_s[row]) == (4, 5.0)
+    assert (other.pool.table.waiting[row], other.pool.table.reported_at_s[row]) == (4, 5.0)
     assert other.pool.table.loras[row].served == frozenset({"sql"})
     assert other.pool.caches.index.first_block_bytes == 64
-    other.hear(one, EngineSaid("gone", "10.0.0.2:8000", EngineState()), EngineSaid("llama", "gone:1", EngineState()))
+    other.hear(one, EngineSaid("gone", "10.0.0.2:8000", EngineReport()), EngineSaid("llama", "gone:1", EngineReport()))
 
 
 LIMITED = CONFIG.replace(b"  loraAdapters: [sql]", b"  loraAdapters: [sql]\n  rateLimits: [{unit: hour, requests: 10}]")
@@ -158,11 +158,11 @@ def test_what_one_worker_grants_of_a_local_limit_is_gone_for_the_others_of_its_m
     a, b, elsewhere = (Process(name, LIMITED) for name in ("a", "b", "c"))
     b.mirror, elsewhere.mirror = Mirror(b.pipeline, "here"), Mirror(elsewhere.pipeline, "there")
     arrival = a.pipeline.intake.receive(Api.CHAT, HEAD, body("hello"))
-    (ask,) = a.pipeline.admission.asks(arrival)
+    (charge,) = a.pipeline.admission.charges(arrival)
     for other in (b, elsewhere):
-        other.hear(a, Spent("here", ask.key, ask.limit, 4.0))
-    assert b.pipeline.admission.reserve([ask], 0.0).levels == [5.0]
-    assert elsewhere.pipeline.admission.reserve([ask], 0.0).levels == [9.0]
+        other.hear(a, Spent("here", charge.key, charge.limit, 4.0))
+    assert b.pipeline.admission.reserve([charge], 0.0).levels == [5.0]
+    assert elsewhere.pipeline.admission.reserve([charge], 0.0).levels == [9.0]
 
 
 QUEUED = CONFIG.replace(b"  scrapeInterval: 0s", b"  scrapeInterval: 0s\n  flowControl: {}")

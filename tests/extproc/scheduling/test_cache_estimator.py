@@ -25,7 +25,7 @@ def cached(caches: CacheEstimator, table: EndpointTable, prompt: Prompt, now: fl
 def test_a_sent_prefix_is_expected_in_whole_blocks_of_the_engine() -> None:
     caches, table = CacheEstimator(), table_of(2)
     for row in range(2):
-        caches.note_cache(row, CacheConfig(32, 100_000))
+        caches.set_cache_config(row, CacheConfig(32, 100_000))
     prompt = Prompt(b"a" * 1000, "m")
     caches.sent(1, caches.expect(prompt, table, 0.0), 0.0)
     # 7 blocks of 128 bytes are 896 bytes, 224 tokens: 7 blocks of 32
@@ -36,7 +36,7 @@ def test_a_sent_prefix_is_expected_in_whole_blocks_of_the_engine() -> None:
 
 def test_blocks_of_text_follow_the_engines_blocks_of_tokens() -> None:
     caches = CacheEstimator()
-    caches.note_cache(0, CacheConfig(16, 1000))
+    caches.set_cache_config(0, CacheConfig(16, 1000))
     assert caches.index.first_block_bytes == 64
     index = caches.index
     caches.bytes_per_token = 3.5
@@ -52,7 +52,7 @@ def test_what_was_sent_before_the_blocks_changed_is_still_known() -> None:
     prompt = Prompt(b"a" * 2000, "m")
     caches.sent(1, caches.expect(prompt, table, 0.0), 0.0)
     caches.bytes_per_token = 1.0
-    caches.note_cache(0, CacheConfig(32, 100_000))
+    caches.set_cache_config(0, CacheConfig(32, 100_000))
     assert caches.index.first_block_bytes == 32
     assert cached(caches, table, Prompt(b"a" * 2000 + b"b" * 100, "m")) == [0.0, 1920.0]
     caches.forget(1)
@@ -61,12 +61,12 @@ def test_what_was_sent_before_the_blocks_changed_is_still_known() -> None:
 
 def test_capacity_is_what_the_engine_says() -> None:
     caches, table = CacheEstimator(), table_of(1)
-    caches.note_cache(0, CacheConfig(32, 16_384 // 4 * 10))
+    caches.set_cache_config(0, CacheConfig(32, 16_384 // 4 * 10))
     for number in range(40):
         prompt = Prompt(f"{number:04}".encode() + bytes(16_380), "m")
         expectation = caches.expect(prompt, table, 0.0)
         caches.sent(0, expectation, float(number))
-        caches.index.let_go(0, expectation.chain, number + 0.5)
+        caches.index.unpin(0, expectation.chain, number + 0.5)
     found = [cached(caches, table, Prompt(f"{number:04}".encode() + bytes(16_380), "m"))[0] > 0 for number in range(40)]
     assert found == [False] * 30 + [True] * 10
 
@@ -111,19 +111,19 @@ def test_how_much_of_an_answer_comes_back_is_learned() -> None:
 
 def test_events_overrule_memory_where_the_feed_is_whole() -> None:
     caches, table = CacheEstimator(), table_of(3)
-    caches.kv = KvIndex()
+    caches.kv_index = KvIndex()
     text, tokens = b"a" * 1024, list(range(256))
     for row in range(3):
         caches.sent(row, caches.expect(Prompt(text, "m"), table, 0.0), 0.0)
-    caches.note_feed(0, is_whole=True)
-    caches.note_feed(1, is_whole=False)
-    caches.kv.apply(Source(0), [Stored((1,), None, tuple(tokens[:16]), 16)])
-    caches.kv.apply(Source(1), [Stored((1,), None, tuple(tokens[:16]), 16)])
+    caches.set_feed_state(0, is_whole=True)
+    caches.set_feed_state(1, is_whole=False)
+    caches.kv_index.apply(Source(0), [Stored((1,), None, tuple(tokens[:16]), 16)])
+    caches.kv_index.apply(Source(1), [Stored((1,), None, tuple(tokens[:16]), 16)])
     prompt = Prompt(text, "m", tokens=tokens)
     # by its own word 16; by the better of both 255; without a feed 255
     assert cached(caches, table, prompt, now=100.0) == [16.0, 255.0, 255.0]
     assert cached(caches, table, Prompt(text, "m"), now=100.0) == [255.0] * 3, "without tokens, memory serves"
-    caches.note_feed(0, is_whole=None)
+    caches.set_feed_state(0, is_whole=None)
     assert cached(caches, table, prompt, now=100.0) == [255.0] * 3
 
 

@@ -49,9 +49,9 @@ def test_scores_are_weighted_and_added_as_llm_d_does() -> None:
 def test_filters_narrow_one_after_the_other_and_say_how_far() -> None:
     filters = (NamedFilter("queue", LeastRequestFilter()), NamedFilter("healthy", Healthy()))
     profile = Profile(filters, DEFAULT.scorers, MaxScore())
-    view = view_of(4, waiting=[0, 50, 2, 3], avoid_until_s=[5, 0, 0, 0], now_s=1.0)
+    view = view_of(4, waiting=[0, 50, 2, 3], retry_at_s=[5, 0, 0, 0], now_s=1.0)
     ranking = profile.pick(explained(view), rng=random.Random(0))
-    assert ranking.reasons[0].left == (("queue", (0, 2, 3)), ("healthy", (2, 3)))
+    assert ranking.reasons[0].after_filters == (("queue", (0, 2, 3)), ("healthy", (2, 3)))
     assert ranking.reasons[0].rows == (2, 3)
     assert sorted(ranking.rows) == [2, 3]
     assert view.table.is_active.sum() == 4, "the table is only read"
@@ -67,9 +67,9 @@ def test_a_filter_that_leaves_nobody_is_named() -> None:
 
 def test_a_scorer_out_of_bounds_is_held_to_them() -> None:
     class Wild:
-        def score(self, view: object, among: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> object:
+        def score(self, view: object, candidates: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> object:
             del view
-            return np.where(np.arange(among.size) % 2, 7.0, -7.0)
+            return np.where(np.arange(candidates.size) % 2, 7.0, -7.0)
 
     profile = Profile((), (NamedScorer("wild", Wild()),), MaxScore())  # type: ignore[arg-type]
     ranking = profile.pick(explained(view_of(4)), rng=random.Random(0))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from extproc.endpoints.table import Loras
+from extproc.endpoints.table import LoraState
 from extproc.scheduling.plugins.affinity import SessionAffinityFilter, session_token
 from extproc.scheduling.plugins.filters import (
     Concurrency,
@@ -36,8 +36,8 @@ def kept(plugin: Filter, view: View) -> list[int]:
     [
         (LeastRequestFilter(), {"waiting": [9, 10, 0]}, [0, 2]),
         (LeastRequestFilter(max_waiting_requests=5), {"waiting": [9, 10, 5]}, []),
-        (Healthy(), {"avoid_until_s": [0, 7, 0]}, [0, 2]),
-        (Healthy(), {"avoid_until_s": [9, 9, 9]}, [0, 1, 2]),
+        (Healthy(), {"retry_at_s": [0, 7, 0]}, [0, 2]),
+        (Healthy(), {"retry_at_s": [9, 9, 9]}, [0, 1, 2]),
         # saturated at 5 waiting or 80% of the cache
         (SaturationFilter(), {"waiting": [4, 5, 0], "kv_usage": [0, 0, 0.8]}, [0]),
         (SaturationFilter(headroom=0.5), {"waiting": [7, 8, 0], "kv_usage": [0, 0, 1.0]}, [0, 2]),
@@ -70,9 +70,9 @@ def test_filters_keep_whom_they_say(plugin: Filter, columns: dict[str, list[floa
 
 def test_an_adapter_stays_where_it_is_loaded() -> None:
     view = view_of(3, adapter="sql")
-    view.table.set_loras(1, Loras(frozenset({"sql", "law"}), most=2))
+    view.table.set_loras(1, LoraState(frozenset({"sql", "law"}), max_active=2))
     assert kept(LoraLoaded(), view) == [1]
-    view.table.set_loras(2, Loras(served=frozenset({"sql"})))
+    view.table.set_loras(2, LoraState(served=frozenset({"sql"})))
     assert kept(LoraLoaded(), view) == [1, 2], "an idle adapter is in no batch, but served all the same"
     assert kept(LoraLoaded(), view_of(3)) == [0, 1, 2]
 
@@ -80,8 +80,8 @@ def test_an_adapter_stays_where_it_is_loaded() -> None:
 def test_a_model_is_asked_of_engines_that_have_it_or_have_not_said() -> None:
     view = view_of(3)
     assert kept(ModelLoaded(), view) == [0, 1, 2]
-    view.table.set_loras(0, Loras(served=frozenset({"m"})))
-    view.table.set_loras(1, Loras(served=frozenset({"other"})))
+    view.table.set_loras(0, LoraState(served=frozenset({"m"})))
+    view.table.set_loras(1, LoraState(served=frozenset({"other"})))
     assert kept(ModelLoaded(), view) == [0, 2]
 
 
