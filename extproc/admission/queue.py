@@ -1,8 +1,8 @@
-"""Requests that wait for the engines of one ModelServer: bands by priority, flows in a band, an order in a flow.
+"""The queue of one ModelServer: priority bands, flows in a band, an order in a flow.
 
-Between bands: guaranteed shares, by a virtual token counter whose weights are the shares, so that what one band leaves the
-others borrow; or strictly the higher first. A band that has nothing waiting, whose ceiling is reached or whose requests find
-no room is passed over: it never holds up those below it.
+Bands either have guaranteed shares (a virtual token counter weighted by share: a share that one band does not use is
+lent to the others), or the higher band always goes first. A band with nothing waiting, at its saturation ceiling, or
+whose requests find no room is skipped: it never blocks the bands below it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from extproc.config.admission import Band, FlowControl
     from extproc.endpoints.table import Bools
 
-# How far behind blocked requests to look for one that may pass them: flows, and requests of a flow.
-_FLOWS_LOOKED_AT: Final = 8
-_REQUESTS_LOOKED_AT: Final = 4
+# How far to search behind blocked requests for one that fits: flows, and requests in each flow.
+_FLOWS_EXAMINED: Final = 8
+_REQUESTS_EXAMINED: Final = 4
 
 
 class BandState:
-    """One band with its flows."""
+    """A priority band: its configuration (``spec``), its flows, and the ``bytes`` of its waiting bodies."""
 
     def __init__(self, index: int, spec: Band, control: FlowControl) -> None:
         self.index = index
@@ -46,12 +46,12 @@ class BandState:
 
     @property
     def requests(self) -> int:
-        """How many wait."""
+        """The number of waiting requests."""
         return self.flows.requests
 
 
 class FairQueue:
-    """Who waits, and who goes next. Bounded in requests and bytes, by band and in all."""
+    """All waiting requests, bounded in number and in bytes, for each band and in total."""
 
     def __init__(self, control: FlowControl) -> None:
         self._control = control
@@ -72,15 +72,15 @@ class FairQueue:
 
     @property
     def bytes(self) -> int:
-        """Of all bodies that wait."""
+        """The size of all waiting bodies."""
         return self._bytes
 
     def band_of(self, priority: int) -> BandState:
-        """The highest band that the priority reaches; below all of them, the lowest."""
+        """The highest band whose priority is at most ``priority``; the lowest band if there is none."""
         return next((band for band in self.bands if priority >= band.spec.priority), self.bands[-1])
 
     def fullness(self, priority: int) -> float:
-        """How full it is for a request of this priority, 0 to 1."""
+        """How full the queue is for a request of this priority, from 0 to 1."""
         band = self.band_of(priority)
         return max(
             len(self) / self._control.max_requests,
@@ -89,7 +89,7 @@ class FairQueue:
         )
 
     def enqueue(self, queued: QueuedRequest) -> list[QueuedRequest]:
-        """It waits. Returns those of lower bands that had to give way; raises QueueFull if it finds no place itself."""
+        """Add a request. Returns the requests of lower bands evicted for it; raises QueueFull if there is no room."""
         band = self.band_of(queued.priority)
         spec = band.spec
         if band.requests >= spec.max_requests or band.bytes + queued.size_bytes > band.most_bytes:
@@ -106,14 +106,14 @@ class FairQueue:
         return evicted
 
     def next(self, capacity: Capacity, now: float) -> tuple[QueuedRequest, Bools] | None:
-        """Who goes now, and the endpoints that have room for it; it waits no more."""
+        """Remove and return the next request that can be dispatched, with the endpoints that have room for it."""
         found = self._find(capacity, now)
         if found is not None:
             self.withdraw(found[0].ticket)
         return found
 
     def withdraw(self, ticket: str) -> QueuedRequest | None:
-        """It waits no more, for whatever reason; None if it did not."""
+        """Remove a request from the queue; None if it is not in it."""
         queued, band = self._waiting.pop(ticket, (None, None))
         if queued is None or band is None:
             return None
@@ -123,32 +123,32 @@ class FairQueue:
         return queued
 
     def expire(self, now: float) -> Iterator[QueuedRequest]:
-        """Those that have waited as long as they may."""
+        """Remove the requests whose waiting time is over."""
         while self._expiries and self._expiries[0][0] <= now:
             queued = self.withdraw(heapq.heappop(self._expiries)[2])
             if queued is not None:
                 yield queued
 
     def next_expiry_at_s(self) -> float | None:
-        """When the first of those that wait will have waited too long."""
+        """When the next waiting request expires; None: no request waits."""
         while self._expiries and self._expiries[0][2] not in self._waiting:
             heapq.heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None
 
     def _sweep_expiries(self) -> None:
-        """Those that have gone leave theirs behind; let go of them when they are the most."""
+        """Drop the expiries of requests that no longer wait, if they are the majority."""
         if len(self._expiries) > 2 * len(self._waiting) + 1000:
             self._expiries = [entry for entry in self._expiries if entry[2] in self._waiting]
             heapq.heapify(self._expiries)
 
     def begin_service(self, queued: QueuedRequest, service: float, now: float) -> None:
-        """It goes, and is expected to take so much of the engines, in weighted tokens."""
+        """A request is dispatched. ``service``: its expected cost in weighted tokens."""
         band = self.band_of(queued.priority)
         band.flows.begin_service(queued.flow, service / self._weight(queued.flow), now)
         self._shares.charge(band.index, service)
 
     def end_service(self, queued: QueuedRequest, correction: float, now: float) -> None:
-        """It is over, and took so much more than was expected, or less."""
+        """A dispatched request has ended. ``correction``: actual minus expected cost in weighted tokens."""
         band = self.band_of(queued.priority)
         band.flows.end_service(queued.flow, correction / self._weight(queued.flow), now)
         self._shares.settle(band.index, correction)
@@ -164,14 +164,18 @@ class FairQueue:
         return None
 
     def _find_in(self, band: BandState, capacity: Capacity, now: float) -> tuple[QueuedRequest, Bools] | None:
-        """The head of the flow whose turn it is, or, behind a head that finds no room, one that takes nothing from it."""
+        """The next request of a band that finds room.
+
+        Behind a request that finds none, others may go if they leave the endpoint alone that will first have room for
+        it.
+        """
         candidates = band.flows.waiting
-        for _ in range(_FLOWS_LOOKED_AT):
+        for _ in range(_FLOWS_EXAMINED):
             if not capacity.open.any() or not candidates.any():
                 return None
-            row, near = band.flows.choose(candidates, capacity.open, now)
-            first = itertools.islice(band.flows.in_order(row), _REQUESTS_LOOKED_AT)
-            for queued in first if near is None else (near,):
+            row, match = band.flows.choose(candidates, capacity.open, now)
+            first = itertools.islice(band.flows.in_order(row), _REQUESTS_EXAMINED)
+            for queued in first if match is None else (match,):
                 rows = capacity.rows_for(queued)
                 if rows is not None:
                     return queued, rows
@@ -197,7 +201,7 @@ class FairQueue:
         return len(self) < self._control.max_requests and self._bytes + queued.size_bytes <= self._most_bytes
 
     def _bands_waiting(self) -> list[int]:
-        """From the highest down."""
+        """The indices of bands with waiting requests, highest first."""
         return [band.index for band in self.bands if band.flows.requests]
 
     def _weight(self, flow: FlowKey) -> float:

@@ -156,7 +156,9 @@ def _learn_bytes_per_token(sent: Sent, outcome: Outcome) -> None:
     tokens = outcome.prompt_tokens
     caches = sent.pool.caches
     if tokens is not None and sent.grants:
-        sent.pool.input_estimate.learn(sent.prompt_bytes, caches.bytes_per_token, tokens)
+        sent.pool.input_estimate.learn(
+            prompt_bytes=sent.prompt_bytes, bytes_per_token=caches.bytes_per_token, tokens=tokens
+        )
     if tokens is not None and tokens >= _MIN_TOKENS_FOR_RATIO:
         low, high = _BYTES_PER_TOKEN_BOUNDS
         ratio = min(high, max(low, sent.prompt_bytes / tokens))

@@ -117,7 +117,7 @@ def test_headers_are_those_of_the_emptiest_bucket() -> None:
 
 
 def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extproc.admission.limits.MOST_BUCKETS", 10)
+    monkeypatch.setattr("extproc.admission.limits.MAX_BUCKETS", 10)
     limits, one = LocalLimits(), route(RateLimit(requests=1))
     for number in range(30):
         limits.reserve(one.charges(Caller(tenant=f"t{number}"), {}, USAGE), 0.0)
@@ -136,10 +136,10 @@ def test_an_estimate_is_seldom_too_low() -> None:
     estimate = InputEstimate()
     # a template of 40 tokens, and text of 5 bytes a token where 4 are believed
     assert estimate.tokens(100, 4.0) == pytest.approx(1.1 * (25 + 16))
-    estimate.learn(100, 4.0, 60)
+    estimate.learn(prompt_bytes=100, bytes_per_token=4.0, tokens=60)
     assert estimate.tokens(100, 4.0) >= 60
-    estimate.learn(40_000, 4.0, 12_000)
+    estimate.learn(prompt_bytes=40_000, bytes_per_token=4.0, tokens=12_000)
     assert estimate.tokens(40_000, 4.0) >= 12_000
     for _ in range(2000):
-        estimate.learn(40_000, 4.0, 10_000)
+        estimate.learn(prompt_bytes=40_000, bytes_per_token=4.0, tokens=10_000)
     assert estimate.tokens(40_000, 4.0) < 10_400

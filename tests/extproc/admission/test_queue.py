@@ -256,7 +256,7 @@ def test_who_has_waited_long_enough_is_told_so_in_order() -> None:
 
 
 def test_idle_flows_are_forgotten_the_least_indebted_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extproc.admission.flows.MOST_IDLE_FLOWS", 10)
+    monkeypatch.setattr("extproc.admission.flows.MAX_IDLE_FLOWS", 10)
     scene = Scene()
     for number in range(10):
         ticket = scene.enqueue(f"t{number}")
