@@ -1,4 +1,4 @@
-"""Filters: who may not take a request at all."""
+"""Filters: which endpoints may not take a request."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class LeastRequestFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Kthena's ``least-request`` filter: a queue shorter than ``maxWaitingRequests``."""
+    """Kthena's ``least-request`` filter: fewer than ``maxWaitingRequests`` requests wait in the engine."""
 
     max_waiting_requests: Annotated[int, msgspec.Meta(ge=1)] = 10
 
     def keep(self, view: View, candidates: Bools) -> Bools:
-        """Nobody, if all queues are long."""
+        """Keeps no endpoint if all queues are long."""
         return candidates & (estimated_waiting(view.table, view.now_s) < self.max_waiting_requests)
 
 
 class LoraLoaded(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Kthena's ``lora-affinity`` filter: endpoints that serve the adapter, by their own list of models or their batch."""
+    """Kthena's ``lora-affinity`` filter: endpoints with the adapter in their list of models or their batch."""
 
     def keep(self, view: View, candidates: Bools) -> Bools:
-        """All, for a request that asks for no adapter."""
+        """Keeps all endpoints if the request names no adapter."""
         adapter = view.request.adapter
         if adapter is None:
             return candidates
@@ -41,30 +41,30 @@ class LoraLoaded(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
 
 
 class ModelLoaded(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Endpoints whose own list of models has the one that is asked for; those that have not said are believed to."""
+    """Endpoints whose list of models has the requested one, or whose list is not known."""
 
     def keep(self, view: View, candidates: Bools) -> Bools:
-        """Nobody, if all say that they have it not."""
+        """Keeps no endpoint if none of the known lists has the model."""
         model = view.request.model
         return candidates & (serves_adapter(view.table, model) | has_no_model_list(view.table))
 
 
 class Healthy(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Endpoints that did not just fail; all, if all did."""
+    """Endpoints that are not in back-off after a failure."""
 
     def keep(self, view: View, candidates: Bools) -> Bools:
-        """Refusing everybody helps nobody."""
+        """Keeps all endpoints if all are in back-off."""
         healthy = candidates & (view.table.retry_at_s <= view.now_s)
         return healthy if healthy.any() else candidates
 
 
 class SubsetHint(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Endpoints that the gateway names: the endpoint picker protocol's subset (Gateway API Inference Extension, 004)."""
+    """Endpoints that the gateway names: the subset of the endpoint picker protocol (proposal 004)."""
 
     header: str = "x-gateway-destination-endpoint-subset"
 
     def keep(self, view: View, candidates: Bools) -> Bools:
-        """All without a hint; an empty or unknown subset leaves nobody, which the protocol answers with 503."""
+        """Keeps all endpoints without a hint, and none with an empty or unknown one; the protocol demands 503 then."""
         hint = view.request.headers.get(self.header)
         if hint is None:
             return candidates
@@ -77,23 +77,24 @@ class SubsetHint(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
 
 
 class PrefixCacheAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``prefix-cache-affinity-filter``: those that hold the prompt, as long as they are not much later.
+    """llm-d's ``prefix-cache-affinity-filter``: endpoints with the prompt cached, unless they are much slower.
 
-    Sticky: match ratio at least ``affinityThreshold``. None: all. Else only the sticky, unless the best sticky TTFT is more
-    than ``maxTTFTPenaltyMs`` above the best of the others. TTFT: waiting work over the learned prefill rate.
+    An endpoint is sticky if its match ratio is at least ``affinityThreshold``. Only sticky endpoints are kept, unless
+    there are none, or the best sticky TTFT exceeds the best TTFT of the others by more than ``maxTTFTPenaltyMs``.
+    TTFT is the waiting work over the learned prefill rate, or over ``peakPrefillThroughput`` (tokens a second) if
+    that is set.
     """
 
     affinity_threshold: Share = 0.80
     max_ttft_penalty_ms: NonNegative = msgspec.field(default=18_000.0, name="maxTTFTPenaltyMs")
-    # tokens a second of every engine, from a calibration; without it, what was learned of each
     peak_prefill_throughput: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    # read and not used: the tie between equal costs explores enough
+    # accepted without effect: random tie-breaking explores enough
     exploration_probability: Any = None
     prefix_match_info_producer_name: Any = None
     in_flight_load_producer_name: Any = None
 
     def keep(self, view: View, candidates: Bools) -> Bools:
-        """One side or the other of the threshold, or everybody."""
+        """Keeps the sticky endpoints or all."""
         ratio = view.demand.cached_tokens / max(view.request.input_tokens, 1.0)
         sticky = candidates & (ratio >= self.affinity_threshold)
         others = candidates & ~sticky
@@ -114,11 +115,11 @@ class SaturationFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unkno
     queue_depth_threshold: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     kv_cache_util_threshold: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
     headroom: NonNegative = 0.0
-    # read and not used: a report grows less believable with age, and never stops a request
+    # accepted without effect: trust in a report fades with its age, and a stale one never stops a request
     metrics_staleness_threshold: Any = None
 
     def keep(self, view: View, candidates: Bools) -> Bools:
-        """All, if all are saturated: queues are for another to hold."""
+        """Keeps all endpoints if all are saturated: holding requests back is the task of flow control."""
         queue = estimated_waiting(view.table, view.now_s) / self.queue_depth_threshold
         memory = estimated_kv_usage(view.table, view.now_s) / self.kv_cache_util_threshold
         free = candidates & (np.maximum(queue, memory) < 1 + self.headroom)
@@ -126,9 +127,10 @@ class SaturationFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unkno
 
 
 class Concurrency(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``concurrency-detector`` as a filter: what we sent against a limit times ``1 + headroom``.
+    """llm-d's ``concurrency-detector`` as a filter: load in flight below a limit times ``1 + headroom``.
 
-    Mode ``requests`` counts requests in flight, ``tokens`` the prefill work that waits, ``hybrid`` takes the worse of both.
+    Mode ``requests`` counts requests in flight, ``tokens`` the backlog of prefill work, ``hybrid`` takes the worse of
+    both.
     """
 
     concurrency_mode: Literal["requests", "tokens", "hybrid"] = "requests"
@@ -138,7 +140,7 @@ class Concurrency(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     in_flight_load_producer_name: Any = None
 
     def keep(self, view: View, candidates: Bools) -> Bools:
-        """All, if all are full."""
+        """Keeps all endpoints if all are full."""
         load: Floats = np.zeros(candidates.size)
         if self.concurrency_mode != "tokens":
             load = view.table.in_flight / self.max_concurrency
@@ -149,13 +151,13 @@ class Concurrency(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
 
 
 class Condition(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The most that one metric may be."""
+    """An upper bound on one metric."""
 
     metric: Literal["active-requests", "running-requests", "waiting-queue", "kv-cache-utilization"]
     max_value: NonNegative
 
     def holds(self, view: View) -> Bools:
-        """By row."""
+        """The rows that satisfy the condition."""
         table, now = view.table, view.now_s
         match self.metric:
             case "active-requests":
@@ -176,7 +178,7 @@ class Utilization(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     in_flight_load_producer_name: Any = None
 
     def keep(self, view: View, candidates: Bools) -> Bools:
-        """Nobody, if all are over, unless ``fallbackOnEmpty``."""
+        """Keeps no endpoint if none satisfies all conditions; with ``fallbackOnEmpty``, all of them."""
         kept = candidates
         for condition in self.conditions:
             kept = kept & condition.holds(view)

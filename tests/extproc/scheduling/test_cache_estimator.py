@@ -27,7 +27,7 @@ def test_a_sent_prefix_is_expected_in_whole_blocks_of_the_engine() -> None:
     for row in range(2):
         caches.set_cache_config(row, CacheConfig(32, 100_000))
     prompt = Prompt(b"a" * 1000, "m")
-    caches.sent(1, caches.expect(prompt, table, 0.0), 0.0)
+    caches.record_sent(1, caches.expect(prompt, table, 0.0), 0.0)
     # 7 blocks of 128 bytes are 896 bytes, 224 tokens: 7 blocks of 32
     assert cached(caches, table, Prompt(b"a" * 900 + b"b" * 500, "m")) == [0.0, 224.0]
     # and never the whole prompt: the last token is always computed
@@ -50,7 +50,7 @@ def test_blocks_of_text_follow_the_engines_blocks_of_tokens() -> None:
 def test_what_was_sent_before_the_blocks_changed_is_still_known() -> None:
     caches, table = CacheEstimator(), table_of(2)
     prompt = Prompt(b"a" * 2000, "m")
-    caches.sent(1, caches.expect(prompt, table, 0.0), 0.0)
+    caches.record_sent(1, caches.expect(prompt, table, 0.0), 0.0)
     caches.bytes_per_token = 1.0
     caches.set_cache_config(0, CacheConfig(32, 100_000))
     assert caches.index.first_block_bytes == 32
@@ -65,7 +65,7 @@ def test_capacity_is_what_the_engine_says() -> None:
     for number in range(40):
         prompt = Prompt(f"{number:04}".encode() + bytes(16_380), "m")
         expectation = caches.expect(prompt, table, 0.0)
-        caches.sent(0, expectation, float(number))
+        caches.record_sent(0, expectation, float(number))
         caches.index.unpin(0, expectation.chain, number + 0.5)
     found = [cached(caches, table, Prompt(f"{number:04}".encode() + bytes(16_380), "m"))[0] > 0 for number in range(40)]
     assert found == [False] * 30 + [True] * 10
@@ -74,7 +74,7 @@ def test_capacity_is_what_the_engine_says() -> None:
 def test_scopes_and_salts_part_caches() -> None:
     caches, table = CacheEstimator(), table_of(1)
     text = b"a" * 1000
-    caches.sent(0, caches.expect(Prompt(text, "m", scope="acme"), table, 0.0), 0.0)
+    caches.record_sent(0, caches.expect(Prompt(text, "m", scope="acme"), table, 0.0), 0.0)
     assert cached(caches, table, Prompt(text, "m", scope="acme"))[0] > 0
     for other in (
         Prompt(text, "m"),
@@ -89,7 +89,7 @@ def test_the_next_turn_finds_prompt_and_answer() -> None:
     caches, table = CacheEstimator(), table_of(2)
     first = b'\nuser\n"' + b"q" * 1000 + b'"'
     expectation = caches.expect(Prompt(first, "m"), table, 0.0)
-    caches.sent(1, expectation, 0.0)
+    caches.record_sent(1, expectation, 0.0)
     covered = caches.index.covered_bytes(len(expectation.chain))
     caches.turns.ended(1, expectation.chain, Turn(tail_of(first, covered), 400.0))
     second = first + b'\nassistant\n"' + b"x" * 400 + b'"\nuser\n"more"'
@@ -114,7 +114,7 @@ def test_events_overrule_memory_where_the_feed_is_whole() -> None:
     caches.kv_index = KvIndex()
     text, tokens = b"a" * 1024, list(range(256))
     for row in range(3):
-        caches.sent(row, caches.expect(Prompt(text, "m"), table, 0.0), 0.0)
+        caches.record_sent(row, caches.expect(Prompt(text, "m"), table, 0.0), 0.0)
     caches.set_feed_state(0, is_whole=True)
     caches.set_feed_state(1, is_whole=False)
     caches.kv_index.apply(Source(0), [Stored((1,), None, tuple(tokens[:16]), 16)])

@@ -28,7 +28,7 @@ DEFAULT = Profile(
         NamedScorer("kv-cache-utilization-scorer", KvCacheUtilization(), 2.0),
         NamedScorer("prefix-cache-scorer", PrefixCacheScorer(), 3.0),
     ),
-    choice=MaxScore(),
+    selector=MaxScore(),
 )
 
 
