@@ -11,9 +11,10 @@ import msgspec
 from extproc.admission.gate import Gate
 from extproc.admission.limits import NO_USAGE, Grant, Usage
 from extproc.admission.queued_request import QueuedRequest
+from extproc.endpoints.backoff import record_failure, record_success
 from extproc.endpoints.engine_reports import record_latency
 from extproc.endpoints.ledger import finish_prefill
-from extproc.endpoints.prefill_rate import learn_prefill_rate, record_failure, record_success, typical_rate
+from extproc.endpoints.prefill_rate import learn_prefill_rate, typical_rate
 from extproc.prefix.turns import Tail, Turn
 from extproc.scheduling.pool import Assignment, Pool
 

@@ -1,8 +1,8 @@
-"""The in-flight ledger: a request counts for its endpoint from the pick to the end of its stream.
+"""The in-flight ledger: a request counts at its endpoint from the pick to its end.
 
-Counted at the pick, not at the answer: between the two, others are picked. Waiting prefill work is a leaky bucket: a pick
-pours in what the engine will have to compute, the engine's learned prefill rate drains it. What is known of the queue itself
-(``queue.py``) puts that right.
+It counts from the pick, not from the answer, because other requests are picked in between. The backlog of prefill
+work is a leaky bucket: a pick adds the work that the engine will have to do, and the learned prefill rate drains it.
+What is known of the engine's queue (``prefill_queue.py``) corrects the backlog.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ _MEAN_WEIGHT: Final = 0.05
 
 
 def begin_request(table: EndpointTable, row: int, *, work: float, now: float, tokens: float = 0.0) -> EndpointRef:
-    """A request with this much uncached input goes to ``row``; ``tokens``: of its prompt and answer."""
+    """Count a request that is sent to ``row``; returns a reference to pass at its end.
+
+    ``work``: prefill tokens that the endpoint must compute, attention included. ``tokens``: of its prompt and
+    expected answer.
+    """
     table.in_flight[row] += 1
     table.in_flight_tokens[row] += tokens
     endpoint = table.ref(row)
@@ -29,12 +33,12 @@ def begin_request(table: EndpointTable, row: int, *, work: float, now: float, to
     table.mean_work += _MEAN_WEIGHT * (work - table.mean_work)
     backlog = backlog_of(table, row, now) + work
     number = table.prefill_queues[row].add(work, now)
-    _note(table, row, backlog, len(table.prefill_queues[row]), now)
+    _set_backlog(table, row, backlog, len(table.prefill_queues[row]), now)
     return msgspec.structs.replace(endpoint, prefill_number=number)
 
 
 def end_request(table: EndpointTable, endpoint: EndpointRef, now: float, tokens: float = 0.0) -> None:
-    """The request is over, however it ended. Nothing to do if its endpoint is no longer configured."""
+    """Remove a request that has ended, for whatever reason. No effect if its endpoint was removed meanwhile."""
     if not table.is_current(endpoint):
         return
     row = endpoint.row
@@ -42,57 +46,60 @@ def end_request(table: EndpointTable, endpoint: EndpointRef, now: float, tokens:
     table.in_flight_tokens[row] -= tokens
     queue = table.prefill_queues[row]
     if table.in_flight[row] == 0:
-        # rounding must not add up
+        # do not accumulate rounding errors
         table.in_flight_tokens[row] = 0.0
     queue.remove(endpoint.prefill_number)
-    # what does not wait is no work: the estimate comes back to the truth
-    _note(table, row, min(backlog_of(table, row, now), queue.work), len(queue), now)
+    # the backlog cannot exceed the work of the requests that still wait
+    _set_backlog(table, row, min(backlog_of(table, row, now), queue.work), len(queue), now)
 
 
 def finish_prefill(table: EndpointTable, endpoint: EndpointRef, now: float) -> None:
-    """The request has had its first token, and so have all that were sent there before it."""
+    """The request has received its first token, and so have all that were sent there before it."""
     if table.is_current(endpoint) and endpoint.prefill_number:
         queue = table.prefill_queues[endpoint.row]
         queue.first_token(endpoint.prefill_number)
-        _note(table, endpoint.row, min(backlog_of(table, endpoint.row, now), queue.work), len(queue), now)
+        _set_backlog(table, endpoint.row, min(backlog_of(table, endpoint.row, now), queue.work), len(queue), now)
 
 
 def reconcile_backlog(
     table: EndpointTable, row: int, *, waiting: float, now: float, first_tokens: float | None = None
 ) -> None:
-    """The engine says how many requests wait in it: the last ones that came, and not what we reckoned.
+    """Correct the backlog by the queue length that the engine reports.
 
-    Without this, a rate that is learned too high empties the bucket while the engine's queue grows, and one that is too low
-    keeps it full before an idle engine. ``first_tokens``: given since the reading before, if the engine says. Requests that are
-    not ours count as the mean of ours.
+    ``waiting``: requests in its queue, which are the last that were sent. ``first_tokens``: requests that received
+    their first token since the last report, None if unknown. Requests that we did not send count with the mean work
+    of ours.
+
+    Without this, a rate learned too high would empty the bucket while the engine's queue grows, and one too low would
+    keep it full for an idle engine.
     """
     queue = table.prefill_queues[row]
     bounds = queue.reconcile(int(waiting), now, first_tokens)
     others = max(0.0, waiting - bounds.known)
     unknown = others * table.mean_work
-    # what of others is being computed already may be as much as one request
+    # one more of the foreign requests may be in computation
     most = bounds.most + unknown + (table.mean_work if others else 0.0)
     backlog = min(max(backlog_of(table, row, now), bounds.least + unknown), most)
-    _note(table, row, backlog, len(queue) + others, now)
+    _set_backlog(table, row, backlog, len(queue) + others, now)
 
 
-def _note(table: EndpointTable, row: int, backlog: float, requests: float, now: float) -> None:
+def _set_backlog(table: EndpointTable, row: int, backlog: float, requests: float, now: float) -> None:
     table.backlog_tokens[row], table.backlog_at_s[row] = backlog, now
     table.backlog_per_request[row] = max(1.0, backlog / requests) if requests else 1.0
 
 
 def backlog_of(table: EndpointTable, row: int, now: float) -> float:
-    """Tokens that wait for prefill at one endpoint."""
+    """Prefill work that waits at one endpoint, in tokens."""
     drained = (now - table.backlog_at_s[row]) * table.prefill_rate[row]
     return max(0.0, float(table.backlog_tokens[row] - drained))
 
 
 def backlogs(table: EndpointTable, now: float) -> Floats:
-    """Tokens that wait for prefill, by row."""
+    """Prefill work that waits, in tokens, by row."""
     drained = (now - table.backlog_at_s) * table.prefill_rate
     return np.maximum(table.backlog_tokens - drained, 0.0)
 
 
 def requests_in_backlog(table: EndpointTable, backlog: Floats) -> Floats:
-    """How many requests have no first token yet, by row; ``backlog``: tokens that wait now."""
+    """Estimated requests without a first token, by row. ``backlog``: the result of ``backlogs``."""
     return backlog / table.backlog_per_request

@@ -1,7 +1,8 @@
-"""The engines of one ModelServer as columns of numbers, one row an endpoint, so that a pick looks at all of them at once.
+"""The endpoints of one ModelServer as columns of numbers, with one row for each.
 
-An endpoint keeps its row for as long as it is configured; a freed row is used again. ``epoch`` counts the uses of a row:
-what was begun in an earlier one must not touch it.
+A pick computes with whole columns. An endpoint keeps its row for as long as it is configured; then the row may be
+given to another endpoint. ``epochs`` counts the uses of a row, so that a request of an earlier one does not change a
+later one.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# What is assumed of an engine before anything is known: llm-d measured 15,000 to 39,000 tokens/s on H100 pairs and
-# singles, profiles of smaller GPUs say 6,000 to 14,000.
+# Tokens a second, until learned: llm-d measured 15,000 to 39,000 on single and paired H100s; profiles of smaller GPUs
+# have 6,000 to 14,000.
 INITIAL_PREFILL_RATE: Final = 10_000.0
-_FIRST_ROWS: Final = 8
-# Answers to questions about labels and adapters that are kept: as many as a configuration and its clients can ask.
-_MOST_REMEMBERED: Final = 1024
+_INITIAL_ROWS: Final = 8
+# Bounds the cached columns: clients may request many adapters.
+_MAX_CACHED_COLUMNS: Final = 1024
 _NEVER: Final = -1e9
 _COLUMNS: Final = (
     "is_active",
@@ -57,7 +58,10 @@ _COLUMNS: Final = (
 
 
 class EndpointRef(msgspec.Struct, frozen=True):
-    """An endpoint as a ticket remembers it."""
+    """A reference to an endpoint that outlives the use of its row.
+
+    ``prefill_number``: the request's number in the endpoint's ``PrefillQueue``, 0 if it is not in it.
+    """
 
     address: str
     row: int
@@ -66,9 +70,10 @@ class EndpointRef(msgspec.Struct, frozen=True):
 
 
 class LoraState(msgspec.Struct, frozen=True):
-    """LoRA adapters of one engine as it reports them: in its batch, waiting for it, how many fit, and ``served`` by name.
+    """The LoRA adapters that an engine reports.
 
-    ``served`` is None where the engine was not asked.
+    ``active``: in its batch. ``waiting``: of waiting requests. ``max_active``: how many fit a batch. ``served``: its
+    list of models, None if it was not asked.
     """
 
     active: frozenset[str] = frozenset()
@@ -78,7 +83,7 @@ class LoraState(msgspec.Struct, frozen=True):
 
 
 class EndpointConfig(msgspec.Struct, frozen=True):
-    """What the configuration says of an endpoint. ``price``: what a second of it costs, relative to others."""
+    """The configuration of an endpoint. ``price``: of a second, relative to other endpoints."""
 
     labels: Mapping[str, str] = {}
     price: float = 1.0
@@ -86,16 +91,45 @@ class EndpointConfig(msgspec.Struct, frozen=True):
 
 
 class EndpointTable:
-    """Columns by row.
+    """Columns by row. Only ``is_active`` and ``absence_cost_s`` have a meaning in rows without an endpoint.
 
-    ``is_active``; ``absence_cost_s``: infinite where there is no endpoint, else 0. ``in_flight`` requests and ``in_flight_tokens``, of
-    prompts and of answers as far as expected; ``backlog_tokens`` of prefill work waiting as of ``backlog_at_s``, ``backlog_per_request`` a request, which are ``pending``. ``prefill_rate``: tokens of work a second, agreed on from ``own_log_rate``
-    and ``rate_samples`` of all. ``retry_at_s``, and the ``failures`` in a row that led to it. ``prompt_tokens`` and
-    ``cached_tokens`` as reported since the endpoint came.
+    ================================  ==========  ========  =====================================================
+    column                            unit        initial   meaning
+    ================================  ==========  ========  =====================================================
+    ``is_active``                                 True      the row has an endpoint
+    ``absence_cost_s``                s           0         infinite without an endpoint; added to costs
+    ``configs``                                             labels, price and draining, as configured
+    ``price``                                               of ``configs``
+    *Our own books*
+    ``in_flight``                     requests    0         picked and not ended
+    ``in_flight_tokens``              tokens      0         of their prompts and expected answers
+    ``prefill_queues``                            empty     those of them without a first token
+    ``backlog_tokens``                tokens      0         prefill work that waited at ``backlog_at_s``
+    ``backlog_at_s``                  s           0         when ``backlog_tokens`` was set
+    ``backlog_per_request``           tokens      1         mean work of a request in the backlog
+    ``cold_prompt_at_s``              s           0         last sent a prompt that no endpoint had cached
+    ``failures``                      requests    0         consecutive failures
+    ``retry_at_s``                    s           0         end of the back-off after these
+    *Learned from answers*
+    ``prefill_rate``                  tokens/s    typical   tokens of work, shrunk towards the typical rate
+    ``own_log_rate``                              typical   logarithm of the endpoint's own mean rate
+    ``rate_samples``                  answers     0         from which it was learned
+    ``prompt_tokens``                 tokens      0         of all prompts, as reported in answers
+    ``cached_tokens``                 tokens      0         of these, from the cache
+    *Reported by the engine*
+    ``reported_at_s``                 s           never     when it last reported
+    ``waiting``, ``running``          requests    0         in its queue, in its batch
+    ``kv_usage``                      0 to 1      0         fraction of its KV cache in use
+    ``kv_capacity_tokens``            tokens      0         size of its KV cache, 0 if unknown
+    ``ttft_s``, ``tpot_s``            s           0         recent means, of answers too; 0 if unknown
+    ``loras``                                     none      its LoRA adapters
+    ``in_flight_at_report``           requests    0         ``in_flight`` at ``reported_at_s``
+    ``in_flight_tokens_at_report``    tokens      0         ``in_flight_tokens`` at ``reported_at_s``
+    ================================  ==========  ========  =====================================================
 
-    As engines say of themselves: requests ``waiting`` and ``running``, ``kv_usage`` from 0 to 1, ``loras``; at ``reported_at_s``,
-    when ``in_flight_at_report`` of ours with ``in_flight_tokens_at_report`` were there; ``kv_capacity_tokens`` that a cache holds, 0 if unknown. ``ttft_s`` and ``tpot_s``: recent means, 0 if unknown. ``cold_prompt_at_s``: when the
-    endpoint was last sent a prompt of which nobody held anything. ``price`` and ``traits`` are the configuration's.
+    Of all endpoints: ``has_draining``; ``has_failures``: any may be in back-off; ``has_foreign_requests``: an engine
+    once reported more requests than we sent; ``mean_work``: recent mean prefill work of a request, in tokens;
+    ``rate_noise``: variance of the logarithm of the rate of a single answer.
     """
 
     def __init__(self) -> None:
@@ -124,15 +158,11 @@ class EndpointTable:
         self.backlog_per_request: Floats = np.zeros(0)
         self.prefill_rate: Floats = np.zeros(0)
         self.absence_cost_s: Floats = np.zeros(0)
-        # whether any endpoint is, or was lately, to be avoided
         self.has_failures = False
-        # whether any engine was ever seen with more requests than we sent
         self.has_foreign_requests = False
-        # of one request, as sent lately
         self.mean_work = 0.0
         self.rate_samples: Ints = np.zeros(0, np.int64)
         self.own_log_rate: Floats = np.zeros(0)
-        # variance of the logarithm of one answer's rate, over all endpoints
         self.rate_noise = 1.0
         self.retry_at_s: Floats = np.zeros(0)
         self.failures: Ints = np.zeros(0, np.int64)
@@ -140,22 +170,22 @@ class EndpointTable:
         self.cached_tokens: Ints = np.zeros(0, np.int64)
         self._rows: dict[str, int] = {}
         self._cached_columns: dict[Hashable, NDArray[Any]] = {}
-        self._grow(_FIRST_ROWS)
+        self._grow(_INITIAL_ROWS)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     @property
     def active_addresses(self) -> list[str]:
-        """The configured endpoints."""
+        """The addresses of the configured endpoints."""
         return list(self._rows)
 
     def row_of(self, address: str) -> int | None:
-        """The row of a configured endpoint."""
+        """The row of a configured endpoint; None if it is not configured."""
         return self._rows.get(address)
 
     def rows_named(self, name: str) -> list[int]:
-        """The row of the endpoint at ``ip:port``, or those of all ports of an IP address."""
+        """The rows of the endpoint at ``ip:port``, or of all endpoints at an IP address."""
         row = self._rows.get(name)
         if row is not None:
             return [row]
@@ -164,27 +194,28 @@ class EndpointTable:
         ]
 
     def ref(self, row: int) -> EndpointRef:
-        """What a ticket keeps, to find the row again or to see that it changed hands."""
+        """A reference to the endpoint that has ``row`` now."""
         return EndpointRef(self.addresses[row], row, self.epochs[row])
 
     def is_current(self, endpoint: EndpointRef) -> bool:
-        """Whether the row still belongs to the endpoint of ``place``."""
+        """Whether the row still belongs to ``endpoint``."""
         return self.epochs[endpoint.row] == endpoint.epoch and bool(self.is_active[endpoint.row])
 
     def has_reported(self, row: int) -> bool:
-        """Whether the engine of ``row`` has ever said how it is."""
+        """Whether the engine of ``row`` has ever reported."""
         return bool(self.reported_at_s[row] > _NEVER)
 
-    def cached_column(self, question: Hashable, answer: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """A column that follows from labels and adapters alone, computed once until one of them changes.
+    def cached_column(self, key: Hashable, compute: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """A column that depends only on labels and adapters, computed once until one of them changes.
 
-        Looking into a thousand endpoints' labels for each request would cost more than all the rest of a pick.
+        ``key`` identifies it. Reading the labels of a thousand endpoints for each request would cost more than the
+        pick.
         """
-        column = self._cached_columns.get(question)
+        column = self._cached_columns.get(key)
         if column is None:
-            if len(self._cached_columns) >= _MOST_REMEMBERED:
+            if len(self._cached_columns) >= _MAX_CACHED_COLUMNS:
                 self._cached_columns.clear()
-            column = self._cached_columns[question] = answer()
+            column = self._cached_columns[key] = compute()
         return column
 
     def not_draining(self) -> Bools:
@@ -192,28 +223,28 @@ class EndpointTable:
         return self.cached_column("staying", lambda: np.array([not one.is_draining for one in self.configs]))
 
     def set_loras(self, row: int, loras: LoraState) -> None:
-        """What the engine of ``row`` now says of its adapters."""
+        """Record the adapters that the engine of ``row`` reports."""
         if loras != self.loras[row]:
             self.loras[row] = loras
             self._cached_columns.clear()
 
     def replace(self, endpoints: Mapping[str, EndpointConfig] | Iterable[str]) -> list[int]:
-        """Make ``endpoints`` (by address) the configured ones; those that stay keep all that is known of them.
+        """Replace the configured endpoints, by address; those that stay keep everything known of them.
 
-        Returns the rows given up.
+        Returns the rows of removed endpoints.
         """
-        queued = dict(endpoints) if isinstance(endpoints, Mapping) else dict.fromkeys(endpoints, EndpointConfig())
-        gone = [row for address, row in self._rows.items() if address not in queued]
+        wanted = dict(endpoints) if isinstance(endpoints, Mapping) else dict.fromkeys(endpoints, EndpointConfig())
+        gone = [row for address, row in self._rows.items() if address not in wanted]
         for row in gone:
             del self._rows[self.addresses[row]]
             self.is_active[row] = False
             self.absence_cost_s[row] = np.inf
-        for address, traits in queued.items():
+        for address, config in wanted.items():
             if address not in self._rows:
                 self._add(address)
             row = self._rows[address]
-            self.configs[row], self.price[row] = traits, traits.price
-        self.has_draining = any(traits.is_draining for traits in queued.values())
+            self.configs[row], self.price[row] = config, config.price
+        self.has_draining = any(config.is_draining for config in wanted.values())
         self._cached_columns.clear()
         return gone
 
@@ -239,7 +270,7 @@ class EndpointTable:
         self.prefill_rate[row] = INITIAL_PREFILL_RATE
         measured = self.is_active & (self.rate_samples > 0)
         if measured.any():
-            # a newcomer is taken to be like its peers
+            # assume that a new endpoint is like the others
             self.prefill_rate[row] = np.median(self.prefill_rate[measured])
         self.own_log_rate[row] = np.log(self.prefill_rate[row])
 

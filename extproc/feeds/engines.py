@@ -207,7 +207,7 @@ class _Poll:
         if reading.has_restarted:
             log.info("engine %s has restarted: its cache is taken to be empty", self._address)
         server = self._pool.name
-        self._said(EngineSaid(server, self._address, reading.state, reading.cache, reading.has_restarted))
+        self._said(EngineSaid(server, self._address, reading.report, reading.cache, reading.has_restarted))
         self._metrics.scraped(server)
 
     def _take_models(self, body: bytes) -> None:

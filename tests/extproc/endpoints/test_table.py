@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.endpoints.backoff import record_failure, record_success
 from extproc.endpoints.ledger import backlog_of, backlogs, begin_request, end_request
-from extproc.endpoints.prefill_rate import learn_prefill_rate, record_failure, record_success
+from extproc.endpoints.prefill_rate import learn_prefill_rate
 from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointTable
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.endpoints.backoff import record_failure
 from extproc.endpoints.ledger import begin_request
-from extproc.endpoints.prefill_rate import record_failure
 from extproc.endpoints.prompt_cost import PromptCost
 from extproc.endpoints.table import EndpointConfig, EndpointTable
 from extproc.errors import NoEndpoint
