@@ -109,7 +109,7 @@ def _learn_turn(sent: Sent, outcome: Outcome) -> None:
     if row is not None and outcome.completion_tokens:
         caches = sent.pool.caches
         answer_bytes = outcome.completion_tokens * caches.bytes_per_token
-        caches.turns.ended(row, sent.chain, Turn(sent.tail, answer_bytes))
+        caches.turns.record(row, sent.chain, Turn(sent.tail, answer_bytes))
 
 
 def _count_tokens(sent: Sent, outcome: Outcome) -> None:

@@ -218,7 +218,7 @@ class CacheEstimator:
         found = False
         for match in matches:
             covered = self.index.covered_bytes(match.blocks)
-            for row, held in self.turns.continued(chain[match.blocks - 1], memoryview(prompt.text)[covered:]):
+            for row, held in self.turns.continuations(chain[match.blocks - 1], memoryview(prompt.text)[covered:]):
                 tokens = self._round_to_blocks((covered + held) / self.bytes_per_token, input_tokens)
                 if match.holders >> row & 1 and tokens > cached[row]:
                     cached[row], found = tokens, True
@@ -245,7 +245,7 @@ class CacheEstimator:
         chains = self.kv_index.keys(prompt.tokens, adapter=prompt.adapter, salt=prompt.salt)
         precise = np.zeros(cached.size)
         for found in self.kv_index.match(chains, now):
-            holders = rows_of_bitmask(found.rows, cached.size)
+            holders = rows_of_bitmask(found.holders, cached.size)
             precise[holders] = np.maximum(
                 precise[holders], min(found.weighted, self._round_to_blocks(found.tokens, input_tokens))
             )

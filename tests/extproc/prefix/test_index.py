@@ -73,7 +73,7 @@ def test_a_reported_miss_clears_all_that_was_used_no_later() -> None:
     index.record(0, chain_of(1), 1.0)
     index.record(0, chain_of(2), 2.0)
     index.record(0, chain_of(3), 3.0)
-    index.correct(0, missed_since=2.0)
+    index.correct(0, missed_at_s=2.0)
 
     assert [matched(index, 0, chain_of(part)) for part in (1, 2, 3)] == [0, 0, 8]
 
@@ -83,7 +83,7 @@ def test_a_miss_lowers_the_bound_and_confirmed_hits_raise_it_again() -> None:
     long = chain_of(*range(1, 129))
     index.record(0, long, 1.0)
     index.record(0, long[: len(long) // 2], 2.0)
-    index.correct(0, missed_since=1.0)
+    index.correct(0, missed_at_s=1.0)
     index.record(0, long, 3.0)
     lowered = matched(index, 0, long)
     for _ in range(100):

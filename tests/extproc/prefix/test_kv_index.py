@@ -27,7 +27,7 @@ def held(
     found: dict[int, float] = {}
     for one in index.match(index.keys(tokens, adapter=adapter, salt=salt), now):
         for row in range(16):
-            if one.rows >> row & 1:
+            if one.holders >> row & 1:
                 found[row] = max(found.get(row, 0.0), one.weighted)
     return found
 
