@@ -62,7 +62,7 @@ class Bucket(msgspec.Struct):
     filled_at_s: float
     claims: float = 0.0
     shrink: float = 1.0
-    # Increases whenever all claims have shrunk to nothing; a claim of an earlier epoch is worth 0.
+    # increases whenever all claims have shrunk to nothing; a claim of an earlier epoch is worth 0
     epoch: int = 0
 
     def fill(self, limit: Limit, now: float) -> None:

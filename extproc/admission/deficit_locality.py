@@ -44,9 +44,9 @@ class DeficitLocality:
         """Of the flows that can pay, the one with the longest match; ties go to the smallest order key."""
         return self.longest_match(self.able_to_pay(candidates, heads), heads)
 
-    def longest_match(self, able: Bools, heads: FlowHeads) -> int:
-        """Of the flows in ``able``, the one whose head has the longest match; ties go to the smallest order key."""
-        rows = able.nonzero()[0]
+    def longest_match(self, payable: Bools, heads: FlowHeads) -> int:
+        """Of the flows in ``payable``, the one whose head has the longest match; ties go to the smallest order key."""
+        rows = payable.nonzero()[0]
         cached = heads.cached[rows]
         longest = rows[cached >= cached.max()]
         return int(longest[heads.keys[longest].argmin()])

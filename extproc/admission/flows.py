@@ -189,7 +189,7 @@ class Flows:
     def _new_row(self) -> int:
         if len(self._rows) >= self._next_sweep:
             self._forget_idle()
-            # If all flows are busy, sweeping at every new one would not help.
+            # if all flows are busy, sweeping at every new one would not help
             self._next_sweep = max(MAX_IDLE_FLOWS, len(self._rows) * 5 // 4)
         if not self._free:
             self._grow(max(_FIRST_ROWS, 2 * len(self._flows)))

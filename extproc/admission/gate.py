@@ -126,7 +126,7 @@ class Gate:
         expiry_s = self.queue.next_expiry_at_s()
         if expiry_s is None:
             return None
-        # The latest capacity is current: any dispatch since would have replaced it.
+        # the latest capacity is current: any dispatch since would have replaced it
         opens_s = self._latest.opens_at_s() if self._latest is not None and len(self._table) else now + RECHECK_S
         return min(expiry_s, opens_s)
 

@@ -60,7 +60,7 @@ class Identities:
             user=key.user if key is not None else name_in(headers, USER),
             api_key="" if key is None else key.name,
             flow=_truncate(_first(headers, FAIRNESS_IDS)),
-            # An unknown objective counts as priority 0, as in llm-d.
+            # an unknown objective counts as priority 0, as in llm-d
             priority=self._objectives.get(objective, 0) if objective else None,
             ttft_target_s=_seconds(_first(headers, SLO_TTFT_MS)),
             tpot_target_s=_seconds(_first(headers, SLO_TPOT_MS)),

@@ -84,7 +84,7 @@ class RouteLimits:
         """One charge for each amount that the limits name."""
         return [
             Charge(
-                key=f"{self._route}/{index}/{resource}/{who}",
+                key=f"{self._route}/{index}/{resource}/{subject}",
                 limit=_limit(limit, amount),
                 resource=resource,
                 amount=usage.of(resource),
@@ -92,7 +92,7 @@ class RouteLimits:
                 needs_redis=limit.scope == "Global" and limit.without_redis == "Refuse",
             )
             for index, limit in enumerate(self._limits)
-            for who in [_who(limit, caller, headers)]
+            for subject in [_subject(limit, caller, headers)]
             for resource in _RESOURCES
             if (amount := getattr(limit, resource)) is not None
         ]
@@ -193,12 +193,12 @@ def _limit(limit: RateLimit, amount: int) -> Limit:
     return Limit(rate=amount / limit.unit_s, capacity=amount * limit.burst)
 
 
-def _who(limit: RateLimit, caller: Caller, headers: Mapping[str, str]) -> str:
+def _subject(limit: RateLimit, caller: Caller, headers: Mapping[str, str]) -> str:
     match limit.per:
         case "Tenant":
             return caller.tenant
         case "User":
-            # Two tenants may have users of the same name.
+            # two tenants may have users of the same name
             return f"{caller.tenant}/{caller.user}"
         case "ApiKey":
             return caller.api_key

@@ -82,7 +82,7 @@ class Capacity:
         rows = self._fitting(self.open, queued)
         if not rows.any():
             return None
-        # Once one endpoint has room, a slightly fuller one with a cached prefix may be worth the wait.
+        # once one endpoint has room, a slightly fuller one with a cached prefix may be worth the wait
         return rows | self._fitting(self._allowed, queued) if queued.cached_tokens else rows
 
     def set_aside(self, queued: QueuedRequest) -> None:

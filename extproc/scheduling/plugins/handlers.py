@@ -164,7 +164,7 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
         can_decode = self._groups_of(decode, view, groups, rng)
         found = _try(prefill, view.narrowed(can_decode, choices=1), rng)
         if found is None:
-            return msgspec.structs.replace(decode.pick(view, rng=rng), stage="the prefill profile found nobody")
+            return msgspec.structs.replace(decode.pick(view, rng=rng), stage="the prefill profile found no endpoint")
         first = decode.pick(view.narrowed(groups == groups[found.rows[0]]), rng=rng)
         if not decider.wants_prefill(view, first.rows[0]):
             return msgspec.structs.replace(first, stage="the decider keeps prefill with decode")
@@ -172,7 +172,7 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
 
     def _join(self, first: Pick, found: Pick | None, groups: NDArray[np.intp]) -> Pick:
         if found is None:
-            return msgspec.structs.replace(first, stage="the prefill profile found nobody")
+            return msgspec.structs.replace(first, stage="the prefill profile found no endpoint")
         # a fallback in another group could not fetch the KV cache from the prefill endpoint
         rows = [row for row in first.rows if groups[row] == groups[first.rows[0]]]
         reasons = (*first.reasons, *found.reasons)

@@ -112,7 +112,7 @@ def test_nobody_for_prefill_means_the_decode_engine_does_it_all() -> None:
     view = view_of_pairs()
     view.table.replace({"e1:1": EndpointConfig({"llm-d.ai/role": "decode", "group": "a"})})
     pick = picker.pick(view, rng=random.Random(0))
-    assert (pick.rows, pick.prefill_row, pick.stage) == ([1], None, "the prefill profile found nobody")
+    assert (pick.rows, pick.prefill_row, pick.stage) == ([1], None, "the prefill profile found no endpoint")
 
 
 HEADER = """\
