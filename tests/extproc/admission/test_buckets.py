@@ -16,20 +16,20 @@ def filled(bucket: Bucket, now: float, limit: Limit = LIMIT) -> Bucket:
     return bucket
 
 
-def test_a_bucket_fills_at_its_rate_and_runs_over_at_its_capacity() -> None:
+def test_a_bucket_fills_at_its_rate_up_to_its_capacity() -> None:
     bucket = Bucket(0.0, 0.0)
     assert filled(bucket, 4.0).level == 40.0
     assert filled(bucket, 400.0).level == 100.0
 
 
-def test_what_was_not_used_comes_back() -> None:
+def test_unused_tokens_are_refunded() -> None:
     bucket = Bucket(100.0, 0.0)
     claim = bucket.reserve(80.0)
     bucket.settle(claim, 30.0)
     assert bucket.level == 70.0
 
 
-def test_what_would_have_run_over_meanwhile_does_not_come_back() -> None:
+def test_inflow_that_would_have_overflowed_is_not_refunded() -> None:
     bucket = Bucket(100.0, 0.0)
     claim = bucket.reserve(100.0)
     # had it taken nothing, the bucket would have been full all the time: 90 flow in, 10 may come back
@@ -37,7 +37,7 @@ def test_what_would_have_run_over_meanwhile_does_not_come_back() -> None:
     assert bucket.level == pytest.approx(100.0)
 
 
-def test_a_claim_older_than_a_full_bucket_gives_nothing() -> None:
+def test_a_claim_from_before_a_full_bucket_is_worth_nothing() -> None:
     bucket = Bucket(100.0, 0.0)
     old = bucket.reserve(100.0)
     new = filled(bucket, 10.0).reserve(100.0)
@@ -47,7 +47,7 @@ def test_a_claim_older_than_a_full_bucket_gives_nothing() -> None:
     assert bucket.level == 40.0
 
 
-def test_whoever_used_more_than_was_reserved_leaves_a_debt() -> None:
+def test_using_more_than_reserved_leaves_a_debt() -> None:
     bucket = Bucket(100.0, 0.0)
     claim = bucket.reserve(100.0)
     bucket.settle(claim, 250.0)
@@ -57,7 +57,7 @@ def test_whoever_used_more_than_was_reserved_leaves_a_debt() -> None:
 
 
 class Taken:
-    """A grant and what came of it."""
+    """A reservation and its settlement."""
 
     def __init__(self, filled_at_s: float, claim: Claim) -> None:
         self.filled_at_s = filled_at_s
@@ -75,7 +75,7 @@ class Taken:
 def test_no_window_ever_sees_more_than_the_limit_and_the_burst(
     capacity: float, rate: float, events: list[tuple[float, float, float, int]]
 ) -> None:
-    """Every event: time passes, somebody charges, and the request that began so many events ago ends with a share used."""
+    """Each event: time passes, a request reserves, and one from some events ago settles with a share used."""
     limit, bucket, now = Limit(rate, capacity), Bucket(capacity, 0.0), 0.0
     taken: list[Taken] = []
     running: list[Taken] = []

@@ -1,4 +1,4 @@
-"""Who asks: only by what a trusted hop has written, or the configuration says."""
+"""The caller: only trusted headers and the configuration count."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def identities() -> Identities:
     return Identities(load({"all.yaml": CONFIG}))
 
 
-def test_nothing_counts_that_is_not_trusted(identities: Identities) -> None:
+def test_untrusted_headers_are_ignored(identities: Identities) -> None:
     headers = {
         "x-attache-tenant": "acme",
         "x-attache-client": "acme-1",
@@ -44,12 +44,12 @@ def test_nothing_counts_that_is_not_trusted(identities: Identities) -> None:
     assert identities.caller(headers, is_trusted=False) == ANONYMOUS_CALLER
 
 
-def test_who_says_nothing_is_one_tenant(identities: Identities) -> None:
+def test_requests_without_identity_are_one_tenant(identities: Identities) -> None:
     assert identities.caller({}, is_trusted=True) == ANONYMOUS_CALLER
     assert ANONYMOUS_CALLER.tenant == "anonymous"
 
 
-def test_a_key_says_who_it_is_whatever_headers_say(identities: Identities) -> None:
+def test_an_api_key_overrides_identity_headers(identities: Identities) -> None:
     caller = identities.caller({"x-attache-client": "acme-1", "x-attache-tenant": "bell"}, is_trusted=True)
     assert (caller.tenant, caller.user, caller.api_key) == ("acme", "alice", "acme-1")
 
@@ -80,7 +80,7 @@ def test_targets(identities: Identities, name: str, field: str, text: str, secon
     assert getattr(identities.caller({name: text}, is_trusted=True), field) == seconds
 
 
-def test_names_are_cut_where_they_would_fill_memory(identities: Identities) -> None:
+def test_long_names_are_truncated(identities: Identities) -> None:
     caller = identities.caller({"x-attache-tenant": "x" * 10_000, "x-attache-user": "y" * 10_000}, is_trusted=True)
     assert len(caller.tenant) == len(caller.user) == 128
 

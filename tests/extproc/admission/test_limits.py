@@ -1,4 +1,4 @@
-"""Rate limits: whose bucket, how much of it, and what callers are told."""
+"""Rate limits: which bucket, how much of it, and what refusals say."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_units(unit: str, rate: float) -> None:
     assert charge.limit.rate == pytest.approx(rate)
 
 
-def test_all_of_it_or_nothing() -> None:
+def test_all_charges_are_reserved_or_none() -> None:
     limits, charges = LocalLimits(), route(RateLimit(requests=2, total_tokens=200)).charges(ALICE, {}, USAGE)
     limits.reserve(charges, 0.0)
     with pytest.raises(RateLimited, match="total tokens: the request needs 150, 50 of 200 are left"):
@@ -72,19 +72,19 @@ def test_all_of_it_or_nothing() -> None:
     assert limits.reserve(small, 0.0).levels == [0.0, 30.0]
 
 
-def test_a_request_that_never_went_gives_everything_back() -> None:
+def test_a_request_that_was_never_dispatched_is_refunded() -> None:
     limits, charges = LocalLimits(), route(RateLimit(requests=1, total_tokens=150)).charges(ALICE, {}, USAGE)
     limits.settle(limits.reserve(charges, 0.0), None, 0.0)
     assert limits.reserve(charges, 0.0).levels == [0.0, 0.0]
 
 
-def test_one_that_went_counts_as_a_request_and_by_its_tokens() -> None:
+def test_a_dispatched_request_counts_as_one_and_by_its_tokens() -> None:
     limits, charges = LocalLimits(), route(RateLimit(requests=2, output_tokens=100)).charges(ALICE, {}, USAGE)
     limits.settle(limits.reserve(charges, 0.0), Usage(100.0, 5.0), 0.0)
     assert limits.reserve(charges, 0.0).levels == [0.0, 45.0]
 
 
-def test_who_is_refused_is_told_by_the_bucket_that_takes_longest() -> None:
+def test_a_refusal_names_the_bucket_with_the_longest_wait() -> None:
     limits = LocalLimits()
     slow, fast = RateLimit(unit="hour", requests=1), RateLimit(per="User", unit="second", total_tokens=150)
     charges = route(slow, fast).charges(ALICE, {}, USAGE)
@@ -97,7 +97,7 @@ def test_who_is_refused_is_told_by_the_bucket_that_takes_longest() -> None:
     assert caught.value.headers["x-ratelimit-remaining-tokens"] == "75"
 
 
-def test_what_can_never_be_granted_is_not_to_be_tried_again() -> None:
+def test_a_charge_beyond_the_capacity_has_no_retry_after() -> None:
     charges = route(RateLimit(output_tokens=40)).charges(ALICE, {}, USAGE)
     with pytest.raises(RateLimited, match="no more than 40 are granted at once; shorten") as caught:
         LocalLimits().reserve(charges, 0.0)
@@ -124,7 +124,7 @@ def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(limits._buckets) == 10
 
 
-def test_what_another_process_took_is_gone_here() -> None:
+def test_reservations_of_another_process_count_here() -> None:
     limits, (charge,) = LocalLimits(), route(RateLimit(requests=10)).charges(ALICE, {}, USAGE)
     limits.spent_elsewhere(charge.key, charge.limit, 9.0, 0.0)
     assert limits.reserve([charge], 0.0).levels == [0.0]
@@ -132,7 +132,7 @@ def test_what_another_process_took_is_gone_here() -> None:
     assert limits.reserve([charge], 0.0).levels == [9.0]
 
 
-def test_an_estimate_is_seldom_too_low() -> None:
+def test_an_estimate_is_rarely_too_low() -> None:
     estimate = InputEstimate()
     # a template of 40 tokens, and text of 5 bytes a token where 4 are believed
     assert estimate.tokens(100, 4.0) == pytest.approx(1.1 * (25 + 16))

@@ -1,4 +1,4 @@
-"""Who waits and who goes: bands, flows, bounds, blocked heads, and those that leave."""
+"""The queue: bands, flows, bounds, blocked heads, and withdrawals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Scene:
         return ticket
 
     def next(self, *, busy: int = 0, now: float = 0.0, service: float = 10.0) -> str | None:
-        """Who goes while so many engines are busy."""
+        """The next request while this many engines are busy."""
         self.table.in_flight[:] = 0
         for row in range(busy):
             begin_request(self.table, row, work=0, now=now)
@@ -59,7 +59,7 @@ def only(row: int) -> Bools:
     return rows
 
 
-def test_nobody_goes_while_all_engines_are_full() -> None:
+def test_no_request_is_dispatched_while_all_engines_are_full() -> None:
     scene = Scene()
     ticket = scene.enqueue()
     assert scene.next(busy=2) is None
@@ -67,7 +67,7 @@ def test_nobody_goes_while_all_engines_are_full() -> None:
     assert len(scene.queue) == 0
 
 
-def test_flows_share_by_what_they_cost() -> None:
+def test_flows_share_by_cost() -> None:
     scene = Scene()
     for _ in range(6):
         scene.enqueue("acme")
@@ -84,7 +84,7 @@ def test_a_tenant_of_twice_the_weight_gets_twice_as_much() -> None:
     assert scene.drain(15).count("acme") == 10
 
 
-def test_bands_share_by_their_shares_and_borrow_what_others_leave() -> None:
+def test_bands_get_their_shares_and_borrow_unused_ones() -> None:
     scene = Scene()
     for _ in range(400):
         scene.enqueue("critical", priority=10)
@@ -103,7 +103,7 @@ def test_bands_share_by_their_shares_and_borrow_what_others_leave() -> None:
 
 
 @pytest.mark.parametrize(("ageing", "latest_s"), [("5s", 5.0), ("1h", 60.0)])
-def test_ageing_bounds_how_long_a_long_request_is_passed_by_short_ones(ageing: str, latest_s: float) -> None:
+def test_ageing_bounds_how_long_short_requests_overtake_a_long_one(ageing: str, latest_s: float) -> None:
     scene = Scene(order="ShortestFirst", ageing=ageing)
     long, now = scene.enqueue(input_tokens=100_000.0, uncached_tokens=100_000.0, expires_at_s=1e9), 0.0
     # ten short ones a second, and ten turns a second
@@ -123,7 +123,7 @@ def test_strict_bands_serve_the_higher_first() -> None:
     assert scene.drain(6) == ["critical"] * 3 + ["standard"] * 3
 
 
-def test_a_band_at_its_ceiling_does_not_hold_up_those_below() -> None:
+def test_a_band_at_its_ceiling_does_not_block_lower_bands() -> None:
     bands = (Band(name="high", priority=1, share=99, ceiling=0.4), Band(name="low", priority=0, share=1))
     scene = Scene(bands=bands)
     high, low = scene.enqueue("high", priority=1), scene.enqueue("low", priority=0)
@@ -131,7 +131,7 @@ def test_a_band_at_its_ceiling_does_not_hold_up_those_below() -> None:
     assert scene.next(busy=0) == high
 
 
-def test_a_head_without_room_does_not_hold_up_the_band_below() -> None:
+def test_a_head_without_room_does_not_block_the_band_below() -> None:
     scene = Scene(sharing="Strict")
     scene.enqueue("critical", priority=10, eligible=lambda: only(0))
     low = scene.enqueue("standard", priority=0)
@@ -139,7 +139,7 @@ def test_a_head_without_room_does_not_hold_up_the_band_below() -> None:
     assert scene.next(busy=1) == low
 
 
-def test_nobody_passes_a_blocked_head_on_the_engine_that_it_waits_for() -> None:
+def test_no_request_overtakes_a_blocked_head_at_the_engine_set_aside_for_it() -> None:
     scene = Scene(fairness="GlobalStrict")
     head = scene.enqueue("acme", eligible=lambda: only(0))
     scene.enqueue("bell", eligible=lambda: only(0))
@@ -147,7 +147,7 @@ def test_nobody_passes_a_blocked_head_on_the_engine_that_it_waits_for() -> None:
     assert scene.next(busy=0) == head
 
 
-def test_a_small_request_passes_a_large_one_only_where_that_is_not_delayed() -> None:
+def test_a_small_request_overtakes_a_large_one_only_without_delaying_it() -> None:
     limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=None, max_tokens=1000)
     scene = Scene(saturation=limits, fairness="GlobalStrict")
     table = scene.table
@@ -171,7 +171,7 @@ def test_a_small_request_passes_a_large_one_only_where_that_is_not_delayed() -> 
     assert huge[0].ticket == "huge-4"
 
 
-def test_locality_serves_what_a_free_engine_holds_within_the_deficits() -> None:
+def test_locality_serves_what_a_free_engine_has_cached_within_the_deficits() -> None:
     scene = Scene(fairness="DeficitLocality", quantum=1000)
     begin_request(scene.table, 0, work=0, now=0.0)
 
@@ -188,7 +188,7 @@ def test_locality_serves_what_a_free_engine_holds_within_the_deficits() -> None:
     assert scene.next(busy=1, service=100) == again
 
 
-def test_locality_lets_nobody_wait_beyond_the_ageing_bound() -> None:
+def test_locality_delays_no_request_beyond_the_ageing_bound() -> None:
     scene = Scene(fairness="DeficitLocality", ageing="10s")
     old = scene.enqueue("acme", input_tokens=900.0, uncached_tokens=900.0)
     near = scene.enqueue("acme", now=5.0, input_tokens=900.0, uncached_tokens=10.0, holders=((1, 890.0),))
@@ -196,7 +196,7 @@ def test_locality_lets_nobody_wait_beyond_the_ageing_bound() -> None:
     assert scene.next(busy=1, now=11.0) == near
 
 
-def test_a_full_band_refuses_and_a_full_queue_makes_the_lowest_band_give_way() -> None:
+def test_a_full_band_refuses_and_a_full_queue_evicts_from_the_lowest_band() -> None:
     bands = (
         Band(name="high", priority=1, share=1, max_requests=2),
         Band(name="low", priority=0, share=1, max_requests=9),
@@ -214,7 +214,7 @@ def test_a_full_band_refuses_and_a_full_queue_makes_the_lowest_band_give_way() -
     assert len(scene.queue) == 4
 
 
-def test_bytes_are_bounded_too_and_counted_back() -> None:
+def test_bytes_are_bounded_too_and_released() -> None:
     scene = Scene(max_bytes="1Ki")
     ticket = scene.enqueue(size_bytes=1000)
     with pytest.raises(QueueFull):
@@ -224,7 +224,7 @@ def test_bytes_are_bounded_too_and_counted_back() -> None:
     assert scene.queue.bytes == 100
 
 
-def test_an_eviction_that_would_not_help_takes_nobodys_place() -> None:
+def test_an_eviction_that_would_not_help_evicts_nothing() -> None:
     scene = Scene(max_bytes="1Ki")
     low = scene.enqueue("low", size_bytes=100, priority=-1)
     with pytest.raises(QueueFull):
@@ -232,7 +232,7 @@ def test_an_eviction_that_would_not_help_takes_nobodys_place() -> None:
     assert scene.queue.withdraw(low) is not None
 
 
-def test_who_leaves_frees_the_place_at_once_and_is_passed_over() -> None:
+def test_a_withdrawn_request_frees_its_place_at_once_and_is_skipped() -> None:
     scene = Scene()
     tickets = [scene.enqueue() for _ in range(30)]
     for ticket in tickets[:29]:
@@ -243,7 +243,7 @@ def test_who_leaves_frees_the_place_at_once_and_is_passed_over() -> None:
     assert scene.next() is None
 
 
-def test_who_has_waited_long_enough_is_told_so_in_order() -> None:
+def test_requests_expire_in_order() -> None:
     scene = Scene()
     late = scene.enqueue(expires_at_s=9.0)
     early = scene.enqueue(expires_at_s=5.0)

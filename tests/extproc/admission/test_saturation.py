@@ -1,4 +1,4 @@
-"""How full engines are said to be, and that no silence of theirs stops requests."""
+"""Saturation, and that missing reports never stop requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_one_very_full_engine_does_not_make_the_others_full(table: EndpointTable
     assert rows.nonzero()[0].tolist() == [1]
 
 
-def test_a_burst_between_two_reports_does_not_pour_into_engines_that_looked_empty(table: EndpointTable) -> None:
+def test_a_burst_between_two_reports_does_not_overload_engines_that_looked_empty(table: EndpointTable) -> None:
     say(table, 0)
     say(table, 1)
     sent = 0
@@ -58,7 +58,7 @@ def test_a_burst_between_two_reports_does_not_pour_into_engines_that_looked_empt
     assert Capacity(table, REPORTS, NOW + 0.1 + 1.5 * 50_000 / INITIAL_PREFILL_RATE).rows_for(WANTED) is not None
 
 
-def test_tokens_sent_since_count_against_a_cache_whose_size_is_known(table: EndpointTable) -> None:
+def test_tokens_dispatched_since_the_report_count_against_a_known_cache_size(table: EndpointTable) -> None:
     table.kv_capacity_tokens[:] = 10_000
     for row in (0, 1):
         say(table, row, kv=0.5)
@@ -68,7 +68,7 @@ def test_tokens_sent_since_count_against_a_cache_whose_size_is_known(table: Endp
     assert not capacity.open[0]
 
 
-def test_silent_engines_never_stop_requests(table: EndpointTable) -> None:
+def test_missing_reports_never_stop_requests(table: EndpointTable) -> None:
     say(table, 0, waiting=500, kv=1.0)
     say(table, 1, waiting=500, kv=1.0)
     assert Capacity(table, REPORTS, NOW + 1).rows_for(WANTED) is None
@@ -77,7 +77,7 @@ def test_silent_engines_never_stop_requests(table: EndpointTable) -> None:
     assert late.stale_endpoints == 2
 
 
-def test_engines_that_never_said_anything_are_judged_by_our_own_books(table: EndpointTable) -> None:
+def test_engines_without_any_report_are_judged_by_our_own_counts(table: EndpointTable) -> None:
     assert Capacity(table, REPORTS, NOW).saturation == 0.0
     for row in (0, 1):
         for _ in range(128):
@@ -99,7 +99,7 @@ def test_requests_and_tokens_in_flight(table: EndpointTable) -> None:
     assert Capacity(table, limits, NOW).rows_for(WANTED) is None
 
 
-def test_the_wait_until_a_prompt_would_begin_and_when_it_is_short_again(table: EndpointTable) -> None:
+def test_the_expected_wait_fills_an_engine_until_it_is_short_again(table: EndpointTable) -> None:
     limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait="500ms").limits()
     for row, tokens in ((0, 7_000), (1, 9_000)):
         begin_request(table, row, work=tokens, now=NOW)
@@ -110,11 +110,11 @@ def test_the_wait_until_a_prompt_would_begin_and_when_it_is_short_again(table: E
     assert Capacity(table, limits, again_s).open.nonzero()[0].tolist() == [0]
 
 
-def test_there_is_always_a_time_to_look_again(table: EndpointTable) -> None:
+def test_there_is_always_a_time_to_check_again(table: EndpointTable) -> None:
     assert Capacity(table, REPORTS, NOW).opens_at_s() == NOW + RECHECK_S
 
 
-def test_failing_and_leaving_engines_have_no_room_unless_there_are_no_others(table: EndpointTable) -> None:
+def test_failing_and_draining_engines_have_no_room_unless_there_are_no_others(table: EndpointTable) -> None:
     table.has_failures, table.retry_at_s[0] = True, NOW + 5
     assert Capacity(table, REPORTS, NOW).open.nonzero()[0].tolist() == [1]
     table.retry_at_s[1] = NOW + 5
@@ -124,7 +124,7 @@ def test_failing_and_leaving_engines_have_no_room_unless_there_are_no_others(tab
     assert Capacity(table, REPORTS, NOW).open.nonzero()[0].tolist() == [1]
 
 
-def test_without_engines_nobody_goes(table: EndpointTable) -> None:
+def test_without_engines_no_request_is_dispatched(table: EndpointTable) -> None:
     table.replace([])
     capacity = Capacity(table, REPORTS, NOW)
     assert not capacity.has_endpoints
@@ -132,7 +132,7 @@ def test_without_engines_nobody_goes(table: EndpointTable) -> None:
     assert math.isfinite(capacity.opens_at_s())
 
 
-def test_an_engine_a_little_too_full_may_be_worth_the_wait_for_what_it_has_cached(table: EndpointTable) -> None:
+def test_a_slightly_too_full_engine_with_the_prefix_cached_may_be_used(table: EndpointTable) -> None:
     limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait="500ms", headroom=1.0).limits()
     cached = QueuedRequest("t", FlowKey("acme"), NOW, NOW + 60, input_tokens=100.0, uncached_tokens=10.0)
     begin_request(table, 0, work=0.9 * INITIAL_PREFILL_RATE, now=NOW)

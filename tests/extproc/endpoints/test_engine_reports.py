@@ -1,4 +1,4 @@
-"""What engines say: believed while it is fresh, mixed with what we know when it grows old."""
+"""Engines' reports: trusted while fresh, replaced by our own counts as they age."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def table_of(count: int) -> EndpointTable:
     return table
 
 
-def test_a_fresh_report_is_taken_as_it_is() -> None:
+def test_a_fresh_report_is_fully_trusted() -> None:
     table = table_of(2)
     apply_report(table, 0, EngineReport(waiting=3, running=16, kv_usage=0.5), 10.0)
     assert estimated_waiting(table, 10.5)[0] == 3
@@ -32,12 +32,12 @@ def test_a_fresh_report_is_taken_as_it_is() -> None:
     assert estimated_kv_usage(table, 10.5)[0] == 0.5
 
 
-def test_what_was_sent_since_counts_until_the_next_report() -> None:
+def test_requests_dispatched_since_a_report_count_until_the_next() -> None:
     table = table_of(1)
     apply_report(table, 0, EngineReport(waiting=0, running=4, kv_usage=0.1), 0.0)
-    place = begin_request(table, 0, work=10, now=0.1)
+    endpoint = begin_request(table, 0, work=10, now=0.1)
     assert estimated_running(table, 0.2)[0] == 5
-    end_request(table, place, 0.3)
+    end_request(table, endpoint, 0.3)
     assert estimated_running(table, 0.2)[0] == 4
     apply_report(table, 0, EngineReport(waiting=2, running=4, kv_usage=0.1), 0.3)
     begin_request(table, 0, work=10, now=0.4)
@@ -58,13 +58,13 @@ def test_an_old_report_gives_way_to_our_own_count() -> None:
     assert estimated_running(table, 60.0)[0] == pytest.approx(12, abs=0.01)
 
 
-def test_belief_is_whole_for_two_seconds_and_then_halves_every_three() -> None:
+def test_trust_is_full_for_two_seconds_and_then_halves_every_three() -> None:
     table = table_of(1)
     apply_report(table, 0, EngineReport(waiting=1), 100.0)
     assert [report_trust(table, now)[0] for now in (100.0, 102.0, 105.0, 108.0)] == pytest.approx([1, 1, 0.5, 0.25])
 
 
-def test_a_silent_engine_counts_as_full_as_the_fullest() -> None:
+def test_a_stale_engine_counts_as_full_as_the_fullest() -> None:
     table = table_of(2)
     apply_report(table, 0, EngineReport(kv_usage=0.2), 0.0)
     apply_report(table, 0, EngineReport(kv_usage=0.2), 60.0)
@@ -80,7 +80,7 @@ def test_without_any_report_our_own_count_is_all_there_is() -> None:
     assert np.isfinite(estimated_kv_usage(table, 1000.0)).all()
 
 
-def test_requests_that_are_not_ours_are_seen() -> None:
+def test_foreign_requests_are_detected() -> None:
     table = table_of(2)
     begin_request(table, 0, work=5, now=0.0)
     apply_report(table, 0, EngineReport(waiting=0, running=1), 0.5)
@@ -90,7 +90,7 @@ def test_requests_that_are_not_ours_are_seen() -> None:
     assert estimated_foreign(table, 1.0)[:2].tolist() == [0, 11]
 
 
-def test_what_an_engine_does_not_say_stays_as_it_was() -> None:
+def test_missing_values_leave_the_last_ones() -> None:
     table = table_of(1)
     apply_report(
         table, 0, EngineReport(waiting=3, running=2, kv_usage=0.5, loras=LoraState(served=frozenset({"a"}))), 0.0

@@ -1,4 +1,4 @@
-"""Pages of three engines, and pages that are none."""
+"""Metrics pages of three engines, and invalid ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_page_of_vllm() -> None:
     assert reading.cache == CacheConfig(16, 32_000)
 
 
-def test_latencies_are_means_of_what_came_since_the_page_before() -> None:
+def test_latencies_are_means_since_the_previous_page() -> None:
     one = reader()
     assert one.read(page(4.0, 2.0)).report.ttft_s is None
     # 2 more requests in 0.6 s more
@@ -62,7 +62,7 @@ def test_latencies_are_means_of_what_came_since_the_page_before() -> None:
     assert one.read(page(6.0, 2.6)).report.ttft_s is None
 
 
-def test_counts_that_run_backwards_are_a_restart() -> None:
+def test_a_decreasing_counter_is_a_restart() -> None:
     one = reader()
     assert not one.read(page(400.0, 20.0)).has_restarted
     again = one.read(page(2.0, 0.5))
@@ -96,7 +96,7 @@ trtllm_kv_cache_max_blocks 5000
     assert reading.cache == CacheConfig(32, 160_000)
 
 
-def test_lines_that_moved_are_found_again() -> None:
+def test_moved_lines_are_found_again() -> None:
     one = reader()
     one.read(page())
     moved = b"# a new comment\n" * 5000 + page(5.0, 2.1)
@@ -105,19 +105,19 @@ def test_lines_that_moved_are_found_again() -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"<html>", b"vllm:num_requests_waiting", b"vllm:num_requests_waiting{", b"\n\n"])
-def test_what_is_no_page_says_nothing(text: bytes) -> None:
+def test_an_invalid_page_reports_nothing(text: bytes) -> None:
     reading = reader().read(text)
     assert reading.report.waiting is None
     assert reading.cache is None
 
 
-def test_values_that_are_none_are_left_out() -> None:
+def test_invalid_values_are_ignored() -> None:
     assert reader().read(b"vllm:kv_cache_usage_perc NaN\nvllm:num_requests_waiting x\n").report.kv_usage is None
     assert reader().read(b"vllm:num_requests_waiting 7 1700000000\n").report.waiting == 7
 
 
 @given(st.binary(max_size=300), st.integers(0, 2000))
-def test_no_bytes_raise(noise: bytes, cut: int) -> None:
+def test_no_input_raises(noise: bytes, cut: int) -> None:
     one = reader()
     one.read(page()[:cut] + noise)
     one.read(noise + page()[cut:])

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoints.backoff import record_failure, record_success
 from extproc.endpoints.ledger import backlog_of, backlogs, begin_request, end_request
 from extproc.endpoints.prefill_rate import learn_prefill_rate
 from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointTable
@@ -35,12 +34,12 @@ def test_endpoints_that_stay_keep_their_row_and_what_is_known() -> None:
 
 def test_a_release_from_an_earlier_use_of_the_row_changes_nothing() -> None:
     table = table_of("a")
-    place = begin_request(table, 0, work=1, now=0.0)
+    endpoint = begin_request(table, 0, work=1, now=0.0)
     table.replace([])
     table.replace(["a"])
     begin_request(table, 0, work=1, now=0.0)
 
-    end_request(table, place, 0.0)
+    end_request(table, endpoint, 0.0)
 
     assert table.in_flight[0] == 1
 
@@ -72,7 +71,7 @@ def test_waiting_prefill_drains_at_the_learned_rate_and_is_gone_with_the_last_re
     assert table.in_flight[0] == 0
 
 
-def test_what_one_endpoint_teaches_is_assumed_of_its_peers_until_they_teach_better() -> None:
+def test_one_endpoints_rate_is_assumed_of_the_others_until_they_have_samples() -> None:
     table = table_of("a", "b", "c")
     for _ in range(200):
         learn_prefill_rate(table, 0, tokens_ahead=30_000, ttft_s=1.0)
@@ -92,7 +91,7 @@ def test_the_prefill_rate_is_learned_from_long_prompts_only() -> None:
     assert 19_900 < table.prefill_rate[0] <= 20_000
 
 
-def test_a_newcomer_is_taken_to_be_like_its_peers() -> None:
+def test_a_new_endpoint_is_assumed_to_be_like_the_others() -> None:
     table = table_of("a", "b", "c")
     table.prefill_rate[:3], table.rate_samples[:3] = [5_000, 20_000, 21_000], 1
     table.replace(["a", "b", "c", "d"])
@@ -100,17 +99,3 @@ def test_a_newcomer_is_taken_to_be_like_its_peers() -> None:
     row = table.row_of("d")
     assert row is not None
     assert table.prefill_rate[row] == 20_000
-
-
-def test_an_endpoint_that_keeps_failing_is_avoided_longer_each_time_up_to_a_bound() -> None:
-    table, now = table_of("a"), 100.0
-    pauses = []
-    for _ in range(8):
-        record_failure(table, 0, now=now)
-        pauses.append(table.retry_at_s[0] - now)
-        # of requests that were on their way
-        record_failure(table, 0, now=now + 0.5)
-        now = table.retry_at_s[0]
-    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
-    record_success(table, 0)
-    assert table.retry_at_s[0] == 0

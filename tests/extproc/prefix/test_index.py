@@ -30,7 +30,7 @@ def test_an_empty_index_matches_nothing() -> None:
     assert PrefixIndex(CAPACITY).match(chain_of(1)) == []
 
 
-def test_endpoints_are_told_apart_by_how_much_they_hold() -> None:
+def test_endpoints_are_distinguished_by_how_much_they_hold() -> None:
     index = PrefixIndex(CAPACITY)
     index.record(0, chain_of(1, 2), 0.0)
     index.record(3, chain_of(1, 9), 0.0)
@@ -49,7 +49,7 @@ def test_the_tail_of_the_least_recent_prompt_goes_first() -> None:
     assert matched(index, 0, recent) == len(recent)
 
 
-def test_a_prefix_in_use_outlives_what_is_not() -> None:
+def test_a_prefix_in_use_outlives_unused_ones() -> None:
     index = PrefixIndex(CAPACITY)
     shared = chain_of(1, 2, 3, 4)
     for turn in range(40):
@@ -68,7 +68,7 @@ def test_of_a_prompt_larger_than_the_cache_the_head_is_kept() -> None:
     assert sum(map(_bytes, chain[:kept])) <= CAPACITY < sum(map(_bytes, chain[: kept + 1]))
 
 
-def test_a_reported_miss_clears_all_that_was_used_no_later() -> None:
+def test_a_reported_miss_drops_everything_used_no_later() -> None:
     index = PrefixIndex(CAPACITY)
     index.record(0, chain_of(1), 1.0)
     index.record(0, chain_of(2), 2.0)

@@ -1,4 +1,4 @@
-"""What is expected in each cache: sent prefixes, ended turns, the engines' own events."""
+"""The expected content of caches: sent prefixes, ended turns, KV events."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_blocks_of_text_follow_the_engines_blocks_of_tokens() -> None:
     assert caches.index.first_block_bytes == 32
 
 
-def test_what_was_sent_before_the_blocks_changed_is_still_known() -> None:
+def test_prompts_sent_before_a_change_of_block_size_are_still_known() -> None:
     caches, table = CacheEstimator(), table_of(2)
     prompt = Prompt(b"a" * 2000, "m")
     caches.record_sent(1, caches.expect(prompt, table, 0.0), 0.0)
@@ -59,7 +59,7 @@ def test_what_was_sent_before_the_blocks_changed_is_still_known() -> None:
     assert cached(caches, table, Prompt(b"a" * 2000 + b"b" * 100, "m")) == [0.0, 0.0]
 
 
-def test_capacity_is_what_the_engine_says() -> None:
+def test_capacity_is_what_the_engine_reports() -> None:
     caches, table = CacheEstimator(), table_of(1)
     caches.set_cache_config(0, CacheConfig(32, 16_384 // 4 * 10))
     for number in range(40):
@@ -71,7 +71,7 @@ def test_capacity_is_what_the_engine_says() -> None:
     assert found == [False] * 30 + [True] * 10
 
 
-def test_scopes_and_salts_part_caches() -> None:
+def test_scopes_and_salts_separate_caches() -> None:
     caches, table = CacheEstimator(), table_of(1)
     text = b"a" * 1000
     caches.record_sent(0, caches.expect(Prompt(text, "m", scope="acme"), table, 0.0), 0.0)
@@ -99,7 +99,7 @@ def test_the_next_turn_finds_prompt_and_answer() -> None:
     assert cached(caches, table, Prompt(other, "m")) == [0.0, 224.0], "not the same prompt: whole blocks only"
 
 
-def test_how_much_of_an_answer_comes_back_is_learned() -> None:
+def test_the_share_of_an_answer_in_the_next_prompt_is_learned() -> None:
     turns = Turns()
     for _ in range(60):
         turns.learn(expected=1000, found=0)
@@ -109,7 +109,7 @@ def test_how_much_of_an_answer_comes_back_is_learned() -> None:
     assert turns.answer_share > 0.9
 
 
-def test_events_overrule_memory_where_the_feed_is_whole() -> None:
+def test_events_overrule_the_approximate_index_with_a_complete_feed() -> None:
     caches, table = CacheEstimator(), table_of(3)
     caches.kv_index = KvIndex()
     text, tokens = b"a" * 1024, list(range(256))

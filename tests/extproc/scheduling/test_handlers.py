@@ -107,7 +107,7 @@ def test_the_older_handler_and_its_parameters_are_read() -> None:
     assert picker.pick(view_of_pairs(cached=(0, 999, 0, 999)), rng=random.Random(0)).prefill_row in {0, 2}
 
 
-def test_nobody_for_prefill_means_the_decode_engine_does_it_all() -> None:
+def test_without_a_prefill_endpoint_the_decode_endpoint_serves_the_whole_request() -> None:
     picker = read_picker_text("pd.yaml", DISAGG, BUILT_IN).picker
     view = view_of_pairs()
     view.table.replace({"e1:1": EndpointConfig({"llm-d.ai/role": "decode", "group": "a"})})

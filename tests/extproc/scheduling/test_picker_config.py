@@ -1,4 +1,4 @@
-"""EndpointPickerConfig files: read as llm-d would, refused with line and advice."""
+"""EndpointPickerConfig files: read as in llm-d, refused with line and advice."""
 
 from __future__ import annotations
 

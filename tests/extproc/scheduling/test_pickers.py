@@ -75,7 +75,7 @@ def test_a_cached_prefix_wins_until_its_endpoint_is_busier_than_it_saves() -> No
     assert first() == 1  # 2900 * (1.5 + 1.4 + 0.1) + 12000 + 400
 
 
-def test_a_long_prompt_goes_where_few_wait_and_a_short_one_where_little_does() -> None:
+def test_a_long_prompt_goes_where_few_requests_wait_and_a_short_one_where_little_work_does() -> None:
     table = table_of(2)
     for _ in range(10):
         begin_request(table, 0, work=1_000, now=0.0)
@@ -135,7 +135,7 @@ def test_an_endpoint_that_just_failed_comes_last_though_it_is_idle() -> None:
     assert PICKER.pick(view(table, 10, cached(table), 1.5), rng=random.Random(0)).rows[0] == 2
 
 
-def test_where_all_failed_one_is_picked_all_the_same() -> None:
+def test_if_all_failed_one_is_still_picked() -> None:
     table = table_of(2)
     for row in range(2):
         record_failure(table, row, now=0.0)
@@ -150,7 +150,7 @@ def test_without_endpoints_there_is_no_pick(picker: PrefixAware | RoundRobin) ->
         picker.pick(view(table, 1, cached(table), 0.0), rng=random.Random(0))
 
 
-def test_round_robin_takes_turns_and_passes_over_what_just_failed() -> None:
+def test_round_robin_takes_turns_and_skips_endpoints_that_just_failed() -> None:
     table, picker = table_of(3), RoundRobin()
 
     def pick() -> list[int]:

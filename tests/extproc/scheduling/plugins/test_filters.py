@@ -1,4 +1,4 @@
-"""Who may stay, case by case."""
+"""Which endpoints each filter keeps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def kept(plugin: Filter, view: View) -> list[int]:
         (Utilization((Condition("active-requests", 1),), fallback_on_empty=True), {"in_flight": [2, 2, 3]}, [0, 1, 2]),
     ],
 )
-def test_filters_keep_whom_they_say(plugin: Filter, columns: dict[str, list[float]], expected: list[int]) -> None:
+def test_filters_keep_the_documented_endpoints(
+    plugin: Filter, columns: dict[str, list[float]], expected: list[int]
+) -> None:
     assert kept(plugin, view_of(3, now_s=1.0, **columns)) == expected
 
 
@@ -77,7 +79,7 @@ def test_an_adapter_stays_where_it_is_loaded() -> None:
     assert kept(LoraLoaded(), view_of(3)) == [0, 1, 2]
 
 
-def test_a_model_is_asked_of_engines_that_have_it_or_have_not_said() -> None:
+def test_a_model_is_served_by_endpoints_that_list_it_or_have_no_list() -> None:
     view = view_of(3)
     assert kept(ModelLoaded(), view) == [0, 1, 2]
     view.table.set_loras(0, LoraState(served=frozenset({"m"})))
@@ -93,14 +95,14 @@ def test_a_subset_hint_is_obeyed_to_the_letter(hint: str | None, expected: list[
     assert kept(SubsetHint(), view_of(3, headers=headers)) == expected
 
 
-def test_a_session_stays_unless_its_endpoint_is_gone() -> None:
+def test_a_session_stays_unless_its_endpoint_was_removed() -> None:
     bound = {"x-session-token": session_token("e1:1")}
     assert kept(SessionAffinityFilter(), view_of(3, headers=bound)) == [1]
     gone = {"x-session-token": session_token("e7:1")}
     assert kept(SessionAffinityFilter(), view_of(3, headers=gone)) == [0, 1, 2]
 
 
-def test_who_holds_the_prompt_keeps_it_until_the_wait_costs_too_much() -> None:
+def test_a_cached_prompt_stays_until_the_wait_is_too_long() -> None:
     # rate 10,000/s: a backlog of 100,000 is 10 s
     sticky = PrefixCacheAffinity()
     assert kept(sticky, view_of(3, cached=[850, 790, 0])) == [0]

@@ -1,4 +1,4 @@
-"""Labels: roles, selectors, ranges, and what a header wishes for."""
+"""Label plugins: roles, selectors, ranges, and label affinity."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_labels_that_change_are_seen_at_once() -> None:
     assert kept(LabelSelector({"zone": "a"}), view) == [1]
 
 
-def test_a_header_wishes_for_a_label() -> None:
+def test_a_header_selects_a_label() -> None:
     plugin = HeaderLabelAffinity("x-Preferred-Zone", "zone")
     view = labelled({"zone": "a"}, {"zone": "b"}, {}, headers={"x-preferred-zone": "b"})
     assert plugin.score(view, view.table.is_active)[:3].tolist() == [0, 1, 0]

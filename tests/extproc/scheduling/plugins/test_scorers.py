@@ -1,4 +1,4 @@
-"""Scores worked out by hand, and what holds of all of them."""
+"""Scores worked out by hand, and properties of all scorers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_prefix_cache_is_the_share_and_if_asked_the_length() -> None:
     assert scores(PrefixCacheScorer(match_length_weight=0.4), view) == pytest.approx([0.0, 0.4, 1.0])
 
 
-def test_prompts_that_nobody_holds_go_where_the_last_one_is_longest_ago() -> None:
+def test_uncached_prompts_go_where_the_last_one_is_longest_ago() -> None:
     assert scores(NoHitLru(), view_of(3, cold_prompt_at_s=[20, 0, 10])) == pytest.approx([0.0, 1.0, 0.5])
     assert scores(NoHitLru(), view_of(3, cached=[0, 5, 0], cold_prompt_at_s=[20, 0, 10])) == [0.5] * 3
     assert scores(NoHitLru(), view_of(1)) == [1.0]
@@ -157,13 +157,13 @@ def test_a_latency_objective_is_met_closely_or_missed_least() -> None:
     assert scores(LatencyScorer(), view_of(1, headers={"x-slo-ttft-ms": "soon"})) == pytest.approx([0.4])
 
 
-def test_a_clients_own_objective_counts_for_nothing() -> None:
+def test_an_untrusted_objective_is_ignored() -> None:
     view = view_of(1, headers={"x-slo-ttft-ms": "60000"})
     own = msgspec.structs.replace(view, request=msgspec.structs.replace(view.request, is_trusted=False))
     assert scores(LatencyScorer(), view) != scores(LatencyScorer(), own) == pytest.approx([0.4])
 
 
-def test_noise_is_uniform_and_another_one_for_every_request() -> None:
+def test_noise_is_uniform_and_different_for_each_request() -> None:
     drawn = np.array([scores(RandomScore(), view_of(4, now_s=0.001 * number)) for number in range(2000)])
     assert drawn.min() >= 0
     assert drawn.max() < 1
@@ -207,7 +207,7 @@ def test_more_load_never_raises_a_load_score(
 
 
 @given(ENDPOINTS, st.sampled_from(ALL))
-def test_endpoints_that_are_out_change_nothing(endpoints: list[dict[str, float]], plugin: Scorer) -> None:
+def test_excluded_endpoints_do_not_change_scores(endpoints: list[dict[str, float]], plugin: Scorer) -> None:
     view = view_from(endpoints)
     size = view.table.is_active.size
     extreme = view_from([*endpoints, {**endpoints[0], "waiting": 10_000, "running": 10_000, "in_flight": 10_000}])
