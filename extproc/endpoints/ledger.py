@@ -33,7 +33,7 @@ def begin_request(table: EndpointTable, row: int, *, work: float, now: float, to
     table.mean_work += _MEAN_WEIGHT * (work - table.mean_work)
     backlog = backlog_of(table, row, now) + work
     number = table.prefill_queues[row].add(work, now)
-    _set_backlog(table, row, backlog, len(table.prefill_queues[row]), now)
+    _set_backlog(table, row, backlog=backlog, requests=len(table.prefill_queues[row]), now=now)
     return msgspec.structs.replace(endpoint, prefill_number=number)
 
 
@@ -50,7 +50,8 @@ def end_request(table: EndpointTable, endpoint: EndpointRef, now: float, tokens:
         table.in_flight_tokens[row] = 0.0
     queue.remove(endpoint.prefill_number)
     # the backlog cannot exceed the work of the requests that still wait
-    _set_backlog(table, row, min(backlog_of(table, row, now), queue.work), len(queue), now)
+    backlog = min(backlog_of(table, row, now), queue.work)
+    _set_backlog(table, row, backlog=backlog, requests=len(queue), now=now)
 
 
 def finish_prefill(table: EndpointTable, endpoint: EndpointRef, now: float) -> None:
@@ -58,7 +59,8 @@ def finish_prefill(table: EndpointTable, endpoint: EndpointRef, now: float) -> N
     if table.is_current(endpoint) and endpoint.prefill_number:
         queue = table.prefill_queues[endpoint.row]
         queue.first_token(endpoint.prefill_number)
-        _set_backlog(table, endpoint.row, min(backlog_of(table, endpoint.row, now), queue.work), len(queue), now)
+        backlog = min(backlog_of(table, endpoint.row, now), queue.work)
+        _set_backlog(table, endpoint.row, backlog=backlog, requests=len(queue), now=now)
 
 
 def reconcile_backlog(
@@ -80,10 +82,10 @@ def reconcile_backlog(
     # one more of the foreign requests may be in computation
     most = bounds.most + unknown + (table.mean_work if others else 0.0)
     backlog = min(max(backlog_of(table, row, now), bounds.least + unknown), most)
-    _set_backlog(table, row, backlog, len(queue) + others, now)
+    _set_backlog(table, row, backlog=backlog, requests=len(queue) + others, now=now)
 
 
-def _set_backlog(table: EndpointTable, row: int, backlog: float, requests: float, now: float) -> None:
+def _set_backlog(table: EndpointTable, row: int, *, backlog: float, requests: float, now: float) -> None:
     table.backlog_tokens[row], table.backlog_at_s[row] = backlog, now
     table.backlog_per_request[row] = max(1.0, backlog / requests) if requests else 1.0
 

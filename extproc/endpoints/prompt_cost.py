@@ -64,10 +64,11 @@ class PromptCost:
         trust = 1.0 if seconds <= expected else _LATE * expected / seconds
         found = self._fit.learn(_features(uncached, pairs), seconds, weight=trust * share)
         if found is not None:
-            self._apply(*found)
+            self._apply(found)
 
-    def _apply(self, overhead: float, per_thousand_tokens: float, per_million_pairs: float) -> None:
+    def _apply(self, coefficients: list[float]) -> None:
         """Take over coefficients in seconds, within bounds."""
+        overhead, per_thousand_tokens, per_million_pairs = coefficients
         low, high = _ATTENTION_BOUNDS
         if per_thousand_tokens <= 0:
             return
