@@ -23,7 +23,6 @@ class CacheLocality:
 
     def __init__(self, is_waiting: Callable[[str], bool]) -> None:
         """``is_waiting``: whether the request with a ticket still waits."""
-        """``is_waiting``: whether the request with a ticket still waits."""
         self._is_waiting = is_waiting
         self._heaps: dict[int, list[_Entry]] = {}
         self._entries = 0

@@ -166,8 +166,7 @@ class FairQueue:
     def _find_in(self, band: BandState, capacity: Capacity, now: float) -> tuple[QueuedRequest, Bools] | None:
         """The next request of a band that finds room.
 
-        Behind a request that finds none, others may go if they leave the endpoint alone that will first have room for
-        it.
+        Requests behind one that finds none may go if they do not use the endpoint set aside for it.
         """
         candidates = band.flows.waiting
         for _ in range(_FLOWS_EXAMINED):
