@@ -74,7 +74,7 @@ async def _ask_with_ours(ports: list[int], seconds: float) -> int:
     clock = asyncio.get_running_loop().time
     metrics = Metrics(core.pools.values, lambda: 0.0, clock)
     scraper = EngineScraper(
-        core, metrics, clock=clock, rng=random.Random(0), said=lambda event: core.take_report(event, clock())
+        core, metrics, clock=clock, rng=random.Random(0), deliver=lambda event: core.take_report(event, clock())
     )
     task = asyncio.create_task(scraper.run())
     await asyncio.sleep(seconds)

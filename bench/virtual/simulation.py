@@ -204,7 +204,7 @@ class Simulation:
     def _granted(self, ask: AskLimits, now: float) -> Grant | Refusal:
         """By the store that all engines would share."""
         try:
-            return msgspec.structs.replace(self._store.reserve(ask.asks, now), is_global=True)
+            return msgspec.structs.replace(self._store.reserve(ask.charges, now), is_global=True)
         except Refusal as refusal:
             return refusal
 
@@ -217,7 +217,7 @@ class Simulation:
         )
 
     def _perform(self, effects: list[Effect], now: float) -> None:
-        """What the core asks for; a request that was not held follows its own effect itself."""
+        """What the core charges for; a request that was not held follows its own effect itself."""
         for effect in effects:
             match effect:
                 case Decision() if effect.was_held:
@@ -243,7 +243,7 @@ class Simulation:
             self._perform(self.core.tick(now), now)
 
     def _send(self, asked: _Asked, decision: Decision, now: float) -> None:
-        address = decision.assignment.place.address
+        address = decision.assignment.endpoint.address
         request = asked.request
         self._flights[request.key] = _Flight(asked, decision.ticket, address)
         if self._token_observer is not None:
