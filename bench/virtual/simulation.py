@@ -1,7 +1,7 @@
 """A workload against extproc's own core and simulated engines, in virtual time.
 
-No Envoy, no HTTP: a request is picked for when it arrives or is released, and reaches its engine after the time that vLLM's
-API server takes. What the picker knows is as late as in reality (``Delays``).
+No Envoy, no HTTP: a request is picked for when it arrives or is released, and reaches its engine after the time that
+vLLM's API server takes. What the picker knows is as late as in reality (``Delays``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class _Asked(msgspec.Struct):
-    """A request from its arrival on. ``position``: of session and turn. ``done``: called with the instant of its end."""
+    """A request from its arrival on. ``position``: of session and turn. ``done``: called with the end's instant."""
 
     session: Session
     position: tuple[int, int]
