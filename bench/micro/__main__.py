@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from bench.micro.servers import Case
 
-_WIDTH = 200  # of the table where there is no terminal
+_WIDTH = 230  # of the table where there is no terminal
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="only 2 KB and 100 KB with 8 endpoints, and nothing else")
     parser.add_argument(
-        "--rounds", type=int, help="more of them where other work disturbs; default: 9, or 10 with --quick"
+        "--rounds", type=int, help="more of them where other work disturbs; default: 8, or 10 with --quick"
     )
     parser.add_argument("--against", type=Path, metavar="DIR", help="a checkout whose extproc is measured too")
     options = parser.parse_args(arguments)

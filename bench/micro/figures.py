@@ -138,9 +138,9 @@ def table(found: Sequence[ServerFigures]) -> Table:
         "p50 ms",
         "p90",
     ):
-        made.add_column(column, justify="right")
+        made.add_column(column, justify="right", overflow="fold")
     for column in ("32: req/s", "ratio", "CPU µs", "MiB", "start s"):
-        made.add_column(column, justify="right")
+        made.add_column(column, justify="right", overflow="fold")
     case = ""
     for one in found:
         if case and one.case != case:

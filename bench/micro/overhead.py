@@ -42,7 +42,6 @@ CASES: Final = (
     Case(400_000, 8),
     Case(400_000, 100),
     Case(2_000, 8, renamed=False),
-    Case(400_000, 8, renamed=False),
     Case(2_000, 100, renamed=False, in_pieces=True),
     Case(400_000, 100, renamed=False, in_pieces=True),
 )
@@ -56,7 +55,7 @@ class Effort(msgspec.Struct, frozen=True):
     phase_s: float
 
 
-FULL: Final = Effort(rounds=9, phase_s=0.3)
+FULL: Final = Effort(rounds=8, phase_s=0.3)
 QUICK: Final = Effort(rounds=10, phase_s=0.3)
 
 
