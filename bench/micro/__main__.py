@@ -1,7 +1,7 @@
 """``make bench``: print what the request path costs; all in ``bench/out/overhead.json``.
 
-``--quick`` compares the servers on the README's configuration alone, ``--only 2KB`` runs the cases whose name contains it: together
-about a minute.
+``--quick`` compares the servers on the README's configuration alone, ``--only 2KB`` runs the cases whose name
+contains it: together about a minute.
 """
 
 from __future__ import annotations
