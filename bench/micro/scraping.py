@@ -1,7 +1,7 @@
 """What scraping 100 engines five times a second costs: our client against aiohttp's.
 
-Both use the same reader. The pages are vLLM's own, recorded from version 0.32 (49 KB). A second process serves them on 100 ports;
-only the processor time of the process that asks is counted.
+Both use the same reader. The pages are vLLM's own, recorded from version 0.32 (49 KB). A second process serves them
+on 100 ports; only the processor time of the process that asks is counted.
 """
 
 from __future__ import annotations
