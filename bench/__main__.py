@@ -1,6 +1,7 @@
 """``python -m bench``: replay, compare, lab, workload, validate.
 
-Exit status: 0; 1 where a check fails; 2 if something could not be read or makes no sense; 130 after Ctrl-C, with what is done kept.
+Exit status: 0; 1 if a check failed; 2 if something cannot be read or makes no sense; 130 after Ctrl-C. Finished
+trials are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Final
 from rich.console import Console
 
 from bench.lab import compare, lab_command, replay_command, workload_command
-from bench.lab.hardware import HardwareUnknown
+from bench.lab.engine_kinds import HardwareUnknown
 from bench.lab.lab_command import TRACES
 from bench.validation.check import validate
 from bench.workload.traces import FORMATS, TraceInvalid
@@ -44,14 +45,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.command == "compare":
             first, second = compare.read_side(options.first), compare.read_side(options.second)
-            console.print(compare.table(first, second, compare.compare(first, second)))
+            console.print(compare.table(first, second, compare.compare(first, second)).on_terminal())
             return 0
         return _COMMANDS[options.command](options, console)
     except (TraceInvalid, ConfigInvalid, HardwareUnknown, compare.NotComparable, ValueError) as error:
         console.print(str(error), style="red", markup=False)
         return 2
     except KeyboardInterrupt:
-        console.print("stopped; what was finished is kept, and the same command goes on from there")
+        console.print("stopped; finished trials are kept, and the same command continues from there")
         return 130
 
 

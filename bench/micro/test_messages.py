@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.micro.test_core import body
-from extproc.core.types import Decision
+from extproc.core.effects import Decision
 from extproc.endpoints.table import Place
 from extproc.request.model import Api
 from extproc.request.openai import parse

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from extproc.config.load import load_directory
+from extproc.core.core import Core
 from extproc.core.explanation import Explanation, to_text
-from extproc.core.pipeline import Pipeline
 from extproc.core.types import Head
 from extproc.errors import Refusal
 from extproc.protocol import CHAT_PATH
@@ -60,8 +60,8 @@ def run(words: list[str]) -> int:
 
 
 def _decide(directory: Path, head: Head, body: bytes) -> Explanation:
-    pipeline = Pipeline(load_directory(directory), rng=random.Random(), ticket_prefix="explain")
-    return pipeline.explain(pipeline.intake.receive(pipeline.intake.admit(head), head, body), 0.0)
+    core = Core(load_directory(directory), rng=random.Random(), ticket_prefix="explain")
+    return core.explain(core.intake.receive(core.intake.admit(head), head, body), 0.0)
 
 
 def _ask(url: str, path: str, headers: dict[str, str], body: bytes) -> Explanation:

@@ -74,7 +74,7 @@ def limits_without_redis(snapshot: Snapshot) -> list[str]:
 def _settings(options: argparse.Namespace) -> Settings:
     """Raises ValueError."""
     from extproc.runtime.app import Settings, Worker  # noqa: PLC0415 - slow to load, see above
-    from extproc.streams.exchange import GatewayOptions  # noqa: PLC0415
+    from extproc.streams.context import GatewayOptions  # noqa: PLC0415
 
     if not options.listen.startswith("unix:"):
         parse_address(options.listen)

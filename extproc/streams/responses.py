@@ -39,7 +39,7 @@ from extproc.streams.wire import MARK, Template, field, tag
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from extproc.core.types import Decision
+    from extproc.core.effects import Decision
     from extproc.errors import Refusal
     from extproc.routing.resolve import ListedModel
 
