@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from extproc.admission.buckets import Claim, Limit
 from extproc.admission.limits import Ask, Grant
-from extproc.core.types import Decision
+from extproc.core.effects import Decision
 from extproc.endpoints.table import Place
 from extproc.scheduling.pool import Assignment
 from extproc.streams.messages import CommonResponse, ProcessingResponse
