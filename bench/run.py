@@ -36,7 +36,7 @@ from bench.workload.sessions import Workload
 from bench.workload.traces import Part, TraceInvalid, read_trace
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.load import load
-from extproc.scheduling.picker_config import read_picker_text
+from extproc.scheduling.picker_config import picker_from_text
 from extproc.scheduling.pickers import make_picker
 from extproc.scheduling.registry import installed
 
@@ -131,7 +131,7 @@ def _picker_of(policy: str) -> MakePicker:
     if policy in POLICIES:
         return make_picker
     try:
-        picker = read_picker_text(policy, Path(policy).read_text(), installed()).picker
+        picker = picker_from_text(policy, Path(policy).read_text(), installed()).picker
     except OSError as error:
         raise ConfigInvalid(
             [Mistake(policy, 0, "", f"cannot be read: {error.strerror}; name a file, or {', '.join(POLICIES)}")]

@@ -19,7 +19,7 @@ from bench.lab.workloads import load_workload
 from bench.policies.registry import POLICIES, Calibration, policy_named
 from bench.workload.generators import GENERATORS
 from bench.workload.traces import FORMATS
-from extproc.config.units import parse_duration_s
+from extproc.config.quantities import Duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,7 +75,7 @@ def replay(options: argparse.Namespace, console: Console) -> int:
     # the first of each trace: a file that cannot be read is said at once
     for conditions in {trial.conditions.trace: trial.conditions for trial in trials}.values():
         load_workload(conditions)
-    objective = Objective(parse_duration_s(options.slo_ttft), parse_duration_s(options.slo_tpot))
+    objective = Objective(float(Duration(options.slo_ttft)), float(Duration(options.slo_tpot)))
     reports = run_all(trials, KEPT, console, jobs=options.jobs, fresh=options.fresh)
     results = results_of(reports, objective)
     console.print(table(results))
@@ -120,9 +120,9 @@ def trials_of(options: argparse.Namespace) -> list[Trial]:
                 model=model,
                 block_size=options.block_size,
                 seed=seed,
-                scrape_s=parse_duration_s(options.scrape),
-                log_s=parse_duration_s(options.log_delay),
-                events_s=parse_duration_s(options.event_delay),
+                scrape_s=float(Duration(options.scrape)),
+                log_s=float(Duration(options.log_delay)),
+                events_s=float(Duration(options.event_delay)),
                 flow_control=options.flow_control,
             ),
         )

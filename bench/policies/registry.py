@@ -24,7 +24,7 @@ from bench.policies.simple import ByChance, LeastRequest, PowerOfTwo
 from bench.virtual.observer import Onlooker
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.scheduling.picker import Picker
-from extproc.scheduling.picker_config import read_picker_text
+from extproc.scheduling.picker_config import picker_from_text
 from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.registry import installed
 from extproc.scheduling.round_robin import RoundRobin
@@ -75,13 +75,13 @@ def _watching(
 
 def _llm_d(file: str) -> Callable[[InFlightTracker, Calibration], Picker]:
     path = _CONFIGS / file
-    return lambda _books, _known: read_picker_text(str(path), path.read_text(), installed()).picker
+    return lambda _books, _known: picker_from_text(str(path), path.read_text(), installed()).picker
 
 
 def _configured(file: Path, server: Mapping[str, Any] = MappingProxyType({})) -> Callable[[Calibration], Policy]:
     def build(_: Calibration) -> Policy:
         try:
-            picker = read_picker_text(str(file), file.read_text(), installed()).picker
+            picker = picker_from_text(str(file), file.read_text(), installed()).picker
         except OSError as error:
             msg = f"cannot be read: {error.strerror}; name a file, or one of {', '.join(POLICIES)}"
             raise ConfigInvalid([Mistake(str(file), 0, "", msg)]) from None

@@ -76,7 +76,7 @@ class Simulation:
         self.pipeline = Pipeline(snapshot, rng=random.Random(seed), ticket_prefix="s", make_picker=make_picker)
         self._rng = random.Random(seed)
         (server,) = snapshot.servers
-        self._server = server.metadata.name
+        self._server = server.metadata.key
         self._model = server.spec.model
         self._asked_model = snapshot.routes[0].spec.model_name or self._model
         self._has_events = server.spec.kv_events is not None

@@ -26,7 +26,7 @@ def build(snapshot: Snapshot, directory: str) -> Mapping[str, str]:
     Equal snapshots give equal files. In writing order: what is referred to comes before what refers to it.
     """
     files = {
-        endpoints_file(server.metadata.name): to_resources([server_endpoints(server)]) for server in snapshot.servers
+        endpoints_file(server.metadata.key): to_resources([server_endpoints(server)]) for server in snapshot.servers
     }
     clusters = [extproc_cluster(snapshot.gateway), *(server_cluster(server, directory) for server in snapshot.servers)]
     files[CLUSTERS_FILE] = to_resources(clusters)
@@ -46,6 +46,6 @@ def longest_wait_s(snapshot: Snapshot) -> float:
 
 def with_servers(snapshot: Snapshot, more: Iterable[ModelServer]) -> Snapshot:
     """``snapshot`` with those of ``more`` that it does not have; no rule sends new requests there."""
-    names = {server.metadata.name for server in snapshot.servers}
-    added = tuple(server for server in more if server.metadata.name not in names)
+    names = {server.metadata.key for server in snapshot.servers}
+    added = tuple(server for server in more if server.metadata.key not in names)
     return msgspec.structs.replace(snapshot, servers=(*snapshot.servers, *added)) if added else snapshot

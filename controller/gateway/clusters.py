@@ -49,7 +49,6 @@ from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.bootstrap import ENDPOINTS_FOLDER, file_source
 from controller.gateway.envoy_json import address, seconds, typed
-from extproc.config.units import parse_duration_s
 from extproc.config.validation import worker_addresses
 from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE
 
@@ -71,26 +70,26 @@ _ENGINE_IDLE_S: Final = 4.0
 
 
 def server_cluster_name(server: str) -> str:
-    """The cluster of a ModelServer; the prefix keeps user's names and ours apart."""
+    """The cluster of the ModelServer ``namespace/name``; the prefix keeps users' names and ours apart."""
     return f"server/{server}"
 
 
 def endpoints_file(server: str) -> str:
-    """Where a ModelServer's endpoints are: a file of its own, because Envoy takes one cluster from an EDS file."""
+    """Where the endpoints of ModelServer ``namespace/name`` are: Envoy takes one cluster from an EDS file."""
     return f"{ENDPOINTS_FOLDER}/{server}.json"
 
 
 def server_cluster(server: ModelServer, directory: str) -> Cluster:
     """extproc's list decides, going down it on retries; without one, the engine with the fewest requests."""
     policy = server.spec.traffic_policy
-    name = server_cluster_name(server.metadata.name)
+    name = server_cluster_name(server.metadata.key)
     return Cluster(
         name=name,
         type=ClusterDiscoveryType.EDS,
         eds_cluster_config=ClusterEdsClusterConfig(
-            eds_config=file_source(directory, endpoints_file(server.metadata.name)), service_name=name
+            eds_config=file_source(directory, endpoints_file(server.metadata.key)), service_name=name
         ),
-        connect_timeout=seconds(policy.connect_timeout_s),
+        connect_timeout=seconds(policy.connect_timeout),
         load_balancing_policy=_override_host(),
         # When every engine is ejected, trying them beats refusing; while one is left, the ejected are left alone.
         common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=1.0)),
@@ -111,7 +110,7 @@ def server_cluster(server: ModelServer, directory: str) -> Cluster:
 def server_endpoints(server: ModelServer) -> ClusterLoadAssignment:
     """The engines of a ModelServer."""
     return _assignment(
-        server_cluster_name(server.metadata.name), [endpoint.address for endpoint in server.spec.endpoints]
+        server_cluster_name(server.metadata.key), [endpoint.address for endpoint in server.spec.endpoints]
     )
 
 
@@ -171,11 +170,10 @@ def _policy(name: str, message: Message) -> LoadBalancingPolicy:
 
 def _outlier_detection(policy: OutlierPolicy) -> OutlierDetection:
     """Failures to connect and 502, 503, 504 count. A plain 500 does not: one bad prompt must not take engines out."""
-    ejection_s = parse_duration_s(policy.ejection_time)
     return OutlierDetection(
         interval=seconds(1),
-        base_ejection_time=seconds(ejection_s),
-        max_ejection_time=seconds(10 * ejection_s),
+        base_ejection_time=seconds(policy.ejection_time),
+        max_ejection_time=seconds(10 * policy.ejection_time),
         max_ejection_percent=100,
         split_external_local_origin_errors=True,
         consecutive_local_origin_failure=policy.consecutive_failures,

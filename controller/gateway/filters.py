@@ -146,7 +146,7 @@ def _ask_extproc(gateway: GatewayConfigSpec, longest_wait_s: float) -> ExternalP
             response_trailer_mode=header.SKIP,
         ),
         # a held request is an unanswered message
-        message_timeout=seconds(gateway.message_timeout_s + longest_wait_s),
+        message_timeout=seconds(gateway.message_timeout + longest_wait_s),
         mutation_rules=HeaderMutationRules(disallow_system=True, disallow_is_error=True),
         metadata_options=MetadataOptions(
             receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, NAMESPACE])

@@ -65,7 +65,7 @@ def listener(gateway: GatewayConfigSpec, directory: str, *, longest_wait_s: floa
     return Listener(
         name="attache",
         address=address(gateway.listen),
-        per_connection_buffer_limit_bytes=gateway.max_body_bytes,
+        per_connection_buffer_limit_bytes=gateway.max_body_size,
         filter_chains=[
             FilterChain(
                 filters=[
@@ -140,7 +140,7 @@ def _access_log(gateway: GatewayConfigSpec) -> AccessLog:
                     log_name=ACCESS_LOG_NAME,
                     grpc_service=extproc_service(),
                     transport_api_version=ApiVersion.V3,
-                    buffer_flush_interval=seconds(gateway.access_log_flush_s),
+                    buffer_flush_interval=seconds(gateway.access_log_flush),
                     # Engines that stream send headers before they compute: the first byte of the body is what counts.
                     custom_tags=[CustomTag(tag=TTFT_TAG, value="%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%")],
                 )

@@ -12,6 +12,7 @@ import msgspec
 
 from controller.gateway.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
 from controller.gateway.bundle import build, with_servers
+from controller.gateway.clusters import endpoints_file
 
 if TYPE_CHECKING:
     from extproc.config.types import ModelServer, Snapshot
@@ -60,11 +61,11 @@ class Lingering:
 
     def follow(self, before: Snapshot, after: Snapshot, now: float) -> None:
         """The configuration has changed."""
-        names = {server.metadata.name for server in after.servers}
+        names = {server.metadata.key for server in after.servers}
         for server in before.servers:
-            if server.metadata.name not in names:
-                self._servers[server.metadata.name] = server
-                self._left_at_s[server.metadata.name] = now
+            if server.metadata.key not in names:
+                self._servers[server.metadata.key] = server
+                self._left_at_s[server.metadata.key] = now
         for name in names & set(self._servers):
             self._forget(name)
 
@@ -93,9 +94,9 @@ def write(out: Path, step: Step) -> None:
 
 def remove_orphans(out: Path, snapshot: Snapshot) -> None:
     """Endpoint files of servers that are no more, left behind by an earlier writer."""
-    known = {f"{server.metadata.name}.json" for server in snapshot.servers}
-    for file in (out / ENDPOINTS_FOLDER).glob("*.json"):
-        if file.name not in known:
+    known = {out / endpoints_file(server.metadata.key) for server in snapshot.servers}
+    for file in (out / ENDPOINTS_FOLDER).rglob("*.json"):
+        if file not in known:
             file.unlink()
 
 

@@ -75,7 +75,7 @@ _RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes"
 
 def route_configuration(snapshot: Snapshot) -> RouteConfiguration:
     """First what extproc decided; the rest is only reached when it did not."""
-    servers = {server.metadata.name: server for server in snapshot.servers}
+    servers = {server.metadata.key: server for server in snapshot.servers}
     routes = [_route_to(server) for server in snapshot.servers]
     if snapshot.gateway.failure_mode == "Open":
         routes.extend(_routes_without_extproc(snapshot, servers))
@@ -88,7 +88,7 @@ def route_configuration(snapshot: Snapshot) -> RouteConfiguration:
                 routes=routes,
                 request_headers_to_remove=[DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER],
                 response_headers_to_add=_rate_limit_headers(snapshot),
-                request_body_buffer_limit=snapshot.gateway.max_body_bytes,
+                request_body_buffer_limit=snapshot.gateway.max_body_size,
             )
         ],
     )
@@ -108,7 +108,7 @@ def _rate_limit_headers(snapshot: Snapshot) -> list[HeaderValueOption]:
 
 
 def _route_to(server: ModelServer) -> Route:
-    name = server.metadata.name
+    name = server.metadata.key
     return Route(
         name=f"server/{name}",
         match=RouteMatch(
@@ -123,8 +123,8 @@ def _routes_without_extproc(snapshot: Snapshot, servers: dict[str, ModelServer])
     yield _models_list(snapshot)
     for route in snapshot.routes:
         for number, rule in enumerate(route.spec.rules):
-            targets = [(servers[one.model_server_name], one.weight) for one in rule.target_models if one.weight]
-            name = f"without-extproc/{route.metadata.name}/{number}"
+            targets = [(servers[route.server_key(one)], one.weight) for one in rule.target_models if one.weight]
+            name = f"without-extproc/{route.metadata.key}/{number}"
             if route.spec.model_name is not None:
                 match = _match_without_extproc(rule, [route.spec.model_name])
                 yield _renaming(Route(name=name, match=match, route=_action(targets)), targets)
@@ -160,17 +160,17 @@ def _action(targets: list[tuple[ModelServer, int]]) -> RouteAction:
     """Time limits and retries are the first target's: one request has one policy."""
     policy = targets[0][0].spec.traffic_policy
     action = RouteAction(
-        timeout=seconds(policy.timeout_s),
+        timeout=seconds(policy.timeout),
         # A prompt may wait long for its first token: only the time limit of the whole ends it.
-        idle_timeout=seconds(policy.timeout_s),
+        idle_timeout=seconds(policy.timeout),
         retry_policy=_retries(policy.retry.attempts),
     )
     if len(targets) == 1:
-        action.cluster = server_cluster_name(targets[0][0].metadata.name)
+        action.cluster = server_cluster_name(targets[0][0].metadata.key)
     else:
         action.weighted_clusters = WeightedCluster(
             clusters=[
-                WeightedClusterClusterWeight(name=server_cluster_name(server.metadata.name), weight=weight)
+                WeightedClusterClusterWeight(name=server_cluster_name(server.metadata.key), weight=weight)
                 for server, weight in targets
             ]
         )

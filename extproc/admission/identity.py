@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.config.spec import object_key
 from extproc.protocol import CLIENT, DEADLINE_MS, FAIRNESS_IDS, OBJECTIVES, SLO_TPOT_MS, SLO_TTFT_MS, TENANT, USER
 
 if TYPE_CHECKING:
@@ -45,10 +46,13 @@ class Identities:
         authentication = snapshot.gateway.authentication
         keys = () if authentication is None else authentication.api_keys
         self._keys = {one.name: one for one in keys}
-        self._objectives = {one.metadata.name: one.spec.priority for one in snapshot.objectives}
+        self._objectives = {one.metadata.key: one.spec.priority for one in snapshot.objectives}
 
-    def caller(self, headers: Mapping[str, str], *, is_trusted: bool) -> Caller:
-        """Of a request with these headers; nobody's word counts that is not trusted."""
+    def caller(self, headers: Mapping[str, str], *, namespace: str, is_trusted: bool) -> Caller:
+        """Of a request with these headers; nobody's word counts that is not trusted.
+
+        ``namespace``: of the ModelServer, in which the request's InferenceObjective is looked up by its name.
+        """
         if not is_trusted:
             return NOBODY
         key = self._keys.get(headers.get(CLIENT, ""))
@@ -59,7 +63,7 @@ class Identities:
             api_key="" if key is None else key.name,
             flow=_cut(_first(headers, FAIRNESS_IDS)),
             # an objective that is not known counts as 0, as in llm-d
-            priority=self._objectives.get(objective, 0) if objective else None,
+            priority=self._objectives.get(object_key(namespace, objective), 0) if objective else None,
             ttft_s=_seconds(_first(headers, SLO_TTFT_MS)),
             tpot_s=_seconds(_first(headers, SLO_TPOT_MS)),
             deadline_s=_seconds(headers.get(DEADLINE_MS, "")),

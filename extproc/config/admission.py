@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from extproc.config.spec import Name, NonEmpty, Spec
-from extproc.config.units import parse_duration_s, parse_size_bytes
+from extproc.config.quantities import ByteSize, Duration
+from extproc.config.spec import Metadata, Name, NonEmpty, Spec
 
 # As Kubernetes' and InferenceObjective's: higher goes first, below 0 is sheddable.
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -74,7 +74,7 @@ class SaturationSpec(Spec, frozen=True):
     kv_usage: Fraction | None = 0.8
     max_requests: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_tokens: Tokens | None = None
-    max_wait: str | None = "250ms"
+    max_wait: Duration | None = Duration("250ms")
     headroom: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
 
     def limits(self) -> SaturationLimits:
@@ -84,7 +84,7 @@ class SaturationSpec(Spec, frozen=True):
             kv_usage=_number(self.kv_usage),
             max_requests=_number(self.max_requests),
             max_tokens=_number(self.max_tokens),
-            max_wait_s=math.inf if self.max_wait is None else parse_duration_s(self.max_wait),
+            max_wait_s=_number(self.max_wait),
             headroom=self.headroom,
         )
 
@@ -104,14 +104,10 @@ class Band(Spec, frozen=True):
     share: PositiveWeight
     ceiling: Fraction = 1.0
     max_requests: Annotated[int, msgspec.Meta(ge=1)] = 5000
-    max_bytes: str = "1Gi"
+    # of the bodies that wait
+    max_bytes: ByteSize = ByteSize("1Gi")
     fairness: Fairness | None = None
     order: Order | None = None
-
-    @property
-    def most_bytes(self) -> int:
-        """Bound on the bodies that wait."""
-        return parse_size_bytes(self.max_bytes)
 
 
 BANDS = (
@@ -132,15 +128,16 @@ class FlowControl(Spec, frozen=True):
     """
 
     saturation: SaturationSpec = SaturationSpec()
-    timeout: str = "60s"
-    no_endpoint_timeout: str = "60s"
+    timeout: Duration = Duration("60s")
+    no_endpoint_timeout: Duration = Duration("60s")
     max_requests: Annotated[int, msgspec.Meta(ge=1)] = 20_000
-    max_bytes: str = "2Gi"
+    # of the bodies that wait in all bands
+    max_bytes: ByteSize = ByteSize("2Gi")
     bands: Annotated[tuple[Band, ...], msgspec.Meta(min_length=1, max_length=16)] = BANDS
     sharing: Literal["Guaranteed", "Strict"] = "Guaranteed"
     fairness: Fairness = "VirtualTokenCounter"
     order: Order = "FirstCome"
-    ageing: str = "30s"
+    ageing: Duration = Duration("30s")
     flow_by: Literal["TenantAndModel", "Tenant", "User", "Header"] = "TenantAndModel"
     session_header: NonEmpty = "x-session-id"
     weights: dict[str, PositiveWeight] = msgspec.field(default_factory=dict)
@@ -148,23 +145,14 @@ class FlowControl(Spec, frozen=True):
     # a token that was found in a cache costs the engine next to nothing
     cached_weight: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.1
     output_weight: PositiveWeight = 2.0
-    window: str = "1m"
+    window: Duration = Duration("1m")
     quantum: Tokens = 60_000
     shed_from: Annotated[float, msgspec.Meta(ge=0, lt=2)] = 1.0
 
     @property
     def longest_wait_s(self) -> float:
         """How long a request may be held, in seconds."""
-        return max(parse_duration_s(self.timeout), parse_duration_s(self.no_endpoint_timeout))
-
-    @property
-    def most_bytes(self) -> int:
-        """Bound on the bodies that wait, over all bands."""
-        return parse_size_bytes(self.max_bytes)
-
-
-class _Name(msgspec.Struct, frozen=True):
-    name: Name
+        return max(self.timeout, self.no_endpoint_timeout)
 
 
 class ObjectiveSpec(Spec, frozen=True):
@@ -177,5 +165,5 @@ class ObjectiveSpec(Spec, frozen=True):
 class InferenceObjective(msgspec.Struct, frozen=True, kw_only=True):
     """A document of the Gateway API Inference Extension, or llm-d's of the same form: a priority by name."""
 
-    metadata: _Name
+    metadata: Metadata
     spec: ObjectiveSpec = ObjectiveSpec()

@@ -13,21 +13,11 @@ import msgspec
 
 from extproc.config.admission import FlowControl, InferenceObjective, Priority, RateLimit
 from extproc.config.authentication import Authentication
-from extproc.config.documents import Document
-from extproc.config.picker_flow_control import flow_control_of
-from extproc.config.spec import Name, NonEmpty, Spec
-from extproc.config.units import parse_duration_s, parse_size_bytes
+from extproc.config.picker_config import PickerFile
+from extproc.config.quantities import ByteSize, Duration
+from extproc.config.spec import Metadata, Name, NonEmpty, Spec, object_key
 
 API_VERSION = "attache.dev/v1alpha1"
-
-
-class Metadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Kubernetes object metadata; extproc reads the name only."""
-
-    name: Name
-    namespace: str = "default"
-    labels: dict[str, str] = msgspec.field(default_factory=dict)
-    annotations: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class StringMatch(Spec, frozen=True):
@@ -61,12 +51,7 @@ class RouteRule(Spec, frozen=True):
     # of requests that no InferenceObjective says more of; below 0: the first to go when engines are scarce
     priority: Priority = 0
     # how soon the first token is wanted, for the order Deadline
-    ttft_target: str | None = None
-
-    @property
-    def ttft_target_s(self) -> float | None:
-        """The target in seconds, if there is one."""
-        return None if self.ttft_target is None else parse_duration_s(self.ttft_target)
+    ttft_target: Duration | None = None
 
 
 class ModelRouteSpec(Spec, frozen=True):
@@ -125,12 +110,7 @@ class TokenizerSpec(Spec, frozen=True):
 
     path: NonEmpty | None = None
     # the longest that a request waits for its tokens; then the approximate index decides
-    timeout: str = "200ms"
-
-    @property
-    def timeout_s(self) -> float:
-        """The longest wait, in seconds."""
-        return parse_duration_s(self.timeout)
+    timeout: Duration = Duration("200ms")
 
 
 class RetryPolicy(Spec, frozen=True):
@@ -143,26 +123,16 @@ class OutlierDetection(Spec, frozen=True):
     """When Envoy takes an engine out of the set, and for how long at first."""
 
     consecutive_failures: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 3
-    ejection_time: str = "10s"
+    ejection_time: Duration = Duration("10s")
 
 
 class TrafficPolicy(Spec, frozen=True):
     """Time limits and retries between Envoy and the engines."""
 
-    timeout: str = "30m"
-    connect_timeout: str = "1s"
+    timeout: Duration = Duration("30m")
+    connect_timeout: Duration = Duration("1s")
     retry: RetryPolicy = RetryPolicy()
     outlier_detection: OutlierDetection = OutlierDetection()
-
-    @property
-    def timeout_s(self) -> float:
-        """The longest a whole answer may take, in seconds."""
-        return parse_duration_s(self.timeout)
-
-    @property
-    def connect_timeout_s(self) -> float:
-        """How long a connection to an engine may take, in seconds."""
-        return parse_duration_s(self.connect_timeout)
 
 
 class ModelServerSpec(Spec, frozen=True):
@@ -181,18 +151,13 @@ class ModelServerSpec(Spec, frozen=True):
     picker_config: NonEmpty | None = None
     pd_group: PdGroup | None = None
     # How often engines are asked how they are; 0s: never.
-    scrape_interval: str = "200ms"
+    scrape_interval: Duration = Duration("200ms")
     kv_events: KvEventsSpec | None = None
     tokenizer: TokenizerSpec = TokenizerSpec()
     # A request header: prompts under different values share no cache (a tenant's salt, say).
     cache_scope_header: NonEmpty | None = None
     # Who goes first when the engines are scarce; without it, every request goes at once.
     flow_control: FlowControl | None = None
-
-    @property
-    def scrape_interval_s(self) -> float:
-        """Seconds between two readings of an engine; 0: none."""
-        return parse_duration_s(self.scrape_interval)
 
 
 class GatewayConfigSpec(Spec, frozen=True):
@@ -206,29 +171,14 @@ class GatewayConfigSpec(Spec, frozen=True):
     # Open: without extproc, Envoy balances over the engines by itself. Close: it answers 503.
     failure_mode: Literal["Open", "Close"] = "Open"
     # The longest that Envoy waits for extproc's answer to one message.
-    message_timeout: str = "5s"
-    max_body_size: str = "64Mi"
-    access_log_flush: str = "200ms"
+    message_timeout: Duration = Duration("5s")
+    max_body_size: ByteSize = ByteSize("64Mi")
+    access_log_flush: Duration = Duration("200ms")
     # Trusted: whoever can connect is a gateway of our own, which writes tenants, users and objectives into headers and removes
     # what its clients put there. Untrusted: such headers are removed here.
     clients: Literal["Untrusted", "Trusted"] = "Untrusted"
     # How Envoy tells who asks; without it everybody is the tenant "anonymous".
     authentication: Authentication | None = None
-
-    @property
-    def message_timeout_s(self) -> float:
-        """The wait for one answer of extproc, in seconds."""
-        return parse_duration_s(self.message_timeout)
-
-    @property
-    def max_body_bytes(self) -> int:
-        """The largest request body that Envoy buffers."""
-        return parse_size_bytes(self.max_body_size)
-
-    @property
-    def access_log_flush_s(self) -> float:
-        """How long Envoy may keep access log entries back, in seconds."""
-        return parse_duration_s(self.access_log_flush)
 
 
 class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,6 +186,10 @@ class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):
 
     metadata: Metadata
     spec: ModelRouteSpec
+
+    def server_key(self, target: TargetModel) -> str:
+        """The ModelServer that ``target`` names: one of this route's own namespace."""
+        return object_key(self.metadata.namespace, target.model_server_name)
 
 
 class ModelServer(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,10 +207,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One consistent, validated reading of a configuration directory, sorted by name.
+    """One consistent, validated reading of a configuration directory, sorted by namespace and name.
 
     ``version`` is a digest of the content: equal directories have equal versions. ``picker_files``: EndpointPickerConfigs by
-    the name of their file, not yet read further; their plugins are extproc's to know.
+    the name of their file; which plugins there are, extproc knows.
     """
 
     version: str
@@ -264,11 +218,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[ModelServer, ...]
     gateway: GatewayConfigSpec
     objectives: tuple[InferenceObjective, ...] = ()
-    picker_files: Mapping[str, Document] = {}
+    picker_files: Mapping[str, PickerFile] = {}
 
     def flow_control_of(self, spec: ModelServerSpec) -> FlowControl | None:
         """A server's own, or else that of its EndpointPickerConfig."""
         if spec.flow_control is not None or spec.picker_config is None:
             return spec.flow_control
-        document = self.picker_files.get(spec.picker_config)
-        return None if document is None else flow_control_of(document)
+        return self.picker_files[spec.picker_config].flow_control

@@ -61,7 +61,7 @@ class AdmissionController:
 
     def apply(self, snapshot: Snapshot, pools: Mapping[str, Pool]) -> None:
         """Follow the configuration: who waits goes on waiting, in a new queue if there is another."""
-        self._routes = {one.metadata.name: RouteLimits(one) for one in snapshot.routes if one.spec.rate_limits}
+        self._routes = {one.metadata.key: RouteLimits(one) for one in snapshot.routes if one.spec.rate_limits}
         before, self.gates = self.gates, {}
         for name, pool in pools.items():
             control, known = snapshot.flow_control_of(pool.spec), before.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from extproc.admission.identity import NOBODY
+from extproc.config.spec import namespace_of
 from extproc.core.types import Arrival, Head
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownPath
 from extproc.protocol import MODELS_PATH
@@ -80,7 +81,9 @@ class Intake:
         pool = self._pool(destination.server)
         caller = NOBODY
         if destination.server in self._admission.gates or self._admission.has_limits(destination.route):
-            caller = self._identities.caller(head.headers, is_trusted=head.is_trusted)
+            caller = self._identities.caller(
+                head.headers, namespace=namespace_of(destination.server), is_trusted=head.is_trusted
+            )
         return Arrival(request, destination, pool, head, body, caller)
 
     def _pool(self, server: str) -> Pool:

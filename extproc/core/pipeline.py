@@ -21,7 +21,7 @@ from extproc.core.types import BUNDLE, Arrival, Attachment, Decision, Head, Held
 from extproc.errors import Refusal
 from extproc.prefix.turns import tail_of
 from extproc.routing.resolve import RoutingTable
-from extproc.scheduling.pickers import make_picker
+from extproc.scheduling.pickers import make_picker, pickers_for
 from extproc.scheduling.pool import Pool
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from extproc.endpoints.table import Bools
     from extproc.request.model import Api
     from extproc.scheduling.cache_estimator import Expectation
-    from extproc.scheduling.pickers import MakePicker
+    from extproc.scheduling.pickers import MadePicker, MakePicker
     from extproc.scheduling.request_started import RequestStarted
 
 # Access log entries that never come must not pile up: beyond this many, the oldest are given up.
@@ -55,6 +55,7 @@ class Pipeline:
     ) -> None:
         self._make_picker = make_picker
         self.pools: dict[str, Pool] = {}
+        self._pickers: dict[str, MadePicker] = {}
         self._rng = rng
         self._ticket_prefix = ticket_prefix
         self._tickets = 0
@@ -78,18 +79,18 @@ class Pipeline:
 
         Raises ConfigInvalid, with nothing changed, if a picker's file is wrong.
         """
-        files = snapshot.picker_files
-        pickers = {one.metadata.name: self._make_picker(one.spec, files) for one in snapshot.servers}
+        pickers = pickers_for(snapshot, self._pickers, self._make_picker)
         routing = RoutingTable(snapshot)
         pools: dict[str, Pool] = {}
         for server in snapshot.servers:
-            name = server.metadata.name
-            known = self.pools.get(name)
-            if known is not None:
-                known.update(server.spec, pickers[name])
-            pools[name] = known or Pool(name, server.spec, pickers[name])
+            name = server.metadata.key
+            picker, known = pickers[name].picker, self.pools.get(name)
+            # the loader gives what has not changed again, as the same object
+            if known is not None and (known.spec is not server.spec or known.picker is not picker):
+                known.update(server.spec, picker)
+            pools[name] = known or Pool(name, server.spec, picker)
             pools[name].adapters = routing.adapters_of(name)
-        self.pools = pools
+        self.pools, self._pickers = pools, pickers
         self.admission.apply(snapshot, pools)
         self._snapshot = snapshot
         self.asks_who = bool(self.admission.gates or snapshot.picker_files) or self.admission.has_any_limits

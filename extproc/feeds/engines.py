@@ -72,7 +72,7 @@ class EngineScraper:
 
     async def run(self) -> None:
         """Until cancelled, follow the configuration: begin with what comes, end with what goes."""
-        polls: dict[tuple[str, str, str, str], _Poll] = {}
+        polls: dict[tuple[str, str, str, float], _Poll] = {}
         seen: object = None
         async with asyncio.TaskGroup() as group:
             try:
@@ -88,10 +88,10 @@ class EngineScraper:
                 for poll in polls.values():
                     poll.stop()
 
-    def _follow(self, polls: dict[tuple[str, str, str, str], _Poll], group: asyncio.TaskGroup) -> None:
-        queued = {}
+    def _follow(self, polls: dict[tuple[str, str, str, float], _Poll], group: asyncio.TaskGroup) -> None:
+        queued: dict[tuple[str, str, str, float], Pool] = {}
         for pool in self._pipeline.pools.values():
-            if pool.spec.scrape_interval_s > 0:
+            if pool.spec.scrape_interval > 0:
                 for address in pool.table.active_addresses:
                     queued[pool.name, address, pool.spec.engine, pool.spec.scrape_interval] = pool
         for key in polls.keys() - queued.keys():
@@ -133,8 +133,8 @@ class _Poll:
         self._is_asking = False
         self._asked_at = clock()
         # the metrics first
-        self._models_due_s = clock() + pool.spec.scrape_interval_s
-        self._pause_s = self._interval_s = pool.spec.scrape_interval_s
+        self._pause_s = self._interval_s = float(pool.spec.scrape_interval)
+        self._models_due_s = clock() + self._interval_s
         self._loop = asyncio.get_running_loop()
         # not all at once
         self._due_s = clock() + self._interval_s * rng.random()

@@ -108,7 +108,7 @@ async def metric_is(stack: Stack, name: str, value: float, **labels: str) -> boo
 async def test_of_two_hundred_held_clients_fifty_leave_and_the_rest_are_served_in_order(held: Scene) -> None:
     stack = held.stack
     engine = stack.engines[0].removeprefix("http://")
-    sent_before = await envoy_stat(stack, "cluster.server/llama.upstream_rq_total")
+    sent_before = await envoy_stat(stack, "cluster.server/default/llama.upstream_rq_total")
     # without an engine everybody is held, for as long as the test needs
     control = {"saturation": ONE_AT_A_TIME, "sharing": "Strict", "fairness": "RoundRobin", "noEndpointTimeout": "5m"}
     edit(stack, "ModelServer", endpoints=[], flowControl=control)
@@ -141,7 +141,7 @@ async def test_of_two_hundred_held_clients_fifty_leave_and_the_rest_are_served_i
 
     # Envoy and extproc agree on what happened
     assert await metric(stack, "attache_picks_total") - picked_before == 150
-    assert await envoy_stat(stack, "cluster.server/llama.upstream_rq_total") - sent_before == 150
+    assert await envoy_stat(stack, "cluster.server/default/llama.upstream_rq_total") - sent_before == 150
     assert await metric(stack, "attache_queue_waits_total", outcome="left") == 50
     assert await metric(stack, "attache_queue_waits_total", outcome="sent") == 150
     assert await envoy_stat(stack, "http.attache.downstream_rq_rx_reset") == 50
@@ -290,7 +290,7 @@ async def test_top_shows_who_waits(held: Scene) -> None:
     )
     out, _ = await process.communicate()
     rows = [line.split() for line in out.decode().splitlines()]
-    assert ["llama", "standard", "3"] in [row[:3] for row in rows]
+    assert ["default/llama", "standard", "3"] in [row[:3] for row in rows]
     assert "acme" in [row[0] for row in rows if row]
     await asyncio.gather(blocker, *waiting)
 
@@ -339,13 +339,13 @@ async def test_a_model_without_engines_holds_its_requests_until_the_first_is_the
         clients.append(asyncio.create_task(held.ask(f"{'aaabbb'[number]}{number}", headers)))
         await eventually(lambda count=number + 1: metric_is(stack, "attache_queue_waiting", count))
     # what an autoscaler reads
-    assert await metric(stack, "attache_wanted_engines", server="llama") == 6
+    assert await metric(stack, "attache_wanted_engines", server="default/llama") == 6
 
     edit(stack, "ModelServer", endpoints=[{"address": engine}])
     answers = await asyncio.gather(*clients)
     assert [one.status_code for one in answers] == [200] * 6
     assert held.order == ["a0", "b3", "a1", "b4", "a2", "b5"]
-    assert await metric(stack, "attache_wanted_engines", server="llama") == 0
+    assert await metric(stack, "attache_wanted_engines", server="default/llama") == 0
 
 
 async def test_a_model_that_gets_no_engine_in_time_says_so(held: Scene) -> None:

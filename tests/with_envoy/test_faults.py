@@ -173,7 +173,7 @@ async def test_a_hundred_replacements_of_the_configuration_lose_no_request(fresh
         async def is_applied() -> bool:
             async with httpx.AsyncClient() as http:
                 text = (await http.get(f"{fresh.metrics}/metrics")).text
-            return f'attache_in_flight{{endpoint="{addresses[0]}",server="llama-final"}}' in text
+            return f'attache_in_flight{{endpoint="{addresses[0]}",server="default/llama-final"}}' in text
 
         await eventually(is_applied, timeout_s=30)
         await load.more(200)
@@ -191,7 +191,9 @@ async def test_a_server_under_a_new_name_takes_over_without_a_lost_request(fresh
                 async with httpx.AsyncClient() as http:
                     clusters = (await http.get(f"{fresh.admin}/clusters")).text
                 others = {"first", "second", "llama"} - {name}
-                return f"server/{name}::" in clusters and not any(f"server/{one}::" in clusters for one in others)
+                return f"server/default/{name}::" in clusters and not any(
+                    f"server/default/{one}::" in clusters for one in others
+                )
 
             await eventually(is_gone_from_envoy, timeout_s=30)
     assert load.tally.lost == []

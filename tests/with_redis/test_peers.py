@@ -40,7 +40,7 @@ class Process:
 
     @property
     def in_flight(self) -> int:
-        return int(self.pipeline.pools["llama"].table.in_flight.sum())
+        return int(self.pipeline.pools["default/llama"].table.in_flight.sum())
 
     def send(self, text: str) -> Decision:
         body = json.dumps({"model": "chat", "messages": [{"role": "user", "content": text}]}).encode()

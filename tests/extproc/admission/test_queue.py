@@ -11,6 +11,7 @@ from extproc.admission.queue import FairQueue
 from extproc.admission.queued_request import FlowKey, QueuedRequest
 from extproc.admission.saturation import Room
 from extproc.config.admission import Band, FlowControl, SaturationSpec
+from extproc.config.quantities import ByteSize, Duration
 from extproc.endpoints.ledger import charge
 from extproc.endpoints.table import EndpointTable
 from extproc.errors import QueueFull
@@ -104,7 +105,7 @@ def test_bands_share_by_their_shares_and_borrow_what_others_leave() -> None:
 
 @pytest.mark.parametrize(("ageing", "latest_s"), [("5s", 5.0), ("1h", 60.0)])
 def test_ageing_bounds_how_long_a_long_request_is_passed_by_short_ones(ageing: str, latest_s: float) -> None:
-    scene = Scene(order="ShortestFirst", ageing=ageing)
+    scene = Scene(order="ShortestFirst", ageing=Duration(ageing))
     long, now = scene.enter(input_tokens=100_000.0, uncached_tokens=100_000.0, expires_s=1e9), 0.0
     # ten short ones a second, and ten turns a second
     while now < 60.0:
@@ -189,7 +190,7 @@ def test_locality_serves_what_a_free_engine_holds_within_the_deficits() -> None:
 
 
 def test_locality_lets_nobody_wait_beyond_the_ageing_bound() -> None:
-    scene = Scene(fairness="DeficitLocality", ageing="10s")
+    scene = Scene(fairness="DeficitLocality", ageing=Duration("10s"))
     old = scene.enter("acme", input_tokens=900.0, uncached_tokens=900.0)
     near = scene.enter("acme", now=5.0, input_tokens=900.0, uncached_tokens=10.0, holders=((1, 890.0),))
     assert scene.next(busy=1, now=11.0) == old
@@ -215,7 +216,7 @@ def test_a_full_band_refuses_and_a_full_queue_makes_the_lowest_band_give_way() -
 
 
 def test_bytes_are_bounded_too_and_counted_back() -> None:
-    scene = Scene(max_bytes="1Ki")
+    scene = Scene(max_bytes=ByteSize("1Ki"))
     ticket = scene.enter(size_bytes=1000)
     with pytest.raises(QueueFull):
         scene.enter(size_bytes=100)
@@ -225,7 +226,7 @@ def test_bytes_are_bounded_too_and_counted_back() -> None:
 
 
 def test_an_eviction_that_would_not_help_takes_nobodys_place() -> None:
-    scene = Scene(max_bytes="1Ki")
+    scene = Scene(max_bytes=ByteSize("1Ki"))
     low = scene.enter("low", size_bytes=100, priority=-1)
     with pytest.raises(QueueFull):
         scene.enter("high", size_bytes=2000, priority=5)

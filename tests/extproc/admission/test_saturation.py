@@ -10,6 +10,7 @@ import pytest
 from extproc.admission.queued_request import FlowKey, QueuedRequest
 from extproc.admission.saturation import LOOK_AGAIN_S, Room, Stages
 from extproc.config.admission import SaturationSpec
+from extproc.config.quantities import Duration
 from extproc.endpoints.engine_reports import EngineState, report
 from extproc.endpoints.ledger import charge
 from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointTable, Traits
@@ -100,7 +101,7 @@ def test_requests_and_tokens_in_flight(table: EndpointTable) -> None:
 
 
 def test_the_wait_until_a_prompt_would_begin_and_when_it_is_short_again(table: EndpointTable) -> None:
-    limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait="500ms").limits()
+    limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=Duration("500ms")).limits()
     for row, tokens in ((0, 7_000), (1, 9_000)):
         charge(table, row, prefill_tokens=tokens, now=NOW)
     room = Room(table, limits, NOW)
@@ -133,7 +134,7 @@ def test_without_engines_nobody_goes(table: EndpointTable) -> None:
 
 
 def test_an_engine_a_little_too_full_may_be_worth_the_wait_for_what_it_has_cached(table: EndpointTable) -> None:
-    limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait="500ms", headroom=1.0).limits()
+    limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=Duration("500ms"), headroom=1.0).limits()
     cached = QueuedRequest("t", FlowKey("acme"), NOW, NOW + 60, input_tokens=100.0, uncached_tokens=10.0)
     charge(table, 0, prefill_tokens=0.9 * INITIAL_PREFILL_RATE, now=NOW)
 

@@ -38,7 +38,7 @@ def arrive(pipeline: Pipeline, body: bytes, now: float = 0.0) -> Decision:
 
 @pytest.fixture
 def pool(pipeline: Pipeline) -> Pool:
-    return pipeline.pools["llama"]
+    return pipeline.pools["default/llama"]
 
 
 def outcome_of(decision: Decision, **changes: object) -> Outcome:
@@ -64,7 +64,7 @@ def _serve_under_the_engines_name(pipeline: Pipeline) -> None:
 def test_a_request_goes_to_an_endpoint_with_the_others_behind_it(pipeline: Pipeline) -> None:
     decision = arrive(pipeline, chat())
 
-    assert decision.server == "llama"
+    assert decision.server == "default/llama"
     assert set(decision.assignment.addresses) == {"10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"}
     assert decision.body is None
 
@@ -347,7 +347,7 @@ spec: {modelName: llama, rules: [{targetModels: [{modelServerName: llama}]}]}
 
 def test_a_pair_is_charged_told_and_let_go_together(pipeline: Pipeline) -> None:
     pipeline.apply(load({"a.yaml": PAIRS}))
-    table = pipeline.pools["llama"].table
+    table = pipeline.pools["default/llama"].table
     # no prefill engine is in group b: it takes nothing as long as a can
     table.in_flight[table.row_of("10.0.0.3:8000")] = 100
     decision = arrive(pipeline, chat(model="llama"))
@@ -368,7 +368,7 @@ def test_a_pair_is_charged_told_and_let_go_together(pipeline: Pipeline) -> None:
 
 
 def test_an_adapter_goes_only_where_it_is_served(pipeline: Pipeline) -> None:
-    table = pipeline.pools["llama"].table
+    table = pipeline.pools["default/llama"].table
     row = table.row_of("10.0.0.2:8000")
     assert row is not None
     table.set_loras(row, Loras(served=frozenset({"llama-3.1-8b", "sql"})))

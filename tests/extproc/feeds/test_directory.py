@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.config.load import load_directory
+from extproc.config.directory import ConfigDirectory
 from extproc.core.pipeline import Pipeline
 from extproc.feeds.directory import DirectoryFeed
 from extproc.metrics.registry import Metrics
@@ -25,10 +25,11 @@ class Watched:
     def __init__(self, directory: Path) -> None:
         self.file = directory / "all.yaml"
         self.file.write_bytes(CONFIG)
-        snapshot = load_directory(directory)
+        followed = ConfigDirectory(directory)
+        snapshot = followed.read()
         self.pipeline = Pipeline(snapshot, rng=random.Random(0), ticket_prefix="t")
         self.metrics = Metrics(self.pipeline.pools.values, lambda: 0.0, lambda: 0.0)
-        self.feed = DirectoryFeed(directory, self.pipeline, self.metrics, settle_s=0.3)
+        self.feed = DirectoryFeed(followed, self.pipeline, self.metrics, settle_s=0.3)
         self.feed.started_with(snapshot)
 
     def names(self) -> list[str]:
@@ -95,8 +96,8 @@ async def test_a_new_server_waits_until_envoy_knows_it_too(watched: Watched, mon
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     watched.file.write_bytes(CONFIG.split(b"---")[0].replace(b"name: llama}", b"name: other}") + b"---" + CONFIG)
-    await watched.until(lambda: "other" in watched.pipeline.pools)
-    assert (0.3, ["llama"]) in waits
+    await watched.until(lambda: "default/other" in watched.pipeline.pools)
+    assert (0.3, ["default/llama"]) in waits
 
     waits.clear()
     watched.file.write_bytes(CONFIG.replace(b"modelName: chat", b"modelName: talk"))
@@ -117,14 +118,14 @@ async def test_a_picker_is_replaced_with_its_file_and_a_broken_one_is_refused(wa
     watched.file.write_bytes(CONFIG.replace(b"spec:\n  model:", b"spec:\n  pickerConfig: epp.yaml\n  model:"))
 
     def picker() -> object:
-        return watched.pipeline.pools["llama"].picker
+        return watched.pipeline.pools["default/llama"].picker
 
     await watched.until(lambda: isinstance(picker(), ConfiguredPicker))
-    pool = watched.pipeline.pools["llama"]
+    pool = watched.pipeline.pools["default/llama"]
     pool.table.in_flight[0] = 3
     file.write_bytes(PICKER.replace(b"random-picker", b"max-score-picker"))
     await watched.until(lambda: "MaxScore" in repr(picker()))
-    assert watched.pipeline.pools["llama"] is pool
+    assert watched.pipeline.pools["default/llama"] is pool
     assert pool.table.in_flight[0] == 3, "what is known of the engines stays"
     file.write_bytes(PICKER.replace(b"queue-scorer", b"queue-scorr"))
     await watched.until(lambda: watched.sample("attache_config_valid") == 0)

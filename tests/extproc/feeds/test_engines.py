@@ -84,7 +84,7 @@ async def scraped(engine: Engine, *more: str) -> AsyncIterator[tuple[Pool, Metri
     scraper = EngineScraper(pipeline, metrics, clock=clock, rng=random.Random(0))
     task = asyncio.create_task(scraper.run())
     try:
-        yield pipeline.pools["llama"], metrics, pipeline, address
+        yield pipeline.pools["default/llama"], metrics, pipeline, address
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -117,7 +117,7 @@ async def test_an_engine_that_fails_is_asked_less_and_the_others_go_on() -> None
     async with scraped(engine, "127.0.0.1:1") as (pool, metrics, _, _):
         await eventually(lambda: engine.asked >= 10)
         failed = metrics.registry.get_sample_value(
-            "attache_engine_reports_total", {"server": "llama", "result": "failed"}
+            "attache_engine_reports_total", {"server": "default/llama", "result": "failed"}
         )
         assert failed is not None
         assert 1 <= failed <= 6
@@ -127,7 +127,7 @@ async def test_an_engine_that_fails_is_asked_less_and_the_others_go_on() -> None
             lambda: (
                 (
                     metrics.registry.get_sample_value(
-                        "attache_engine_reports_total", {"server": "llama", "result": "failed"}
+                        "attache_engine_reports_total", {"server": "default/llama", "result": "failed"}
                     )
                     or 0
                 )

@@ -45,7 +45,7 @@ class Process:
         self.name = name
         self.pipeline = Pipeline(load({"a.yaml": config}), rng=random.Random(0), ticket_prefix=name)
         self.mirror = Mirror(self.pipeline)
-        self.pool = self.pipeline.pools["llama"]
+        self.pool = self.pipeline.pools["default/llama"]
 
     def hear(self, other: Process, *events: Event, now: float = 0.0) -> list[Outcome]:
         return self.mirror.receive(decode(encode(EventBatch(other.name, list(events)))), now)
@@ -141,14 +141,18 @@ def test_what_only_one_is_configured_for_is_passed_over() -> None:
 
 def test_one_asks_the_engines_for_all(pair: tuple[Process, Process]) -> None:
     one, other = pair
-    said = EngineSaid("llama", "10.0.0.2:8000", EngineState(waiting=4, running=2), CacheConfig(16, 64_000))
-    other.hear(one, said, EngineSaid("llama", "10.0.0.2:8000", EngineState(), models=frozenset({"sql"})), now=5.0)
+    said = EngineSaid("default/llama", "10.0.0.2:8000", EngineState(waiting=4, running=2), CacheConfig(16, 64_000))
+    other.hear(
+        one, said, EngineSaid("default/llama", "10.0.0.2:8000", EngineState(), models=frozenset({"sql"})), now=5.0
+    )
     row = other.pool.table.row_of("10.0.0.2:8000")
     assert row is not None
     assert (other.pool.table.waiting[row], other.pool.table.seen_at_s[row]) == (4, 5.0)
     assert other.pool.table.loras[row].served == frozenset({"sql"})
     assert other.pool.caches.index.first_block_bytes == 64
-    other.hear(one, EngineSaid("gone", "10.0.0.2:8000", EngineState()), EngineSaid("llama", "gone:1", EngineState()))
+    other.hear(
+        one, EngineSaid("gone", "10.0.0.2:8000", EngineState()), EngineSaid("default/llama", "gone:1", EngineState())
+    )
 
 
 LIMITED = CONFIG.replace(b"  loraAdapters: [sql]", b"  loraAdapters: [sql]\n  rateLimits: [{unit: hour, requests: 10}]")
@@ -178,7 +182,7 @@ def test_a_flow_is_charged_everywhere_for_what_it_had_anywhere() -> None:
     b.hear(a, sending)
 
     def counter(one: Process) -> float:
-        flows = one.pipeline.admission.gates["llama"].queue.band_of(0).flows
+        flows = one.pipeline.admission.gates["default/llama"].queue.band_of(0).flows
         policy = flows.policy
         assert isinstance(policy, VirtualTokenCounter)
         return float(policy.counters[flows.row_of(FlowKey("acme", "llama-3.1-8b"))])

@@ -199,7 +199,7 @@ def test_answers_pass_unchanged_and_teach(pipeline: Pipeline) -> None:
     (address,) = pick_of(
         gateway.body(CHAT.replace(b"{", b'{"stream": true, "stream_options": {"include_usage": true}, ', 1))[0]
     )
-    table = pipeline.pools["llama"].table
+    table = pipeline.pools["default/llama"].table
     row = table.row_of(address)
     assert row is not None
     assert table.in_flight[row] == 1
@@ -237,7 +237,7 @@ def test_another_endpoint_that_served_is_noticed(pipeline: Pipeline) -> None:
     gateway.headers()
     first, second, _ = pick_of(gateway.body(CHAT)[0])
     gateway.answer(200, b"{}", served=second)
-    table = pipeline.pools["llama"].table
+    table = pipeline.pools["default/llama"].table
     assert table.failures[table.row_of(first)] == 1
     assert table.failures[table.row_of(second)] == 0
 
@@ -247,7 +247,7 @@ def test_a_client_that_leaves_teaches_nothing_and_frees_its_engine(pipeline: Pip
     gateway.headers()
     gateway.body(CHAT)
     gateway.exchange.close()
-    table = pipeline.pools["llama"].table
+    table = pipeline.pools["default/llama"].table
     assert table.in_flight.sum() == 0
     assert not table.has_failures
 
@@ -267,7 +267,7 @@ spec: {model: base, endpoints: [{address: "10.0.0.1:8000"}]}
         ("POST", "/", b""),
         ("GET", "/anything", None),
     ]:
-        gateway = Gateway(pipeline, pool="pool")
+        gateway = Gateway(pipeline, pool="default/pool")
         head, *rest = (
             gateway.headers(path, method=method, end=True)
             if body is None
@@ -276,7 +276,7 @@ spec: {model: base, endpoints: [{address: "10.0.0.1:8000"}]}
         assert pick_of(head) == ["10.0.0.1:8000"]
         assert sent_on(rest)[0] == (body or b"")
     pipeline.apply(load({"a.yaml": config.replace(b"name: pool", b"name: other")}))
-    gateway = Gateway(pipeline, pool="pool")
+    gateway = Gateway(pipeline, pool="default/pool")
     (answer,) = gateway.headers("/anything", method="GET", end=True)
     assert answer.immediate_response.status.code == 503
 
@@ -313,7 +313,7 @@ def test_answers_are_spared_the_way_where_the_gateway_allows_it(pipeline: Pipeli
     head.response_headers.headers.headers.add(key=":status", raw_value=b"200")
     assert len(gateway.send(head)) == 1
     gateway.exchange.close()
-    assert pipeline.pools["llama"].table.in_flight.sum() == 0
+    assert pipeline.pools["default/llama"].table.in_flight.sum() == 0
 
 
 def test_messages_out_of_order_are_named_as_the_mistake(pipeline: Pipeline) -> None:

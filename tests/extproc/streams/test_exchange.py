@@ -67,7 +67,7 @@ def test_headers_pass_and_the_body_brings_the_decision(conversation: Conversatio
     destination = metadata["envoy.lb"]["x-gateway-destination-endpoint"].string_value
     length = str(len(common.body_mutation.body))
     assert headers == {
-        "x-attache-server": "llama",
+        "x-attache-server": "default/llama",
         "x-gateway-destination-endpoint": destination,
         "content-length": length,
     }
@@ -75,7 +75,7 @@ def test_headers_pass_and_the_body_brings_the_decision(conversation: Conversatio
     assert metadata["attache"]["ticket"].string_value == "t-1"
     assert json.loads(common.body_mutation.body)["model"] == "llama-3.1-8b"
     conversation.exchange.close()
-    assert pipeline.pools["llama"].table.in_flight.sum() == 0
+    assert pipeline.pools["default/llama"].table.in_flight.sum() == 0
     assert conversation.sample("attache_requests_total", outcome="picked") == 1
 
 
@@ -229,4 +229,4 @@ def test_a_client_that_leaves_while_its_request_is_held_leaves_nothing_behind(pi
     assert not pipeline.admission.has_waiting
     for one in conversations[:2]:
         one.exchange.close()
-    assert pipeline.pools["llama"].table.in_flight.sum() == 0
+    assert pipeline.pools["default/llama"].table.in_flight.sum() == 0
