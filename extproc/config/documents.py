@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 # libyaml is several times faster; the pure loader reads the same.
 _Loader: type[yaml.SafeLoader | yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-_NEXT_DOCUMENT: Final = re.compile(r"^---(?=[ \t\r\n]|\Z)", re.MULTILINE)
 # Directives, ends of documents and rare line breaks: with them, only YAML's own parser knows where documents begin.
-_NEEDS_PARSER: Final = re.compile("^(?:%|\\.\\.\\.)|\r(?!\n)|[\x85\u2028\u2029]", re.MULTILINE)
+_NEED_PARSER: Final = ("\n%", "\n...", "\x85", "\u2028", "\u2029")
+_LONE_RETURN: Final = re.compile("\r(?!\n)")
 _BYTE: Final = re.compile(r"\(byte (\d+)\)")
 
 
@@ -47,7 +47,7 @@ def split(file: str, text: str) -> list[Document]:
     """
     if file.endswith(".json"):
         return _split_json(file, text)
-    starts = [0, *(_parsed_starts(text) if _NEEDS_PARSER.search(text) else _marked_starts(text))]
+    starts = [0, *(_parsed_starts(text) if _needs_parser(text) else _marked_starts(text))]
     found = []
     line = 1
     for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
@@ -63,8 +63,19 @@ def read(document: Document) -> tuple[Any, list[Finding]]:
     return _read_json(document) if document.is_json else _read_yaml(document)
 
 
-def _marked_starts(text: str) -> list[int]:
-    return [match.start() for match in _NEXT_DOCUMENT.finditer(text) if match.start()]
+def _needs_parser(text: str) -> bool:
+    # plain searches: an expression for all of them takes longer than reading the rest of a large file
+    if any(mark in text for mark in _NEED_PARSER) or text.startswith(("%", "...")):
+        return True
+    return "\r" in text and _LONE_RETURN.search(text) is not None
+
+
+def _marked_starts(text: str) -> Iterator[int]:
+    start = text.find("\n---")
+    while start >= 0:
+        if text[start + 4 : start + 5] in {"", " ", "\t", "\r", "\n"}:
+            yield start + 1
+        start = text.find("\n---", start + 4)
 
 
 def _parsed_starts(text: str) -> list[int]:
