@@ -39,10 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
             bundle.error("write --config DIR and --out DIR")
         path = options.path or str(options.out.resolve())
         directory = ConfigDirectory(options.config)
-        snapshot = directory.read()
-        write_once(snapshot, options.out, path)
         if options.watch:
-            follow(directory, options.out, path, snapshot)
+            follow(directory, options.out, path)
+        else:
+            write_once(directory.read(), options.out, path)
     except ConfigInvalid as error:
         print(error, file=sys.stderr)
         print(f"{len(error.mistakes)} to mend", file=sys.stderr)

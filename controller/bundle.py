@@ -6,6 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
+from controller.gateway.bundle import BundleWriter
 from controller.gateway.publish import Lingering, remove_orphans, steps, write
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
@@ -28,19 +29,18 @@ GOLDEN_PATH: Final = "/etc/attache/envoy"
 
 def write_once(snapshot: Snapshot, out: Path, path: str) -> None:
     """Write the bundle of ``snapshot`` into ``out``. ``path``: where Envoy will find it."""
-    for step in steps(None, snapshot, path):
-        write(out, step)
-    remove_orphans(out, snapshot)
+    _write_first(snapshot, out, BundleWriter(path))
 
 
-def follow(config: ConfigDirectory, out: Path, path: str, snapshot: Snapshot) -> None:
-    """Until interrupted, write again on every change. ``snapshot``: whose bundle is written already.
+def follow(config: ConfigDirectory, out: Path, path: str) -> None:
+    """Write the bundle of ``config``, and until interrupted again on every change; raises ConfigInvalid at the start.
 
-    A broken configuration is logged, and the last good bundle stays.
+    Later a broken configuration is logged, and the last good bundle stays.
     """
     clock = time.monotonic  # noqa: TID251 - the edge
-    lingering = Lingering(_LINGER_S)
-    written = snapshot
+    lingering, writer = Lingering(_LINGER_S), BundleWriter(path)
+    snapshot = written = config.read()
+    _write_first(snapshot, out, writer)
     while True:
         if config.has_changed():
             fresh = _read(config) or snapshot
@@ -50,11 +50,17 @@ def follow(config: ConfigDirectory, out: Path, path: str, snapshot: Snapshot) ->
             snapshot = fresh
         queued = lingering.added_to(snapshot, clock())
         if queued != written:
-            for step in steps(written, queued, path):
+            for step in steps(written, queued, writer):
                 time.sleep(step.wait_s)
                 write(out, step)
             written = queued
         time.sleep(_POLL_S)
+
+
+def _write_first(snapshot: Snapshot, out: Path, writer: BundleWriter) -> None:
+    for step in steps(None, snapshot, writer):
+        write(out, step)
+    remove_orphans(out, snapshot)
 
 
 def _read(config: ConfigDirectory) -> Snapshot | None:

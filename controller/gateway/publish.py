@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.gateway.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
-from controller.gateway.bundle import build, with_servers
+from controller.gateway.bundle import with_servers
 from controller.gateway.clusters import endpoints_file
 
 if TYPE_CHECKING:
+    from controller.gateway.bundle import BundleWriter
     from extproc.config.types import ModelServer, Snapshot
 
 # Envoy reads a file within some milliseconds of its being moved into place; clusters then connect and warm up.
@@ -29,16 +30,16 @@ class Step(msgspec.Struct, frozen=True):
     gone: tuple[str, ...] = ()
 
 
-def steps(before: Snapshot | None, after: Snapshot, directory: str) -> list[Step]:
+def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> list[Step]:
     """How to replace the bundle of ``before`` by that of ``after``: make before break, as xDS asks for.
 
     Source: Envoy's xDS protocol, "Eventual consistency considerations": clusters and endpoints come before the routes
     that name them, and go after them.
     """
-    final = build(after, directory)
+    final = writer.build(after)
     if before is None:
         return [Step(0.0, final)]
-    both = build(with_servers(after, before.servers), directory)
+    both = writer.build(with_servers(after, before.servers))
     clusters = {name: text for name, text in both.items() if _comes_first(name)}
     others = {name: text for name, text in final.items() if not _comes_first(name)}
     planned = [Step(0.0, clusters), Step(_TAKEN_UP_S, others)]

@@ -12,7 +12,7 @@ import pytest
 
 from controller.__main__ import main
 from controller.bundle import GOLDEN_PATH
-from controller.gateway.bundle import build, with_servers
+from controller.gateway.bundle import BundleWriter, build, with_servers
 from controller.gateway.publish import Lingering, Step, remove_orphans, steps, write
 from extproc.config.directory import load_directory
 from extproc.config.load import load
@@ -196,7 +196,7 @@ def names_by_step(planned: list[Step], file: str) -> list[set[str]]:
 
 def test_clusters_come_before_the_routes_that_name_them_and_go_after_them() -> None:
     before, after = snapshot_of("one", "two"), snapshot_of("one", "three", second="three")
-    planned = steps(before, after, "/x")
+    planned = steps(before, after, BundleWriter("/x"))
     assert [sorted(step.files) for step in planned] == [
         ["cds.json", "eds/default/one.json", "eds/default/three.json", "eds/default/two.json"],
         ["bootstrap.json", "lds.json", "rds.json"],
