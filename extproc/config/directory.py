@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SUFFIXES: Final = (".yaml", ".yml", ".json")
 _TRIES: Final = 10
 
-# Inode, time of the last change of inode or content, and size of a file.
+# Inode, times of the last change of content and of inode, and size of a file.
 _Identity = tuple[int, int, int, int]
 
 
@@ -67,6 +67,7 @@ class ConfigDirectory:
     def _try(self) -> Snapshot | ConfigInvalid | OSError:
         self._seen, self._is_stale = self._scan(), False
         if self._seen is None:
+            self._young = set()
             advice = "is not a directory that can be read; name one that holds YAML or JSON files"
             return ConfigInvalid([Mistake(str(self._path), 0, "", advice)])
         try:
@@ -82,9 +83,8 @@ class ConfigDirectory:
                 contents[name] = known
             else:
                 contents[name] = identity, (self._path / name).read_bytes()
-        self._young = {name for name in contents if contents[name] is not self._contents.get(name)} | (
-            self._young & set(contents)
-        )
+        fresh = {name for name in contents if contents[name] is not self._contents.get(name)}
+        self._young = fresh | (self._young & contents.keys())
         self._contents = contents
         return {name: content for name, (_, content) in contents.items()}
 
