@@ -1,4 +1,4 @@
-"""The command line: ``python -m controller bundle`` writes, and keeps up to date, an Envoy bundle."""
+"""The command line: ``python -m controller bundle`` writes an Envoy bundle."""
 
 from __future__ import annotations
 

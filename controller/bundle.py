@@ -1,4 +1,4 @@
-"""The bundle command: reads the configuration directory, writes the bundle, and follows changes if asked to."""
+"""The bundle command: writes the bundle of a directory and follows its changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2
-# extproc takes up to four seconds to follow a change that names a new server, and sends requests to the old one until then.
+# extproc follows a change that names a new server within four seconds, and uses the old one until then.
 _LINGER_S: Final = 10.0
 
 # Where the golden bundles expect to be mounted.

@@ -1,4 +1,4 @@
-"""A snapshot of the configuration to an Envoy bundle: a bootstrap and the files that Envoy watches."""
+"""A snapshot to an Envoy bundle: a bootstrap and the files that Envoy watches."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def _extproc(gateway: GatewayConfigSpec) -> dict[str, object]:
 
 
 def longest_wait_s(snapshot: Snapshot) -> float:
-    """For how long extproc may hold a request of any server."""
+    """The longest time for which extproc may hold a request of any server."""
     controls = [snapshot.flow_control_of(server.spec) for server in snapshot.servers]
     return max((control.longest_wait_s for control in controls if control is not None), default=0.0)
 
 
 def with_servers(snapshot: Snapshot, more: Iterable[ModelServer]) -> Snapshot:
-    """``snapshot`` with those of ``more`` that it does not have; no rule sends new requests there."""
+    """``snapshot`` plus those of ``more`` that it lacks; no rule sends new requests to them."""
     names = {server.metadata.key for server in snapshot.servers}
     added = tuple(server for server in more if server.metadata.key not in names)
     return msgspec.structs.replace(snapshot, servers=(*snapshot.servers, *added)) if added else snapshot

@@ -80,7 +80,7 @@ def endpoints_file(server: str) -> str:
 
 
 def server_cluster(server: ModelServer, directory: str) -> Cluster:
-    """extproc's list decides, going down it on retries; without one, the engine with the fewest requests."""
+    """Balanced by extproc's list of endpoints, on retries its next entry; without a list, by least requests."""
     policy = server.spec.traffic_policy
     name = server_cluster_name(server.metadata.key)
     return Cluster(
@@ -91,7 +91,7 @@ def server_cluster(server: ModelServer, directory: str) -> Cluster:
         ),
         connect_timeout=seconds(policy.connect_timeout),
         load_balancing_policy=_override_host(),
-        # When every engine is ejected, trying them beats refusing; while one is left, the ejected are left alone.
+        # Ejected engines get requests only when all are ejected.
         common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=1.0)),
         outlier_detection=_outlier_detection(policy.outlier_detection),
         circuit_breakers=_circuit_breakers(),
@@ -119,14 +119,14 @@ def server_endpoints(server: ModelServer) -> dict[str, object]:
 
 
 def extproc_cluster(gateway: GatewayConfigSpec) -> Cluster:
-    """extproc over HTTP/2. Its readiness is asked every second, so that one that hangs is passed over soon."""
+    """extproc over HTTP/2, with a health check every second, so that a hung process is skipped soon."""
     return Cluster(
         name=EXTPROC_CLUSTER,
         type=ClusterDiscoveryType.STATIC,
         load_assignment=_assignment(EXTPROC_CLUSTER, worker_addresses(gateway.extproc, gateway.extproc_workers)),
         connect_timeout=seconds(1),
         circuit_breakers=_circuit_breakers(),
-        # An unready extproc is none at all: what happens then is the failure mode's to say.
+        # Never send to an unready extproc: the failure mode decides what happens then.
         common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0)),
         health_checks=[
             HealthCheck(
@@ -210,7 +210,7 @@ def _circuit_breakers() -> CircuitBreakers:
 
 
 def _keepalive() -> UpstreamConnectionOptions:
-    """A silent engine is asked after 30 s, and again three times: a machine that vanished is noticed within a minute."""
+    """A probe after 30 s of silence and three more every 10 s: a vanished machine is noticed within a minute."""
     return UpstreamConnectionOptions(
         tcp_keepalive=TcpKeepalive(keepalive_time=30, keepalive_interval=10, keepalive_probes=3)
     )

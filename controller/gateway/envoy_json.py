@@ -1,4 +1,4 @@
-"""Helpers for Envoy's configuration: durations, addresses, typed extensions, and messages as JSON."""
+"""Helpers for Envoy's configuration: durations, addresses, extensions, JSON."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def to_json(message: Message) -> str:
 
 
 def to_plain(message: Message) -> dict[str, object]:
-    """A message as JSON would have it."""
+    """A message as plain JSON data."""
     plain: dict[str, object] = message.to_dict(casing=_PROTO_NAMES)
     return plain
 

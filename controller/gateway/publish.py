@@ -1,4 +1,4 @@
-"""From one bundle to the next while Envoy runs: in an order in which nothing refers to what is not there."""
+"""From one bundle to the next while Envoy runs: make before break."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> lis
 
 
 class Lingering:
-    """Servers that the configuration no longer has, but to which requests may still be on their way.
+    """Servers that have left the configuration, and to which extproc may still send requests.
 
-    extproc follows the configuration at its own pace: until it has surely forgotten a server, Envoy keeps its route.
+    extproc follows the configuration at its own pace, so Envoy keeps their routes for some seconds.
     """
 
     def __init__(self, linger_s: float) -> None:
@@ -86,7 +86,7 @@ def _comes_first(name: str) -> bool:
 
 
 def write(out: Path, step: Step) -> None:
-    """Carry out the files of ``step`` in ``out``. Files that would not change are left alone: Envoy need not read them."""
+    """Carry out the files of ``step`` in ``out``. A file that would not change is left alone."""
     for name, text in step.files.items():
         _replace(out / name, text)
     for name in step.gone:

@@ -1,4 +1,4 @@
-"""Routes: by extproc's word, and, where the failure mode allows it, by the model's name when extproc is down."""
+"""Routes: by extproc's decision, or without extproc by the model's name."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def route_resource(snapshot: Snapshot, memo: Memo) -> dict[str, object]:
 
 
 def _rate_limit_headers(snapshot: Snapshot) -> list[HeaderValueOption]:
-    """What extproc has said of limits in metadata; nothing where it has not."""
+    """The state of the caller's limits, which extproc writes into metadata."""
     if not any(route.spec.rate_limits for route in snapshot.routes):
         return []
     return [
@@ -157,7 +157,7 @@ def _match_without_extproc(rule: RouteRule, names: list[str]) -> RouteMatch:
 
 
 def _renaming(route: Route, targets: list[tuple[ModelServer, int]]) -> Route:
-    """``route``, writing the engines' name of the model into bodies: of the target that the weights choose."""
+    """``route``, which writes into bodies the model name of the engines that the weights choose."""
     configs = [{RENAME_FILTER: Any.pack(rename_model(server.spec.model))} for server, _ in targets]
     weighted = route.route.weighted_clusters if route.route is not None else None
     if weighted is None:
@@ -237,7 +237,7 @@ def _string_matcher(match: StringMatch) -> StringMatcher:
 
 
 def _is_inference() -> HeaderMatcher:
-    """Engines serve more than inference (loading adapters, metrics): none of that is for clients."""
+    """Engines serve more than inference (loading adapters, metrics), which clients must not reach."""
     paths = "|".join(re.escape(path) for path in _INFERENCE_PATHS)
     return HeaderMatcher(name=":path", string_match=StringMatcher(safe_regex=RegexMatcher(regex=f"({paths})(\\?.*)?")))
 

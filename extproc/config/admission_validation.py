@@ -1,4 +1,4 @@
-"""What must hold of limits, queues and authentication beyond their shape."""
+"""Checks of limits, queues and authentication beyond their shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_limits(limits: Sequence[RateLimit]) -> Iterator[Finding]:
-    """Each limits something, and names a header if it counts by one."""
+    """Each limits something; the field 'header' goes with ``per: Header``."""
     for index, limit in enumerate(limits):
         path: Path = ("spec", "rateLimits", index)
         if not any((limit.requests, limit.input_tokens, limit.output_tokens, limit.total_tokens)):
@@ -25,7 +25,7 @@ def check_limits(limits: Sequence[RateLimit]) -> Iterator[Finding]:
 
 
 def check_flow_control(control: FlowControl) -> Iterator[Finding]:
-    """Bands differ, and something can go."""
+    """Bands differ in name and priority, and the limits let requests through."""
     path: Path = ("spec", "flowControl")
     if control.saturation.limits().max_wait_s == 0:
         yield (*path, "saturation", "maxWait"), "nothing could ever go; write a longer time, or null"
@@ -39,7 +39,7 @@ def check_flow_control(control: FlowControl) -> Iterator[Finding]:
 
 
 def check_authentication(authentication: Authentication) -> Iterator[Finding]:
-    """Either keys or tokens, and each of them once."""
+    """Either keys or tokens, each with a name of its own."""
     path: Path = ("spec", "authentication")
     if bool(authentication.api_keys) == bool(authentication.jwt):
         yield path, "write apiKeys or jwt, one of the two"

@@ -62,9 +62,9 @@ _DECODERS: Final[Mapping[str, msgspec.json.Decoder[Any]]] = MappingProxyType(
 def decode(document: Document) -> tuple[Object | None, list[Mistake]]:
     """The object and the mistakes in it; no object, and mistakes unless the document is empty, if it has another shape.
 
-    An object with mistakes is there to be compared with others, so that all mistakes are told at once; it is not for use.
+    An object with mistakes is not for use: it is returned so that references to it are not reported too.
 
-    What is well formed is decoded straight into its type. Only what is not is looked at field by field.
+    A well-formed document is decoded straight into its type; only others are compared with it field by field.
     """
     decoded = _decode_json(document) if document.is_json else None
     findings: list[Finding] = []
@@ -137,7 +137,7 @@ def _convert(value: object) -> tuple[_Decoded | None, list[Finding]]:
 
 
 def _convert_leniently(value: object, cls: type[_Decoded]) -> _Decoded | None:
-    """With something else in the place of durations and sizes that are none: for the mistakes in what is beside them."""
+    """With placeholders for invalid durations and sizes, so that mistakes elsewhere in the document are found too."""
     try:
         found: _Decoded = msgspec.convert(value, cls, dec_hook=decode_quantity_leniently)
     except msgspec.ValidationError:

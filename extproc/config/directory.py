@@ -1,4 +1,4 @@
-"""A configuration directory that is read again, and decoded again, only where it has changed."""
+"""A configuration directory of which only what has changed is read again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Identity = tuple[int, int, int, int]
 
 
 class ConfigDirectory:
-    """The YAML and JSON files of a directory. Hidden files and folders are left out (Kubernetes keeps its own there)."""
+    """The YAML and JSON files of a directory, without hidden files and folders (Kubernetes has its own there)."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

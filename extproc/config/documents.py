@@ -1,4 +1,4 @@
-"""Files to documents, documents to plain data, and the line on which each field stands."""
+"""Files to documents, documents to plain data, and the line of each field."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ Finding = tuple[Path, str]
 
 
 class Mistake(msgspec.Struct, frozen=True, order=True):
-    """One thing to mend. ``line`` counts from 1; 0 means the file as a whole."""
+    """Something wrong in a file. ``line`` counts from 1; 0 means the file as a whole."""
 
     file: str
     line: int

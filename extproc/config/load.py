@@ -1,4 +1,4 @@
-"""Files to one Snapshot, or to every mistake in them; what has not changed is not decoded again."""
+"""Files to one Snapshot, or to every mistake; only what changed is decoded again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig, InferenceObjective)
 
 
 class _Reading(msgspec.Struct, frozen=True):
-    """What one document came to."""
+    """A document with what it decoded to."""
 
     document: Document
     object: Object | None
@@ -31,9 +31,9 @@ class _Reading(msgspec.Struct, frozen=True):
 
 
 class Loader:
-    """Files to snapshots. An object whose text has not changed since the last call is the same object again.
+    """Files to snapshots. A document whose text has not changed since the last call gives the same object again.
 
-    Documents are told apart by their text, wherever it stands: a longer document moves those after it, and costs nothing more.
+    It may move within its file, or to another: the text alone counts.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ def _check_references(
     servers: Sequence[tuple[Document, ModelServer]],
     pickers: Collection[str],
 ) -> Iterator[Mistake]:
-    """What documents name is there."""
+    """Every ModelServer and file that is referred to exists."""
     for document, server in servers:
         file = server.spec.picker_config
         if file is not None and file not in pickers:

@@ -1,7 +1,7 @@
 """EndpointPickerConfig, as llm-d and the Gateway API Inference Extension write it.
 
-Source: llm-d-router ``pkg/epp/config``. ``plugins`` name types and parameters; ``schedulingProfiles`` refer to them with
-weights. Which types there are, and what parameters they take, ``extproc.scheduling`` knows.
+Source: llm-d-router ``pkg/epp/config``. ``plugins`` name types and parameters; ``schedulingProfiles`` refer to them
+with weights. Which types there are, and what parameters they take, ``extproc.scheduling`` knows.
 """
 
 from __future__ import annotations

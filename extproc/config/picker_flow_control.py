@@ -1,4 +1,4 @@
-"""The flow control of an EndpointPickerConfig (llm-d) as ours: its bands, policies and detectors by their names there."""
+"""The flow control section of llm-d's EndpointPickerConfig as our FlowControl."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ConcurrencyParameters(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def check_flow_control_section(config: EndpointPickerConfig) -> Iterator[Finding]:
-    """The parameters of its detector are what the detector takes."""
+    """The parameters of the saturation detector have the right shape."""
     plugins = _Plugins(config)
     if not plugins.has_flow_control:
         return
@@ -70,7 +70,7 @@ def check_flow_control_section(config: EndpointPickerConfig) -> Iterator[Finding
 
 
 def flow_control_of(config: EndpointPickerConfig) -> FlowControl | None:
-    """None where the file does not ask for any; of a config in which ``check_flow_control_section`` finds nothing."""
+    """None without the feature gate. Expects a config in which ``check_flow_control_section`` finds nothing."""
     plugins = _Plugins(config)
     if not plugins.has_flow_control:
         return None
@@ -95,7 +95,7 @@ def flow_control_of(config: EndpointPickerConfig) -> FlowControl | None:
 
 
 class _Plugins:
-    """Types and parameters by the names that references use; a type that is not written down has no parameters."""
+    """Plugins by the names that references use; a name that no plugin has is a type with its defaults."""
 
     def __init__(self, config: EndpointPickerConfig) -> None:
         self._places = {one.called: (index, one) for index, one in enumerate(config.plugins)}

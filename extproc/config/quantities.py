@@ -1,4 +1,4 @@
-"""Durations and sizes as people write them (``250ms``, ``1h30m``, ``64Mi``), decoded when a file is read."""
+"""Durations (``250ms``, ``1h30m``) and sizes (``64Mi``), decoded when read."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def decode_quantity(kind: type, value: object) -> object:
 
 
 def decode_quantity_leniently(kind: type, value: object) -> object:
-    """The same, with some duration or size in the place of what is none."""
+    """The same, with a placeholder for what is invalid."""
     try:
         return decode_quantity(kind, value)
     except ValueError:

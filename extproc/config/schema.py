@@ -1,4 +1,4 @@
-"""Every way in which plain data differs from a type, not only the first one that a decoder would stop at.
+"""Every way in which plain data differs from a type; decoders stop at the first.
 
 Walks the data beside msgspec's own description of the type; single values, and in the end the whole, are judged by
 ``msgspec.convert`` itself, so this can never accept what the decoder refuses.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_shape(value: object, cls: type) -> list[Finding]:
-    """All differences; empty exactly if ``value`` decodes to a ``cls``."""
+    """All differences between ``value`` and a ``cls``; empty if and only if it decodes."""
     found = list(_walk(value, inspect.type_info(cls), ()))
     if not found:
         try:

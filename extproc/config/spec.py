@@ -1,4 +1,4 @@
-"""What all documents have in common: how fields are spelled, and how objects are named."""
+"""What all documents share: how fields are spelled and how objects are named."""
 
 from __future__ import annotations
 

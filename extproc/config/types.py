@@ -1,4 +1,4 @@
-"""The configuration that extproc and the controller share: ModelRoute, ModelServer, GatewayConfig, and the Snapshot of them.
+"""The kinds that extproc and the controller share, and the Snapshot of all of them.
 
 The YAML documents of the configuration directory (and, in a cluster, the custom resources of the same names) decode
 into these structs. ``Snapshot`` is one consistent reading of a whole directory. Field names on the wire are camelCase.
@@ -48,9 +48,9 @@ class RouteRule(Spec, frozen=True):
     target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=16)]
     name: str = ""
     model_match: ModelMatch | None = None
-    # of requests that no InferenceObjective says more of; below 0: the first to go when engines are scarce
+    # of requests without an InferenceObjective; those below 0 are refused first when engines are full
     priority: Priority = 0
-    # how soon the first token is wanted, for the order Deadline
+    # time to first token that these requests want, for the order Deadline
     ttft_target: Duration | None = None
 
 
@@ -69,8 +69,9 @@ class ModelRouteSpec(Spec, frozen=True):
 class StaticEndpoint(Spec, frozen=True):
     """One engine: ``ip:port`` (``[::1]:8000`` for IPv6).
 
-    ``price``: what a second of it costs, relative to others. ``draining``: it gets nothing new while others are there.
-    ``kv_events`` and ``kv_replay``: where this engine publishes and replays KV events, if not on its ModelServer's ports.
+    ``price``: cost of one second, relative to other endpoints. ``draining``: no new requests while another can take
+    them. ``kv_events`` and ``kv_replay``: addresses of its KV events and of their replay; by default its
+    ModelServer's ports.
     """
 
     address: NonEmpty
@@ -82,9 +83,9 @@ class StaticEndpoint(Spec, frozen=True):
 
 
 class PdGroup(Spec, frozen=True):
-    """Engines in two roles: labels say who computes prompts and who writes answers; a pair shares ``group_key``'s value.
+    """Prefill and decode engines, told apart by labels. A pair has the same value of the label ``group_key``.
 
-    A prompt of which the decode engine misses less than ``min_uncached_tokens`` is computed there.
+    The decode engine computes a prompt itself if its cache lacks fewer than ``min_uncached_tokens`` of it.
     """
 
     prefill_labels: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
@@ -94,9 +95,10 @@ class PdGroup(Spec, frozen=True):
 
 
 class KvEventsSpec(Spec, frozen=True):
-    """Engines publish what enters and leaves their KV caches (vLLM's ``--kv-events-config``); we know their caches precisely.
+    """Engines publish what enters and leaves their KV caches (vLLM's ``--kv-events-config``).
 
-    Rank r of ``data_parallel_size`` publishes on ``port + r``. Without ``replay_port``, what was missed stays unknown.
+    Rank r of ``data_parallel_size`` publishes on ``port + r``. Without ``replay_port``, missed events are not
+    recovered.
     """
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 5557
@@ -106,10 +108,10 @@ class KvEventsSpec(Spec, frozen=True):
 
 
 class TokenizerSpec(Spec, frozen=True):
-    """Who turns prompts into tokens for precise matching: the files in ``path``, or else the engines' own /tokenize."""
+    """How prompts become tokens for precise matching: by the files in ``path``, or else by the engines' /tokenize."""
 
     path: NonEmpty | None = None
-    # the longest that a request waits for its tokens; then the approximate index decides
+    # a request waits no longer than this for its tokens; the approximate index then decides
     timeout: Duration = Duration("200ms")
 
 
@@ -120,7 +122,7 @@ class RetryPolicy(Spec, frozen=True):
 
 
 class OutlierDetection(Spec, frozen=True):
-    """When Envoy takes an engine out of the set, and for how long at first."""
+    """When Envoy ejects an engine, and for how long the first time."""
 
     consecutive_failures: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 3
     ejection_time: Duration = Duration("10s")
@@ -150,13 +152,13 @@ class ModelServerSpec(Spec, frozen=True):
     # A file of this directory that holds an EndpointPickerConfig; it takes the place of ``picker``.
     picker_config: NonEmpty | None = None
     pd_group: PdGroup | None = None
-    # How often engines are asked how they are; 0s: never.
+    # Between two reads of an engine's metrics; 0s: never.
     scrape_interval: Duration = Duration("200ms")
     kv_events: KvEventsSpec | None = None
     tokenizer: TokenizerSpec = TokenizerSpec()
-    # A request header: prompts under different values share no cache (a tenant's salt, say).
+    # A request header: prompts with different values of it share no cache (a tenant's salt, say).
     cache_scope_header: NonEmpty | None = None
-    # Who goes first when the engines are scarce; without it, every request goes at once.
+    # Which requests go first while engines are full; without it, every request goes at once.
     flow_control: FlowControl | None = None
 
 
@@ -174,10 +176,10 @@ class GatewayConfigSpec(Spec, frozen=True):
     message_timeout: Duration = Duration("5s")
     max_body_size: ByteSize = ByteSize("64Mi")
     access_log_flush: Duration = Duration("200ms")
-    # Trusted: whoever can connect is a gateway of our own, which writes tenants, users and objectives into headers and removes
-    # what its clients put there. Untrusted: such headers are removed here.
+    # Trusted: only gateways of our own can connect, which write tenants, users and objectives into headers and remove
+    # their clients'. Untrusted: such headers are removed here.
     clients: Literal["Untrusted", "Trusted"] = "Untrusted"
-    # How Envoy tells who asks; without it everybody is the tenant "anonymous".
+    # How Envoy identifies callers; without it everybody is the tenant "anonymous".
     authentication: Authentication | None = None
 
 
@@ -209,8 +211,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One consistent, validated reading of a configuration directory, sorted by namespace and name.
 
-    ``version`` is a digest of the content: equal directories have equal versions. ``picker_files``: EndpointPickerConfigs by
-    the name of their file; which plugins there are, extproc knows.
+    ``version`` is a digest of the content: equal directories have equal versions. ``picker_files``:
+    EndpointPickerConfigs by the name of their file; which plugins there are, extproc knows.
     """
 
     version: str

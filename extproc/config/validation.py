@@ -1,4 +1,4 @@
-"""What must hold of a document beyond its shape: addresses, expressions, and fields that go together."""
+"""Checks of a document beyond its shape: addresses, expressions, related fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
-    """Endpoint addresses are ``ip:port`` and differ; what has no effect is not written."""
+    """Endpoint addresses are ``ip:port`` and differ; no field is without effect."""
     seen: set[str] = set()
     for index, endpoint in enumerate(spec.endpoints):
         path: Path = ("spec", "endpoints", index, "address")
@@ -34,7 +34,7 @@ def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
 
 
 def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
-    """Some weight is positive, matches compile, and there is a name that a client can ask for."""
+    """A client can ask for it, every rule can be reached and has a target, and its expressions compile."""
     if spec.model_name is None and not spec.lora_adapters:
         yield ("spec",), "no client can ask for this route; write modelName, loraAdapters or both"
     yield from check_limits(spec.rate_limits)
@@ -49,7 +49,7 @@ def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
 
 
 def check_gateway(spec: GatewayConfigSpec) -> Iterator[Finding]:
-    """Listening addresses parse, and callers can be told apart."""
+    """Addresses parse, and authentication is well formed."""
     yield from _check_address(spec.listen, ("spec", "listen"))
     yield from _check_address(spec.admin, ("spec", "admin"))
     if not spec.extproc.startswith("unix:"):

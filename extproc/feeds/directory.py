@@ -1,4 +1,4 @@
-"""Follows the configuration directory: a good change is applied, a broken one refused and the last state kept."""
+"""Follows the configuration directory; the last good configuration stays in use."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class DirectoryFeed:
         settle_s: float,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """``settle_s``: how long a configuration with a new ModelServer, or a server's first engine, must stand before it is applied.
+        """``changed`` is called when a new configuration is in use.
 
-        Envoy is told of them by another process, and would have no route for the server, or nobody behind it, yet.
-        ``changed``: called when a new configuration is in use.
+        ``settle_s``: how long a configuration with a new ModelServer, or with a server's first engine, must stand
+        before it is applied. Another process tells Envoy of them, which until then has no route or no endpoint for the server.
         """
         self._changed = changed
         self._directory = directory

@@ -22,8 +22,8 @@ _SHOWN_CHARACTERS = 100
 class Destination(msgspec.Struct, frozen=True):
     """Where a request goes: the ModelServer, and the model name that its engines know (base model or adapter).
 
-    ``server`` and ``route``: ``namespace/name``; the route's limits hold. ``priority`` and ``ttft_s``: what the rule says
-    of its requests.
+    ``server`` and ``route``: ``namespace/name``; the route's limits hold. ``priority`` and ``ttft_s``: what the rule
+    says of its requests.
     """
 
     server: str

@@ -1,4 +1,4 @@
-"""An EndpointPickerConfig to the picker that it describes, or to every mistake in its plugins and profiles.
+"""An EndpointPickerConfig to the picker that it describes, or to every mistake in it.
 
 Where the file says nothing, llm-d's defaults hold: weight 1, ``max-score-picker``, ``single-profile-handler``.
 Source: llm-d-router ``pkg/epp/config``.

@@ -1,4 +1,4 @@
-"""The pickers of all ModelServers: made from the configuration, and kept while what they were made from stays."""
+"""The pickers of all ModelServers, each kept while its configuration stays."""
 
 from __future__ import annotations
 
