@@ -21,7 +21,7 @@ from extproc.core.types import BUNDLE, Arrival, Attachment, Decision, Head, Held
 from extproc.errors import Refusal
 from extproc.prefix.turns import tail_of
 from extproc.routing.resolve import RoutingTable
-from extproc.scheduling.pickers import make_picker, pickers_for
+from extproc.scheduling.pickers import PickerMaker, pickers_for
 from extproc.scheduling.pool import Pool
 
 if TYPE_CHECKING:
@@ -50,10 +50,10 @@ class Pipeline:
         *,
         rng: random.Random,
         ticket_prefix: str,
-        make_picker: MakePicker = make_picker,
+        make_picker: MakePicker | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
-        self._make_picker = make_picker
+        self._make_picker = make_picker or PickerMaker()
         self.pools: dict[str, Pool] = {}
         self._pickers: dict[str, MadePicker] = {}
         self._rng = rng

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from extproc.config.picker_config import PickerFile
     from extproc.config.types import Snapshot
+    from extproc.scheduling.registry import PluginType
 
     MakePicker = Callable[[ModelServerSpec, Mapping[str, PickerFile]], Picker]
 
@@ -49,7 +50,7 @@ def pickers_for(
     """
     made: dict[str, MadePicker] = {}
     mistakes: dict[Mistake, None] = {}
-    make = make or make_picker
+    make = make or PickerMaker()
     for server in snapshot.servers:
         key, basis = server.metadata.key, _basis(server.spec, snapshot.picker_files)
         known = previous.get(key)
@@ -66,20 +67,33 @@ def pickers_for(
     return made
 
 
+class PickerMaker:
+    """Makes the picker that a ModelServer names, of the plugins that are installed, which are looked up once."""
+
+    def __init__(self) -> None:
+        self._known: Mapping[str, PluginType] | None = None
+
+    def __call__(self, spec: ModelServerSpec, files: Mapping[str, PickerFile]) -> Picker:
+        """``files``: EndpointPickerConfigs by the names of their files. Raises ConfigInvalid."""
+        if spec.picker_config is not None:
+            if self._known is None:
+                self._known = installed()
+            return build_picker(files[spec.picker_config], self._known).picker
+        if spec.picker == "RoundRobin":
+            return RoundRobin()
+        costs = PrefixAware(PrefixAwareParameters())
+        if spec.pd_group is None:
+            return costs
+        group = spec.pd_group
+        parameters = PairParameters(
+            group.group_key, group.prefill_labels, group.decode_labels, float(group.min_uncached_tokens)
+        )
+        return PrefillDecodePairs(parameters, costs)
+
+
 def make_picker(spec: ModelServerSpec, files: Mapping[str, PickerFile]) -> Picker:
-    """The picker that a ModelServer names; ``files`` hold EndpointPickerConfigs. Raises ConfigInvalid."""
-    if spec.picker_config is not None:
-        return build_picker(files[spec.picker_config], installed()).picker
-    if spec.picker == "RoundRobin":
-        return RoundRobin()
-    costs = PrefixAware(PrefixAwareParameters())
-    if spec.pd_group is None:
-        return costs
-    group = spec.pd_group
-    parameters = PairParameters(
-        group.group_key, group.prefill_labels, group.decode_labels, float(group.min_uncached_tokens)
-    )
-    return PrefillDecodePairs(parameters, costs)
+    """One picker by itself. Raises ConfigInvalid."""
+    return PickerMaker()(spec, files)
 
 
 def picker_notes(snapshot: Snapshot) -> list[str]:
