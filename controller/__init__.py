@@ -1,1 +1,1 @@
-"""Turns configuration into what Envoy reads; knows extproc's configuration and its names on the wire."""
+"""Writes Envoy's configuration; of extproc it knows configuration and protocol names."""

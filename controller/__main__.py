@@ -1,4 +1,4 @@
-"""The command line: ``python -m controller bundle`` writes, and keeps up to date, an Envoy bundle."""
+"""The command line: ``python -m controller bundle`` writes an Envoy bundle."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
+from extproc.config.directory import ConfigDirectory
 from extproc.config.errors import ConfigInvalid
 
 
@@ -15,7 +16,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="controller")
     commands = parser.add_subparsers(dest="command", required=True)
     bundle = commands.add_parser("bundle", help="write the Envoy configuration of a directory")
-    bundle.add_argument("--config", type=Path, metavar="DIR", help="YAML of ModelRoutes, ModelServers, GatewayConfig")
+    bundle.add_argument(
+        "--config", type=Path, metavar="DIR", help="YAML and JSON files of ModelRoutes, ModelServers, GatewayConfig"
+    )
     bundle.add_argument("--out", type=Path, metavar="DIR", help="where the bundle is written")
     bundle.add_argument("--path", metavar="DIR", help="where Envoy will find the bundle (default: --out)")
     bundle.add_argument("--watch", action="store_true", help="write again whenever the configuration changes")
@@ -35,9 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
         if options.config is None or options.out is None:
             bundle.error("write --config DIR and --out DIR")
         path = options.path or str(options.out.resolve())
-        snapshot = write_once(options.config, options.out, path)
+        directory = ConfigDirectory(options.config)
         if options.watch:
-            follow(options.config, options.out, path, snapshot)
+            follow(directory, options.out, path)
+        else:
+            write_once(directory.read(), options.out, path)
     except ConfigInvalid as error:
         print(error, file=sys.stderr)
         print(f"{len(error.mistakes)} to mend", file=sys.stderr)

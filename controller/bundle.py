@@ -1,4 +1,4 @@
-"""The bundle command: reads the configuration directory, writes the bundle, and follows changes if asked to."""
+"""The bundle command: writes the bundle of a directory and follows its changes."""
 
 from __future__ import annotations
 
@@ -6,62 +6,66 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
+from controller.gateway.bundle import BundleWriter
 from controller.gateway.publish import Lingering, remove_orphans, steps, write
+from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
-from extproc.config.load import load_directory, signature
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from extproc.config.directory import ConfigDirectory
     from extproc.config.types import Snapshot
 
 log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2
-# extproc takes up to four seconds to follow a change that names a new server, and sends requests to the old one until then.
+# extproc follows a change that names a new server within four seconds, and uses the old one until then.
 _LINGER_S: Final = 10.0
 
 # Where the golden bundles expect to be mounted.
 GOLDEN_PATH: Final = "/etc/attache/envoy"
 
 
-def write_once(config: Path, out: Path, path: str) -> Snapshot:
-    """Write the bundle of ``config`` into ``out``; raises ConfigInvalid."""
-    snapshot = load_directory(config)
-    for step in steps(None, snapshot, path):
-        write(out, step)
-    remove_orphans(out, snapshot)
-    return snapshot
+def write_once(snapshot: Snapshot, out: Path, path: str) -> None:
+    """Write the bundle of ``snapshot`` into ``out``. ``path``: where Envoy will find it."""
+    _write_first(snapshot, out, BundleWriter(path))
 
 
-def follow(config: Path, out: Path, path: str, snapshot: Snapshot) -> None:
-    """Until interrupted, write again on every change. A broken configuration is said, and the last good bundle stays."""
+def follow(config: ConfigDirectory, out: Path, path: str) -> None:
+    """Write the bundle of ``config``, and until interrupted again on every change; raises ConfigInvalid at the start.
+
+    Later a broken configuration is logged, and the last good bundle stays.
+    """
     clock = time.monotonic  # noqa: TID251 - the edge
-    lingering = Lingering(_LINGER_S)
-    seen: object = None
-    written = snapshot
+    lingering, writer = Lingering(_LINGER_S), BundleWriter(path)
+    snapshot = written = config.read()
+    _write_first(snapshot, out, writer)
     while True:
-        now_seen = signature(config)
-        if now_seen != seen:
+        if config.has_changed():
             fresh = _read(config) or snapshot
             lingering.follow(snapshot, fresh, clock())
             if fresh.gateway.admin != snapshot.gateway.admin:
                 log.warning("the admin address has changed: restart Envoy for that")
             snapshot = fresh
-            # what has changed since may not have been read
-            seen = now_seen if signature(config) == now_seen else None
         queued = lingering.added_to(snapshot, clock())
         if queued != written:
-            for step in steps(written, queued, path):
+            for step in steps(written, queued, writer):
                 time.sleep(step.wait_s)
                 write(out, step)
             written = queued
         time.sleep(_POLL_S)
 
 
-def _read(config: Path) -> Snapshot | None:
+def _write_first(snapshot: Snapshot, out: Path, writer: BundleWriter) -> None:
+    for step in steps(None, snapshot, writer):
+        write(out, step)
+    remove_orphans(out, snapshot)
+
+
+def _read(config: ConfigDirectory) -> Snapshot | None:
     try:
-        return load_directory(config)
+        return config.read()
     except (ConfigInvalid, OSError) as error:
         log.error("configuration refused, the last good bundle stays:\n%s", error)
         return None
@@ -70,4 +74,4 @@ def _read(config: Path) -> Snapshot | None:
 def write_golden(folder: Path) -> None:
     """Write ``bundles/NAME`` for every directory ``sources/NAME`` of ``folder``."""
     for source in sorted((folder / "sources").iterdir()):
-        write_once(source, folder / "bundles" / source.name, GOLDEN_PATH)
+        write_once(load_directory(source), folder / "bundles" / source.name, GOLDEN_PATH)

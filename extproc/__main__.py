@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from extproc.cli import explain, serve, top
+from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
-from extproc.config.load import load_directory
 from extproc.scheduling.pickers import picker_notes
 
 

@@ -18,7 +18,7 @@ from bench.lab.trial import Conditions, Trial
 from bench.policies.registry import POLICIES, EngineCalibration, policy_named
 from bench.workload.generators import GENERATORS
 from bench.workload.traces import FORMATS
-from extproc.config.units import parse_duration_s
+from extproc.config.quantities import Duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ def replay(options: argparse.Namespace, console: Console) -> int:
     # read each trace once before anything runs, so that one that cannot be read is reported at once
     for conditions in {trial.conditions.trace: trial.conditions for trial in trials}.values():
         conditions.workload()
-    objective = LatencyObjective(parse_duration_s(options.slo_ttft), parse_duration_s(options.slo_tpot))
+    objective = LatencyObjective(float(Duration(options.slo_ttft)), float(Duration(options.slo_tpot)))
     reports = run_all(trials, KEPT, console, jobs=options.jobs, fresh=options.fresh)
     results = results_of(reports, objective)
     console.print(table(results).on_terminal())
@@ -124,9 +124,9 @@ def trials_of(options: argparse.Namespace) -> list[Trial]:
                 block_size=options.block_size,
                 kv_blocks=options.kv_blocks,
                 seed=seed,
-                scrape_s=parse_duration_s(options.scrape),
-                log_s=parse_duration_s(options.log_delay),
-                events_s=parse_duration_s(options.event_delay),
+                scrape_s=float(Duration(options.scrape)),
+                log_s=float(Duration(options.log_delay)),
+                events_s=float(Duration(options.event_delay)),
                 flow_control=options.flow_control,
             ),
         )

@@ -33,7 +33,7 @@ from bench.workload.sessions import Workload
 from bench.workload.shapes import Conversations
 from bench.workload.traces import Excerpt, TraceInvalid, read_trace
 from extproc.config.errors import ConfigInvalid, Mistake
-from extproc.scheduling.picker_config import read_picker_text
+from extproc.scheduling.picker_config import picker_from_text
 from extproc.scheduling.registry import installed
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _check(policy: str) -> None:
     if policy in POLICIES:
         return
     try:
-        read_picker_text(policy, Path(policy).read_text(), installed())
+        picker_from_text(policy, Path(policy).read_text(), installed())
     except OSError as error:
         raise ConfigInvalid(
             [Mistake(policy, 0, "", f"cannot be read: {error.strerror}; name a file, or {', '.join(POLICIES)}")]

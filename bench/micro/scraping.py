@@ -80,7 +80,9 @@ async def _ask_with_ours(ports: list[int], seconds: float) -> int:
     await asyncio.sleep(seconds)
     task.cancel()
     await asyncio.wait([task])
-    read = metrics.registry.get_sample_value("attache_engine_reports_total", {"server": "llama", "result": "read"})
+    read = metrics.registry.get_sample_value(
+        "attache_engine_reports_total", {"server": "default/llama", "result": "read"}
+    )
     return int(read or 0)
 
 

@@ -26,7 +26,7 @@ from extproc.request.model import Api
 from extproc.request.openai import parse
 from extproc.request.rewrite import with_changes
 from extproc.scheduling.picker import Demand, RequestFacts, View
-from extproc.scheduling.picker_config import read_picker_text
+from extproc.scheduling.picker_config import picker_from_text
 from extproc.scheduling.pickers import make_picker
 from extproc.scheduling.registry import installed
 
@@ -78,7 +78,7 @@ def test_a_whole_decision(benchmark: BenchmarkFixture, size: int, endpoints: int
     def decide() -> str:
         return decide_and_finish(core, next(bodies))
 
-    assert benchmark(decide) == "llama"
+    assert benchmark(decide) == "default/llama"
 
 
 def view_over(endpoints: int) -> View:
@@ -100,7 +100,7 @@ def test_pick(benchmark: BenchmarkFixture, policy: str, endpoints: int) -> None:
     picker = make_picker(ModelServerSpec(model="m", endpoints=()), {})
     if policy != "default":
         file = ROOT / "bench/policies/configs" / f"{policy.replace(' ', '-')}.yaml"
-        picker = read_picker_text(file.name, file.read_text(), installed()).picker
+        picker = picker_from_text(file.name, file.read_text(), installed()).picker
     view, rng = view_over(endpoints), random.Random(0)
     assert benchmark(lambda: picker.pick(view, rng=rng)).rows
 
@@ -112,13 +112,13 @@ def test_four_hundred_kilobytes_against_warm_prefixes_on_100_endpoints(benchmark
     long = body(400_000)
     for share in range(1, 21):
         request = parse(Api.CHAT, body(400_000 * share // 20))
-        caches = core.pools["llama"].caches
+        caches = core.pools["default/llama"].caches
         caches.index.record(share, hash_blocks(request.prompt, MODEL), 0.0)
 
     def decide() -> str:
         return decide_and_finish(core, long)
 
-    assert benchmark(decide) == "llama"
+    assert benchmark(decide) == "default/llama"
 
 
 def test_tokens_of_a_hundred_thousand_against_the_precise_index(benchmark: BenchmarkFixture) -> None:

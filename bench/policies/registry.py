@@ -24,7 +24,7 @@ from bench.policies.simple import LeastRequest, PowerOfTwo, RandomPick
 from bench.virtual.observers import RequestObserver
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.scheduling.picker import Picker
-from extproc.scheduling.picker_config import read_picker_text
+from extproc.scheduling.picker_config import picker_from_text
 from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.registry import installed
 from extproc.scheduling.round_robin import RoundRobin
@@ -78,7 +78,7 @@ def _watching(
 
 def _llm_d(file: str) -> Callable[[InFlightTracker, EngineCalibration], Picker]:
     path = _CONFIGS / file
-    return lambda _tracker, _known: read_picker_text(str(path), path.read_text(), installed()).picker
+    return lambda _tracker, _known: picker_from_text(str(path), path.read_text(), installed()).picker
 
 
 def _configured(
@@ -86,7 +86,7 @@ def _configured(
 ) -> Callable[[EngineCalibration], PolicySetup]:
     def build(_: EngineCalibration) -> PolicySetup:
         try:
-            picker = read_picker_text(str(file), file.read_text(), installed()).picker
+            picker = picker_from_text(str(file), file.read_text(), installed()).picker
         except OSError as error:
             msg = f"cannot be read: {error.strerror}; name a file, or one of {', '.join(POLICIES)}"
             raise ConfigInvalid([Mistake(str(file), 0, "", msg)]) from None

@@ -80,7 +80,7 @@ class Simulation:
         self.core = Core(snapshot, rng=random.Random(seed), ticket_prefix="s", make_picker=make_picker)
         self._rng = random.Random(seed)
         (server,) = snapshot.servers
-        self._server = server.metadata.name
+        self._server = server.metadata.key
         self._model = server.spec.model
         self._asked_model = snapshot.routes[0].spec.model_name or self._model
         self._has_events = server.spec.kv_events is not None
@@ -214,7 +214,7 @@ class Simulation:
         )
 
     def _perform(self, effects: list[Effect], now: float) -> None:
-        """What the core charges for; a request that was not held follows its own effect itself."""
+        """What the core asks for; a request that was not held follows its own effect itself."""
         for effect in effects:
             match effect:
                 case Decision() if effect.was_held:

@@ -1,1 +1,1 @@
-"""Routing snapshots to what Envoy reads."""
+"""From configuration snapshots to Envoy's files."""

@@ -1,4 +1,4 @@
-"""Who asks: API keys or signed tokens, checked by Envoy, which then writes names into headers that only it can write."""
+"""API keys or signed tokens, checked by Envoy before any other filter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def authentication_filters(authentication: Authentication | None) -> list[HttpFilter]:
-    """Before all others. Who cannot say who it is gets 401."""
+    """The first filters of the chain. A request without a valid key or token gets 401."""
     if authentication is None:
         return []
     if authentication.api_keys:

@@ -1,4 +1,4 @@
-"""The bootstrap: who this Envoy is, its admin address, and the files that all else is read from."""
+"""The bootstrap: Envoy's identity, its admin address, and where the other files are."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def file_source(directory: str, file: str) -> ConfigSource:
 
 
 def bootstrap(gateway: GatewayConfigSpec, directory: str) -> Bootstrap:
-    """Everything but this can be replaced while Envoy runs. ``directory``: where Envoy finds the bundle."""
+    """The only part that cannot be replaced while Envoy runs. ``directory``: where Envoy finds the bundle."""
     return Bootstrap(
         node=Node(id="attache", cluster="attache"),
         admin=Admin(address=address(gateway.admin)),

@@ -1,4 +1,4 @@
-"""A snapshot of the configuration to an Envoy bundle: a bootstrap and the files that Envoy watches."""
+"""A snapshot to an Envoy bundle: a bootstrap and the files that Envoy watches."""
 
 from __future__ import annotations
 
@@ -8,44 +8,75 @@ import msgspec
 
 from controller.gateway.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, ROUTES_FILE, bootstrap
 from controller.gateway.clusters import endpoints_file, extproc_cluster, server_cluster, server_endpoints
-from controller.gateway.envoy_json import to_json, to_resources
+from controller.gateway.envoy_json import resources_file, to_json, to_resource
 from controller.gateway.listener import listener
-from controller.gateway.routes import route_configuration
+from controller.gateway.memo import Memo
+from controller.gateway.routes import route_resource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from extproc.config.types import ModelServer, Snapshot
+    from extproc.config.types import GatewayConfigSpec, ModelServer, Snapshot
 
 BOOTSTRAP_FILE = "bootstrap.json"
 
 
-def build(snapshot: Snapshot, directory: str) -> Mapping[str, str]:
-    """File names, relative to the bundle, to JSON. ``directory``: where Envoy will find the bundle.
+class BundleWriter:
+    """Snapshots to bundles for ``directory``, which is where Envoy will find them.
 
-    Equal snapshots give equal files. In writing order: what is referred to comes before what refers to it.
+    Envoy's schema is slow to build and to turn into JSON: what belongs to objects that have not changed is kept.
     """
-    files = {
-        endpoints_file(server.metadata.name): to_resources([server_endpoints(server)]) for server in snapshot.servers
-    }
-    clusters = [extproc_cluster(snapshot.gateway), *(server_cluster(server, directory) for server in snapshot.servers)]
-    files[CLUSTERS_FILE] = to_resources(clusters)
-    files[ROUTES_FILE] = to_resources([route_configuration(snapshot)])
-    files[LISTENERS_FILE] = to_resources(
-        [listener(snapshot.gateway, directory, longest_wait_s=longest_wait_s(snapshot))]
-    )
-    files[BOOTSTRAP_FILE] = to_json(bootstrap(snapshot.gateway, directory))
-    return files
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._memo = Memo()
+
+    def build(self, snapshot: Snapshot) -> Mapping[str, str]:
+        """File names, relative to the bundle, to JSON.
+
+        Equal snapshots give equal files. In writing order: what is referred to comes before what refers to it.
+        """
+        memo, gateway = self._memo, snapshot.gateway
+        memo.next_build()
+        files = {endpoints_file(server.metadata.key): memo.get(_endpoints, server) for server in snapshot.servers}
+        clusters = [memo.get(self._cluster, server) for server in snapshot.servers]
+        files[CLUSTERS_FILE] = resources_file([memo.get(_extproc, gateway), *clusters])
+        files[ROUTES_FILE] = resources_file([route_resource(snapshot, memo)])
+        files[LISTENERS_FILE] = memo.get(self._listener, gateway, longest_wait_s(snapshot))
+        files[BOOTSTRAP_FILE] = memo.get(self._bootstrap, gateway)
+        return files
+
+    def _cluster(self, server: ModelServer) -> dict[str, object]:
+        return to_resource(server_cluster(server, self._directory))
+
+    def _listener(self, gateway: GatewayConfigSpec, longest_wait_s: float) -> str:
+        return resources_file([to_resource(listener(gateway, self._directory, longest_wait_s=longest_wait_s))])
+
+    def _bootstrap(self, gateway: GatewayConfigSpec) -> str:
+        return to_json(bootstrap(gateway, self._directory))
+
+
+def build(snapshot: Snapshot, directory: str) -> Mapping[str, str]:
+    """One bundle by itself, for ``directory``."""
+    return BundleWriter(directory).build(snapshot)
+
+
+def _endpoints(server: ModelServer) -> str:
+    return resources_file([server_endpoints(server)])
+
+
+def _extproc(gateway: GatewayConfigSpec) -> dict[str, object]:
+    return to_resource(extproc_cluster(gateway))
 
 
 def longest_wait_s(snapshot: Snapshot) -> float:
-    """For how long extproc may hold a request of any server."""
+    """The longest time for which extproc may hold a request of any server."""
     controls = [snapshot.flow_control_of(server.spec) for server in snapshot.servers]
     return max((control.longest_wait_s for control in controls if control is not None), default=0.0)
 
 
 def with_servers(snapshot: Snapshot, more: Iterable[ModelServer]) -> Snapshot:
-    """``snapshot`` with those of ``more`` that it does not have; no rule sends new requests there."""
-    names = {server.metadata.name for server in snapshot.servers}
-    added = tuple(server for server in more if server.metadata.name not in names)
+    """``snapshot`` plus those of ``more`` that it lacks; no rule sends new requests to them."""
+    names = {server.metadata.key for server in snapshot.servers}
+    added = tuple(server for server in more if server.metadata.key not in names)
     return msgspec.structs.replace(snapshot, servers=(*snapshot.servers, *added)) if added else snapshot

@@ -48,9 +48,8 @@ from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.bootstrap import ENDPOINTS_FOLDER, file_source
-from controller.gateway.envoy_json import address, seconds, typed
-from extproc.config.units import parse_duration_s
-from extproc.config.validation import worker_addresses
+from controller.gateway.envoy_json import address, seconds, to_resource, typed
+from extproc.config.validation import parse_address, worker_addresses
 from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE
 
 if TYPE_CHECKING:
@@ -71,28 +70,28 @@ _ENGINE_IDLE_S: Final = 4.0
 
 
 def server_cluster_name(server: str) -> str:
-    """The cluster of a ModelServer; the prefix keeps user's names and ours apart."""
+    """The cluster of the ModelServer ``namespace/name``; the prefix keeps users' names and ours apart."""
     return f"server/{server}"
 
 
 def endpoints_file(server: str) -> str:
-    """Where a ModelServer's endpoints are: a file of its own, because Envoy takes one cluster from an EDS file."""
+    """Where the endpoints of ModelServer ``namespace/name`` are: Envoy takes one cluster from an EDS file."""
     return f"{ENDPOINTS_FOLDER}/{server}.json"
 
 
 def server_cluster(server: ModelServer, directory: str) -> Cluster:
-    """extproc's list decides, going down it on retries; without one, the engine with the fewest requests."""
+    """Balanced by extproc's list of endpoints, on retries its next entry; without a list, by least requests."""
     policy = server.spec.traffic_policy
-    name = server_cluster_name(server.metadata.name)
+    name = server_cluster_name(server.metadata.key)
     return Cluster(
         name=name,
         type=ClusterDiscoveryType.EDS,
         eds_cluster_config=ClusterEdsClusterConfig(
-            eds_config=file_source(directory, endpoints_file(server.metadata.name)), service_name=name
+            eds_config=file_source(directory, endpoints_file(server.metadata.key)), service_name=name
         ),
-        connect_timeout=seconds(policy.connect_timeout_s),
+        connect_timeout=seconds(policy.connect_timeout),
         load_balancing_policy=_override_host(),
-        # When every engine is ejected, trying them beats refusing; while one is left, the ejected are left alone.
+        # Ejected engines get requests only when all are ejected.
         common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=1.0)),
         outlier_detection=_outlier_detection(policy.outlier_detection),
         circuit_breakers=_circuit_breakers(),
@@ -108,22 +107,26 @@ def server_cluster(server: ModelServer, directory: str) -> Cluster:
     )
 
 
-def server_endpoints(server: ModelServer) -> ClusterLoadAssignment:
-    """The engines of a ModelServer."""
-    return _assignment(
-        server_cluster_name(server.metadata.name), [endpoint.address for endpoint in server.spec.endpoints]
-    )
+def server_endpoints(server: ModelServer) -> dict[str, object]:
+    """The engines of a ModelServer, as a resource of xDS.
+
+    The classes of Envoy's schema need 2 ms to turn one endpoint into JSON, so they make the frame alone.
+    """
+    resource = to_resource(_assignment(server_cluster_name(server.metadata.key), []))
+    if server.spec.endpoints:
+        resource["endpoints"] = [{"lb_endpoints": [_plain_endpoint(one.address) for one in server.spec.endpoints]}]
+    return resource
 
 
 def extproc_cluster(gateway: GatewayConfigSpec) -> Cluster:
-    """extproc over HTTP/2. Its readiness is asked every second, so that one that hangs is passed over soon."""
+    """extproc over HTTP/2, with a health check every second, so that a hung process is skipped soon."""
     return Cluster(
         name=EXTPROC_CLUSTER,
         type=ClusterDiscoveryType.STATIC,
         load_assignment=_assignment(EXTPROC_CLUSTER, worker_addresses(gateway.extproc, gateway.extproc_workers)),
         connect_timeout=seconds(1),
         circuit_breakers=_circuit_breakers(),
-        # An unready extproc is none at all: what happens then is the failure mode's to say.
+        # Never send to an unready extproc: the failure mode decides what happens then.
         common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0)),
         health_checks=[
             HealthCheck(
@@ -171,11 +174,10 @@ def _policy(name: str, message: Message) -> LoadBalancingPolicy:
 
 def _outlier_detection(policy: OutlierPolicy) -> OutlierDetection:
     """Failures to connect and 502, 503, 504 count. A plain 500 does not: one bad prompt must not take engines out."""
-    ejection_s = parse_duration_s(policy.ejection_time)
     return OutlierDetection(
         interval=seconds(1),
-        base_ejection_time=seconds(ejection_s),
-        max_ejection_time=seconds(10 * ejection_s),
+        base_ejection_time=seconds(policy.ejection_time),
+        max_ejection_time=seconds(10 * policy.ejection_time),
         max_ejection_percent=100,
         split_external_local_origin_errors=True,
         consecutive_local_origin_failure=policy.consecutive_failures,
@@ -208,10 +210,16 @@ def _circuit_breakers() -> CircuitBreakers:
 
 
 def _keepalive() -> UpstreamConnectionOptions:
-    """A silent engine is asked after 30 s, and again three times: a machine that vanished is noticed within a minute."""
+    """A probe after 30 s of silence and three more every 10 s: a vanished machine is noticed within a minute."""
     return UpstreamConnectionOptions(
         tcp_keepalive=TcpKeepalive(keepalive_time=30, keepalive_interval=10, keepalive_probes=3)
     )
+
+
+def _plain_endpoint(text: str) -> dict[str, object]:
+    """What ``to_plain`` makes of an LbEndpoint at ``ip:port``; a test compares the two."""
+    ip, port = parse_address(text)
+    return {"endpoint": {"address": {"socket_address": {"address": ip, "port_value": port}}}}
 
 
 def _assignment(cluster: str, addresses: list[str]) -> ClusterLoadAssignment:

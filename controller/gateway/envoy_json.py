@@ -1,4 +1,4 @@
-"""Small words for Envoy's configuration: durations, addresses, typed extensions, and messages as JSON."""
+"""Helpers for Envoy's configuration: durations, addresses, extensions, JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envoy_data_plane.google.protobuf import Any
 from extproc.config.validation import parse_address
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping, Sequence
 
     from betterproto2 import Casing, Message
 
@@ -53,11 +53,21 @@ def address(text: str) -> Address:
 
 def to_json(message: Message) -> str:
     """A whole message as a file."""
-    return json.dumps(message.to_dict(casing=_PROTO_NAMES), indent=1) + "\n"
+    return json.dumps(to_plain(message), indent=1) + "\n"
 
 
-def to_resources(messages: Iterable[Message]) -> str:
-    """A file of xDS: a DiscoveryResponse with ``messages`` as its resources, its version a digest of them."""
-    resources = [Any.pack(message).to_dict(casing=_PROTO_NAMES) for message in messages]
+def to_plain(message: Message) -> dict[str, object]:
+    """A message as plain JSON data."""
+    plain: dict[str, object] = message.to_dict(casing=_PROTO_NAMES)
+    return plain
+
+
+def to_resource(message: Message) -> dict[str, object]:
+    """The same with its type, as a resource of xDS."""
+    return to_plain(Any.pack(message))
+
+
+def resources_file(resources: Sequence[Mapping[str, object]]) -> str:
+    """A file of xDS: a DiscoveryResponse with ``resources``, its version a digest of them."""
     version = xxhash.xxh3_64_hexdigest(json.dumps(resources).encode())
-    return json.dumps({"version_info": version, "resources": resources}, indent=1) + "\n"
+    return json.dumps({"version_info": version, "resources": list(resources)}, indent=1) + "\n"

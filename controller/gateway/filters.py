@@ -1,4 +1,4 @@
-"""The HTTP filters, in their order: ask extproc, read the model when extproc is down, read usage out of answers."""
+"""The HTTP filters: ask extproc, read the model without it, read usage from answers."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ if TYPE_CHECKING:
 
     from extproc.config.types import GatewayConfigSpec
 
-# Where the model's name lies for the routes that work without extproc.
+# Metadata with the model's name, for the routes without extproc.
 FALLBACK_NAMESPACE: Final = "attache.fallback"
 FALLBACK_MODEL: Final = "model"
-# Does nothing by itself; the routes that work without extproc say what it writes.
+# Does nothing by itself; the routes without extproc configure what it writes.
 RENAME_FILTER: Final = "attache.rename_without_extproc"
 
 # The last event of the responses API repeats the whole answer beside its usage.
@@ -102,7 +102,7 @@ _USAGE_PATHS: Final = (
 
 
 def http_filters(gateway: GatewayConfigSpec, longest_wait_s: float) -> list[HttpFilter]:
-    """The chain of the HTTP connection manager. ``longest_wait_s``: for which extproc may hold a request."""
+    """The chain of the HTTP connection manager. ``longest_wait_s``: how long extproc may hold a request."""
     chain = [
         *authentication_filters(gateway.authentication),
         http_filter("envoy.filters.http.ext_proc", _ask_extproc(gateway, longest_wait_s)),
@@ -117,7 +117,7 @@ def http_filters(gateway: GatewayConfigSpec, longest_wait_s: float) -> list[Http
 
 
 def extproc_service() -> GrpcService:
-    """How Envoy calls extproc; without a timeout a stream may live as long as it likes. The mark says who we are."""
+    """How Envoy calls extproc: streams without a timeout, with the mark by which extproc knows our bundle."""
     return GrpcService(
         envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER),
         initial_metadata=[HeaderValue(key=BUNDLE_MARK, value="1")],
@@ -132,7 +132,7 @@ def rename_model(name: str) -> TransformConfig:
 
 
 def _ask_extproc(gateway: GatewayConfigSpec, longest_wait_s: float) -> ExternalProcessor:
-    """Headers, then the whole body; of the answer extproc sees nothing. A header mode of SKIP would not hold requests."""
+    """Send headers and the whole body, nothing of the answer. With header mode SKIP Envoy holds no requests."""
     header, body = ProcessingModeHeaderSendMode, ProcessingModeBodySendMode
     return ExternalProcessor(
         grpc_service=extproc_service(),
@@ -146,7 +146,7 @@ def _ask_extproc(gateway: GatewayConfigSpec, longest_wait_s: float) -> ExternalP
             response_trailer_mode=header.SKIP,
         ),
         # a held request is an unanswered message
-        message_timeout=seconds(gateway.message_timeout_s + longest_wait_s),
+        message_timeout=seconds(gateway.message_timeout + longest_wait_s),
         mutation_rules=HeaderMutationRules(disallow_system=True, disallow_is_error=True),
         metadata_options=MetadataOptions(
             receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, NAMESPACE])

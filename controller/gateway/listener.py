@@ -1,4 +1,4 @@
-"""The listener: its connection manager, what it strips from clients' requests, and its access log."""
+"""The listener: connection manager, headers stripped from requests, access log."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ from extproc.protocol import (
 if TYPE_CHECKING:
     from extproc.config.types import GatewayConfigSpec
 
-# A client could set timeouts and retries with Envoy's.
+# With these headers of Envoy's a client could set timeouts and retries.
 _ENVOYS_PREFIX: Final = "x-envoy-"
-# What nobody writes but this gateway itself, trusted or not.
+# Only this gateway itself writes these, even if its clients are trusted.
 _OWN_HEADERS: Final = (DESTINATION, SUBSET, SERVER_HEADER, CLIENT, *SIDECAR_HEADERS)
-# Envoy's default, as long as nobody is held longer.
+# Envoy's default; the longest hold is added.
 _IDLE_S: Final = 300.0
 
 
 def listener(gateway: GatewayConfigSpec, directory: str, *, longest_wait_s: float = 0.0) -> Listener:
-    """Where clients connect. ``longest_wait_s``: for which extproc may hold a request."""
+    """Where clients connect. ``longest_wait_s``: how long extproc may hold a request."""
     return Listener(
         name="attache",
         address=address(gateway.listen),
-        per_connection_buffer_limit_bytes=gateway.max_body_bytes,
+        per_connection_buffer_limit_bytes=gateway.max_body_size,
         filter_chains=[
             FilterChain(
                 filters=[
@@ -110,7 +110,7 @@ def _connection_manager(gateway: GatewayConfigSpec, directory: str, longest_wait
 
 
 def _strip_reserved_headers(gateway: GatewayConfigSpec) -> TypedExtensionConfig:
-    """Before routing, filters or tracing read anything: only the gateway writes these, or gateways before it that are trusted."""
+    """Remove reserved headers first: only this gateway, or trusted ones before it, may write them."""
     prefixes = [_ENVOYS_PREFIX]
     if gateway.clients == "Untrusted":
         prefixes = [*RESERVED_PREFIXES, *OBJECTIVE_PREFIXES, _ENVOYS_PREFIX]
@@ -131,7 +131,7 @@ def _strip_reserved_headers(gateway: GatewayConfigSpec) -> TypedExtensionConfig:
 
 
 def _access_log(gateway: GatewayConfigSpec) -> AccessLog:
-    """What came of each request, to extproc in batches. Dynamic metadata (ticket, usage, host) goes with every entry."""
+    """The outcome of each request, sent to extproc in batches with dynamic metadata (ticket, usage, host)."""
     return AccessLog(
         name="envoy.access_loggers.http_grpc",
         typed_config=Any.pack(
@@ -140,8 +140,8 @@ def _access_log(gateway: GatewayConfigSpec) -> AccessLog:
                     log_name=ACCESS_LOG_NAME,
                     grpc_service=extproc_service(),
                     transport_api_version=ApiVersion.V3,
-                    buffer_flush_interval=seconds(gateway.access_log_flush_s),
-                    # Engines that stream send headers before they compute: the first byte of the body is what counts.
+                    buffer_flush_interval=seconds(gateway.access_log_flush),
+                    # Streaming engines send headers before they compute, so the first byte of the body is timed.
                     custom_tags=[CustomTag(tag=TTFT_TAG, value="%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%")],
                 )
             )

@@ -1,4 +1,4 @@
-"""What Envoy itself answers (no engine, too large, too late), in the shape that OpenAI's clients parse."""
+"""Envoy's own answers as error objects that OpenAI's clients parse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
-    """The first case that holds decides. extproc's own answers, and the bundle's, are sent as they are."""
+    """The first condition that holds decides. Answers of extproc and of the bundle itself are sent unchanged."""
     too_large = (
         f"The request body is larger than the gateway takes ({gateway.max_body_size}); "
         "send a shorter prompt or ask for a higher maxBodySize."

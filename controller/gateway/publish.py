@@ -1,4 +1,4 @@
-"""From one bundle to the next while Envoy runs: in an order in which nothing refers to what is not there."""
+"""From one bundle to the next while Envoy runs: make before break."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.gateway.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
-from controller.gateway.bundle import build, with_servers
+from controller.gateway.bundle import with_servers
+from controller.gateway.clusters import endpoints_file
 
 if TYPE_CHECKING:
+    from controller.gateway.bundle import BundleWriter
     from extproc.config.types import ModelServer, Snapshot
 
 # Envoy reads a file within some milliseconds of its being moved into place; clusters then connect and warm up.
@@ -28,16 +30,16 @@ class Step(msgspec.Struct, frozen=True):
     gone: tuple[str, ...] = ()
 
 
-def steps(before: Snapshot | None, after: Snapshot, directory: str) -> list[Step]:
+def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> list[Step]:
     """How to replace the bundle of ``before`` by that of ``after``: make before break, as xDS asks for.
 
     Source: Envoy's xDS protocol, "Eventual consistency considerations": clusters and endpoints come before the routes
     that name them, and go after them.
     """
-    final = build(after, directory)
+    final = writer.build(after)
     if before is None:
         return [Step(0.0, final)]
-    both = build(with_servers(after, before.servers), directory)
+    both = writer.build(with_servers(after, before.servers))
     clusters = {name: text for name, text in both.items() if _comes_first(name)}
     others = {name: text for name, text in final.items() if not _comes_first(name)}
     planned = [Step(0.0, clusters), Step(_TAKEN_UP_S, others)]
@@ -48,9 +50,9 @@ def steps(before: Snapshot | None, after: Snapshot, directory: str) -> list[Step
 
 
 class Lingering:
-    """Servers that the configuration no longer has, but to which requests may still be on their way.
+    """Servers that have left the configuration, and to which extproc may still send requests.
 
-    extproc follows the configuration at its own pace: until it has surely forgotten a server, Envoy keeps its route.
+    extproc follows the configuration at its own pace, so Envoy keeps their routes for some seconds.
     """
 
     def __init__(self, linger_s: float) -> None:
@@ -60,11 +62,11 @@ class Lingering:
 
     def follow(self, before: Snapshot, after: Snapshot, now: float) -> None:
         """The configuration has changed."""
-        names = {server.metadata.name for server in after.servers}
+        names = {server.metadata.key for server in after.servers}
         for server in before.servers:
-            if server.metadata.name not in names:
-                self._servers[server.metadata.name] = server
-                self._left_at_s[server.metadata.name] = now
+            if server.metadata.key not in names:
+                self._servers[server.metadata.key] = server
+                self._left_at_s[server.metadata.key] = now
         for name in names & set(self._servers):
             self._forget(name)
 
@@ -84,7 +86,7 @@ def _comes_first(name: str) -> bool:
 
 
 def write(out: Path, step: Step) -> None:
-    """Carry out the files of ``step`` in ``out``. Files that would not change are left alone: Envoy need not read them."""
+    """Carry out the files of ``step`` in ``out``. A file that would not change is left alone."""
     for name, text in step.files.items():
         _replace(out / name, text)
     for name in step.gone:
@@ -93,9 +95,9 @@ def write(out: Path, step: Step) -> None:
 
 def remove_orphans(out: Path, snapshot: Snapshot) -> None:
     """Endpoint files of servers that are no more, left behind by an earlier writer."""
-    known = {f"{server.metadata.name}.json" for server in snapshot.servers}
-    for file in (out / ENDPOINTS_FOLDER).glob("*.json"):
-        if file.name not in known:
+    known = {out / endpoints_file(server.metadata.key) for server in snapshot.servers}
+    for file in (out / ENDPOINTS_FOLDER).rglob("*.json"):
+        if file not in known:
             file.unlink()
 
 

@@ -1,4 +1,4 @@
-"""Routes: by extproc's word, and, where the failure mode allows it, by the model's name when extproc is down."""
+"""Routes: by extproc's decision, or without extproc by the model's name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
 from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.clusters import server_cluster_name
-from controller.gateway.envoy_json import seconds
+from controller.gateway.envoy_json import seconds, to_plain, to_resource
 from controller.gateway.filters import FALLBACK_MODEL, FALLBACK_NAMESPACE, RENAME_FILTER, rename_model
 from extproc.protocol import (
     CHAT_PATH,
@@ -58,8 +58,10 @@ from extproc.protocol import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from controller.gateway.memo import Memo
     from extproc.config.types import (
         ModelMatch,
+        ModelRoute,
         ModelServer,
         RouteRule,
         Snapshot,
@@ -73,29 +75,29 @@ _INFERENCE_PATHS: Final = (CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONS
 _RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes"
 
 
-def route_configuration(snapshot: Snapshot) -> RouteConfiguration:
-    """First what extproc decided; the rest is only reached when it did not."""
-    servers = {server.metadata.name: server for server in snapshot.servers}
-    routes = [_route_to(server) for server in snapshot.servers]
+def route_resource(snapshot: Snapshot, memo: Memo) -> dict[str, object]:
+    """The route configuration: first what extproc decided; the rest is only reached when it did not."""
+    routes = [memo.get(_to_server, server) for server in snapshot.servers]
     if snapshot.gateway.failure_mode == "Open":
-        routes.extend(_routes_without_extproc(snapshot, servers))
-    return RouteConfiguration(
-        name=ROUTES_NAME,
-        virtual_hosts=[
-            VirtualHost(
-                name="attache",
-                domains=["*"],
-                routes=routes,
-                request_headers_to_remove=[DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER],
-                response_headers_to_add=_rate_limit_headers(snapshot),
-                request_body_buffer_limit=snapshot.gateway.max_body_bytes,
-            )
-        ],
+        routes.extend(_routes_without_extproc(snapshot, memo))
+    # routes are many, and kept one by one: the messages around them are made with a placeholder in their place
+    virtual_host = VirtualHost(
+        name="attache",
+        domains=["*"],
+        routes=[Route(name="placeholder")],
+        request_headers_to_remove=[DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER],
+        response_headers_to_add=_rate_limit_headers(snapshot),
+        request_body_buffer_limit=snapshot.gateway.max_body_size,
     )
+    host = to_plain(virtual_host)
+    host["routes"] = routes
+    resource = to_resource(RouteConfiguration(name=ROUTES_NAME, virtual_hosts=[VirtualHost(name="placeholder")]))
+    resource["virtual_hosts"] = [host]
+    return resource
 
 
 def _rate_limit_headers(snapshot: Snapshot) -> list[HeaderValueOption]:
-    """What extproc has said of limits in metadata; nothing where it has not."""
+    """The state of the caller's limits, which extproc writes into metadata."""
     if not any(route.spec.rate_limits for route in snapshot.routes):
         return []
     return [
@@ -107,34 +109,44 @@ def _rate_limit_headers(snapshot: Snapshot) -> list[HeaderValueOption]:
     ]
 
 
-def _route_to(server: ModelServer) -> Route:
-    name = server.metadata.name
-    return Route(
-        name=f"server/{name}",
-        match=RouteMatch(
-            prefix="/", headers=[HeaderMatcher(name=SERVER_HEADER, string_match=StringMatcher(exact=name))]
-        ),
-        route=_action([(server, 1)]),
-    )
+def _to_server(server: ModelServer) -> dict[str, object]:
+    name = server.metadata.key
+    match = RouteMatch(prefix="/", headers=[HeaderMatcher(name=SERVER_HEADER, string_match=StringMatcher(exact=name))])
+    return to_plain(Route(name=f"server/{name}", match=match, route=_action([(server, 1)])))
 
 
-def _routes_without_extproc(snapshot: Snapshot, servers: dict[str, ModelServer]) -> Iterator[Route]:
+def _routes_without_extproc(snapshot: Snapshot, memo: Memo) -> Iterator[dict[str, object]]:
     """Balancing by model name, with the rules and weights that extproc applies, and the same renaming."""
-    yield _models_list(snapshot)
+    servers = {server.metadata.key: server for server in snapshot.servers}
+    yield to_plain(_models_list(snapshot))
     for route in snapshot.routes:
-        for number, rule in enumerate(route.spec.rules):
-            targets = [(servers[one.model_server_name], one.weight) for one in rule.target_models if one.weight]
-            name = f"without-extproc/{route.metadata.name}/{number}"
-            if route.spec.model_name is not None:
-                match = _match_without_extproc(rule, [route.spec.model_name])
-                yield _renaming(Route(name=name, match=match, route=_action(targets)), targets)
-            if route.spec.lora_adapters:
-                match = _match_without_extproc(rule, list(route.spec.lora_adapters))
-                yield Route(name=f"{name}/adapters", match=match, route=_action(targets))
+        named = [servers[route.server_key(target)] for rule in route.spec.rules for target in rule.target_models]
+        yield from memo.get(_of_route, route, *named)
     if len(snapshot.servers) == 1:
-        # nothing to choose: a body that Envoy could not read a model from goes to the engines, which will say why
-        match = RouteMatch(prefix="/", headers=[_is_inference(), _is_method("POST")])
-        yield Route(name="without-extproc/only-server", match=match, route=_action([(snapshot.servers[0], 1)]))
+        yield memo.get(_to_only_server, snapshot.servers[0])
+
+
+def _of_route(route: ModelRoute, *servers: ModelServer) -> list[dict[str, object]]:
+    """``servers``: those that its rules name, in order, one for each target."""
+    found = []
+    remaining = iter(servers)
+    for number, rule in enumerate(route.spec.rules):
+        pairs = [(next(remaining), target.weight) for target in rule.target_models]
+        targets = [(server, weight) for server, weight in pairs if weight]
+        name = f"without-extproc/{route.metadata.key}/{number}"
+        if route.spec.model_name is not None:
+            match = _match_without_extproc(rule, [route.spec.model_name])
+            found.append(_renaming(Route(name=name, match=match, route=_action(targets)), targets))
+        if route.spec.lora_adapters:
+            match = _match_without_extproc(rule, list(route.spec.lora_adapters))
+            found.append(Route(name=f"{name}/adapters", match=match, route=_action(targets)))
+    return [to_plain(one) for one in found]
+
+
+def _to_only_server(server: ModelServer) -> dict[str, object]:
+    """Nothing to choose: a body that Envoy could not read a model from goes to the engines, which will say why."""
+    match = RouteMatch(prefix="/", headers=[_is_inference(), _is_method("POST")])
+    return to_plain(Route(name="without-extproc/only-server", match=match, route=_action([(server, 1)])))
 
 
 def _match_without_extproc(rule: RouteRule, names: list[str]) -> RouteMatch:
@@ -145,7 +157,7 @@ def _match_without_extproc(rule: RouteRule, names: list[str]) -> RouteMatch:
 
 
 def _renaming(route: Route, targets: list[tuple[ModelServer, int]]) -> Route:
-    """``route``, writing the engines' name of the model into bodies: of the target that the weights choose."""
+    """``route``, which writes into bodies the model name of the engines that the weights choose."""
     configs = [{RENAME_FILTER: Any.pack(rename_model(server.spec.model))} for server, _ in targets]
     weighted = route.route.weighted_clusters if route.route is not None else None
     if weighted is None:
@@ -160,17 +172,17 @@ def _action(targets: list[tuple[ModelServer, int]]) -> RouteAction:
     """Time limits and retries are the first target's: one request has one policy."""
     policy = targets[0][0].spec.traffic_policy
     action = RouteAction(
-        timeout=seconds(policy.timeout_s),
+        timeout=seconds(policy.timeout),
         # A prompt may wait long for its first token: only the time limit of the whole ends it.
-        idle_timeout=seconds(policy.timeout_s),
+        idle_timeout=seconds(policy.timeout),
         retry_policy=_retries(policy.retry.attempts),
     )
     if len(targets) == 1:
-        action.cluster = server_cluster_name(targets[0][0].metadata.name)
+        action.cluster = server_cluster_name(targets[0][0].metadata.key)
     else:
         action.weighted_clusters = WeightedCluster(
             clusters=[
-                WeightedClusterClusterWeight(name=server_cluster_name(server.metadata.name), weight=weight)
+                WeightedClusterClusterWeight(name=server_cluster_name(server.metadata.key), weight=weight)
                 for server, weight in targets
             ]
         )
@@ -225,7 +237,7 @@ def _string_matcher(match: StringMatch) -> StringMatcher:
 
 
 def _is_inference() -> HeaderMatcher:
-    """Engines serve more than inference (loading adapters, metrics): none of that is for clients."""
+    """Engines serve more than inference (loading adapters, metrics), which clients must not reach."""
     paths = "|".join(re.escape(path) for path in _INFERENCE_PATHS)
     return HeaderMatcher(name=":path", string_match=StringMatcher(safe_regex=RegexMatcher(regex=f"({paths})(\\?.*)?")))
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.admission.queue import FairQueue
 from extproc.admission.saturation import RECHECK_S, Capacity, Stages
-from extproc.config.units import parse_duration_s
 from extproc.errors import NoEndpoint, QueueFull, QueueTimeout, Shed
 
 if TYPE_CHECKING:
@@ -45,8 +44,8 @@ class Gate:
         self._stages = stages
         self._rng = rng
         self._limits = control.saturation.limits()
-        self._timeout_s = parse_duration_s(control.timeout)
-        self._no_endpoint_timeout_s = parse_duration_s(control.no_endpoint_timeout)
+        self._timeout_s = control.timeout
+        self._no_endpoint_timeout_s = control.no_endpoint_timeout
         self._latest: Capacity | None = None
         self._rate = 0.0
         self._rate_at_s = 0.0

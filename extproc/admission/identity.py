@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.config.spec import object_key
 from extproc.protocol import CLIENT, DEADLINE_MS, FAIRNESS_IDS, OBJECTIVES, SLO_TPOT_MS, SLO_TTFT_MS, TENANT, USER
 
 if TYPE_CHECKING:
@@ -47,10 +48,13 @@ class Identities:
         authentication = snapshot.gateway.authentication
         keys = () if authentication is None else authentication.api_keys
         self._keys = {one.name: one for one in keys}
-        self._objectives = {one.metadata.name: one.spec.priority for one in snapshot.objectives}
+        self._objectives = {one.metadata.key: one.spec.priority for one in snapshot.objectives}
 
-    def caller(self, headers: Mapping[str, str], *, is_trusted: bool) -> Caller:
-        """The caller by a request's headers. Unless ``is_trusted`` (a gateway wrote them), the caller is anonymous."""
+    def caller(self, headers: Mapping[str, str], *, namespace: str, is_trusted: bool) -> Caller:
+        """The caller by a request's headers. Unless ``is_trusted`` (a gateway wrote them), the caller is anonymous.
+
+        ``namespace``: of the ModelServer, where the request's InferenceObjective is looked up.
+        """
         if not is_trusted:
             return ANONYMOUS_CALLER
         key = self._keys.get(headers.get(CLIENT, ""))
@@ -61,7 +65,7 @@ class Identities:
             api_key="" if key is None else key.name,
             flow=_truncate(_first(headers, FAIRNESS_IDS)),
             # an unknown objective counts as priority 0, as in llm-d
-            priority=self._objectives.get(objective, 0) if objective else None,
+            priority=self._objectives.get(object_key(namespace, objective), 0) if objective else None,
             ttft_target_s=_seconds(_first(headers, SLO_TTFT_MS)),
             tpot_target_s=_seconds(_first(headers, SLO_TPOT_MS)),
             deadline_in_s=_seconds(headers.get(DEADLINE_MS, "")),

@@ -77,7 +77,7 @@ class RouteLimits:
     """The limits of one ModelRoute."""
 
     def __init__(self, route: ModelRoute) -> None:
-        self._route = route.metadata.name
+        self._route = route.metadata.key
         self._limits = route.spec.rate_limits
 
     def charges(self, caller: Caller, headers: Mapping[str, str], usage: Usage) -> list[Charge]:

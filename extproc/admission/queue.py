@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 from extproc.admission.fairness import BandShares, make_policy
 from extproc.admission.flows import Flows
 from extproc.admission.order import ORDERS
-from extproc.config.units import parse_duration_s
 from extproc.errors import QueueFull
 
 if TYPE_CHECKING:
@@ -37,11 +36,9 @@ class BandState:
         self.index = index
         self.spec = spec
         self.bytes = 0
-        self.most_bytes = spec.most_bytes
-        policy = make_policy(
-            spec.fairness or control.fairness, quantum=control.quantum, window_s=parse_duration_s(control.window)
-        )
-        ageing_s = parse_duration_s(control.ageing)
+        self.most_bytes = spec.max_bytes
+        policy = make_policy(spec.fairness or control.fairness, quantum=control.quantum, window_s=control.window)
+        ageing_s = control.ageing
         self.flows = Flows(policy, ORDERS[spec.order or control.order](ageing_s), ageing_s)
 
     @property
@@ -60,7 +57,7 @@ class FairQueue:
         self._shares = BandShares([band.spec.share for band in self.bands])
         self._waiting: dict[str, tuple[QueuedRequest, BandState]] = {}
         self._bytes = 0
-        self._most_bytes = control.most_bytes
+        self._most_bytes = control.max_bytes
         self._expiries: list[tuple[float, int, str]] = []
         self._numbers = itertools.count()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from extproc.config.load import load_directory
+from extproc.config.directory import load_directory
 from extproc.core.core import Core
 from extproc.core.explanation import Explanation, to_text
 from extproc.core.types import Head

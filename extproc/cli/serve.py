@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from extproc.config.load import load_directory
-from extproc.config.units import parse_duration_s
+from extproc.config.directory import ConfigDirectory
+from extproc.config.quantities import Duration
+from extproc.config.spec import full_key
 from extproc.config.validation import parse_address, worker_addresses
 from extproc.runtime.workers import supervise
 from extproc.scheduling.pickers import picker_notes
@@ -29,9 +30,10 @@ def run(words: list[str]) -> int:
     parser = _parser()
     options = parser.parse_args(words)
     # its mistakes once, not from every worker
-    snapshot = load_directory(options.config)
+    directory = ConfigDirectory(options.config)
+    snapshot = directory.read()
     notes = picker_notes(snapshot)
-    if options.pool is not None and options.pool not in {server.metadata.name for server in snapshot.servers}:
+    if options.pool is not None and full_key(options.pool) not in {server.metadata.key for server in snapshot.servers}:
         parser.error(f"--pool: no ModelServer in {options.config} is called '{options.pool}'")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if options.worker is None:
@@ -41,7 +43,7 @@ def run(words: list[str]) -> int:
             for warning in limits_without_redis(snapshot):
                 log.warning("%s", warning)
     try:
-        settings = _settings(options)
+        settings = _settings(options, directory)
     except ValueError as error:
         parser.error(str(error))
     if options.workers > 1 and options.worker is None:
@@ -63,7 +65,7 @@ def run(words: list[str]) -> int:
 def limits_without_redis(snapshot: Snapshot) -> list[str]:
     """What Global limits come to where there is no Redis to ask."""
     return [
-        f"ModelRoute {route.metadata.name}: rateLimits[{index}] is Global, and there is no --redis: "
+        f"ModelRoute {route.metadata.key}: rateLimits[{index}] is Global, and there is no --redis: "
         + ("all its requests get 503" if limit.without_redis == "Refuse" else "every machine grants it by itself")
         for route in snapshot.routes
         for index, limit in enumerate(route.spec.rate_limits)
@@ -71,7 +73,7 @@ def limits_without_redis(snapshot: Snapshot) -> list[str]:
     ]
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def _settings(options: argparse.Namespace, config: ConfigDirectory) -> Settings:
     """Raises ValueError."""
     from extproc.runtime.app import Settings, Worker  # noqa: PLC0415 - slow to load, see above
     from extproc.streams.context import GatewayOptions  # noqa: PLC0415
@@ -86,22 +88,22 @@ def _settings(options: argparse.Namespace) -> Settings:
     _check_rows(options.listen, metrics, options.workers)
     worker, listen, decisions = None, options.listen, options.decision_log
     if options.worker is not None:
-        place, _, directory = options.worker.partition(":")
+        place, _, sockets = options.worker.partition(":")
         number, workers = map(int, place.split("/"))
-        worker = Worker(number, workers, Path(directory))
+        worker = Worker(number, workers, Path(sockets))
         listen = worker_addresses(listen, workers)[number]
         metrics = None if metrics is None else (metrics[0], metrics[1] + number)
         decisions = None if decisions is None else decisions.with_name(f"{decisions.name}.{number}")
     return Settings(
-        config=options.config,
+        config=config,
         listen=listen,
         metrics=metrics,
-        drain_s=parse_duration_s(options.drain),
-        settle_s=parse_duration_s(options.settle),
+        drain_s=Duration(options.drain),
+        settle_s=Duration(options.settle),
         gateway=GatewayOptions(
             buffered_choices=options.buffered_choices,
             duplex_choices=options.duplex_choices,
-            pool=options.pool,
+            pool=None if options.pool is None else full_key(options.pool),
             overrides_mode=options.mode_override,
             conformance=options.conformance,
             trusts_headers=options.trust_headers,
@@ -135,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         "where it goes.",
     )
     add = parser.add_argument
-    add("--config", type=Path, required=True, metavar="DIR", help="YAML of ModelRoutes and ModelServers")
+    add("--config", type=Path, required=True, metavar="DIR", help="YAML and JSON files of ModelRoutes and ModelServers")
     add("--listen", default="127.0.0.1:9002", help="IP:PORT or unix:PATH (default: %(default)s)")
     add("--metrics", default="127.0.0.1:9003", help="IP:PORT of /metrics and /readyz, or 'off'")
     add("--drain", default="5m", help="how long running streams may take after SIGTERM (default: 5m)")
@@ -169,7 +171,11 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
 
 def _add_gateways(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("gateways that are configured elsewhere (endpoint picker protocol)").add_argument
-    add("--pool", metavar="NAME", help="the ModelServer for all requests that no ModelRoute knows")
+    add(
+        "--pool",
+        metavar="[NAMESPACE/]NAME",
+        help="the ModelServer for all requests whose model no ModelRoute serves (namespace: default)",
+    )
     add(
         "--duplex-choices",
         type=int,

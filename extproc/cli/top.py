@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.cli.top_view import Sample, render
-from extproc.config.units import parse_duration_s
+from extproc.config.quantities import Duration
 from extproc.config.validation import parse_address
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def run(words: list[str]) -> int:
     try:
         for one in options.metrics:
             parse_address(one)
-        interval_s = max(0.1, parse_duration_s(options.interval))
+        interval_s = max(0.1, Duration(options.interval))
     except ValueError as error:
         parser.error(str(error))
     try:

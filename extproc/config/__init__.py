@@ -1,1 +1,1 @@
-"""The configuration directory: types, decoding, validation; knows nothing else of extproc."""
+"""The configuration directory: types, decoding, checks; knows nothing else of extproc."""

@@ -1,4 +1,4 @@
-"""Who may ask how much, and who goes first when the engines are scarce."""
+"""Rate limits, flow control and objectives: who may ask how much, who goes first."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from extproc.config.spec import Name, NonEmpty, Spec
-from extproc.config.units import parse_duration_s, parse_size_bytes
+from extproc.config.quantities import ByteSize, Duration
+from extproc.config.spec import Metadata, Name, NonEmpty, Spec
 
 # As Kubernetes' and InferenceObjective's: higher goes first, below 0 is sheddable.
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -22,10 +22,10 @@ UNIT_SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0, "
 
 
 class RateLimit(Spec, frozen=True):
-    """What each tenant, user, API key or value of ``header`` may use a ``unit``; ``Route``: all of them together.
+    """What each tenant, user, API key or value of ``header`` may use in a ``unit``; ``Route``: all callers together.
 
-    A bucket that fills at the limit's rate: in any time t no more than ``limit * t / unit + burst`` passes. ``burst``: how much
-    the bucket holds, as a multiple of the limit.
+    A token bucket fills at the limit's rate. It holds ``burst`` times the limit, so that in any time t no more than
+    ``limit * (t / unit + burst)`` passes.
     """
 
     per: Literal["Tenant", "User", "ApiKey", "Header", "Route"] = "Tenant"
@@ -36,9 +36,9 @@ class RateLimit(Spec, frozen=True):
     output_tokens: Tokens | None = None
     total_tokens: Tokens | None = None
     burst: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
-    # Local: each machine grants the limit by itself. Global: all that share a Redis grant it together.
+    # Local: each machine grants the whole limit. Global: machines that share a Redis grant it together.
     scope: Literal["Local", "Global"] = "Local"
-    # What to do with a Global limit while Redis cannot be reached: go on by what this machine grants, or answer 503.
+    # While Redis cannot be reached, a Global limit is granted as a Local one, or its requests are answered 503.
     without_redis: Literal["Local", "Refuse"] = "Local"
 
     @property
@@ -63,18 +63,19 @@ def _number(limit: float | None) -> float:
 
 
 class SaturationSpec(Spec, frozen=True):
-    """When an engine has room for one more; null: does not count. The fullest of these says how full an engine is.
+    """Limits of an engine; the one that is nearest to its limit says how full the engine is. null: no limit.
 
-    ``queue_depth`` and ``kv_usage``: as engines report, with what was sent since. ``max_requests`` and ``max_tokens`` in flight, and
-    ``max_wait`` until an engine begins with a new prompt: by our own books, whatever engines report. ``headroom``: how far beyond
-    its queue depth, KV usage and wait a full engine may still be chosen, for what it has cached, while another has room.
+    ``queue_depth`` and ``kv_usage``: as engines report, plus what was sent since. ``max_requests`` and ``max_tokens``
+    in flight, and ``max_wait`` until an engine begins a new prompt: by what extproc sent, whatever engines report.
+    ``headroom``: while another engine has room, a full one may still be chosen for its cache, up to ``1 + headroom``
+    times the limits of its queue depth, KV usage and wait.
     """
 
     queue_depth: Annotated[int, msgspec.Meta(ge=1)] | None = 5
     kv_usage: Fraction | None = 0.8
     max_requests: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_tokens: Tokens | None = None
-    max_wait: str | None = "250ms"
+    max_wait: Duration | None = Duration("250ms")
     headroom: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
 
     def limits(self) -> SaturationLimits:
@@ -84,7 +85,7 @@ class SaturationSpec(Spec, frozen=True):
             kv_usage=_number(self.kv_usage),
             max_requests=_number(self.max_requests),
             max_tokens=_number(self.max_tokens),
-            max_wait_s=math.inf if self.max_wait is None else parse_duration_s(self.max_wait),
+            max_wait_s=_number(self.max_wait),
             headroom=self.headroom,
         )
 
@@ -94,9 +95,10 @@ Order = Literal["FirstCome", "Deadline", "ShortestFirst", "SessionBoost", "Least
 
 
 class Band(Spec, frozen=True):
-    """Requests of ``priority`` and above, up to the next band's; ``share`` of the engines while all bands want them.
+    """Requests from ``priority`` up to the next band's.
 
-    ``ceiling``: only while engines are less full than this. ``fairness`` and ``order``: if not the queue's.
+    ``share``: weight against other bands while all have requests waiting. ``ceiling``: its requests go only while
+    engines are less full than this. ``fairness``, ``order``: None for the queue's.
     """
 
     name: Name
@@ -104,14 +106,10 @@ class Band(Spec, frozen=True):
     share: PositiveWeight
     ceiling: Fraction = 1.0
     max_requests: Annotated[int, msgspec.Meta(ge=1)] = 5000
-    max_bytes: str = "1Gi"
+    # of the bodies that wait
+    max_bytes: ByteSize = ByteSize("1Gi")
     fairness: Fairness | None = None
     order: Order | None = None
-
-    @property
-    def most_bytes(self) -> int:
-        """Bound on the bodies that wait."""
-        return parse_size_bytes(self.max_bytes)
 
 
 BANDS = (
@@ -123,59 +121,53 @@ BANDS = (
 
 
 class FlowControl(Spec, frozen=True):
-    """Hold requests while engines are full, and let them go band by band, flow by flow.
+    """Hold requests while engines are full; release them band by band, and within a band flow by flow.
 
-    ``flow_by``: what is treated fairly. ``weights`` by tenant (or by the header's value). ``ageing``: nobody is overtaken by who came
-    this much later. ``input_weight``, ``cached_weight`` and ``output_weight``: what a token costs a flow. ``quantum``: tokens of DeficitLocality.
-    ``shed_from``: from this fullness on (1: engines full, 2: the queue too) requests of negative priority are refused by
-    chance. ``no_endpoint_timeout``: how long to wait for a first engine.
+    ``flow_by``: what makes a flow, between which the queue is fair. ``weights``: by tenant, or by the header's value.
+    ``ageing``: a request is never overtaken by one that arrived more than this later. ``input_weight``,
+    ``cached_weight`` and ``output_weight``: what a flow is charged for a token. ``quantum``: tokens of
+    DeficitLocality. ``window``: of SlidingWindow. ``shed_from``: from this fullness on (1: engines full, 2: queue
+    full too) requests of negative priority are refused at random, more often the fuller it is. ``timeout``: the
+    longest wait; ``no_endpoint_timeout``: while there is no engine at all.
     """
 
     saturation: SaturationSpec = SaturationSpec()
-    timeout: str = "60s"
-    no_endpoint_timeout: str = "60s"
+    timeout: Duration = Duration("60s")
+    no_endpoint_timeout: Duration = Duration("60s")
     max_requests: Annotated[int, msgspec.Meta(ge=1)] = 20_000
-    max_bytes: str = "2Gi"
+    # of the bodies that wait in all bands
+    max_bytes: ByteSize = ByteSize("2Gi")
     bands: Annotated[tuple[Band, ...], msgspec.Meta(min_length=1, max_length=16)] = BANDS
     sharing: Literal["Guaranteed", "Strict"] = "Guaranteed"
     fairness: Fairness = "VirtualTokenCounter"
     order: Order = "FirstCome"
-    ageing: str = "30s"
+    ageing: Duration = Duration("30s")
     flow_by: Literal["TenantAndModel", "Tenant", "User", "Header"] = "TenantAndModel"
     session_header: NonEmpty = "x-session-id"
     weights: dict[str, PositiveWeight] = msgspec.field(default_factory=dict)
     input_weight: PositiveWeight = 1.0
-    # a token that was found in a cache costs the engine next to nothing
+    # a token found in the cache costs the engine almost nothing
     cached_weight: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.1
     output_weight: PositiveWeight = 2.0
-    window: str = "1m"
+    window: Duration = Duration("1m")
     quantum: Tokens = 60_000
     shed_from: Annotated[float, msgspec.Meta(ge=0, lt=2)] = 1.0
 
     @property
     def longest_wait_s(self) -> float:
-        """How long a request may be held, in seconds."""
-        return max(parse_duration_s(self.timeout), parse_duration_s(self.no_endpoint_timeout))
-
-    @property
-    def most_bytes(self) -> int:
-        """Bound on the bodies that wait, over all bands."""
-        return parse_size_bytes(self.max_bytes)
-
-
-class _Name(msgspec.Struct, frozen=True):
-    name: Name
+        """The longest time for which a request may be held."""
+        return max(self.timeout, self.no_endpoint_timeout)
 
 
 class ObjectiveSpec(Spec, frozen=True):
-    """``pool_ref`` is read and not asked for: an objective counts for every server."""
+    """``pool_ref`` is read and ignored: an objective holds for every ModelServer of its namespace."""
 
     priority: Priority = 0
     pool_ref: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class InferenceObjective(msgspec.Struct, frozen=True, kw_only=True):
-    """A document of the Gateway API Inference Extension, or llm-d's of the same form: a priority by name."""
+    """A document of the Gateway API Inference Extension, or llm-d's of the same form: a priority with a name."""
 
-    metadata: _Name
+    metadata: Metadata
     spec: ObjectiveSpec = ObjectiveSpec()

@@ -1,22 +1,19 @@
-"""What must hold of limits, queues and authentication beyond their shape."""
+"""Checks of limits, queues and authentication beyond their shape."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-
-from extproc.config.units import check, parse_duration_s, parse_size_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from extproc.config.admission import FlowControl, RateLimit
     from extproc.config.authentication import Authentication
-    from extproc.config.errors import Path
-    from extproc.config.schema import Finding
+    from extproc.config.errors import Finding, Path
 
 
 def check_limits(limits: Sequence[RateLimit]) -> Iterator[Finding]:
-    """Each limits something, and names a header if it counts by one."""
+    """Each limits something; the field 'header' goes with ``per: Header``."""
     for index, limit in enumerate(limits):
         path: Path = ("spec", "rateLimits", index)
         if not any((limit.requests, limit.input_tokens, limit.output_tokens, limit.total_tokens)):
@@ -28,25 +25,13 @@ def check_limits(limits: Sequence[RateLimit]) -> Iterator[Finding]:
 
 
 def check_flow_control(control: FlowControl) -> Iterator[Finding]:
-    """Durations and sizes parse, bands differ, and something says when engines are full."""
+    """Bands differ in name and priority, and the limits let requests through."""
     path: Path = ("spec", "flowControl")
-    for name, text in (
-        ("timeout", control.timeout),
-        ("noEndpointTimeout", control.no_endpoint_timeout),
-        ("ageing", control.ageing),
-        ("window", control.window),
-    ):
-        yield from check(parse_duration_s, text, (*path, name))
-    yield from check(parse_size_bytes, control.max_bytes, (*path, "maxBytes"))
-    saturation = control.saturation
-    if saturation.max_wait is not None:
-        yield from check(parse_duration_s, saturation.max_wait, (*path, "saturation", "maxWait"))
-        if saturation.max_wait in {"0s", "0ms"}:
-            yield (*path, "saturation", "maxWait"), "nothing could ever go; write a longer time, or null"
+    if control.saturation.limits().max_wait_s == 0:
+        yield (*path, "saturation", "maxWait"), "nothing could ever go; write a longer time, or null"
     names: set[str] = set()
     priorities: set[int] = set()
     for index, band in enumerate(control.bands):
-        yield from check(parse_size_bytes, band.max_bytes, (*path, "bands", index, "maxBytes"))
         if band.name in names or band.priority in priorities:
             yield (*path, "bands", index), "another band has this name or priority; give each its own"
         names.add(band.name)
@@ -54,7 +39,7 @@ def check_flow_control(control: FlowControl) -> Iterator[Finding]:
 
 
 def check_authentication(authentication: Authentication) -> Iterator[Finding]:
-    """Either keys or tokens, and each of them once."""
+    """Either keys or tokens, each with a name of its own."""
     path: Path = ("spec", "authentication")
     if bool(authentication.api_keys) == bool(authentication.jwt):
         yield path, "write apiKeys or jwt, one of the two"

@@ -1,4 +1,4 @@
-"""How Envoy tells who asks."""
+"""How Envoy identifies callers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from extproc.config.spec import Name, NonEmpty, Spec
 
 
 class ApiKey(Spec, frozen=True):
-    """A key that clients send as ``authorization: Bearer KEY``, and who that is."""
+    """A key that clients send as ``authorization: Bearer KEY``, and the tenant and user that it stands for."""
 
     name: Name
     key: Annotated[str, msgspec.Meta(min_length=8, max_length=512)]
@@ -19,7 +19,7 @@ class ApiKey(Spec, frozen=True):
 
 
 class JwtIssuer(Spec, frozen=True):
-    """Tokens that ``issuer`` signs with the keys of ``jwks_file`` (a path that Envoy reads), and which claims say who it is."""
+    """Tokens that ``issuer`` signs with a key of ``jwks_file``, which Envoy reads; claims for tenant and user."""
 
     name: Name
     issuer: NonEmpty
@@ -30,7 +30,7 @@ class JwtIssuer(Spec, frozen=True):
 
 
 class Authentication(Spec, frozen=True):
-    """By keys or by tokens; a request that brings neither is answered 401."""
+    """By API keys or by signed tokens; a request without either is answered 401."""
 
     api_keys: Annotated[tuple[ApiKey, ...], msgspec.Meta(max_length=10_000)] = ()
     jwt: Annotated[tuple[JwtIssuer, ...], msgspec.Meta(max_length=16)] = ()

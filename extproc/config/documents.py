@@ -1,79 +1,211 @@
-"""YAML text to documents that know on which line each of their fields stands."""
+"""Files to documents, documents to plain data, and the line of each field."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import json
+import re
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import yaml
 
-from extproc.config.errors import Mistake, Path, to_text
+from extproc.config.errors import ConfigInvalid, Mistake, to_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    from extproc.config.errors import Finding, Path
 
 # libyaml is several times faster; the pure loader reads the same.
 _Loader: type[yaml.SafeLoader | yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
+# Directives, ends of documents and rare line breaks: with them, only YAML's own parser knows where documents begin.
+_NEED_PARSER: Final = ("\n%", "\n...", "\x85", "\u2028", "\u2029")
+_LONE_RETURN: Final = re.compile("\r(?!\n)")
+_BYTE: Final = re.compile(r"\(byte (\d+)\)")
+
 
 class Document(msgspec.Struct, frozen=True):
-    """One YAML document: plain data, and the line of every path in it."""
+    """One document as text. ``line``: where it begins in its file, from 1."""
 
     file: str
-    value: Any
-    lines: dict[Path, int]
+    text: str
+    line: int = 1
+    is_json: bool = False
 
-    def mistake(self, path: Path, message: str) -> Mistake:
-        """A mistake at ``path``, on the line of the nearest enclosing field that the document has."""
-        known = next((path[:end] for end in range(len(path), -1, -1) if path[:end] in self.lines), ())
-        return Mistake(self.file, self.lines.get(known, 0), to_text(path), message)
+    def mistakes(self, findings: Iterable[Finding]) -> list[Mistake]:
+        """``findings``, each on the line of the nearest enclosing field that the document has."""
+        found = list(findings)
+        lines = _lines(self) if found else {}
+        return [Mistake(self.file, _nearest(lines, path, self.line), to_text(path), said) for path, said in found]
 
 
-def read_documents(file: str, text: str) -> Iterator[Document | Mistake]:
-    """The non-empty documents of one file; a syntax error ends it with a mistake."""
-    loader = _Loader(text)
+def split(file: str, text: str) -> list[Document]:
+    """The documents of one file: of YAML those between ``---``, of JSON the object or the items of an array.
+
+    Raises ConfigInvalid if JSON is malformed; a mistake in YAML concerns its own document alone.
+    """
+    if file.endswith(".json"):
+        return _split_json(file, text)
+    starts = [0, *(_parsed_starts(text) if _needs_parser(text) else _marked_starts(text))]
+    found = []
+    line = 1
+    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+        part = text[start:end]
+        if part and not part.isspace():
+            found.append(Document(file, part, line))
+        line += part.count("\n")
+    return found
+
+
+def read(document: Document) -> tuple[Any, list[Finding]]:
+    """The document as plain data, None if it is empty, and the keys that it repeats; raises ConfigInvalid."""
+    return _read_json(document) if document.is_json else _read_yaml(document)
+
+
+def _needs_parser(text: str) -> bool:
+    # plain searches: an expression for all of them takes longer than reading the rest of a large file
+    if any(mark in text for mark in _NEED_PARSER) or text.startswith(("%", "...")):
+        return True
+    return "\r" in text and _LONE_RETURN.search(text) is not None
+
+
+def _marked_starts(text: str) -> Iterator[int]:
+    start = text.find("\n---")
+    while start >= 0:
+        if text[start + 4 : start + 5] in {"", " ", "\t", "\r", "\n"}:
+            yield start + 1
+        start = text.find("\n---", start + 4)
+
+
+def _parsed_starts(text: str) -> list[int]:
     try:
-        while loader.check_node():
-            node = loader.get_node()
-            if node is None:
-                break
-            yield from _repeated_keys(file, node)
-            value = loader.construct_document(node)
-            if value is not None:
-                yield Document(file, value, dict(_lines(node)))
+        begun = [one.start_mark for one in yaml.parse(text, _Loader) if isinstance(one, yaml.DocumentStartEvent)]
+    except yaml.YAMLError:
+        return []  # whoever reads it will say what is wrong
+    return [mark.index for mark in begun[1:] if mark is not None]
+
+
+def _split_json(file: str, text: str) -> list[Document]:
+    if not text.lstrip().startswith("["):
+        return [Document(file, text, is_json=True)] if text.strip() else []
+    try:
+        items = msgspec.json.decode(text, type=list[msgspec.Raw])
+    except msgspec.DecodeError as error:
+        raise ConfigInvalid([_not_json(Document(file, text), error)]) from None
+    found = []
+    line, end = 1, 0
+    for item in items:
+        part = bytes(item).decode()
+        start = text.index(part, end)
+        line += text.count("\n", end, start)
+        found.append(Document(file, part, line, is_json=True))
+        line += part.count("\n")
+        end = start + len(part)
+    return found
+
+
+def _read_json(document: Document) -> tuple[Any, list[Finding]]:
+    try:
+        value = msgspec.json.decode(document.text)
+    except msgspec.DecodeError as error:
+        raise ConfigInvalid([_not_json(document, error)]) from None
+    if not repeats_keys(document.text):
+        return value, []
+    node = _compose(document.text)
+    repeated = [] if node is None else list(_repeated_keys(node))
+    return value, repeated or [((), "has a key twice; remove one")]
+
+
+def repeats_keys(text: str) -> bool:
+    """Whether an object in this JSON has a key twice, of which decoders keep the last without a word."""
+    repeated = False
+
+    def note(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        nonlocal repeated
+        members = dict(pairs)
+        repeated = repeated or len(members) < len(pairs)
+        return members
+
+    json.loads(text, object_pairs_hook=note)
+    return repeated
+
+
+def _not_json(document: Document, error: msgspec.DecodeError) -> Mistake:
+    byte = _BYTE.search(str(error))
+    before = document.text.encode()[: int(byte[1])] if byte else b""
+    advice = f"not JSON: {error}; mend the syntax, nothing of this document was read"
+    return Mistake(document.file, document.line + before.count(b"\n"), "", advice)
+
+
+def _read_yaml(document: Document) -> tuple[Any, list[Finding]]:
+    loader = _Loader(document.text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, []
+        repeated = list(_repeated_keys(node))
+        return loader.construct_document(node), repeated
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        message = f"not YAML: {error.problem or error.context}; mend the syntax, nothing of this file was read"
-        yield Mistake(file, mark.line + 1 if mark else 0, "", message)
+        line = document.line + mark.line if mark else document.line
+        said = error.problem or error.context
     except (yaml.YAMLError, ValueError) as error:
-        yield Mistake(file, 0, "", f"not YAML: {error}; mend the syntax, nothing of this file was read")
+        line, said = document.line, str(error)
+    except RecursionError:
+        line, said = document.line, "it refers to itself, or is nested too deeply"
     finally:
         loader.dispose()
+    advice = f"not YAML: {said}; mend the syntax, nothing of this document was read"
+    raise ConfigInvalid([Mistake(document.file, line, "", advice)])
 
 
-def _repeated_keys(file: str, node: yaml.Node, path: Path = ()) -> Iterator[Mistake]:
+def _repeated_keys(node: yaml.Node, path: Path = ()) -> Iterator[Finding]:
     """YAML's own readers keep the last of two equal keys without a word; a forgotten ``---`` would lose a document."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            yield from _repeated_keys(file, item, (*path, index))
+            if not isinstance(item, yaml.ScalarNode):
+                yield from _repeated_keys(item, (*path, index))
     if not isinstance(node, yaml.MappingNode):
         return
     seen: set[str] = set()
     for key, value in node.value:
         name = str(key.value)
         if name in seen:
-            advice = "is written twice; remove one, or put '---' between two documents"
-            yield Mistake(file, key.start_mark.line + 1, to_text((*path, name)), advice)
+            yield (*path, name), "is written twice; remove one, or put '---' between two documents"
         seen.add(name)
-        yield from _repeated_keys(file, value, (*path, name))
+        if not isinstance(value, yaml.ScalarNode):
+            yield from _repeated_keys(value, (*path, name))
 
 
-def _lines(node: yaml.Node, path: Path = ()) -> Iterator[tuple[Path, int]]:
-    yield path, node.start_mark.line + 1
+def _compose(text: str) -> yaml.Node | None:
+    """JSON is YAML but for rare escapes; None where libyaml does not take it."""
+    loader = _Loader(text)
+    try:
+        node: yaml.Node | None = loader.get_single_node()
+    except yaml.YAMLError:
+        return None
+    finally:
+        loader.dispose()
+    return node
+
+
+def _lines(document: Document) -> dict[Path, int]:
+    """The line in the file of every path in the document."""
+    node = _compose(document.text)
+    return {} if node is None else {path: document.line + line for path, line in _lines_below(node, ())}
+
+
+def _lines_below(node: yaml.Node, path: Path) -> Iterator[tuple[Path, int]]:
+    yield path, node.start_mark.line
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            yield from _lines(value, (*path, str(key.value)))
-            yield (*path, str(key.value)), key.start_mark.line + 1
+            yield from _lines_below(value, (*path, str(key.value)))
+            yield (*path, str(key.value)), key.start_mark.line
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            yield from _lines(item, (*path, index))
+            yield from _lines_below(item, (*path, index))
+
+
+def _nearest(lines: dict[Path, int], path: Path, otherwise: int) -> int:
+    return next((lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in lines), otherwise)

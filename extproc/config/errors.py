@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
+# Where in a document: ("spec", "rules", 0, "name").
 Path = tuple[str | int, ...]
+# What a check finds, before it is known in which file and on which line that stands.
+Finding = tuple[Path, str]
 
 
 class Mistake(msgspec.Struct, frozen=True, order=True):
-    """One thing to mend. ``line`` counts from 1; 0 means the file as a whole."""
+    """Something wrong in a file. ``line`` counts from 1; 0 means the file as a whole."""
 
     file: str
     line: int

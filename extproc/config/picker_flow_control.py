@@ -1,24 +1,28 @@
-"""The flow control of an EndpointPickerConfig (llm-d) as ours: its bands, policies and detectors by their names there."""
+"""The flow control section of llm-d's EndpointPickerConfig as our FlowControl."""
 
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 
 from extproc.config.admission import Band, FlowControl, SaturationSpec
+from extproc.config.picker_config import BandSection, DetectorSection, EndpointPickerConfig, FlowControlSection
+from extproc.config.quantities import ByteSize, Duration
+from extproc.config.schema import check_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from extproc.config.admission import Fairness, Order
-    from extproc.config.documents import Document
+    from extproc.config.errors import Finding
+    from extproc.config.picker_config import PluginSpec
 
 FEATURE_GATE: Final = "flowControl"
 _LOWEST: Final = -(2**31)
-# What has no end there ends here all the same: Envoy must know how long to wait.
-_NO_TIMEOUT: Final = "1h"
+# A wait without an end there ends here all the same: Envoy must know how long to wait.
+_NO_TIMEOUT: Final = Duration("1h")
 
 # Least service within the last minute stands for llm-d's service with a half-life of one.
 FAIRNESS: Final[Mapping[str, Fairness]] = MappingProxyType(
@@ -37,81 +41,82 @@ ORDERS: Final[Mapping[str, Order]] = MappingProxyType(
 )
 
 
-class BandSection(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """One of ``priorityBands``, or what holds for all others."""
+class UtilizationParameters(msgspec.Struct, frozen=True, rename="camel"):
+    """Of ``utilization-detector``: engines are full by what they report."""
 
-    priority: int = 0
-    priority_name: str = ""
-    max_bytes: Any = None
-    max_requests: int | None = None
-    fairness_policy_ref: str = "global-strict-fairness-policy"
-    ordering_policy_ref: str = "fcfs-ordering-policy"
+    queue_depth_threshold: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    kv_cache_util_threshold: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
+    headroom: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
 
 
-class DetectorSection(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Which plugin says how full engines are."""
+class ConcurrencyParameters(msgspec.Struct, frozen=True, rename="camel"):
+    """Of ``concurrency-detector``: engines are full by what was sent to them."""
 
-    plugin_ref: str = "utilization-detector"
-
-
-class FlowControlSection(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """``flowControl``. Ceilings by usage limit policies and eviction of running requests are read and not used."""
-
-    max_bytes: Any = None
-    max_requests: int | None = None
-    default_request_ttl: str = msgspec.field(default="60s", name="defaultRequestTTL")
-    no_endpoint_request_ttl: str | None = msgspec.field(default=None, name="noEndpointRequestTTL")
-    default_priority_band: BandSection | None = None
-    default_negative_priority_band: BandSection | None = None
-    priority_bands: list[BandSection] = []
-    usage_limit_policy_plugin_ref: str | None = None
-    saturation_detector: DetectorSection | None = None
-    enable_eviction: bool = False
+    concurrency_mode: Literal["requests", "tokens", "hybrid"] = "requests"
+    max_concurrency: Annotated[int, msgspec.Meta(ge=1)] = 100
+    max_token_concurrency: Annotated[int, msgspec.Meta(ge=1)] = 1_000_000
+    headroom: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
 
 
-def flow_control_of(document: Document) -> FlowControl | None:
-    """None where the file does not ask for any, or is not as it should be, which is said when it is read as a whole."""
-    value = document.value
-    if not isinstance(value, dict) or FEATURE_GATE not in (value.get("featureGates") or ()):
+def check_flow_control_section(config: EndpointPickerConfig) -> Iterator[Finding]:
+    """The parameters of the saturation detector have the right shape."""
+    plugins = _Plugins(config)
+    if not plugins.has_flow_control:
+        return
+    index, plugin = plugins.detector
+    if plugin is not None and plugin.parameters:
+        for place, message in check_shape(plugin.parameters, plugins.detector_parameters):
+            yield ("plugins", index, "parameters", *place), message
+
+
+def flow_control_of(config: EndpointPickerConfig) -> FlowControl | None:
+    """None without the feature gate. Expects a config in which ``check_flow_control_section`` finds nothing."""
+    plugins = _Plugins(config)
+    if not plugins.has_flow_control:
         return None
-    try:
-        section = msgspec.convert(value.get("flowControl") or {}, FlowControlSection)
-        return _convert(section, _Plugins(value))
-    except (msgspec.ValidationError, AttributeError, TypeError):
-        return None
-
-
-class _Plugins:
-    """Types and parameters by the names that references use; a type that is not written down has no parameters."""
-
-    def __init__(self, value: Mapping[str, Any]) -> None:
-        self._plugins = {one.get("name") or one.get("type"): one for one in value.get("plugins") or ()}
-
-    def type_of(self, name: str) -> str:
-        found: str = self._plugins.get(name, {}).get("type", name)
-        return found
-
-    def parameters_of(self, name: str) -> Mapping[str, Any]:
-        return self._plugins.get(name, {}).get("parameters") or {}
-
-
-def _convert(section: FlowControlSection, plugins: _Plugins) -> FlowControl:
+    section = config.flow_control or FlowControlSection()
     usual = section.default_priority_band or BandSection()
     negative = section.default_negative_priority_band or usual
     named = {band.priority: band for band in section.priority_bands}
     bands = {_LOWEST: negative, 0: usual, **named}
     ttl = section.default_request_ttl
     return FlowControl(
-        saturation=_saturation(section.saturation_detector or DetectorSection(), plugins),
-        timeout=_duration(ttl),
-        no_endpoint_timeout=_duration(section.no_endpoint_request_ttl or ttl),
+        saturation=_saturation(plugins),
+        timeout=ttl or _NO_TIMEOUT,
+        no_endpoint_timeout=(ttl if section.no_endpoint_request_ttl is None else section.no_endpoint_request_ttl)
+        or _NO_TIMEOUT,
         # there, bands are bounded, and all together only if that is said
         max_requests=section.max_requests or 1_000_000,
-        max_bytes=_bytes(section.max_bytes, "64Gi"),
+        max_bytes=section.max_bytes or ByteSize("64Gi"),
         bands=tuple(_band(priority, band, plugins) for priority, band in bands.items()),
         sharing="Strict",
         flow_by="Tenant",
     )
+
+
+class _Plugins:
+    """Plugins by the names that references use; a name that no plugin has is a type with its defaults."""
+
+    def __init__(self, config: EndpointPickerConfig) -> None:
+        self._places = {one.called: (index, one) for index, one in enumerate(config.plugins)}
+        self.has_flow_control = FEATURE_GATE in config.feature_gates
+        section = config.flow_control
+        self._detector = (section and section.saturation_detector) or DetectorSection()
+
+    def type_of(self, name: str) -> str:
+        """The type of the plugin called ``name``."""
+        return self._places[name][1].type if name in self._places else name
+
+    @property
+    def detector(self) -> tuple[int, PluginSpec | None]:
+        """The plugin that says how full engines are, and its place among all."""
+        return self._places.get(self._detector.plugin_ref, (-1, None))
+
+    @property
+    def detector_parameters(self) -> type[UtilizationParameters | ConcurrencyParameters]:
+        """What that plugin takes."""
+        is_concurrency = self.type_of(self._detector.plugin_ref) == "concurrency-detector"
+        return ConcurrencyParameters if is_concurrency else UtilizationParameters
 
 
 def _band(priority: int, band: BandSection, plugins: _Plugins) -> Band:
@@ -121,36 +126,29 @@ def _band(priority: int, band: BandSection, plugins: _Plugins) -> Band:
         priority=priority,
         share=1.0,
         max_requests=band.max_requests or 5000,
-        max_bytes=_bytes(band.max_bytes, "1Gi"),
+        max_bytes=band.max_bytes or ByteSize("1Gi"),
         fairness=FAIRNESS.get(plugins.type_of(band.fairness_policy_ref), "GlobalStrict"),
         order=ORDERS.get(plugins.type_of(band.ordering_policy_ref), "FirstCome"),
     )
 
 
-def _saturation(detector: DetectorSection, plugins: _Plugins) -> SaturationSpec:
-    given = plugins.parameters_of(detector.plugin_ref)
-    headroom = float(given.get("headroom", 0.0))
-    if plugins.type_of(detector.plugin_ref) == "concurrency-detector":
-        mode = given.get("concurrencyMode", "requests")
+def _saturation(plugins: _Plugins) -> SaturationSpec:
+    _, plugin = plugins.detector
+    given = (plugin and plugin.parameters) or {}
+    parameters = msgspec.convert(given, plugins.detector_parameters)
+    if isinstance(parameters, ConcurrencyParameters):
+        mode = parameters.concurrency_mode
         return SaturationSpec(
             queue_depth=None,
             kv_usage=None,
             max_wait=None,
-            max_requests=given.get("maxConcurrency", 100) if mode != "tokens" else None,
-            max_tokens=given.get("maxTokenConcurrency", 1_000_000) if mode != "requests" else None,
-            headroom=headroom,
+            max_requests=parameters.max_concurrency if mode != "tokens" else None,
+            max_tokens=parameters.max_token_concurrency if mode != "requests" else None,
+            headroom=parameters.headroom,
         )
     return SaturationSpec(
-        queue_depth=round(given.get("queueDepthThreshold", 5)),
-        kv_usage=given.get("kvCacheUtilThreshold", 0.8),
+        queue_depth=max(1, round(parameters.queue_depth_threshold)),
+        kv_usage=parameters.kv_cache_util_threshold,
         max_wait=None,
-        headroom=headroom,
+        headroom=parameters.headroom,
     )
-
-
-def _duration(text: str) -> str:
-    return _NO_TIMEOUT if text in {"0", "0s", "0m", "0h"} else text
-
-
-def _bytes(given: Any, default: str) -> str:  # noqa: ANN401 - a number or a quantity
-    return default if given is None else str(given)

@@ -1,7 +1,7 @@
-"""Every way in which plain data differs from a type, not only the first one that a decoder would stop at.
+"""Every way in which plain data differs from a type; decoders stop at the first.
 
-Walks the data beside msgspec's own description of the type; single values are judged by ``msgspec.convert`` itself, so
-this can never accept what the decoder refuses.
+Walks the data beside msgspec's own description of the type; single values, and in the end the whole, are judged by
+``msgspec.convert`` itself, so this can never accept what the decoder refuses.
 """
 
 from __future__ import annotations
@@ -12,17 +12,23 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import inspect
 
+from extproc.config.quantities import decode_quantity
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from extproc.config.errors import Path
-
-Finding = tuple["Path", str]
+    from extproc.config.errors import Finding, Path
 
 
-def find_mistakes(value: object, cls: type) -> list[Finding]:
-    """All mistakes of ``value`` as a ``cls``, as (path, message)."""
-    return list(_walk(value, inspect.type_info(cls), ()))
+def check_shape(value: object, cls: type) -> list[Finding]:
+    """All differences between ``value`` and a ``cls``; empty if and only if it decodes."""
+    found = list(_walk(value, inspect.type_info(cls), ()))
+    if not found:
+        try:
+            msgspec.convert(value, cls, dec_hook=decode_quantity)
+        except msgspec.ValidationError as error:
+            found.append(((), _lower_first(str(error))))
+    return found
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -44,6 +50,7 @@ def _walk(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:
                 yield from _walk(item, kind.item_type, (*path, index))
         case inspect.DictType() if isinstance(value, dict):
             for key, item in value.items():
+                yield from _check_leaf(key, kind.key_type, (*path, str(key)))
                 yield from _walk(item, kind.value_type, (*path, str(key)))
         case _:
             yield from _check_leaf(value, kind, path)
@@ -78,6 +85,12 @@ def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Findi
     if isinstance(kind, inspect.LiteralType):
         if value not in kind.values:
             yield path, f"'{value}' is not a choice; {suggest(str(value), map(str, kind.values))}"
+        return
+    if isinstance(kind, inspect.CustomType):
+        try:
+            decode_quantity(kind.cls, value)
+        except ValueError as error:
+            yield path, str(error)
         return
     try:
         msgspec.convert(value, _to_annotation(kind))

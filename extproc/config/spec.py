@@ -1,14 +1,46 @@
-"""What all settings written in YAML have in common."""
+"""What all documents share: how fields are spelled and how objects are named."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
+Namespace = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+
+DEFAULT_NAMESPACE: Final = "default"
 
 
 class Spec(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True, kw_only=True):
     """camelCase, unknown fields refused."""
+
+
+class Metadata(msgspec.Struct, frozen=True, kw_only=True):
+    """Kubernetes object metadata; extproc reads the name and the namespace only."""
+
+    name: Name
+    namespace: Namespace = DEFAULT_NAMESPACE
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+    annotations: dict[str, str] = msgspec.field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """``namespace/name``: the one spelling in memory, metrics, headers and Envoy's configuration."""
+        return object_key(self.namespace, self.name)
+
+
+def object_key(namespace: str, name: str) -> str:
+    """``namespace/name``."""
+    return f"{namespace}/{name}"
+
+
+def namespace_of(key: str) -> str:
+    """The namespace in ``namespace/name``."""
+    return key.partition("/")[0]
+
+
+def full_key(text: str) -> str:
+    """``text`` as ``namespace/name``; a name alone is in the default namespace."""
+    return text if "/" in text else object_key(DEFAULT_NAMESPACE, text)

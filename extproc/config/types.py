@@ -1,4 +1,4 @@
-"""The configuration that extproc and the controller share: ModelRoute, ModelServer, GatewayConfig, and the Snapshot of them.
+"""The kinds that extproc and the controller share, and the Snapshot of all of them.
 
 The YAML documents of the configuration directory (and, in a cluster, the custom resources of the same names) decode
 into these structs. ``Snapshot`` is one consistent reading of a whole directory. Field names on the wire are camelCase.
@@ -13,21 +13,11 @@ import msgspec
 
 from extproc.config.admission import FlowControl, InferenceObjective, Priority, RateLimit
 from extproc.config.authentication import Authentication
-from extproc.config.documents import Document
-from extproc.config.picker_flow_control import flow_control_of
-from extproc.config.spec import Name, NonEmpty, Spec
-from extproc.config.units import parse_duration_s, parse_size_bytes
+from extproc.config.picker_config import PickerFile
+from extproc.config.quantities import ByteSize, Duration
+from extproc.config.spec import Metadata, Name, NonEmpty, Spec, object_key
 
 API_VERSION = "attache.dev/v1alpha1"
-
-
-class Metadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Kubernetes object metadata; extproc reads the name only."""
-
-    name: Name
-    namespace: str = "default"
-    labels: dict[str, str] = msgspec.field(default_factory=dict)
-    annotations: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class StringMatch(Spec, frozen=True):
@@ -58,15 +48,10 @@ class RouteRule(Spec, frozen=True):
     target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=16)]
     name: str = ""
     model_match: ModelMatch | None = None
-    # of requests that no InferenceObjective says more of; below 0: the first to go when engines are scarce
+    # of requests without an InferenceObjective; those below 0 are refused first when engines are full
     priority: Priority = 0
-    # how soon the first token is wanted, for the order Deadline
-    ttft_target: str | None = None
-
-    @property
-    def ttft_target_s(self) -> float | None:
-        """The target in seconds, if there is one."""
-        return None if self.ttft_target is None else parse_duration_s(self.ttft_target)
+    # time to first token that these requests want, for the order Deadline
+    ttft_target: Duration | None = None
 
 
 class ModelRouteSpec(Spec, frozen=True):
@@ -84,8 +69,9 @@ class ModelRouteSpec(Spec, frozen=True):
 class StaticEndpoint(Spec, frozen=True):
     """One engine: ``ip:port`` (``[::1]:8000`` for IPv6).
 
-    ``price``: what a second of it costs, relative to others. ``draining``: it gets nothing new while others are there.
-    ``kv_events`` and ``kv_replay``: where this engine publishes and replays KV events, if not on its ModelServer's ports.
+    ``price``: cost of one second, relative to other endpoints. ``draining``: no new requests while another can take
+    them. ``kv_events`` and ``kv_replay``: addresses of its KV events and of their replay; by default its
+    ModelServer's ports.
     """
 
     address: NonEmpty
@@ -97,9 +83,9 @@ class StaticEndpoint(Spec, frozen=True):
 
 
 class PdGroup(Spec, frozen=True):
-    """Engines in two roles: labels say who computes prompts and who writes answers; a pair shares ``group_key``'s value.
+    """Prefill and decode engines, told apart by labels. A pair has the same value of the label ``group_key``.
 
-    A prompt of which the decode engine misses less than ``min_uncached_tokens`` is computed there.
+    The decode engine computes a prompt itself if its cache lacks fewer than ``min_uncached_tokens`` of it.
     """
 
     prefill_labels: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
@@ -109,9 +95,10 @@ class PdGroup(Spec, frozen=True):
 
 
 class KvEventsSpec(Spec, frozen=True):
-    """Engines publish what enters and leaves their KV caches (vLLM's ``--kv-events-config``); we know their caches precisely.
+    """Engines publish what enters and leaves their KV caches (vLLM's ``--kv-events-config``).
 
-    Rank r of ``data_parallel_size`` publishes on ``port + r``. Without ``replay_port``, what was missed stays unknown.
+    Rank r of ``data_parallel_size`` publishes on ``port + r``. Without ``replay_port``, missed events are not
+    recovered.
     """
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 5557
@@ -121,16 +108,11 @@ class KvEventsSpec(Spec, frozen=True):
 
 
 class TokenizerSpec(Spec, frozen=True):
-    """Who turns prompts into tokens for precise matching: the files in ``path``, or else the engines' own /tokenize."""
+    """How prompts become tokens for precise matching: by the files in ``path``, or else by the engines' /tokenize."""
 
     path: NonEmpty | None = None
-    # the longest that a request waits for its tokens; then the approximate index decides
-    timeout: str = "200ms"
-
-    @property
-    def timeout_s(self) -> float:
-        """The longest wait, in seconds."""
-        return parse_duration_s(self.timeout)
+    # a request waits no longer than this for its tokens; the approximate index then decides
+    timeout: Duration = Duration("200ms")
 
 
 class RetryPolicy(Spec, frozen=True):
@@ -140,29 +122,19 @@ class RetryPolicy(Spec, frozen=True):
 
 
 class OutlierDetection(Spec, frozen=True):
-    """When Envoy takes an engine out of the set, and for how long at first."""
+    """When Envoy ejects an engine, and for how long the first time."""
 
     consecutive_failures: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 3
-    ejection_time: str = "10s"
+    ejection_time: Duration = Duration("10s")
 
 
 class TrafficPolicy(Spec, frozen=True):
     """Time limits and retries between Envoy and the engines."""
 
-    timeout: str = "30m"
-    connect_timeout: str = "1s"
+    timeout: Duration = Duration("30m")
+    connect_timeout: Duration = Duration("1s")
     retry: RetryPolicy = RetryPolicy()
     outlier_detection: OutlierDetection = OutlierDetection()
-
-    @property
-    def timeout_s(self) -> float:
-        """The longest a whole answer may take, in seconds."""
-        return parse_duration_s(self.timeout)
-
-    @property
-    def connect_timeout_s(self) -> float:
-        """How long a connection to an engine may take, in seconds."""
-        return parse_duration_s(self.connect_timeout)
 
 
 class ModelServerSpec(Spec, frozen=True):
@@ -180,19 +152,14 @@ class ModelServerSpec(Spec, frozen=True):
     # A file of this directory that holds an EndpointPickerConfig; it takes the place of ``picker``.
     picker_config: NonEmpty | None = None
     pd_group: PdGroup | None = None
-    # How often engines are asked how they are; 0s: never.
-    scrape_interval: str = "200ms"
+    # Between two reads of an engine's metrics; 0s: never.
+    scrape_interval: Duration = Duration("200ms")
     kv_events: KvEventsSpec | None = None
     tokenizer: TokenizerSpec = TokenizerSpec()
-    # A request header: prompts under different values share no cache (a tenant's salt, say).
+    # A request header: prompts with different values of it share no cache (a tenant's salt, say).
     cache_scope_header: NonEmpty | None = None
-    # Who goes first when the engines are scarce; without it, every request goes at once.
+    # Which requests go first while engines are full; without it, every request goes at once.
     flow_control: FlowControl | None = None
-
-    @property
-    def scrape_interval_s(self) -> float:
-        """Seconds between two readings of an engine; 0: none."""
-        return parse_duration_s(self.scrape_interval)
 
 
 class GatewayConfigSpec(Spec, frozen=True):
@@ -206,29 +173,14 @@ class GatewayConfigSpec(Spec, frozen=True):
     # Open: without extproc, Envoy balances over the engines by itself. Close: it answers 503.
     failure_mode: Literal["Open", "Close"] = "Open"
     # The longest that Envoy waits for extproc's answer to one message.
-    message_timeout: str = "5s"
-    max_body_size: str = "64Mi"
-    access_log_flush: str = "200ms"
-    # Trusted: whoever can connect is a gateway of our own, which writes tenants, users and objectives into headers and removes
-    # what its clients put there. Untrusted: such headers are removed here.
+    message_timeout: Duration = Duration("5s")
+    max_body_size: ByteSize = ByteSize("64Mi")
+    access_log_flush: Duration = Duration("200ms")
+    # Trusted: only gateways of our own can connect, which write tenants, users and objectives into headers and remove
+    # their clients'. Untrusted: such headers are removed here.
     clients: Literal["Untrusted", "Trusted"] = "Untrusted"
-    # How Envoy tells who asks; without it everybody is the tenant "anonymous".
+    # How Envoy identifies callers; without it everybody is the tenant "anonymous".
     authentication: Authentication | None = None
-
-    @property
-    def message_timeout_s(self) -> float:
-        """The wait for one answer of extproc, in seconds."""
-        return parse_duration_s(self.message_timeout)
-
-    @property
-    def max_body_bytes(self) -> int:
-        """The largest request body that Envoy buffers."""
-        return parse_size_bytes(self.max_body_size)
-
-    @property
-    def access_log_flush_s(self) -> float:
-        """How long Envoy may keep access log entries back, in seconds."""
-        return parse_duration_s(self.access_log_flush)
 
 
 class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,6 +188,10 @@ class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):
 
     metadata: Metadata
     spec: ModelRouteSpec
+
+    def server_key(self, target: TargetModel) -> str:
+        """The ModelServer that ``target`` names: one of this route's own namespace."""
+        return object_key(self.metadata.namespace, target.model_server_name)
 
 
 class ModelServer(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,10 +209,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One consistent, validated reading of a configuration directory, sorted by name.
+    """One consistent, validated reading of a configuration directory, sorted by namespace and name.
 
-    ``version`` is a digest of the content: equal directories have equal versions. ``picker_files``: EndpointPickerConfigs by
-    the name of their file, not yet read further; their plugins are extproc's to know.
+    ``version`` is a digest of the content: equal directories have equal versions. ``picker_files``:
+    EndpointPickerConfigs by the name of their file; which plugins there are, extproc knows.
     """
 
     version: str
@@ -264,11 +220,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[ModelServer, ...]
     gateway: GatewayConfigSpec
     objectives: tuple[InferenceObjective, ...] = ()
-    picker_files: Mapping[str, Document] = {}
+    picker_files: Mapping[str, PickerFile] = {}
 
     def flow_control_of(self, spec: ModelServerSpec) -> FlowControl | None:
         """A server's own, or else that of its EndpointPickerConfig."""
         if spec.flow_control is not None or spec.picker_config is None:
             return spec.flow_control
-        document = self.picker_files.get(spec.picker_config)
-        return None if document is None else flow_control_of(document)
+        return self.picker_files[spec.picker_config].flow_control

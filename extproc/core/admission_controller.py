@@ -40,7 +40,7 @@ class AdmissionController:
 
     def apply(self, snapshot: Snapshot, pools: Mapping[str, Pool]) -> None:
         """Follow the configuration. A gate whose flow control stays the same stays, with all who wait there."""
-        self.routes = {one.metadata.name: RouteLimits(one) for one in snapshot.routes if one.spec.rate_limits}
+        self.routes = {one.metadata.key: RouteLimits(one) for one in snapshot.routes if one.spec.rate_limits}
         before, self.gates = self.gates, {}
         for name, pool in pools.items():
             control, known = snapshot.flow_control_of(pool.spec), before.get(name)

@@ -27,7 +27,7 @@ from extproc.core.states import Event, State, is_legal
 from extproc.core.types import BUNDLE
 from extproc.core.waiting import WaitingRequests
 from extproc.routing.resolve import RoutingTable
-from extproc.scheduling.pickers import make_picker
+from extproc.scheduling.pickers import PickerMaker, pickers_for
 from extproc.scheduling.pool import Pool
 from extproc.scheduling.request_started import RequestStarted
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from extproc.core.explanation import Explanation
     from extproc.core.peer_events import EventBatch
     from extproc.core.types import Arrival, Attachment, Outcome
-    from extproc.scheduling.pickers import MakePicker
+    from extproc.scheduling.pickers import MadePicker, MakePicker
 
 
 class Core:
@@ -52,7 +52,7 @@ class Core:
         *,
         rng: random.Random,
         ticket_prefix: str,
-        make_picker: MakePicker = make_picker,
+        make_picker: MakePicker | None = None,
         machine: str | None = None,
     ) -> None:
         """``ticket_prefix``: of this process alone. ``machine``: whose processes share local limits; None: no peers at all."""
@@ -62,9 +62,10 @@ class Core:
         self.snapshot = snapshot
         # of the configuration in use
         self.intake: Intake
-        # whether anything depends on who charges
+        # whether anything depends on who asks
         self.asks_who = False
-        self._make_picker = make_picker
+        self._make_picker = make_picker or PickerMaker()
+        self._pickers: dict[str, MadePicker] = {}
         self._rng = rng
         self._ticket_prefix = ticket_prefix
         self._tickets = 0
@@ -82,21 +83,21 @@ class Core:
 
         Raises ConfigInvalid, with nothing changed, if a picker's file is wrong.
         """
-        files = snapshot.picker_files
-        pickers = {one.metadata.name: self._make_picker(one.spec, files) for one in snapshot.servers}
+        pickers = pickers_for(snapshot, self._pickers, self._make_picker)
         routing, identities = RoutingTable(snapshot), Identities(snapshot)
         pools: dict[str, Pool] = {}
         for server in snapshot.servers:
-            name = server.metadata.name
-            known = self.pools.get(name)
-            if known is not None:
-                known.update(server.spec, pickers[name])
-            pools[name] = known or Pool(name, server.spec, pickers[name])
+            name = server.metadata.key
+            picker, known = pickers[name].picker, self.pools.get(name)
+            # the loader gives what has not changed again, as the same object
+            if known is not None and (known.spec is not server.spec or known.picker is not picker):
+                known.update(server.spec, picker)
+            pools[name] = known or Pool(name, server.spec, picker)
             pools[name].adapters = routing.adapters_of(name)
         gates, out = self.admission.gates, list[Effect]()
-        self.pools, self.snapshot = pools, snapshot
+        self.pools, self.snapshot, self._pickers = pools, snapshot, pickers
         self.admission.apply(snapshot, pools)
-        self.asks_who = bool(self.admission.gates or files or self.admission.routes)
+        self.asks_who = bool(self.admission.gates or snapshot.picker_files or self.admission.routes)
         self.intake = Intake(routing, identities, pools, self.admission, self._rng)
         self._waiting.move(gates, pools, now, out)
         self._waiting.wake(now, out)

@@ -1,4 +1,4 @@
-"""What the core charges its shell to do: each verb returns a list of these, and does nothing to the world by itself."""
+"""What the core asks its shell to do: each verb returns a list of these, and does nothing to the world by itself."""
 
 from __future__ import annotations
 

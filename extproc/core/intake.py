@@ -1,10 +1,11 @@
-"""Where requests come in: refuse what can be refused, parse, route, and see who charges."""
+"""Where requests come in: refuse what can be refused, parse, route, and see who asks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from extproc.admission.identity import ANONYMOUS_CALLER
+from extproc.config.spec import namespace_of
 from extproc.core.types import Arrival, Head
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownPath
 from extproc.protocol import MODELS_PATH
@@ -85,5 +86,7 @@ class Intake:
             )
         caller = ANONYMOUS_CALLER
         if destination.server in self._gated or destination.route in self._limited:
-            caller = self._identities.caller(head.headers, is_trusted=head.is_trusted)
+            caller = self._identities.caller(
+                head.headers, namespace=namespace_of(destination.server), is_trusted=head.is_trusted
+            )
         return Arrival(request, destination, pool, head, body, caller)

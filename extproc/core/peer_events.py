@@ -35,7 +35,7 @@ class Learned(msgspec.Struct, frozen=True, array_like=True, tag="l"):
 
 
 class EngineSaid(msgspec.Struct, frozen=True, array_like=True, tag="r"):
-    """An engine's report. One process of a machine charges the engines and tells the others."""
+    """An engine's report. One process of a machine asks the engines and tells the others."""
 
     server: str
     address: str

@@ -72,7 +72,7 @@ class EngineScraper:
 
     async def run(self) -> None:
         """Scrape the configured endpoints until cancelled, following changes of the configuration."""
-        polls: dict[tuple[str, str, str, str], _Poll] = {}
+        polls: dict[tuple[str, str, str, float], _Poll] = {}
         seen: object = None
         async with asyncio.TaskGroup() as group:
             try:
@@ -88,10 +88,10 @@ class EngineScraper:
                 for poll in polls.values():
                     poll.stop()
 
-    def _follow(self, polls: dict[tuple[str, str, str, str], _Poll], group: asyncio.TaskGroup) -> None:
-        wanted = {}
+    def _follow(self, polls: dict[tuple[str, str, str, float], _Poll], group: asyncio.TaskGroup) -> None:
+        wanted: dict[tuple[str, str, str, float], Pool] = {}
         for pool in self._core.pools.values():
-            if pool.spec.scrape_interval_s > 0:
+            if pool.spec.scrape_interval > 0:
                 for address in pool.table.active_addresses:
                     wanted[pool.name, address, pool.spec.engine, pool.spec.scrape_interval] = pool
         for key in polls.keys() - wanted.keys():
@@ -128,8 +128,8 @@ class _Poll:
         self._is_scraping = False
         self._asked_at_s = clock()
         # metrics are read before the first list of models
-        self._models_at_s = clock() + pool.spec.scrape_interval_s
-        self._pause_s = self._interval_s = pool.spec.scrape_interval_s
+        self._pause_s = self._interval_s = float(pool.spec.scrape_interval)
+        self._models_at_s = clock() + self._interval_s
         self._loop = asyncio.get_running_loop()
         # spread the first scrapes over an interval
         self._next_at_s = clock() + self._interval_s * rng.random()

@@ -57,7 +57,7 @@ class Tokenizers:
             self._metrics.tokenized(pool.name, "unsupported")
             return None
         try:
-            async with asyncio.timeout(pool.spec.tokenizer.timeout_s):
+            async with asyncio.timeout(pool.spec.tokenizer.timeout):
                 found = await self._tokenizer(pool).tokens(arrival)
         except TimeoutError:
             found, result = None, "timeout"

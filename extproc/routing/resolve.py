@@ -22,7 +22,8 @@ _SHOWN_CHARACTERS = 100
 class Destination(msgspec.Struct, frozen=True):
     """Where a request goes: the ModelServer, and the model name that its engines know (base model or adapter).
 
-    ``route``: whose limits hold. ``priority`` and ``ttft_s``: what the rule says of its requests.
+    ``server`` and ``route``: ``namespace/name``; the route's limits hold. ``priority`` and ``ttft_s``: what the rule
+    says of its requests.
     """
 
     server: str
@@ -54,7 +55,7 @@ class RoutingTable:
     """All ModelRoutes of a snapshot, by the names that clients ask for."""
 
     def __init__(self, snapshot: Snapshot) -> None:
-        served = {server.metadata.name: server.spec.model for server in snapshot.servers}
+        served = {server.metadata.key: server.spec.model for server in snapshot.servers}
         self._routes: dict[str, _Route] = {}
         self.models: list[ListedModel] = []
         for route in snapshot.routes:
@@ -67,8 +68,8 @@ class RoutingTable:
                 self.models.append(ListedModel(adapter, base))
         self._adapters: dict[str, frozenset[str]] = {}
         for route in snapshot.routes:
-            for target in {target.model_server_name for rule in route.spec.rules for target in rule.target_models}:
-                self._adapters[target] = self._adapters.get(target, frozenset()) | set(route.spec.lora_adapters)
+            for server in {route.server_key(target) for rule in route.spec.rules for target in rule.target_models}:
+                self._adapters[server] = self._adapters.get(server, frozenset()) | set(route.spec.lora_adapters)
 
     def knows(self, model: str) -> bool:
         """Whether a route serves that name."""
@@ -103,17 +104,18 @@ def _choose(rule: _Rule, rng: random.Random) -> Destination:
 
 
 def _compile(route: ModelRoute, served: Mapping[str, str], *, adapter: str | None) -> _Route:
-    rules = tuple(_compile_rule(route.metadata.name, rule, served, adapter) for rule in route.spec.rules)
-    return _Route(route.metadata.name, rules)
+    rules = tuple(_compile_rule(route, rule, served, adapter) for rule in route.spec.rules)
+    return _Route(route.metadata.key, rules)
 
 
-def _compile_rule(route: str, rule: RouteRule, served: Mapping[str, str], adapter: str | None) -> _Rule:
+def _compile_rule(route: ModelRoute, rule: RouteRule, served: Mapping[str, str], adapter: str | None) -> _Rule:
     targets = [target for target in rule.target_models if target.weight]
-    names = [target.model_server_name for target in targets]
+    ttft_s = None if rule.ttft_target is None else float(rule.ttft_target)
     return _Rule(
         holds=compile_match(rule.model_match),
         destinations=tuple(
-            Destination(name, adapter or served[name], route, rule.priority, rule.ttft_target_s) for name in names
+            Destination(server, adapter or served[server], route.metadata.key, rule.priority, ttft_s)
+            for server in map(route.server_key, targets)
         ),
         cumulative_weights=tuple(accumulate(target.weight for target in targets)),
     )

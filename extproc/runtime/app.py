@@ -17,6 +17,7 @@ from aiohttp import web
 from prometheus_client import disable_created_metrics, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from extproc.config.directory import ConfigDirectory
 from extproc.core.core import Core
 from extproc.feeds.directory import DirectoryFeed
 from extproc.feeds.engines import EngineScraper
@@ -55,7 +56,7 @@ class Worker(msgspec.Struct, frozen=True):
 class Settings(msgspec.Struct, frozen=True):
     """``listen``: ``ip:port`` or ``unix:path``. ``metrics``: host and port of /metrics and /readyz, or None."""
 
-    config: Path
+    config: ConfigDirectory
     listen: str
     metrics: tuple[str, int] | None
     drain_s: float

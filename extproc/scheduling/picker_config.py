@@ -1,19 +1,20 @@
-"""EndpointPickerConfig, as llm-d and the Gateway API Inference Extension write it, to a picker; or every mistake in it.
+"""An EndpointPickerConfig to the picker that it describes, or to every mistake in it.
 
-Source: llm-d-router ``pkg/epp/config``. ``plugins`` name types and parameters; ``schedulingProfiles`` refer to them with
-weights. Where the file says nothing, llm-d's defaults hold: weight 1, ``max-score-picker``, ``single-profile-handler``.
+Where the file says nothing, llm-d's defaults hold: weight 1, ``max-score-picker``, ``single-profile-handler``.
+Source: llm-d-router ``pkg/epp/config``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from extproc.config.documents import Document, read_documents
-from extproc.config.errors import ConfigInvalid, Mistake
-from extproc.config.picker_flow_control import FEATURE_GATE, FlowControlSection
-from extproc.config.schema import find_mistakes, suggest
+from extproc.config.decode import read_picker_file
+from extproc.config.errors import ConfigInvalid
+from extproc.config.picker_config import PluginRef, ProfileSpec
+from extproc.config.picker_flow_control import FEATURE_GATE
+from extproc.config.schema import check_shape, suggest
 from extproc.scheduling.framework import ConfiguredPicker, NamedFilter, NamedScorer, Profile
 from extproc.scheduling.plugins.accepted import ACCEPTED
 from extproc.scheduling.plugins.handlers import SingleProfile
@@ -22,88 +23,37 @@ from extproc.scheduling.plugins.selectors import MaxScore
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from extproc.config.schema import Finding
+    from extproc.config.errors import Finding
+    from extproc.config.picker_config import EndpointPickerConfig, PickerFile
     from extproc.scheduling.framework import Selector
     from extproc.scheduling.registry import Kind, PluginType
-
-
-class PluginSpec(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """One plugin; its name is its type's where it has none of its own."""
-
-    type: str
-    name: str | None = None
-    parameters: dict[str, Any] | None = None
-
-    @property
-    def called(self) -> str:
-        """How profiles refer to it."""
-        return self.name or self.type
-
-
-class PluginRef(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """A plugin in a profile; the weight is a scorer's."""
-
-    plugin_ref: str
-    weight: Annotated[float, msgspec.Meta(ge=0)] | None = None
-
-
-class ProfileSpec(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """A profile: plugins in the order in which they run."""
-
-    name: str
-    plugins: Annotated[list[PluginRef], msgspec.Meta(min_length=1)]
-
-
-class EndpointPickerConfig(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The document. What stands below ``schedulingProfiles`` is configured elsewhere here: read, and not used."""
-
-    api_version: Literal["llm-d.ai/v1alpha1", "llm-d.ai/v1", "inference.networking.x-k8s.io/v1alpha1"]
-    kind: Literal["EndpointPickerConfig"]
-    metadata: Any = None
-    plugins: list[PluginSpec] = []
-    scheduling_profiles: list[ProfileSpec] = []
-    feature_gates: list[str] = []
-    data_layer: Any = None
-    data: Any = None
-    flow_control: FlowControlSection | None = None
-    request_handler: Any = None
-    saturation_detector: Any = None
-    parser: Any = None
 
 
 _NOT_USED: Final = frozenset({"data_layer", "data", "request_handler", "saturation_detector", "parser"})
 
 
-class PickerFile(msgspec.Struct, frozen=True):
+class BuiltPicker(msgspec.Struct, frozen=True):
     """What a file describes, and what of it has no effect here, in sentences."""
 
     picker: ConfiguredPicker
     notes: tuple[str, ...]
 
 
-def read_picker_text(file: str, text: str, known: Mapping[str, PluginType]) -> PickerFile:
-    """The picker that ``text`` describes with plugins of ``known`` types; raises ConfigInvalid with all mistakes."""
-    found = list(read_documents(file, text))
-    mistakes = [one for one in found if isinstance(one, Mistake)]
-    documents = [one for one in found if not isinstance(one, Mistake)]
-    if not mistakes and len(documents) != 1:
-        mistakes = [Mistake(file, 0, "", f"has {len(documents)} documents; write one EndpointPickerConfig")]
-    if mistakes:
-        raise ConfigInvalid(mistakes)
-    return read_picker(documents[0], known)
-
-
-def read_picker(document: Document, known: Mapping[str, PluginType]) -> PickerFile:
-    """The same of a document that has been read."""
-    _refuse(document, find_mistakes(document.value, EndpointPickerConfig))
-    config = msgspec.convert(document.value, EndpointPickerConfig)
-    _refuse(document, [*_check_plugins(config, known), *_check_references(config), *_check_profiles(config, known)])
+def build_picker(file: PickerFile, known: Mapping[str, PluginType]) -> BuiltPicker:
+    """The picker of ``file`` with plugins of ``known`` types; raises ConfigInvalid with all mistakes."""
+    config = file.config
+    _refuse(file, [*_check_plugins(config, known), *_check_references(config), *_check_profiles(config, known)])
     picker = _build(config, known)
     handlers = [index for index, spec in enumerate(config.plugins) if known[spec.type].kind == "profile handler"]
     problem = picker.handler.needs(picker.profiles)
     if problem:
-        _refuse(document, [(("plugins", handlers[0]) if handlers else ("schedulingProfiles",), problem)])
-    return PickerFile(picker, tuple(_notes(config, known)))
+        _refuse(file, [(("plugins", handlers[0]) if handlers else ("schedulingProfiles",), problem)])
+    return BuiltPicker(picker, tuple(_notes(config, known)))
+
+
+def picker_from_text(name: str, text: str, known: Mapping[str, PluginType]) -> BuiltPicker:
+    """The same of the file called ``name`` with this content."""
+    return build_picker(read_picker_file(name, text), known)
 
 
 def _check_plugins(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Iterator[Finding]:
@@ -120,7 +70,7 @@ def _check_plugins(config: EndpointPickerConfig, known: Mapping[str, PluginType]
         handlers += known[spec.type].kind == "profile handler"
         if known[spec.type].kind == "profile handler" and handlers > 1:
             yield (*path, "type"), "a second profile handler; a file has one"
-        for place, message in find_mistakes(spec.parameters or {}, known[spec.type].cls):
+        for place, message in check_shape(spec.parameters or {}, known[spec.type].cls):
             yield (*path, "parameters", *place), message
 
 
@@ -193,7 +143,7 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
         for spec in config.plugins
     }
     # a file without profiles runs all its plugins in one, as llm-d does
-    specs = config.scheduling_profiles or [ProfileSpec("default", [PluginRef(name) for name in plugins])]
+    specs = config.scheduling_profiles or (ProfileSpec("default", tuple(PluginRef(name) for name in plugins)),)
     handler = next((plugin for kind, plugin in plugins.values() if kind == "profile handler"), SingleProfile())
     return ConfiguredPicker(
         handler=handler,
@@ -240,6 +190,6 @@ def _flow_control_notes(config: EndpointPickerConfig) -> Iterator[str]:
         yield "enableEviction: read, and not used; what has gone to an engine is not taken back"
 
 
-def _refuse(document: Document, findings: list[Finding]) -> None:
+def _refuse(file: PickerFile, findings: list[Finding]) -> None:
     if findings:
-        raise ConfigInvalid([document.mistake(path, message) for path, message in findings])
+        raise ConfigInvalid(file.document.mistakes(findings))

@@ -1,12 +1,17 @@
-"""From a ModelServer's specification to its picker."""
+"""The pickers of all ModelServers, each kept while its configuration stays."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from extproc.config.errors import ConfigInvalid, Mistake
+from extproc.config.picker_config import EndpointPickerConfig
+from extproc.config.types import ModelServerSpec, PdGroup
 from extproc.scheduling.pairs import PairParameters, PrefillDecodePairs
-from extproc.scheduling.picker_config import read_picker
+from extproc.scheduling.picker import Picker
+from extproc.scheduling.picker_config import build_picker
 from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.registry import installed
 from extproc.scheduling.round_robin import RoundRobin
@@ -14,38 +19,98 @@ from extproc.scheduling.round_robin import RoundRobin
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from extproc.config.documents import Document
-    from extproc.config.types import ModelServerSpec, Snapshot
-    from extproc.scheduling.picker import Picker
+    from extproc.config.picker_config import PickerFile
+    from extproc.config.types import Snapshot
+    from extproc.scheduling.registry import PluginType
 
-    MakePicker = Callable[[ModelServerSpec, Mapping[str, Document]], Picker]
+    MakePicker = Callable[[ModelServerSpec, Mapping[str, PickerFile]], Picker]
 
 
-def make_picker(spec: ModelServerSpec, files: Mapping[str, Document]) -> Picker:
-    """The picker that a ModelServer names; ``files`` hold EndpointPickerConfigs. Raises ConfigInvalid."""
-    if spec.picker_config is not None:
-        return read_picker(files[spec.picker_config], installed()).picker
-    if spec.picker == "RoundRobin":
-        return RoundRobin()
-    costs = PrefixAware(PrefixAwareParameters())
-    if spec.pd_group is None:
-        return costs
-    group = spec.pd_group
-    parameters = PairParameters(
-        group.group_key, group.prefill_labels, group.decode_labels, float(group.min_uncached_tokens)
-    )
-    return PrefillDecodePairs(parameters, costs)
+class PickerBasis(msgspec.Struct, frozen=True):
+    """All that a picker is made from; an equal basis makes an equal picker."""
+
+    name: str
+    config: EndpointPickerConfig | None
+    pd_group: PdGroup | None
+
+
+class MadePicker(msgspec.Struct, frozen=True):
+    """A picker, which may have learned something since it was made, and what it was made from."""
+
+    basis: PickerBasis
+    picker: Picker
+
+
+def pickers_for(
+    snapshot: Snapshot, previous: Mapping[str, MadePicker], make: MakePicker | None = None
+) -> dict[str, MadePicker]:
+    """The picker of every ModelServer by its key: the one in ``previous`` where its basis is the same, else a new one.
+
+    Raises ConfigInvalid with the mistakes of all pickers, and then nothing has changed.
+    """
+    made: dict[str, MadePicker] = {}
+    mistakes: dict[Mistake, None] = {}
+    make = make or PickerMaker()
+    for server in snapshot.servers:
+        key, basis = server.metadata.key, _basis(server.spec, snapshot.picker_files)
+        known = previous.get(key)
+        if known is not None and known.basis == basis:
+            made[key] = known
+            continue
+        try:
+            made[key] = MadePicker(basis, make(server.spec, snapshot.picker_files))
+        except ConfigInvalid as error:
+            # several servers may name the same file
+            mistakes.update(dict.fromkeys(error.mistakes))
+    if mistakes:
+        raise ConfigInvalid(list(mistakes))
+    return made
+
+
+class PickerMaker:
+    """Makes the picker that a ModelServer names, of the plugins that are installed, which are looked up once."""
+
+    def __init__(self) -> None:
+        self._known: Mapping[str, PluginType] | None = None
+
+    def __call__(self, spec: ModelServerSpec, files: Mapping[str, PickerFile]) -> Picker:
+        """``files``: EndpointPickerConfigs by the names of their files. Raises ConfigInvalid."""
+        if spec.picker_config is not None:
+            if self._known is None:
+                self._known = installed()
+            return build_picker(files[spec.picker_config], self._known).picker
+        if spec.picker == "RoundRobin":
+            return RoundRobin()
+        costs = PrefixAware(PrefixAwareParameters())
+        if spec.pd_group is None:
+            return costs
+        group = spec.pd_group
+        parameters = PairParameters(
+            group.group_key, group.prefill_labels, group.decode_labels, float(group.min_uncached_tokens)
+        )
+        return PrefillDecodePairs(parameters, costs)
+
+
+def make_picker(spec: ModelServerSpec, files: Mapping[str, PickerFile]) -> Picker:
+    """One picker by itself. Raises ConfigInvalid."""
+    return PickerMaker()(spec, files)
 
 
 def picker_notes(snapshot: Snapshot) -> list[str]:
     """What of the EndpointPickerConfigs has no effect here; raises ConfigInvalid with every mistake in any of them."""
     notes: list[str] = []
     mistakes: list[Mistake] = []
-    for file, document in snapshot.picker_files.items():
+    known = installed()
+    for name, file in snapshot.picker_files.items():
         try:
-            notes.extend(f"{file}: {note}" for note in read_picker(document, installed()).notes)
+            notes.extend(f"{name}: {note}" for note in build_picker(file, known).notes)
         except ConfigInvalid as error:
             mistakes.extend(error.mistakes)
     if mistakes:
         raise ConfigInvalid(mistakes)
     return notes
+
+
+def _basis(spec: ModelServerSpec, files: Mapping[str, PickerFile]) -> PickerBasis:
+    config = None if spec.picker_config is None else files[spec.picker_config].config
+    return PickerBasis(spec.picker, config, spec.pd_group)

@@ -135,7 +135,7 @@ class Duplex:
         return self._enter(self._receive(self._head, b"".join(self._pieces)))
 
     def _receive(self, head: Head, body: bytes) -> Arrival:
-        """By our routes; what they do not know goes to the pool that the gateway charges for, if it has one."""
+        """By our routes; what they do not know goes to the pool that the gateway asks for, if it has one."""
         intake, pool = self._context.core.intake, self._context.options.pool
         if pool is None:
             return intake.receive(intake.admit(head), head, body)

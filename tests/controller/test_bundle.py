@@ -12,9 +12,10 @@ import pytest
 
 from controller.__main__ import main
 from controller.bundle import GOLDEN_PATH
-from controller.gateway.bundle import build, with_servers
+from controller.gateway.bundle import BundleWriter, build, with_servers
 from controller.gateway.publish import Lingering, Step, remove_orphans, steps, write
-from extproc.config.load import load, load_directory
+from extproc.config.directory import load_directory
+from extproc.config.load import load
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -69,18 +70,18 @@ def routes(files: Mapping[str, str]) -> list[dict[str, Any]]:
 def test_a_server_is_a_cluster_with_a_file_of_endpoints_and_a_route_by_header() -> None:
     files = build(snapshot_of("one", "two"), "/x")
     clusters = {cluster["name"]: cluster for cluster in resources(files, "cds.json")}
-    assert set(clusters) == {"attache-extproc", "server/one", "server/two"}
-    source = clusters["server/one"]["eds_cluster_config"]["eds_config"]["path_config_source"]
-    assert source["path"] == "/x/eds/one.json"
-    (assignment,) = resources(files, "eds/one.json")
+    assert set(clusters) == {"attache-extproc", "server/default/one", "server/default/two"}
+    source = clusters["server/default/one"]["eds_cluster_config"]["eds_config"]["path_config_source"]
+    assert source["path"] == "/x/eds/default/one.json"
+    (assignment,) = resources(files, "eds/default/one.json")
     addresses = [one["endpoint"]["address"]["socket_address"] for one in assignment["endpoints"][0]["lb_endpoints"]]
     assert addresses == [
         {"address": "10.0.0.1", "port_value": 8000},
         {"address": "fd00::2", "port_value": 8000},
     ]
     first = routes(files)[0]
-    assert first["match"]["headers"] == [{"name": "x-attache-server", "string_match": {"exact": "one"}}]
-    assert first["route"]["cluster"] == "server/one"
+    assert first["match"]["headers"] == [{"name": "x-attache-server", "string_match": {"exact": "default/one"}}]
+    assert first["route"]["cluster"] == "server/default/one"
 
 
 def test_no_cluster_keeps_envoys_limit_of_1024_streams() -> None:
@@ -91,22 +92,22 @@ def test_no_cluster_keeps_envoys_limit_of_1024_streams() -> None:
 
 def test_rules_weights_and_names_hold_without_extproc() -> None:
     found = {route["name"]: route for route in routes(build(snapshot_of("one", "two"), "/x"))}
-    testers, rest = found["without-extproc/chat/0"], found["without-extproc/chat/1"]
+    testers, rest = found["without-extproc/default/chat/0"], found["without-extproc/default/chat/1"]
     assert testers["match"]["prefix"] == "/v1/chat"
     assert {"name": "x-tester", "string_match": {"exact": "yes"}} in testers["match"]["headers"]
-    assert testers["route"]["cluster"] == "server/one"
+    assert testers["route"]["cluster"] == "server/default/one"
     weighted = rest["route"]["weighted_clusters"]["clusters"]
-    assert [(one["name"], one["weight"]) for one in weighted] == [("server/one", 3), ("server/two", 1)]
+    assert [(one["name"], one["weight"]) for one in weighted] == [("server/default/one", 3), ("server/default/two", 1)]
     renamed = "engines-name"
     assert all(renamed in json.dumps(one["typed_per_filter_config"]) for one in weighted)
-    adapters = found["without-extproc/chat/1/adapters"]
+    adapters = found["without-extproc/default/chat/1/adapters"]
     assert renamed not in json.dumps(adapters)
     assert {"law", "sql"} <= set(json.dumps(adapters["match"]["dynamic_metadata"]).replace('"', " ").split())
 
 
 def test_a_closed_gateway_has_no_way_around_extproc() -> None:
     files = build(snapshot_of("one", "two", gateway="{failureMode: Close}"), "/x")
-    assert [route["name"] for route in routes(files)] == ["server/one", "server/two"]
+    assert [route["name"] for route in routes(files)] == ["server/default/one", "server/default/two"]
     assert "failure_mode_allow" not in files["lds.json"]
     assert "without_extproc" not in files["lds.json"]
 
@@ -178,7 +179,7 @@ def test_equal_snapshots_give_equal_files_and_endpoints_change_their_own_file_al
     documents = "".join(SERVER.replace("NAME", name) for name in ("one", "two")) + ROUTE.replace("SECOND", "two")
     after = load({"all.yaml": documents.replace("10.0.0.1", "10.0.0.9", 1).encode()})
     changed = {name for name, text in build(after, "/x").items() if build(before, "/x")[name] != text}
-    assert changed == {"eds/one.json"}
+    assert changed == {"eds/default/one.json"}
 
 
 @pytest.mark.parametrize("name", sorted(source.name for source in (ENVOY / "sources").iterdir()))
@@ -196,18 +197,18 @@ def names_by_step(planned: list[Step], file: str) -> list[set[str]]:
 
 def test_clusters_come_before_the_routes_that_name_them_and_go_after_them() -> None:
     before, after = snapshot_of("one", "two"), snapshot_of("one", "three", second="three")
-    planned = steps(before, after, "/x")
+    planned = steps(before, after, BundleWriter("/x"))
     assert [sorted(step.files) for step in planned] == [
-        ["cds.json", "eds/one.json", "eds/three.json", "eds/two.json"],
+        ["cds.json", "eds/default/one.json", "eds/default/three.json", "eds/default/two.json"],
         ["bootstrap.json", "lds.json", "rds.json"],
         ["cds.json"],
     ]
     assert names_by_step(planned, "cds.json") == [
-        {"attache-extproc", "server/one", "server/two", "server/three"},
-        {"attache-extproc", "server/one", "server/three"},
+        {"attache-extproc", "server/default/one", "server/default/two", "server/default/three"},
+        {"attache-extproc", "server/default/one", "server/default/three"},
     ]
     assert list(planned[0].files)[-1] == "cds.json"
-    assert planned[-1].gone == ("eds/two.json",)
+    assert planned[-1].gone == ("eds/default/two.json",)
     assert all(step.wait_s > 0 for step in planned[1:])
 
 
@@ -226,18 +227,18 @@ def test_a_server_that_leaves_lingers_for_a_while_unless_it_comes_back() -> None
 
 
 def test_files_are_replaced_whole_and_only_if_they_change(tmp_path: Path) -> None:
-    write(tmp_path, Step(0, {"eds/one.json": "1", "rds.json": "a"}))
+    write(tmp_path, Step(0, {"eds/default/one.json": "1", "rds.json": "a"}))
     inode = (tmp_path / "rds.json").stat().st_ino
-    write(tmp_path, Step(0, {"eds/one.json": "2", "rds.json": "a"}, gone=("eds/none.json",)))
+    write(tmp_path, Step(0, {"eds/default/one.json": "2", "rds.json": "a"}, gone=("eds/default/none.json",)))
     assert (tmp_path / "rds.json").stat().st_ino == inode
-    assert (tmp_path / "eds/one.json").read_text() == "2"
-    assert {file.name for file in tmp_path.rglob("*")} == {"eds", "one.json", "rds.json"}
+    assert (tmp_path / "eds/default/one.json").read_text() == "2"
+    assert {file.name for file in tmp_path.rglob("*")} == {"eds", "default", "one.json", "rds.json"}
 
 
 def test_what_an_earlier_writer_left_behind_is_removed(tmp_path: Path) -> None:
-    write(tmp_path, Step(0, {"eds/one.json": "1", "eds/old.json": "1"}))
+    write(tmp_path, Step(0, {"eds/default/one.json": "1", "eds/default/old.json": "1"}))
     remove_orphans(tmp_path, snapshot_of("one", second="one"))
-    assert [file.name for file in (tmp_path / "eds").iterdir()] == ["one.json"]
+    assert [file.name for file in (tmp_path / "eds").rglob("*.json")] == ["one.json"]
 
 
 def test_the_command_says_every_mistake_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,16 +277,16 @@ async def test_a_bundle_that_is_followed_says_what_it_refuses_and_keeps_the_last
 
     try:
         await until((out / "bootstrap.json").is_file)
-        before = (out / "eds" / "one.json").read_text()
+        before = (out / "eds" / "default" / "one.json").read_text()
         (config / "a.yaml").write_text(good.replace("10.0.0.1:8000", "nowhere"))
         await until(lambda: "'nowhere' is not an address" in log.read_text())
         assert "the last good bundle stays" in log.read_text()
-        assert (out / "eds" / "one.json").read_text() == before
+        assert (out / "eds" / "default" / "one.json").read_text() == before
 
         gateway = "apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\n"
         (config / "b.yaml").write_text(gateway + "spec: {admin: '127.0.0.1:9999'}\n")
         (config / "a.yaml").write_text(good.replace("10.0.0.1", "10.0.0.9"))
-        await until(lambda: "10.0.0.9" in (out / "eds" / "one.json").read_text())
+        await until(lambda: "10.0.0.9" in (out / "eds" / "default" / "one.json").read_text())
         await until(lambda: "restart Envoy" in log.read_text())
     finally:
         writer.terminate()

@@ -336,7 +336,7 @@ async def test_top_shows_who_waits(held: Scene) -> None:
         )
         out, _ = await process.communicate()
     rows = [line.split() for line in out.decode().splitlines()]
-    assert ["llama", "standard", "3"] in [row[:3] for row in rows]
+    assert ["default/llama", "standard", "3"] in [row[:3] for row in rows]
     assert "acme" in [row[0] for row in rows if row]
     assert [one.status_code for one in await asyncio.gather(*waiting)] == [200] * 3
 
@@ -383,13 +383,13 @@ async def test_a_model_without_engines_holds_its_requests_until_the_first_is_the
         clients.append(asyncio.create_task(held.ask(f"{'aaabbb'[number]}{number}", headers)))
         await eventually(lambda count=number + 1: metric_is(stack, "attache_queue_waiting", count))
     # what an autoscaler reads
-    assert await metric(stack, "attache_wanted_engines", server="llama") == 6
+    assert await metric(stack, "attache_wanted_engines", server="default/llama") == 6
 
     edit(stack, "ModelServer", endpoints=[{"address": engine}])
     answers = await asyncio.gather(*clients)
     assert [one.status_code for one in answers] == [200] * 6
     assert held.order == ["a0", "b3", "a1", "b4", "a2", "b5"]
-    assert await metric(stack, "attache_wanted_engines", server="llama") == 0
+    assert await metric(stack, "attache_wanted_engines", server="default/llama") == 0
 
 
 async def test_a_model_that_gets_no_engine_in_time_says_so(held: Scene) -> None:

@@ -124,7 +124,7 @@ async def test_usage_host_and_times_come_back_to_extproc(stack: Stack, client: o
     # 1,140 characters: 285 tokens and the template's, twice; the second time all full blocks but the last are cached
     assert 580 <= prompt_tokens <= 610
     assert 256 <= cached <= 304
-    assert 'first_choice="yes",server="llama",status_class="2xx"' in text
+    assert 'first_choice="yes",server="default/llama",status_class="2xx"' in text
     assert total(text, "attache_in_flight") == 0
 
 

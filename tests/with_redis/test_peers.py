@@ -52,7 +52,7 @@ class Process:
 
     @property
     def in_flight(self) -> int:
-        return int(self.core.pools["llama"].table.in_flight.sum())
+        return int(self.core.pools["default/llama"].table.in_flight.sum())
 
     def send(self, text: str) -> Decision:
         body = json.dumps({"model": "chat", "messages": [{"role": "user", "content": text}]}).encode()

@@ -41,27 +41,35 @@ def test_untrusted_headers_are_ignored(identities: Identities) -> None:
         "x-llm-d-slo-ttft-ms": "5",
         "x-attache-deadline-ms": "5",
     }
-    assert identities.caller(headers, is_trusted=False) == ANONYMOUS_CALLER
+    assert identities.caller(headers, namespace="default", is_trusted=False) == ANONYMOUS_CALLER
 
 
 def test_requests_without_identity_are_one_tenant(identities: Identities) -> None:
-    assert identities.caller({}, is_trusted=True) == ANONYMOUS_CALLER
+    assert identities.caller({}, namespace="default", is_trusted=True) == ANONYMOUS_CALLER
     assert ANONYMOUS_CALLER.tenant == "anonymous"
 
 
 def test_an_api_key_overrides_identity_headers(identities: Identities) -> None:
-    caller = identities.caller({"x-attache-client": "acme-1", "x-attache-tenant": "bell"}, is_trusted=True)
+    caller = identities.caller(
+        {"x-attache-client": "acme-1", "x-attache-tenant": "bell"}, namespace="default", is_trusted=True
+    )
     assert (caller.tenant, caller.user, caller.api_key) == ("acme", "alice", "acme-1")
 
 
 @pytest.mark.parametrize("header", ["x-llm-d-inference-objective", "x-gateway-inference-objective"])
-@pytest.mark.parametrize(("objective", "priority"), [("urgent", 100), ("sheddable", -5), ("unheard-of", 0)])
+@pytest.mark.parametrize(("objective", "priority"), [("urgent", 100), ("unheard-of", 0)])
 def test_objectives_are_priorities_by_name(identities: Identities, header: str, objective: str, priority: int) -> None:
-    assert identities.caller({header: objective}, is_trusted=True).priority == priority
+    assert identities.caller({header: objective}, namespace="default", is_trusted=True).priority == priority
+
+
+def test_an_objective_counts_for_servers_of_its_own_namespace(identities: Identities) -> None:
+    headers = {"x-llm-d-inference-objective": "sheddable"}
+    assert identities.caller(headers, namespace="models", is_trusted=True).priority == -5
+    assert identities.caller(headers, namespace="default", is_trusted=True).priority == 0
 
 
 def test_without_an_objective_the_route_decides(identities: Identities) -> None:
-    assert identities.caller({"x-attache-tenant": "acme"}, is_trusted=True).priority is None
+    assert identities.caller({"x-attache-tenant": "acme"}, namespace="default", is_trusted=True).priority is None
 
 
 @pytest.mark.parametrize(
@@ -77,14 +85,16 @@ def test_without_an_objective_the_route_decides(identities: Identities) -> None:
     ("text", "seconds"), [("250", 0.25), ("1.5", 0.0015), ("", None), ("soon", None), ("-1", None), ("1e300", None)]
 )
 def test_targets(identities: Identities, name: str, field: str, text: str, seconds: float | None) -> None:
-    assert getattr(identities.caller({name: text}, is_trusted=True), field) == seconds
+    assert getattr(identities.caller({name: text}, namespace="default", is_trusted=True), field) == seconds
 
 
 def test_long_names_are_truncated(identities: Identities) -> None:
-    caller = identities.caller({"x-attache-tenant": "x" * 10_000, "x-attache-user": "y" * 10_000}, is_trusted=True)
+    caller = identities.caller(
+        {"x-attache-tenant": "x" * 10_000, "x-attache-user": "y" * 10_000}, namespace="default", is_trusted=True
+    )
     assert len(caller.tenant) == len(caller.user) == 128
 
 
 def test_fairness_ids_by_both_names(identities: Identities) -> None:
     for name in ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"):
-        assert identities.caller({name: "batch"}, is_trusted=True).flow == "batch"
+        assert identities.caller({name: "batch"}, namespace="default", is_trusted=True).flow == "batch"

@@ -11,6 +11,7 @@ from extproc.admission.queue import FairQueue
 from extproc.admission.queued_request import FlowKey, QueuedRequest
 from extproc.admission.saturation import Capacity
 from extproc.config.admission import Band, FlowControl, SaturationSpec
+from extproc.config.quantities import ByteSize, Duration
 from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.table import EndpointTable
 from extproc.errors import QueueFull
@@ -104,7 +105,7 @@ def test_bands_get_their_shares_and_borrow_unused_ones() -> None:
 
 @pytest.mark.parametrize(("ageing", "latest_s"), [("5s", 5.0), ("1h", 60.0)])
 def test_ageing_bounds_how_long_short_requests_overtake_a_long_one(ageing: str, latest_s: float) -> None:
-    scene = Scene(order="ShortestFirst", ageing=ageing)
+    scene = Scene(order="ShortestFirst", ageing=Duration(ageing))
     long, now = scene.enqueue(input_tokens=100_000.0, uncached_tokens=100_000.0, expires_at_s=1e9), 0.0
     # ten short ones a second, and ten turns a second
     while now < 60.0:
@@ -189,7 +190,7 @@ def test_locality_serves_what_a_free_engine_has_cached_within_the_deficits() -> 
 
 
 def test_locality_delays_no_request_beyond_the_ageing_bound() -> None:
-    scene = Scene(fairness="DeficitLocality", ageing="10s")
+    scene = Scene(fairness="DeficitLocality", ageing=Duration("10s"))
     old = scene.enqueue("acme", input_tokens=900.0, uncached_tokens=900.0)
     near = scene.enqueue("acme", now=5.0, input_tokens=900.0, uncached_tokens=10.0, holders=((1, 890.0),))
     assert scene.next(busy=1, now=11.0) == old
@@ -215,7 +216,7 @@ def test_a_full_band_refuses_and_a_full_queue_evicts_from_the_lowest_band() -> N
 
 
 def test_bytes_are_bounded_too_and_released() -> None:
-    scene = Scene(max_bytes="1Ki")
+    scene = Scene(max_bytes=ByteSize("1Ki"))
     ticket = scene.enqueue(size_bytes=1000)
     with pytest.raises(QueueFull):
         scene.enqueue(size_bytes=100)
@@ -225,7 +226,7 @@ def test_bytes_are_bounded_too_and_released() -> None:
 
 
 def test_an_eviction_that_would_not_help_evicts_nothing() -> None:
-    scene = Scene(max_bytes="1Ki")
+    scene = Scene(max_bytes=ByteSize("1Ki"))
     low = scene.enqueue("low", size_bytes=100, priority=-1)
     with pytest.raises(QueueFull):
         scene.enqueue("high", size_bytes=2000, priority=5)

@@ -10,6 +10,7 @@ import pytest
 from extproc.admission.queued_request import FlowKey, QueuedRequest
 from extproc.admission.saturation import RECHECK_S, Capacity, Stages
 from extproc.config.admission import SaturationSpec
+from extproc.config.quantities import Duration
 from extproc.endpoints.engine_reports import EngineReport, apply_report
 from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointConfig, EndpointTable
@@ -100,7 +101,7 @@ def test_requests_and_tokens_in_flight(table: EndpointTable) -> None:
 
 
 def test_the_expected_wait_fills_an_engine_until_it_is_short_again(table: EndpointTable) -> None:
-    limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait="500ms").limits()
+    limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=Duration("500ms")).limits()
     for row, tokens in ((0, 7_000), (1, 9_000)):
         begin_request(table, row, work=tokens, now=NOW)
     capacity = Capacity(table, limits, NOW)
@@ -133,7 +134,7 @@ def test_without_engines_no_request_is_dispatched(table: EndpointTable) -> None:
 
 
 def test_a_slightly_too_full_engine_with_the_prefix_cached_may_be_used(table: EndpointTable) -> None:
-    limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait="500ms", headroom=1.0).limits()
+    limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=Duration("500ms"), headroom=1.0).limits()
     cached = QueuedRequest("t", FlowKey("acme"), NOW, NOW + 60, input_tokens=100.0, uncached_tokens=10.0)
     begin_request(table, 0, work=0.9 * INITIAL_PREFILL_RATE, now=NOW)
 

@@ -26,10 +26,10 @@ def test_counters_are_rates_and_gauges_are_as_they_are() -> None:
 def test_what_every_process_sees_whole_is_not_added_up() -> None:
     now = Sample()
     for _ in range(2):
-        now.add("attache_in_flight", {"server": "llama", "endpoint": "e"}, 5)
-        now.add("attache_prompt_tokens_total", {"server": "llama", "endpoint": "e"}, 50)
+        now.add("attache_in_flight", {"server": "default/llama", "endpoint": "e"}, 5)
+        now.add("attache_prompt_tokens_total", {"server": "default/llama", "endpoint": "e"}, 50)
     engine = next(line for line in render(Sample(), now, seconds=1.0, tenants=9).splitlines() if "llama" in line)
-    assert engine.split() == ["llama", "e", "5", "0", "0", "0%", "100", "0%"]
+    assert engine.split() == ["default/llama", "e", "5", "0", "0", "0%", "100", "0%"]
 
 
 def test_queues_show_who_waits_and_how_long() -> None:
@@ -49,7 +49,7 @@ def test_tenants_are_shown_by_their_share_and_the_largest_first() -> None:
     for tenant, service, refused in (("acme", 100.0, 0.0), ("bell", 300.0, 4.0), ("zero", 0.0, 0.0)):
         now.add("attache_tenant_requests_total", {"tenant": tenant, "outcome": "picked"}, 10)
         now.add("attache_tenant_requests_total", {"tenant": tenant, "outcome": "rate_limited"}, refused)
-        now.add("attache_tenant_service_tokens_total", {"tenant": tenant, "server": "llama"}, service)
+        now.add("attache_tenant_service_tokens_total", {"tenant": tenant, "server": "default/llama"}, service)
     lines = render(Sample(), now, seconds=2.0, tenants=2).splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("TENANT"))
     assert [line.split() for line in lines[start + 1 : start + 3]] == [

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.cli.serve import limits_without_redis
+from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
-from extproc.config.load import load, load_directory
+from extproc.config.load import load
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,15 +48,15 @@ def test_a_route_and_a_server_make_a_snapshot() -> None:
     (route,), (server,) = snapshot.routes, snapshot.servers
     assert (route.spec.model_name, route.spec.lora_adapters) == ("chat", ("sql",))
     assert [endpoint.address for endpoint in server.spec.endpoints] == ["127.0.0.1:8001", "[::1]:8002"]
-    assert server.spec.traffic_policy.timeout_s == 1800
-    assert snapshot.gateway.max_body_bytes == 64 << 20
+    assert server.spec.traffic_policy.timeout == 1800
+    assert snapshot.gateway.max_body_size == 64 << 20
 
 
 def test_several_documents_may_share_a_file() -> None:
     snapshot = load({"all.yaml": SERVER + b"---\n" + ROUTE})
 
-    assert [server.metadata.name for server in snapshot.servers] == ["llama"]
-    assert [route.metadata.name for route in snapshot.routes] == ["chat"]
+    assert [server.metadata.key for server in snapshot.servers] == ["default/llama"]
+    assert [route.metadata.key for route in snapshot.routes] == ["default/chat"]
 
 
 def test_equal_content_has_an_equal_version_and_any_change_another() -> None:
@@ -182,5 +183,5 @@ def test_global_limits_without_a_redis_are_warned_of() -> None:
     limits = b"  rateLimits: [{requests: 1, scope: Global}, {requests: 1}, {requests: 1, scope: Global, withoutRedis: Refuse}]\n"
     found = load({"server.yaml": SERVER, "route.yaml": ROUTE + limits})
     first, second = limits_without_redis(found)
-    assert first.startswith("ModelRoute chat: rateLimits[0] is Global")
+    assert first.startswith("ModelRoute default/chat: rateLimits[0] is Global")
     assert second.endswith("all its requests get 503")

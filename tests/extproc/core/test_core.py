@@ -39,7 +39,7 @@ def arrive(core: Core, body: bytes, now: float = 0.0) -> Decision:
 
 @pytest.fixture
 def pool(core: Core) -> Pool:
-    return core.pools["llama"]
+    return core.pools["default/llama"]
 
 
 def outcome_of(decision: Decision, **changes: object) -> Outcome:
@@ -65,7 +65,7 @@ def _serve_under_the_engines_name(core: Core) -> None:
 def test_a_request_goes_to_an_endpoint_with_the_others_behind_it(core: Core) -> None:
     decision = arrive(core, chat())
 
-    assert decision.server == "llama"
+    assert decision.server == "default/llama"
     assert set(decision.assignment.addresses) == {"10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"}
     assert decision.body is None
 
@@ -349,7 +349,7 @@ spec: {modelName: llama, rules: [{targetModels: [{modelServerName: llama}]}]}
 
 def test_a_pair_is_charged_told_and_let_go_together(core: Core) -> None:
     core.apply(load({"a.yaml": PAIRS}), 0.0)
-    table = core.pools["llama"].table
+    table = core.pools["default/llama"].table
     # no prefill engine is in group b: it takes nothing as long as a can
     table.in_flight[table.row_of("10.0.0.3:8000")] = 100
     decision = arrive(core, chat(model="llama"))
@@ -370,7 +370,7 @@ def test_a_pair_is_charged_told_and_let_go_together(core: Core) -> None:
 
 
 def test_an_adapter_goes_only_where_it_is_served(core: Core) -> None:
-    table = core.pools["llama"].table
+    table = core.pools["default/llama"].table
     row = table.row_of("10.0.0.2:8000")
     assert row is not None
     table.set_loras(row, LoraState(served=frozenset({"llama-3.1-8b", "sql"})))

@@ -67,7 +67,7 @@ def arrival_of(core: Core) -> Arrival:
 
 def test_filters_and_scores_are_shown_with_their_weights() -> None:
     core = core_of(configured=True)
-    table = core.pools["llama"].table
+    table = core.pools["default/llama"].table
     table.waiting[:3], table.reported_at_s[:3] = (4, 9, 0), 0.0
     shown = core.explain(arrival_of(core), 0.0)
     (profile,) = shown.profiles
@@ -85,7 +85,7 @@ def test_filters_and_scores_are_shown_with_their_weights() -> None:
 
 def test_the_default_picker_shows_what_its_cost_is_made_of() -> None:
     core = core_of(configured=False)
-    core.pools["llama"].table.in_flight[0] = 50
+    core.pools["default/llama"].table.in_flight[0] = 50
     shown = core.explain(arrival_of(core), 0.0)
     best, *_, worst = shown.profiles[0].endpoints
     assert worst.address == "10.0.0.1:8000"
@@ -96,7 +96,7 @@ def test_the_default_picker_shows_what_its_cost_is_made_of() -> None:
 def test_explaining_changes_nothing() -> None:
     core = core_of(configured=False)
     core.explain(arrival_of(core), 0.0)
-    pool = core.pools["llama"]
+    pool = core.pools["default/llama"]
     assert pool.table.in_flight.sum() == 0
     assert pool.caches.index.match(pool.caches.expect(_prompt(BODY), pool.table, 0.0).chain) == []
 
@@ -128,7 +128,7 @@ def test_the_command_decides_by_a_configuration_alone(tmp_path: Path, capsys: py
     assert main(["explain", "--config", str(tmp_path), str(body)]) == 0
     assert "profile PrefixAware: 3 candidates" in capsys.readouterr().out
     assert main(["explain", "--config", str(tmp_path), "--json", str(body)]) == 0
-    assert json.loads(capsys.readouterr().out)["server"] == "llama"
+    assert json.loads(capsys.readouterr().out)["server"] == "default/llama"
     body.write_bytes(b"{}")
     assert main(["explain", "--config", str(tmp_path), str(body)]) == 1
     assert "refused with 400" in capsys.readouterr().err

@@ -42,7 +42,7 @@ class Process:
     def __init__(self, name: str, config: bytes = CONFIG, *, machine: str = "here") -> None:
         self.name = name
         self.core = Core(load({"a.yaml": config}), rng=random.Random(0), ticket_prefix=name, machine=machine)
-        self.pool = self.core.pools["llama"]
+        self.pool = self.core.pools["default/llama"]
 
     def hear(self, other: Process, *events: PeerEvent, now: float = 0.0) -> list[Effect]:
         return self.core.hear(decode(encode(EventBatch(other.name, list(events)))), now)
@@ -142,14 +142,18 @@ def test_what_only_one_is_configured_for_is_passed_over() -> None:
 
 def test_one_asks_the_engines_for_all(pair: tuple[Process, Process]) -> None:
     one, other = pair
-    said = EngineSaid("llama", "10.0.0.2:8000", EngineReport(waiting=4, running=2), CacheConfig(16, 64_000))
-    other.hear(one, said, EngineSaid("llama", "10.0.0.2:8000", EngineReport(), models=frozenset({"sql"})), now=5.0)
+    said = EngineSaid("default/llama", "10.0.0.2:8000", EngineReport(waiting=4, running=2), CacheConfig(16, 64_000))
+    other.hear(
+        one, said, EngineSaid("default/llama", "10.0.0.2:8000", EngineReport(), models=frozenset({"sql"})), now=5.0
+    )
     row = other.pool.table.row_of("10.0.0.2:8000")
     assert row is not None
     assert (other.pool.table.waiting[row], other.pool.table.reported_at_s[row]) == (4, 5.0)
     assert other.pool.table.loras[row].served == frozenset({"sql"})
     assert other.pool.caches.index.first_block_bytes == 64
-    other.hear(one, EngineSaid("gone", "10.0.0.2:8000", EngineReport()), EngineSaid("llama", "gone:1", EngineReport()))
+    other.hear(
+        one, EngineSaid("gone", "10.0.0.2:8000", EngineReport()), EngineSaid("default/llama", "gone:1", EngineReport())
+    )
 
 
 LIMITED = CONFIG.replace(b"  loraAdapters: [sql]", b"  loraAdapters: [sql]\n  rateLimits: [{unit: hour, requests: 10}]")
@@ -177,7 +181,7 @@ def test_a_flow_is_charged_everywhere_for_what_it_had_anywhere() -> None:
     b.hear(a, started)
 
     def counter(one: Process) -> float:
-        flows = one.core.admission.gates["llama"].queue.band_of(0).flows
+        flows = one.core.admission.gates["default/llama"].queue.band_of(0).flows
         policy = flows.policy
         assert isinstance(policy, VirtualTokenCounter)
         return float(policy.counters[flows.row_of(FlowKey("acme", "llama-3.1-8b"))])

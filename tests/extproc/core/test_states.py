@@ -86,7 +86,7 @@ class Requests(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.core = Core(load({"a.yaml": FULL}), rng=random.Random(0), ticket_prefix="t", machine="here")
-        self.pool = self.core.pools["llama"]
+        self.pool = self.core.pools["default/llama"]
         self.pools = [self.pool]
         self.pool.caches.set_feed_state(0, is_whole=True)
         self.store = LocalLimits()

@@ -81,7 +81,7 @@ class Scene:
 
     def requests_left(self, tenant: str = "acme") -> float:
         buckets = self.core.admission.limits._buckets
-        return round(buckets[f"chat/0/requests/{tenant}"].level)
+        return round(buckets[f"default/chat/0/requests/{tenant}"].level)
 
 
 def ends(effects: list[Effect]) -> list[Decision | Refused]:
@@ -128,7 +128,7 @@ def test_who_leaves_in_the_moment_of_release_does_not_hold_the_engine() -> None:
     (released,) = scene.release(1.0)
     assert released.ticket == third
     # its flow was charged for nothing that it did not have
-    gate = scene.core.admission.gates["llama"]
+    gate = scene.core.admission.gates["default/llama"]
     assert gate.queue.bands[2].flows.running.sum() == 2
 
 
@@ -157,7 +157,7 @@ def test_a_full_queue_refuses_and_gives_back() -> None:
 def test_what_was_not_written_comes_back_when_the_outcome_is_known() -> None:
     scene = Scene()
     first = scene.sent()
-    output = scene.core.admission.limits._buckets["chat/0/output_tokens/acme"]
+    output = scene.core.admission.limits._buckets["default/chat/0/output_tokens/acme"]
     assert output.level == 950
     scene.core.finish(first.ticket, 1.0)
     scene.core.settle(outcome(first.ticket), 1.0)
@@ -167,11 +167,11 @@ def test_what_was_not_written_comes_back_when_the_outcome_is_known() -> None:
 def hung_up(scene: Scene, *, after_s: float, ttfb_s: float | None = 0.5, status: int = 200) -> float:
     """Output tokens that a stream of at most 50 costs whose client hangs up, on an engine that writes 100 a second."""
     first = scene.sent()
-    scene.core.pools["llama"].table.tpot_s[:] = 0.01
+    scene.core.pools["default/llama"].table.tpot_s[:] = 0.01
     scene.core.finish(first.ticket, 1.0)
     gone = Outcome(first.ticket, status, "10.0.0.1:8000", after_s, ttfb_s, None, None, None)
     scene.core.settle(gone, 1.0)
-    return float(1000 - scene.core.admission.limits._buckets["chat/0/output_tokens/acme"].level)
+    return float(1000 - scene.core.admission.limits._buckets["default/chat/0/output_tokens/acme"].level)
 
 
 def test_who_hangs_up_pays_for_what_was_written_by_then() -> None:
@@ -193,7 +193,7 @@ def test_without_a_time_per_token_what_was_reserved_counts() -> None:
     first = scene.sent()
     scene.core.finish(first.ticket, 1.0)
     scene.core.settle(outcome(first.ticket, completion_tokens=None), 1.0)
-    output = scene.core.admission.limits._buckets["chat/0/output_tokens/acme"]
+    output = scene.core.admission.limits._buckets["default/chat/0/output_tokens/acme"]
     assert output.level == pytest.approx(950, abs=0.5)
 
 
@@ -204,13 +204,13 @@ def test_a_request_over_the_limit_is_refused_before_it_waits() -> None:
         scene.held()
     with pytest.raises(RateLimited):
         scene.enter()
-    assert len(scene.core.admission.gates["llama"].queue) == 9
+    assert len(scene.core.admission.gates["default/llama"].queue) == 9
 
 
 def test_requests_of_a_model_without_engines_wait_and_go_in_fair_order() -> None:
     scene = Scene(endpoints="")
     held = [scene.held(tenant) for tenant in ("acme", "acme", "bell")]
-    assert scene.core.admission.gates["llama"].wants_engines
+    assert scene.core.admission.gates["default/llama"].wants_engines
     assert scene.release(1.0) == []
     scene.apply()
     order = []
@@ -222,7 +222,7 @@ def test_requests_of_a_model_without_engines_wait_and_go_in_fair_order() -> None
             scene.core.finish(one.ticket, now)
         now += 1
     assert order == [held[0], held[2], held[1]]
-    assert not scene.core.admission.gates["llama"].wants_engines
+    assert not scene.core.admission.gates["default/llama"].wants_engines
 
 
 def test_who_is_held_may_go_to_engines_that_come_while_it_waits() -> None:
@@ -281,4 +281,4 @@ def test_requests_of_negative_priority_are_shed_by_chance_once_engines_are_full(
             break
     # the fuller the queue, the more: some before it is full, and some not
     assert shed > 0
-    assert len(scene.core.admission.gates["llama"].queue) > 1
+    assert len(scene.core.admission.gates["default/llama"].queue) > 1

@@ -1,4 +1,4 @@
-"""The directory is followed; a broken configuration is refused."""
+"""The directory is followed; what is broken is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.config.load import load_directory
+from extproc.config.directory import ConfigDirectory
 from extproc.core.core import Core
 from extproc.feeds.directory import DirectoryFeed
 from extproc.metrics.registry import Metrics
@@ -25,11 +25,12 @@ class Watched:
     def __init__(self, directory: Path) -> None:
         self.file = directory / "all.yaml"
         self.file.write_bytes(CONFIG)
-        snapshot = load_directory(directory)
+        followed = ConfigDirectory(directory)
+        snapshot = followed.read()
         self.core = Core(snapshot, rng=random.Random(0), ticket_prefix="t")
         self.metrics = Metrics(self.core.pools.values, lambda: 0.0, lambda: 0.0)
         self.feed = DirectoryFeed(
-            directory, self.core, self.metrics, settle_s=0.3, apply=lambda new: self.core.apply(new, 0.0)
+            followed, self.core, self.metrics, settle_s=0.3, apply=lambda new: self.core.apply(new, 0.0)
         )
         self.feed.started_with(snapshot)
 
@@ -97,8 +98,8 @@ async def test_a_new_server_waits_until_envoy_knows_it_too(watched: Watched, mon
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     watched.file.write_bytes(CONFIG.split(b"---")[0].replace(b"name: llama}", b"name: other}") + b"---" + CONFIG)
-    await watched.until(lambda: "other" in watched.core.pools)
-    assert (0.3, ["llama"]) in waits
+    await watched.until(lambda: "default/other" in watched.core.pools)
+    assert (0.3, ["default/llama"]) in waits
 
     waits.clear()
     watched.file.write_bytes(CONFIG.replace(b"modelName: chat", b"modelName: talk"))
@@ -119,14 +120,14 @@ async def test_a_picker_is_replaced_with_its_file_and_a_broken_one_is_refused(wa
     watched.file.write_bytes(CONFIG.replace(b"spec:\n  model:", b"spec:\n  pickerConfig: epp.yaml\n  model:"))
 
     def picker() -> object:
-        return watched.core.pools["llama"].picker
+        return watched.core.pools["default/llama"].picker
 
     await watched.until(lambda: isinstance(picker(), ConfiguredPicker))
-    pool = watched.core.pools["llama"]
+    pool = watched.core.pools["default/llama"]
     pool.table.in_flight[0] = 3
     file.write_bytes(PICKER.replace(b"random-picker", b"max-score-picker"))
     await watched.until(lambda: "MaxScore" in repr(picker()))
-    assert watched.core.pools["llama"] is pool
+    assert watched.core.pools["default/llama"] is pool
     assert pool.table.in_flight[0] == 3, "what is known of the engines stays"
     file.write_bytes(PICKER.replace(b"queue-scorer", b"queue-scorr"))
     await watched.until(lambda: watched.sample("attache_config_valid") == 0)

@@ -84,7 +84,7 @@ async def scraped(engine: Engine, *more: str) -> AsyncIterator[tuple[Pool, Metri
     )
     task = asyncio.create_task(scraper.run())
     try:
-        yield core.pools["llama"], metrics, core, address
+        yield core.pools["default/llama"], metrics, core, address
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -117,7 +117,7 @@ async def test_a_failing_engine_is_scraped_less_often_and_the_others_go_on() -> 
     async with scraped(engine, "127.0.0.1:1") as (pool, metrics, _, _):
         await eventually(lambda: engine.asked >= 10)
         failed = metrics.registry.get_sample_value(
-            "attache_engine_reports_total", {"server": "llama", "result": "failed"}
+            "attache_engine_reports_total", {"server": "default/llama", "result": "failed"}
         )
         assert failed is not None
         assert 1 <= failed <= 6
@@ -127,7 +127,7 @@ async def test_a_failing_engine_is_scraped_less_often_and_the_others_go_on() -> 
             lambda: (
                 (
                     metrics.registry.get_sample_value(
-                        "attache_engine_reports_total", {"server": "llama", "result": "failed"}
+                        "attache_engine_reports_total", {"server": "default/llama", "result": "failed"}
                     )
                     or 0
                 )

@@ -58,31 +58,31 @@ def resolve(model: str, path: str = "/v1/chat/completions", **headers: str) -> D
 
 
 def test_the_first_rule_that_holds_decides() -> None:
-    assert resolve("chat", x_team="testers").server == "canary"
-    assert resolve("chat", "/v1/completions", x_job="nightly-7").server == "canary"
+    assert resolve("chat", x_team="testers").server == "default/canary"
+    assert resolve("chat", "/v1/completions", x_job="nightly-7").server == "default/canary"
 
 
 def test_a_rule_holds_only_if_all_its_conditions_do() -> None:
     rng = random.Random(7)
     servers = {TABLE.resolve("chat", {"x-job": "nightly-x"}, "/v1/completions", rng).server for _ in range(50)}
 
-    assert servers == {"stable", "canary"}  # fell through to the weights
+    assert servers == {"default/stable", "default/canary"}  # fell through to the weights
 
 
 def test_weights_are_kept_in_the_long_run() -> None:
     rng = random.Random(0)
     drawn = Counter(TABLE.resolve("chat", {}, "/", rng).server for _ in range(4000))
 
-    assert 0.22 < drawn["canary"] / 4000 < 0.28
+    assert 0.22 < drawn["default/canary"] / 4000 < 0.28
 
 
 def test_a_weight_of_zero_is_never_drawn() -> None:
-    assert {resolve("strict", x_team="tempo").server for _ in range(20)} == {"stable"}
+    assert {resolve("strict", x_team="tempo").server for _ in range(20)} == {"default/stable"}
 
 
 def test_the_model_is_sent_under_its_servers_name_and_an_adapter_under_its_own() -> None:
-    assert resolve("chat", x_team="testers") == Destination("canary", "llama-3.2-8b", "chat")
-    assert resolve("sql", x_team="testers") == Destination("canary", "sql", "chat")
+    assert resolve("chat", x_team="testers") == Destination("default/canary", "llama-3.2-8b", "default/chat")
+    assert resolve("sql", x_team="testers") == Destination("default/canary", "sql", "default/chat")
 
 
 def test_an_unknown_model_is_named_but_not_at_any_length() -> None:
@@ -94,7 +94,7 @@ def test_an_unknown_model_is_named_but_not_at_any_length() -> None:
 
 
 def test_a_request_that_no_rule_takes_is_refused() -> None:
-    with pytest.raises(UnknownModel, match="No rule of the route 'strict'"):
+    with pytest.raises(UnknownModel, match="No rule of the route 'default/strict'"):
         resolve("strict")
 
 

@@ -12,7 +12,7 @@ import pytest
 from extproc.config.errors import ConfigInvalid
 from extproc.endpoints.table import EndpointConfig
 from extproc.errors import BadRequest
-from extproc.scheduling.picker_config import read_picker_text
+from extproc.scheduling.picker_config import picker_from_text
 from extproc.scheduling.registry import BUILT_IN
 from tests.extproc.scheduling.plugins.views import view_of
 
@@ -70,7 +70,7 @@ def view_of_pairs(
 
 
 def test_prefill_and_decode_are_picked_in_one_group() -> None:
-    read = read_picker_text("pd.yaml", DISAGG, BUILT_IN)
+    read = picker_from_text("pd.yaml", DISAGG, BUILT_IN)
     assert any("featureGates" in note for note in read.notes)
     assert any("the pool's own prefix index" in note for note in read.notes)
     pick = read.picker.pick(view_of_pairs(waiting=(9, 0, 0, 5)), rng=random.Random(0))
@@ -79,14 +79,14 @@ def test_prefill_and_decode_are_picked_in_one_group() -> None:
 
 
 def test_the_decider_keeps_a_cached_prompt_with_decode() -> None:
-    picker = read_picker_text("pd.yaml", DISAGG, BUILT_IN).picker
+    picker = picker_from_text("pd.yaml", DISAGG, BUILT_IN).picker
     pick = picker.pick(view_of_pairs(cached=(0, 0, 0, 600)), rng=random.Random(0))
     assert (pick.rows[0], pick.prefill_row, pick.stage) == (3, None, "the decider keeps prefill with decode")
     assert picker.pick(view_of_pairs(cached=(0, 0, 0, 400)), rng=random.Random(0)).prefill_row == 2
 
 
 def test_prefill_first_starts_from_the_prefill_engine() -> None:
-    picker = read_picker_text(
+    picker = picker_from_text(
         "pd.yaml", DISAGG.replace("groupKey: group", "groupKey: group\n      stageOrder: prefill-first"), BUILT_IN
     ).picker
     pick = picker.pick(view_of_pairs(waiting=(9, 0, 0, 5)), rng=random.Random(0))
@@ -103,12 +103,12 @@ def test_the_older_handler_and_its_parameters_are_read() -> None:
     text = DISAGG.replace("disagg-profile-handler", "pd-profile-handler").replace(
         "\n      groupKey: group\n      deciders: {prefill: prefix-based-pd-decider}\n", old
     )
-    picker = read_picker_text("pd.yaml", text, BUILT_IN).picker
+    picker = picker_from_text("pd.yaml", text, BUILT_IN).picker
     assert picker.pick(view_of_pairs(cached=(0, 999, 0, 999)), rng=random.Random(0)).prefill_row in {0, 2}
 
 
 def test_without_a_prefill_endpoint_the_decode_endpoint_serves_the_whole_request() -> None:
-    picker = read_picker_text("pd.yaml", DISAGG, BUILT_IN).picker
+    picker = picker_from_text("pd.yaml", DISAGG, BUILT_IN).picker
     view = view_of_pairs()
     view.table.replace({"e1:1": EndpointConfig({"llm-d.ai/role": "decode", "group": "a"})})
     pick = picker.pick(view, rng=random.Random(0))
@@ -132,7 +132,7 @@ schedulingProfiles:
 
 
 def test_a_header_names_the_profile() -> None:
-    picker = read_picker_text("header.yaml", HEADER, BUILT_IN).picker
+    picker = picker_from_text("header.yaml", HEADER, BUILT_IN).picker
 
     def roles(headers: dict[str, str]) -> set[int]:
         return set(picker.pick(view_of_pairs(headers=headers), rng=random.Random(0)).rows)
@@ -165,7 +165,7 @@ def test_mistakes_of_handlers_are_placed(old: str, new: str, mistake: str) -> No
     text = DISAGG.replace(old, new, 1)
     assert text != DISAGG
     with pytest.raises(ConfigInvalid, match=re.escape(mistake)):
-        read_picker_text("pd.yaml", text, BUILT_IN)
+        picker_from_text("pd.yaml", text, BUILT_IN)
 
 
 def test_plugins_that_refer_to_each_other_in_a_circle_are_refused() -> None:
@@ -180,16 +180,16 @@ plugins:
   - type: queue-scorer
 """
     with pytest.raises(ConfigInvalid, match=r"epp\.yaml:4: .*break the circle"):
-        read_picker_text("epp.yaml", text, BUILT_IN)
+        picker_from_text("epp.yaml", text, BUILT_IN)
 
 
 def test_two_profiles_need_a_handler_that_chooses() -> None:
     text = HEADER.replace("  - type: header-profile-handler\n", "")
     with pytest.raises(ConfigInvalid, match="takes exactly one scheduling profile"):
-        read_picker_text("epp.yaml", text, BUILT_IN)
+        picker_from_text("epp.yaml", text, BUILT_IN)
 
 
 def test_reasons_name_both_profiles() -> None:
-    picker = read_picker_text("pd.yaml", DISAGG, BUILT_IN).picker
+    picker = picker_from_text("pd.yaml", DISAGG, BUILT_IN).picker
     view = msgspec.structs.replace(view_of_pairs(), wants_reasons=True)
     assert [one.profile for one in picker.pick(view, rng=random.Random(0)).reasons] == ["decode", "prefill"]

@@ -10,7 +10,7 @@ import pytest
 
 from extproc.config.errors import ConfigInvalid
 from extproc.scheduling.framework import NamedScorer, Profile
-from extproc.scheduling.picker_config import read_picker_text
+from extproc.scheduling.picker_config import picker_from_text
 from extproc.scheduling.plugins.cache_scorers import PrefixCacheScorer
 from extproc.scheduling.plugins.filters import PrefixCacheAffinity
 from extproc.scheduling.plugins.load_scorers import Queue, TokenLoad
@@ -43,7 +43,7 @@ schedulingProfiles:
 
 
 def profile_of(text: str) -> Profile:
-    (profile,) = read_picker_text("epp.yaml", text, BUILT_IN).picker.profiles.values()
+    (profile,) = picker_from_text("epp.yaml", text, BUILT_IN).picker.profiles.values()
     return profile
 
 
@@ -106,7 +106,7 @@ def test_a_mistake_is_placed_and_comes_with_advice(old: str, new: str, mistake: 
     text = CONFIG.replace(old, new, 1)
     assert text != CONFIG
     with pytest.raises(ConfigInvalid, match=re.escape(mistake)):
-        read_picker_text("epp.yaml", text, BUILT_IN)
+        picker_from_text("epp.yaml", text, BUILT_IN)
 
 
 def test_a_second_picker_and_a_second_document_are_refused() -> None:
@@ -114,9 +114,9 @@ def test_a_second_picker_and_a_second_document_are_refused() -> None:
         CONFIG.replace("- type: single-profile-handler", "- type: random-picker") + "      - pluginRef: random-picker\n"
     )
     with pytest.raises(ConfigInvalid, match="a second picker"):
-        read_picker_text("epp.yaml", doubled, BUILT_IN)
+        picker_from_text("epp.yaml", doubled, BUILT_IN)
     with pytest.raises(ConfigInvalid, match="has 2 documents"):
-        read_picker_text("epp.yaml", CONFIG + "---\n" + CONFIG, BUILT_IN)
+        picker_from_text("epp.yaml", CONFIG + "---\n" + CONFIG, BUILT_IN)
 
 
 def test_a_plugin_of_another_package_is_found_but_takes_no_name_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,7 @@ def test_answers_pass_unchanged_and_teach(core: Core) -> None:
     (address,) = pick_of(
         gateway.body(CHAT.replace(b"{", b'{"stream": true, "stream_options": {"include_usage": true}, ', 1))[0]
     )
-    table = core.pools["llama"].table
+    table = core.pools["default/llama"].table
     row = table.row_of(address)
     assert row is not None
     assert table.in_flight[row] == 1
@@ -240,7 +240,7 @@ def test_another_endpoint_that_served_is_noticed(core: Core) -> None:
     gateway.headers()
     first, second, _ = pick_of(gateway.body(CHAT)[0])
     gateway.answer(200, b"{}", served=second)
-    table = core.pools["llama"].table
+    table = core.pools["default/llama"].table
     assert table.failures[table.row_of(first)] == 1
     assert table.failures[table.row_of(second)] == 0
 
@@ -250,7 +250,7 @@ def test_a_client_that_leaves_teaches_nothing_and_frees_its_engine(core: Core) -
     gateway.headers()
     gateway.body(CHAT)
     gateway.exchange.close()
-    table = core.pools["llama"].table
+    table = core.pools["default/llama"].table
     assert table.in_flight.sum() == 0
     assert not table.has_failures
 
@@ -270,7 +270,7 @@ spec: {model: base, endpoints: [{address: "10.0.0.1:8000"}]}
         ("POST", "/", b""),
         ("GET", "/anything", None),
     ]:
-        gateway = Gateway(core, pool="pool")
+        gateway = Gateway(core, pool="default/pool")
         head, *rest = (
             gateway.headers(path, method=method, end=True)
             if body is None
@@ -279,7 +279,7 @@ spec: {model: base, endpoints: [{address: "10.0.0.1:8000"}]}
         assert pick_of(head) == ["10.0.0.1:8000"]
         assert sent_on(rest)[0] == (body or b"")
     core.apply(load({"a.yaml": config.replace(b"name: pool", b"name: other")}), 0.0)
-    gateway = Gateway(core, pool="pool")
+    gateway = Gateway(core, pool="default/pool")
     (answer,) = gateway.headers("/anything", method="GET", end=True)
     assert answer.immediate_response.status.code == 503
 
@@ -316,7 +316,7 @@ def test_answers_are_spared_the_way_where_the_gateway_allows_it(core: Core) -> N
     head.response_headers.headers.headers.add(key=":status", raw_value=b"200")
     assert len(gateway.send(head)) == 1
     gateway.exchange.close()
-    assert core.pools["llama"].table.in_flight.sum() == 0
+    assert core.pools["default/llama"].table.in_flight.sum() == 0
 
 
 def test_messages_out_of_order_are_named_as_the_mistake(core: Core) -> None:

@@ -66,7 +66,7 @@ def test_headers_pass_and_the_body_brings_the_decision(conversation: Conversatio
     destination = metadata["envoy.lb"]["x-gateway-destination-endpoint"].string_value
     length = str(len(common.body_mutation.body))
     assert headers == {
-        "x-attache-server": "llama",
+        "x-attache-server": "default/llama",
         "x-gateway-destination-endpoint": destination,
         "content-length": length,
     }
@@ -74,7 +74,7 @@ def test_headers_pass_and_the_body_brings_the_decision(conversation: Conversatio
     assert metadata["attache"]["ticket"].string_value == "t-1"
     assert json.loads(common.body_mutation.body)["model"] == "llama-3.1-8b"
     conversation.exchange.close()
-    assert core.pools["llama"].table.in_flight.sum() == 0
+    assert core.pools["default/llama"].table.in_flight.sum() == 0
     assert conversation.sample("attache_requests_total", outcome="picked") == 1
 
 
@@ -154,9 +154,9 @@ def test_a_second_body_is_no_second_request(conversation: Conversation, core: Co
     for again in (conversation.send_body, lambda _: conversation.send_headers()):
         with pytest.raises(IllegalEvent, match="awaiting nothing more"):
             again(CHAT)
-    assert core.pools["llama"].table.in_flight.sum() == 1
+    assert core.pools["default/llama"].table.in_flight.sum() == 1
     conversation.exchange.close()
-    assert core.pools["llama"].table.in_flight.sum() == 0
+    assert core.pools["default/llama"].table.in_flight.sum() == 0
 
 
 def test_a_body_that_trailers_follow_is_whole(conversation: Conversation) -> None:
@@ -250,4 +250,4 @@ def test_a_client_that_leaves_while_its_request_is_held_leaves_nothing_behind(co
     assert not core.count(State.QUEUED)
     for one in conversations[:2]:
         one.exchange.close()
-    assert core.pools["llama"].table.in_flight.sum() == 0
+    assert core.pools["default/llama"].table.in_flight.sum() == 0

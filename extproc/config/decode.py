@@ -1,0 +1,157 @@
+"""One document to the object that it holds, or to every mistake in it."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from extproc.config.admission import InferenceObjective
+from extproc.config.documents import read, repeats_keys, split
+from extproc.config.errors import ConfigInvalid, Mistake
+from extproc.config.picker_config import PICKER_KIND, EndpointPickerConfig, PickerFile
+from extproc.config.picker_flow_control import check_flow_control_section, flow_control_of
+from extproc.config.quantities import decode_quantity, decode_quantity_leniently
+from extproc.config.schema import check_shape, suggest
+from extproc.config.types import API_VERSION, GatewayConfig, ModelRoute, ModelServer
+from extproc.config.validation import check_gateway, check_route, check_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from extproc.config.documents import Document
+    from extproc.config.errors import Finding
+
+Object = ModelRoute | ModelServer | GatewayConfig | InferenceObjective | PickerFile
+_Decoded = ModelRoute | ModelServer | GatewayConfig | InferenceObjective | EndpointPickerConfig
+
+_KINDS: Final[Mapping[str, type[_Decoded]]] = MappingProxyType(
+    {
+        "ModelRoute": ModelRoute,
+        "ModelServer": ModelServer,
+        "GatewayConfig": GatewayConfig,
+        "InferenceObjective": InferenceObjective,
+        PICKER_KIND: EndpointPickerConfig,
+    }
+)
+# Kinds of others, under their own groups; an EndpointPickerConfig's type says its own.
+_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "ModelRoute": (API_VERSION,),
+        "ModelServer": (API_VERSION,),
+        "GatewayConfig": (API_VERSION,),
+        "InferenceObjective": ("inference.networking.x-k8s.io/v1alpha2", "llm-d.ai/v1alpha2"),
+    }
+)
+
+
+class _Head(msgspec.Struct, frozen=True, rename="camel"):
+    """What says how to read the rest."""
+
+    api_version: str
+    kind: str
+
+
+_HEAD: Final = msgspec.json.Decoder(_Head)
+_DECODERS: Final[Mapping[str, msgspec.json.Decoder[Any]]] = MappingProxyType(
+    {name: msgspec.json.Decoder(cls, dec_hook=decode_quantity) for name, cls in _KINDS.items()}
+)
+
+
+def decode(document: Document) -> tuple[Object | None, list[Mistake]]:
+    """The object and the mistakes in it; no object, and mistakes unless the document is empty, if it has another shape.
+
+    An object with mistakes is not for use: it is returned so that references to it are not reported too.
+
+    A well-formed document is decoded straight into its type; only others are compared with it field by field.
+    """
+    decoded = _decode_json(document) if document.is_json else None
+    findings: list[Finding] = []
+    if decoded is None:
+        try:
+            value, findings = read(document)
+        except ConfigInvalid as error:
+            return None, error.mistakes
+        if value is None or (document.is_json and _is_foreign(value)):
+            return None, []
+        decoded, more = _convert(value)
+        findings.extend(more)
+    if decoded is None:
+        return None, document.mistakes(findings)
+    findings.extend(_check(decoded))
+    mistakes = document.mistakes(findings)
+    if not isinstance(decoded, EndpointPickerConfig):
+        return decoded, mistakes
+    return (None if mistakes else PickerFile(document, decoded, flow_control_of(decoded))), mistakes
+
+
+def read_picker_file(file: str, text: str) -> PickerFile:
+    """The one EndpointPickerConfig in ``text``; raises ConfigInvalid with every mistake."""
+    documents = split(file, text)
+    if len(documents) != 1:
+        raise ConfigInvalid([Mistake(file, 0, "", f"has {len(documents)} documents; write one {PICKER_KIND}")])
+    (document,) = documents
+    found, mistakes = decode(document)
+    if not mistakes and not isinstance(found, PickerFile):
+        mistakes = document.mistakes([(("kind",), f"is not {PICKER_KIND}; write kind: {PICKER_KIND}")])
+    if mistakes or not isinstance(found, PickerFile):
+        raise ConfigInvalid(mistakes)
+    return found
+
+
+def _decode_json(document: Document) -> _Decoded | None:
+    """None if there is anything to be said against it."""
+    try:
+        head = _HEAD.decode(document.text)
+        if head.kind not in _KINDS or head.api_version not in _VERSIONS.get(head.kind, (head.api_version,)):
+            return None
+        decoded: _Decoded = _DECODERS[head.kind].decode(document.text)
+    except msgspec.DecodeError:
+        return None
+    return None if repeats_keys(document.text) else decoded
+
+
+def _is_foreign(value: object) -> bool:
+    """Other programs' JSON may lie in the directory: key sets of token issuers, bodies of requests."""
+    return isinstance(value, dict) and "apiVersion" not in value and "kind" not in value
+
+
+def _convert(value: object) -> tuple[_Decoded | None, list[Finding]]:
+    if not isinstance(value, dict):
+        return None, [((), "is not a mapping; write apiVersion, kind, metadata and spec")]
+    kind = str(value.get("kind"))
+    findings: list[Finding] = []
+    versions = _VERSIONS.get(kind, (API_VERSION,))
+    if kind != PICKER_KIND and value.get("apiVersion") not in versions:
+        findings.append((("apiVersion",), f"write apiVersion: {' or '.join(versions)}"))
+    cls = _KINDS.get(kind)
+    if cls is None:
+        findings.append((("kind",), f"'{kind}' is not a kind; {suggest(kind, _KINDS)}"))
+        return None, findings
+    try:
+        decoded: _Decoded = msgspec.convert(value, cls, dec_hook=decode_quantity)
+    except msgspec.ValidationError:
+        return _convert_leniently(value, cls), [*findings, *check_shape(value, cls)]
+    return decoded, findings
+
+
+def _convert_leniently(value: object, cls: type[_Decoded]) -> _Decoded | None:
+    """With placeholders for invalid durations and sizes, so that mistakes elsewhere in the document are found too."""
+    try:
+        found: _Decoded = msgspec.convert(value, cls, dec_hook=decode_quantity_leniently)
+    except msgspec.ValidationError:
+        return None
+    return found
+
+
+def _check(decoded: _Decoded) -> Iterator[Finding]:
+    match decoded:
+        case ModelServer():
+            yield from check_server(decoded.spec)
+        case ModelRoute():
+            yield from check_route(decoded.spec)
+        case GatewayConfig():
+            yield from check_gateway(decoded.spec)
+        case EndpointPickerConfig():
+            yield from check_flow_control_section(decoded)

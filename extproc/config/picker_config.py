@@ -1,0 +1,105 @@
+"""EndpointPickerConfig, as llm-d and the Gateway API Inference Extension write it.
+
+Source: llm-d-router ``pkg/epp/config``. ``plugins`` name types and parameters; ``schedulingProfiles`` refer to them
+with weights. Which types there are, and what parameters they take, ``extproc.scheduling`` knows.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from extproc.config.admission import FlowControl
+from extproc.config.documents import Document
+from extproc.config.quantities import ByteSize, Duration
+
+PICKER_KIND = "EndpointPickerConfig"
+
+
+class _Section(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """camelCase, unknown fields refused."""
+
+
+class PluginSpec(_Section, frozen=True):
+    """One plugin; its name is its type's where it has none of its own."""
+
+    type: str
+    name: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    @property
+    def called(self) -> str:
+        """How profiles refer to it."""
+        return self.name or self.type
+
+
+class PluginRef(_Section, frozen=True):
+    """A plugin in a profile; the weight is a scorer's."""
+
+    plugin_ref: str
+    weight: Annotated[float, msgspec.Meta(ge=0)] | None = None
+
+
+class ProfileSpec(_Section, frozen=True):
+    """A profile: plugins in the order in which they run."""
+
+    name: str
+    plugins: Annotated[tuple[PluginRef, ...], msgspec.Meta(min_length=1)]
+
+
+class BandSection(_Section, frozen=True):
+    """One of ``priorityBands``, or what holds for all others."""
+
+    priority: int = 0
+    priority_name: str = ""
+    max_bytes: ByteSize | None = None
+    max_requests: int | None = None
+    fairness_policy_ref: str = "global-strict-fairness-policy"
+    ordering_policy_ref: str = "fcfs-ordering-policy"
+
+
+class DetectorSection(_Section, frozen=True):
+    """Which plugin says how full engines are."""
+
+    plugin_ref: str = "utilization-detector"
+
+
+class FlowControlSection(_Section, frozen=True):
+    """``flowControl``. Ceilings by usage limit policies and eviction of running requests are read and not used."""
+
+    max_bytes: ByteSize | None = None
+    max_requests: int | None = None
+    default_request_ttl: Duration = msgspec.field(default=Duration("60s"), name="defaultRequestTTL")
+    no_endpoint_request_ttl: Duration | None = msgspec.field(default=None, name="noEndpointRequestTTL")
+    default_priority_band: BandSection | None = None
+    default_negative_priority_band: BandSection | None = None
+    priority_bands: tuple[BandSection, ...] = ()
+    usage_limit_policy_plugin_ref: str | None = None
+    saturation_detector: DetectorSection | None = None
+    enable_eviction: bool = False
+
+
+class EndpointPickerConfig(_Section, frozen=True):
+    """The document. The fields of type ``Any`` are configured elsewhere here: read, and not used."""
+
+    api_version: Literal["llm-d.ai/v1alpha1", "llm-d.ai/v1", "inference.networking.x-k8s.io/v1alpha1"]
+    kind: Literal["EndpointPickerConfig"]
+    metadata: Any = None
+    plugins: tuple[PluginSpec, ...] = ()
+    scheduling_profiles: tuple[ProfileSpec, ...] = ()
+    feature_gates: tuple[str, ...] = ()
+    data_layer: Any = None
+    data: Any = None
+    flow_control: FlowControlSection | None = None
+    request_handler: Any = None
+    saturation_detector: Any = None
+    parser: Any = None
+
+
+class PickerFile(msgspec.Struct, frozen=True):
+    """An EndpointPickerConfig of the configuration directory. ``flow_control``: what its section means here."""
+
+    document: Document
+    config: EndpointPickerConfig
+    flow_control: FlowControl | None = None

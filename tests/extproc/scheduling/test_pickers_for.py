@@ -1,0 +1,78 @@
+"""A picker stays, with what it has learned, as long as what it was made from stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.config.errors import ConfigInvalid
+from extproc.config.load import Loader, load
+from extproc.scheduling.framework import ConfiguredPicker
+from extproc.scheduling.pickers import pickers_for
+from extproc.scheduling.round_robin import RoundRobin
+
+SERVERS = """apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: turns}
+spec: {model: m, endpoints: [], picker: RoundRobin}
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llm-d}
+spec: {model: m, endpoints: [], pickerConfig: epp.yaml}
+"""
+EPP = """apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins: [{type: queue-scorer}, {type: random-picker}]
+"""
+
+
+def files(servers: str = SERVERS, epp: str = EPP) -> dict[str, bytes]:
+    return {"servers.yaml": servers.encode(), "epp.yaml": epp.encode()}
+
+
+def test_every_server_has_a_picker() -> None:
+    made = pickers_for(load(files()), {})
+    assert isinstance(made["default/turns"].picker, RoundRobin)
+    assert isinstance(made["default/llm-d"].picker, ConfiguredPicker)
+
+
+@pytest.mark.parametrize(
+    ("servers", "epp"),
+    [
+        (SERVERS, EPP),
+        (SERVERS.replace("endpoints: []", 'endpoints: [{address: "10.0.0.1:1"}]'), EPP),
+        (SERVERS.replace("endpoints: []", "endpoints: [], scrapeInterval: 7s"), EPP),
+        (SERVERS, "# a comment\n" + EPP),
+    ],
+)
+@pytest.mark.parametrize("loader", [None, Loader()])
+def test_changes_that_do_not_concern_a_picker_keep_it(servers: str, epp: str, loader: Loader | None) -> None:
+    read = load if loader is None else loader.load
+    before = pickers_for(read(files()), {})
+    after = pickers_for(read(files(servers, epp)), before)
+    assert {key: made.picker for key, made in after.items()} == {key: made.picker for key, made in before.items()}
+    assert all(after[key].picker is before[key].picker for key in before)
+
+
+def test_a_changed_file_makes_the_pickers_new_that_name_it() -> None:
+    before = pickers_for(load(files()), {})
+    after = pickers_for(load(files(epp=EPP.replace("random-picker", "max-score-picker"))), before)
+    assert after["default/turns"].picker is before["default/turns"].picker
+    assert "MaxScore" in repr(after["default/llm-d"].picker)
+
+
+def test_another_picker_or_pairs_make_a_new_one() -> None:
+    before = pickers_for(load(files()), {})
+    turned = SERVERS.replace("picker: RoundRobin", "pdGroup: {prefillLabels: {r: p}, decodeLabels: {r: d}}")
+    after = pickers_for(load(files(turned)), before)
+    assert type(after["default/turns"].picker).__name__ == "PrefillDecodePairs"
+
+
+def test_the_mistakes_of_all_pickers_are_told_once_each_and_nothing_is_made() -> None:
+    more = SERVERS + "---\n" + SERVERS.split("---\n")[1].replace("llm-d", "other")
+    before = pickers_for(load(files(more)), {})
+    kept = dict(before)
+    with pytest.raises(ConfigInvalid) as caught:
+        pickers_for(load(files(more, EPP.replace("queue-scorer", "queue-scorr"))), before)
+    assert [one.path for one in caught.value.mistakes] == ["plugins[0].type"]
+    assert before == kept
