@@ -13,7 +13,7 @@ from tools.architecture_tree import PAGE, with_tree
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(
     path.relative_to(ROOT)
-    for package in ("extproc", "controller", "bench", "tools")
+    for package in ("attache", "extproc", "controller", "bench", "tools")
     for path in (ROOT / package).rglob("*.py")
 )
 LONGEST = 300
