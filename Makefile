@@ -44,10 +44,11 @@ bench: $(VENV)/ready $(ENVOY) ## extproc against a no-op ext_proc server, queues
 lab: $(VENV)/ready ## endpoint-picking policies side by side on real traces, in virtual time: one table with intervals, under bench/out/lab/
 	$(RUN) -m bench lab $(ARGS)
 
-generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles
+generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles, reference pages
 	$(RUN) -m extproc.streams.messages_stub
 	$(RUN) -m controller bundle --golden
 	$(RUN) -m tools.architecture_tree
+	$(RUN) -m tools.reference
 
 lock: ## write requirements.lock anew (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --all-extras --group dev \

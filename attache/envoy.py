@@ -27,7 +27,9 @@ def parser(prog: str = "attache envoy") -> argparse.ArgumentParser:
         epilog="Exit status: Envoy's; 0 or 2 with --fetch and --path.",
         allow_abbrev=False,
     )
-    made.add_argument("--fetch", action="store_true", help=f"install Envoy {VERSION} below {_home()}")
+    made.add_argument(
+        "--fetch", action="store_true", help="install it below $XDG_DATA_HOME/attache, or ~/.local/share/attache"
+    )
     made.add_argument("--path", action="store_true", help="print the path of the binary")
     return made
 

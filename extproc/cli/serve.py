@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 def main(words: list[str], prog: str = "extproc") -> int:
     """Exit status: 0 after a signal, 2 for a mistake in configuration or arguments."""
-    from extproc.scheduling.pickers import picker_notes  # noqa: PLC0415 - loads numpy: not for --help
-
     made = parser(prog)
     options = made.parse_args(words)
+    from extproc.scheduling.pickers import picker_notes  # noqa: PLC0415 - loads numpy: not for --help
+
     try:
         # reported once, not by every worker
         snapshot = load_directory(options.config)
