@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 from pathlib import Path
 from typing import Final
@@ -49,6 +50,8 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
         path = options.path or str(options.out.resolve())
         snapshot = write_once(options.config, options.out, path)
         if options.watch:
+            # as a container's first process it would not see SIGTERM otherwise
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
             follow(options.config, options.out, path, snapshot)
     except ConfigInvalid as error:
         print(error, file=sys.stderr)
