@@ -8,7 +8,9 @@ export ENVOY
 
 VLLM   := .venv-vllm
 
-.PHONY: help run up test test-vllm check fix bench lab generate lock envoy-binary clean
+DOCS   := .venv-docs
+
+.PHONY: help run up test test-vllm check fix bench lab generate docs lock envoy-binary clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -50,6 +52,9 @@ generate: $(VENV)/ready ## write anew what is derived: message types, golden bun
 	$(RUN) -m tools.architecture_tree
 	$(RUN) -m tools.reference
 
+docs: $(DOCS)/ready ## the documentation as a site, under .site/
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+
 lock: ## write requirements.lock anew (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --all-extras --group dev \
 	  pyproject.toml -o requirements.lock
@@ -74,5 +79,12 @@ $(VLLM)/ready:
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# In an environment of its own: the site's tools have nothing to do with ours.
+$(DOCS)/ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --group docs
+	@touch $@
+
 clean: ## remove all that make has made
-	rm -rf $(VENV) $(VLLM) .tools .cache bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VLLM) $(DOCS) .site .tools .cache bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

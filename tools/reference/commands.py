@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Final
 
 from attache.commands import GROUPS
+from tools.reference.field_docs import wrapped
 from tools.reference.kinds import MARK
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def page() -> str:
 
 def _section(command: Command) -> Iterator[str]:
     parser = command.load().parser(f"attache {command.name}")
-    yield from (f"### attache {command.name}", "", _text(parser.description or ""), "")
+    yield from (f"### attache {command.name}", "", wrapped(_text(parser.description or "")), "")
     if command.extra:
         yield from (f"Needs `pip install 'attache[{command.extra}]'`.", "")
     yield from ("| argument | meaning |", "|---|---|")
@@ -42,7 +43,7 @@ def _section(command: Command) -> Iterator[str]:
             yield f"| {_name(action)} | {_text(_expanded(action, parser.prog))} |"
     yield ""
     if (parser.epilog or "").startswith("Exit status"):
-        yield from (_text(parser.epilog or ""), "")
+        yield from (wrapped(_text(parser.epilog or "")), "")
 
 
 def _name(action: argparse.Action) -> str:

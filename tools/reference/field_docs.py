@@ -39,7 +39,13 @@ def read(cls: type) -> StructDocs:
             comments |= _comments(base)
     said = {**clauses, **comments, **_descriptions(cls)}
     names = {field.name: field.encode_name for field in msgspec.structs.fields(cls)}
-    return StructDocs(_markdown(text, names), {name: _markdown(one, names) for name, one in said.items()})
+    return StructDocs(wrapped(_markdown(text, names)), {name: _markdown(one, names) for name, one in said.items()})
+
+
+def wrapped(text: str) -> str:
+    """Paragraphs in lines of at most 118 columns."""
+    paragraphs = (textwrap.wrap(one, 118, break_on_hyphens=False, break_long_words=False) for one in text.split("\n\n"))
+    return "\n\n".join("\n".join(lines) for lines in paragraphs)
 
 
 def _markdown(text: str, names: dict[str, str]) -> str:

@@ -41,7 +41,8 @@ def page(cls: type) -> str:
     places = {one.struct.cls: one.path for one in sections}
     lines = [MARK, "", f"# {cls.__name__}", "", field_docs.read(cls).text, ""]
     version = _FOREIGN.get(cls, f"`{API_VERSION}`")
-    lines += [f"`kind` is `{cls.__name__}`, `apiVersion` is {version}, and `metadata.name` is required.", ""]
+    named = f"`kind` is `{cls.__name__}`, `apiVersion` is {version}, and `metadata.name` is required."
+    lines += [field_docs.wrapped(named), ""]
     for section in sections:
         lines += _section_lines(section, places)
     return "\n".join(lines)
