@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _HEAD: Final = """\
 # Commands
 
-`attache COMMAND --help` says the same. Every command exits with 0 if it succeeded and with 2 for a mistake in its options
-or its configuration; where another status has a meaning, its section says so.
+`attache COMMAND --help` says the same. Every command exits with 0 if it succeeded and with 2 for a mistake in its
+options or its configuration; where another status has a meaning, its section says so.
 """
 
 
