@@ -7,16 +7,17 @@ ENVOY  ?= .tools/envoy-$(ENVOY_VERSION)/envoy/_bin/envoy
 export ENVOY
 
 VLLM   := .venv-vllm
+GATEWAY := .tools/sglang-router
 
 DOCS   := .venv-docs
 
-.PHONY: help run up test test-vllm check fix bench lab generate docs lock envoy-binary clean
+.PHONY: help run up test test-vllm check fix bench sglang-gateway lab generate docs lock envoy-binary clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
 run: $(VENV)/ready $(ENVOY) ## Envoy, extproc and engines under load, prefix-aware against round robin (TRACE=FILE replays a trace)
-	$(RUN) -m bench.run $(if $(TRACE),--trace $(TRACE)) $(ARGS)
+	$(RUN) -m bench.live.run $(if $(TRACE),--trace $(TRACE)) $(ARGS)
 
 up: $(VENV)/ready $(ENVOY) ## the same stack left running, with a curl line to try
 	$(RUN) -m bench.up $(ARGS)
@@ -27,27 +28,30 @@ test: $(VENV)/ready $(ENVOY) ## all tests
 test-vllm: $(VENV)/ready $(ENVOY) $(VLLM)/ready ## tests with real vLLM engines on the CPU (installs 3 GB; Python 3.11 and a CPU build of torch)
 	ATTACHE_VLLM=$(CURDIR)/$(VLLM)/bin/python $(RUN) -m pytest tests/with_vllm $(ARGS)
 
-check: $(VENV)/ready ## lint, format, layers, types
+check: $(VENV)/ready ## lint, format, layers, types, generated messages
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/mypy
+	$(RUN) -m tools.envoy_messages --check
 
 fix: $(VENV)/ready ## mend what ruff can mend
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(VENV)/ready $(ENVOY) ## extproc against a no-op ext_proc server, queues in virtual time, micro-benchmarks; under bench/out/
+bench: $(VENV)/ready $(ENVOY) ## what extproc costs beside baselines, queues in virtual time, micro-benchmarks; under bench/out/ (ARGS="--quick --only 2KB": a minute)
 	$(RUN) -m bench.micro $(ARGS)
 	$(RUN) -m bench validate
 	$(RUN) -m bench.fairness
 	$(RUN) -m pytest bench/micro --benchmark-enable --benchmark-columns=median,ops --benchmark-sort=name --benchmark-json=bench/out/core.json -q
 
+sglang-gateway: $(GATEWAY)/ready ## SGLang's gateway for `make bench` to compare with (its own virtual environment, 150 MB)
+
 lab: $(VENV)/ready ## endpoint-picking policies side by side on real traces, in virtual time: one table with intervals, under bench/out/lab/
 	$(RUN) -m bench lab $(ARGS)
 
 generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles, reference pages
-	$(RUN) -m extproc.streams.messages_stub
+	$(RUN) -m tools.envoy_messages
 	$(RUN) -m controller bundle --golden
 	$(RUN) -m tools.architecture_tree
 	$(RUN) -m tools.reference
@@ -84,6 +88,12 @@ $(DOCS)/ready: pyproject.toml
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --group docs
+	@touch $@
+
+# An environment of its own: it pins web frameworks that have nothing to do with ours.
+$(GATEWAY)/ready:
+	$(PYTHON) -m venv $(GATEWAY)
+	$(GATEWAY)/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: sglang-router==0.3.2
 	@touch $@
 
 clean: ## remove all that make has made

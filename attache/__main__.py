@@ -49,12 +49,17 @@ def usage() -> str:
 def _run(command: Command, words: list[str]) -> int:
     prog = f"attache {command.name}"
     try:
-        program = command.load()
+        return _run_installed(command, prog, words)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing in _OURS:
+        if missing in _OURS or not command.extra:
             raise
-        return _refuse(f"{prog} needs the Python package '{missing}'; run: pip install '{_package(command)}'")
+        package = f"attache[{command.extra}]"
+        return _refuse(f"{prog} needs the Python package '{missing}'; run: pip install '{package}'")
+
+
+def _run_installed(command: Command, prog: str, words: list[str]) -> int:
+    program = command.load()
     if not command.passes_options:
         from attache.misspelt import misspelt_option  # noqa: PLC0415 - not for --help
 
@@ -66,10 +71,6 @@ def _run(command: Command, words: list[str]) -> int:
 
         export_path()
     return program.main(words, prog)
-
-
-def _package(command: Command) -> str:
-    return f"attache[{command.extra}]" if command.extra else "attache"
 
 
 def _refuse(message: str, help_command: str = "") -> int:

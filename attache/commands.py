@@ -47,7 +47,12 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
             Command(
                 "extproc", "serve Envoy's ext_proc protocol: choose an engine for every request", "extproc.cli.serve"
             ),
-            Command("bundle", "write Envoy's configuration, and keep it up to date", "controller.bundle_command"),
+            Command(
+                "bundle",
+                "write Envoy's configuration, and keep it up to date",
+                "controller.bundle_command",
+                "controller",
+            ),
             Command("envoy", "run Envoy, or fetch it", "attache.envoy", passes_options=True),
         ),
         "Look inside": (
@@ -64,7 +69,9 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
                 "bench",
                 needs_envoy=True,
             ),
-            Command("run", "compare policies under load on such a machine", "bench.run", "bench", needs_envoy=True),
+            Command(
+                "run", "compare policies under load on such a machine", "bench.live.run", "bench", needs_envoy=True
+            ),
         ),
         "Compare policies": (
             Command("replay", "compare policies on a trace, in virtual time", "bench.__main__", "bench"),

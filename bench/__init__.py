@@ -1,1 +1,1 @@
-"""Engines, load, workloads and policies to measure extproc with; knows extproc and the controller."""
+"""Benchmarks: engines, load, workloads and policies; knows extproc and the controller."""

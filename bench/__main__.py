@@ -1,6 +1,7 @@
 """``python -m bench``: replay, compare, lab, workload, validate.
 
-Exit status: 0; 1 where a check fails; 2 if something could not be read or makes no sense; 130 after Ctrl-C, with what is done kept.
+Exit status: 0; 1 if a check failed; 2 if something cannot be read or makes no sense; 130 after Ctrl-C. Finished
+trials are kept.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 from rich.console import Console
 
 from bench.lab import compare, lab_command, replay_command, workload_command
-from bench.lab.hardware import HardwareUnknown
+from bench.lab.engine_kinds import HardwareUnknown
 from bench.lab.lab_command import TRACES
 from bench.validation.check import validate
 from bench.workload.traces import FORMATS, TraceInvalid
@@ -37,7 +38,7 @@ class Program(msgspec.Struct, frozen=True):
             prog=prog,
             description=f"{self.summary}.",
             epilog="Exit status: 0; 1 if a check fails; 2 if something cannot be read; 130 after Ctrl-C, with finished "
-            "work kept.",
+            "trials kept.",
         )
         self.add_arguments(made)
         return made
@@ -65,7 +66,7 @@ def _run(program: Program, options: argparse.Namespace) -> int:
         console.print(str(error), style="red", markup=False)
         return 2
     except KeyboardInterrupt:
-        console.print("stopped; finished work is kept, and the same command continues from there")
+        console.print("stopped; finished trials are kept, and the same command continues from there")
         return 130
 
 
@@ -76,7 +77,7 @@ def _add_sides(parser: argparse.ArgumentParser) -> None:
 
 def _compare(options: argparse.Namespace, console: Console) -> int:
     first, second = compare.read_side(options.first), compare.read_side(options.second)
-    console.print(compare.table(first, second, compare.compare(first, second)))
+    console.print(compare.table(first, second, compare.compare(first, second)).on_terminal())
     return 0
 
 

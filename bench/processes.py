@@ -8,6 +8,8 @@ import signal
 import socket
 from typing import TYPE_CHECKING, Final, Self
 
+from bench.guard import Guard
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
@@ -22,9 +24,9 @@ class StartFailed(Exception):
 
 
 class Processes:
-    """An async context: what was started in it is ended with it, last first, first politely, then not.
+    """An async context that ends the processes started in it, the last one first: by SIGTERM, then by SIGKILL.
 
-    SIGTERM cancels the task that entered it, as Ctrl-C does, so that it too leaves no process behind.
+    SIGTERM cancels the task that entered it, as Ctrl-C does. If this program itself is killed, a guard ends the processes.
     """
 
     def __init__(self, logs: Path) -> None:
@@ -36,6 +38,7 @@ class Processes:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        self._guard = Guard()
         return self
 
     async def __aexit__(
@@ -43,6 +46,7 @@ class Processes:
     ) -> None:
         # a second Ctrl-C must not leave processes behind
         await asyncio.shield(self._end_all())
+        self._guard.close()
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
     async def start(self, name: str, command: Sequence[str]) -> int:
@@ -55,13 +59,14 @@ class Processes:
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._guard.add(process.pid)
         self._running.append((name, process))
         self._commands[name] = command
         return process.pid
 
     async def wait_ready(self, name: str, is_ready: Callable[[], Awaitable[bool]]) -> None:
         """Until ``name`` is ready; StartFailed if it ends or takes longer than a minute."""
-        process = next(process for known, process in self._running if known == name)
+        process = self._named(name)
         deadline = asyncio.get_running_loop().time() + _READY_S
         while not await is_ready():
             if process.returncode is not None:
@@ -76,35 +81,51 @@ class Processes:
         """End one process and wait for it."""
         entry = next(entry for entry in self._running if entry[0] == name)
         self._running.remove(entry)
-        await _end(entry[1], number)
+        await self._end(entry[1], number)
 
     async def restart(self, name: str, number: signal.Signals) -> int:
         """End one process with a signal and start it again; its new process id."""
         await self.end(name, number)
+        return await self.start_again(name)
+
+    async def start_again(self, name: str) -> int:
+        """Start one that has been ended with the command that it had; its new process id."""
         return await self.start(name, self._commands[name])
+
+    def is_running(self, name: str) -> bool:
+        """Whether it was started and has not ended since."""
+        return any(known == name and process.returncode is None for known, process in self._running)
+
+    def pid(self, name: str) -> int:
+        """The process id of one that runs."""
+        return self._named(name).pid
+
+    def _named(self, name: str) -> asyncio.subprocess.Process:
+        return next(process for known, process in self._running if known == name)
 
     async def _end_all(self) -> None:
         while self._running:
             _, process = self._running.pop()
-            await _end(process, signal.SIGTERM)
+            await self._end(process, signal.SIGTERM)
+
+    async def _end(self, process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            process.send_signal(number)
+        try:
+            await asyncio.wait_for(process.wait(), _END_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+        self._guard.remove(process.pid)
 
     def _tail(self, name: str) -> str:
         lines = (self._logs / f"{name}.log").read_text(errors="replace").splitlines()
         return "\n".join(line[:500] for line in lines[-15:]) or "(empty)"
 
 
-async def _end(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-        process.send_signal(number)
-    try:
-        await asyncio.wait_for(process.wait(), _END_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-
-
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listens on. All are held until all are found, so that they differ."""
+    """Different loopback ports that nobody listens on."""
+    # all are held until all are found, so that they differ
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:

@@ -27,7 +27,11 @@ _ENVOY_BINARY: Final = "one with `attache envoy --fetch` (`make envoy-binary` in
 
 
 class EngineFlags(msgspec.Struct, frozen=True):
-    """What ``python -m bench.engine`` takes."""
+    """What ``python -m bench.engine`` takes.
+
+    ``apart``: each engine in a process of its own, called ``engine-N``: it can be killed alone, and uses a core of its own.
+    Otherwise one process, called ``engines``, is all of them: it starts faster.
+    """
 
     count: int = 4
     hardware: str = "h100-llama-3.1-8b"
@@ -36,22 +40,40 @@ class EngineFlags(msgspec.Struct, frozen=True):
     stream_headers: str = "immediate"
     adapters: tuple[str, ...] = ()
     publishes_events: bool = False
+    apart: bool = False
 
-    def arguments(self, port: int, seed: int, events: tuple[int, int] | None = None) -> list[str]:
-        """Of the engine on ``port``; ``events``: where it publishes and replays KV events."""
-        published = () if events is None else ("--kv-events-port", events[0], "--kv-replay-port", events[1])
+    def arguments(self, ports: Sequence[EnginePorts], first: int = 0) -> list[str]:
+        """The command line of a process with the engines on ``ports``, the first of which has the seed ``first``."""
+        events = [f"--kv-events-port={one.events}" for one in ports] if self.publishes_events else []
+        replays = [f"--kv-replay-port={one.replay}" for one in ports] if self.publishes_events else []
         blocks = [] if self.kv_blocks is None else ["--num-gpu-blocks-override", str(self.kv_blocks)]
         return [
-            *("--port", str(port), "--model", MODEL, "--hardware", self.hardware, "--speed", str(self.speed)),
-            *("--stream-headers", self.stream_headers, "--seed", str(seed)),
+            *("--model", MODEL, "--hardware", self.hardware, "--speed", str(self.speed)),
+            *("--stream-headers", self.stream_headers, "--seed", str(first)),
             *blocks,
-            *map(str, published),
-            *(word for name in self.adapters for word in ("--lora", name)),
+            *(f"--port={one.http}" for one in ports),
+            *events,
+            *replays,
+            *(f"--lora={name}" for name in self.adapters),
         ]
+
+    def commands(self, ports: Sequence[EnginePorts]) -> dict[str, list[str]]:
+        """The command line of each process, by the process's name."""
+        if not self.apart:
+            return {"engines": self.arguments(ports)}
+        return {f"engine-{number}": self.arguments([one], number) for number, one in enumerate(ports)}
+
+
+class EnginePorts(msgspec.Struct, frozen=True):
+    """Where one engine serves HTTP, publishes KV events and replays them, if it publishes any."""
+
+    http: int
+    events: int
+    replay: int
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """Where everything is. ``config`` may be edited: extproc follows it, and the bundle writer if it was asked to."""
+    """Where everything is. ``config`` may be edited: extproc follows it, and so does the bundle in a stack that watches."""
 
     processes: Processes
     directory: Path
@@ -100,7 +122,7 @@ def documents(
 ) -> str:
     """A configuration directory's only file: one model under a short name, on all engines.
 
-    ``more`` and ``route``: fields of the ModelServer and of the ModelRoute that are not to be as they come.
+    ``more`` and ``route``: overrides of the default fields of the ModelServer and of the ModelRoute.
     """
 
     def document(kind: str, name: str, spec: Mapping[str, object]) -> dict[str, object]:
@@ -136,18 +158,17 @@ async def running_stack(  # noqa: PLR0913 - what tests want to be different
 ) -> AsyncIterator[Stack]:
     """Start it all in ``directory`` and wait until it serves; end it all on the way out. Raises StartFailed.
 
-    ``picker``: a name, or the file of an EndpointPickerConfig. ``gateway``, ``more`` and ``route``: of the fields of
-    GatewayConfig, ModelServer and ModelRoute, those that are not to be as they come.
-    ``headers``: that clients must send.
+    ``picker``: a name, or the file of an EndpointPickerConfig. ``watch``: the bundle follows changes of the configuration.
+    ``gateway``, ``more`` and ``route``: overrides of the default GatewayConfig, ModelServer and ModelRoute.
+    ``headers``: those without which clients are refused.
     """
-    ports = free_ports(3 * flags.count + 4)
-    envoy_port, admin_port, extproc_port, metrics_port, *rest = ports
-    engine_ports, event_ports = rest[: flags.count], list(zip(*[iter(rest[flags.count :])] * 2, strict=True))
-    engines = [f"127.0.0.1:{port}" for port in engine_ports]
+    envoy_port, admin_port, extproc_port, metrics_port, *rest = free_ports(3 * flags.count + 4)
+    ports = [EnginePorts(*three) for three in zip(*[iter(rest)] * 3, strict=True)]
+    engines = [f"127.0.0.1:{one.http}" for one in ports]
     if isinstance(picker, Path):
         more = {"pickerConfig": picker.name, **(more or {})}
     if flags.publishes_events:
-        more = {**_kv_events(engines, event_ports), **(more or {})}
+        more = {**_kv_events(ports), **(more or {})}
     if workers > 1:
         # of a row of ports, others may hold some
         metrics_port = ports_in_a_row(workers)
@@ -168,31 +189,26 @@ async def running_stack(  # noqa: PLR0913 - what tests want to be different
     text = documents(engines, picker=named, gateway=gateway, adapters=flags.adapters, more=more, route=route)
     (config / "attache.yaml").write_text(text)
     python = [sys.executable, "-m"]
+    metrics = f"127.0.0.1:{metrics_port}"
+    commands = {name: [*python, "bench.engine", *words] for name, words in flags.commands(ports).items()}
+    commands["extproc"] = [
+        *(*python, "extproc", "--config", str(config), "--listen", str(gateway["extproc"]), "--metrics", metrics),
+        *extproc_flags,
+    ]
+    commands["bundle"] = [*python, "controller", "bundle", "--config", str(config), "--out", str(bundle)]
+    if watch:
+        commands["bundle"].append("--watch")
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
 
         def answers(address: str, path: str) -> _Answers:
             return _Answers(http, f"http://{address}{path}", headers or {})
 
-        pids: dict[str, int] = {}
-        for index, port in enumerate(engine_ports):
-            name = f"engine-{index}"
-            arguments = flags.arguments(port, index, event_ports[index] if flags.publishes_events else None)
-            pids[name] = await processes.start(name, [*python, "bench.engine", *arguments])
-        metrics = f"127.0.0.1:{metrics_port}"
-        pids["extproc"] = await processes.start(
-            "extproc",
-            [
-                *(*python, "extproc", "--config", str(config), "--listen", str(gateway["extproc"])),
-                *("--metrics", metrics),
-                *extproc_flags,
-            ],
-        )
-        writer = [*python, "controller", "bundle", "--config", str(config), "--out", str(bundle)]
-        pids["bundle"] = await processes.start("bundle", [*writer, "--watch"] if watch else writer)
+        pids = {name: await processes.start(name, command) for name, command in commands.items()}
         await processes.wait_ready("bundle", _IsThere(bundle / "bootstrap.json"))
         pids["envoy"] = await processes.start("envoy", envoy_command(bundle))
-        for index, address in enumerate(engines):
-            await processes.wait_ready(f"engine-{index}", answers(address, "/health"))
+        for number, address in enumerate(engines):
+            name = f"engine-{number}" if flags.apart else "engines"
+            await processes.wait_ready(name, answers(address, "/health"))
         for number in range(workers):
             await processes.wait_ready("extproc", answers(f"127.0.0.1:{metrics_port + number}", "/readyz"))
         await processes.wait_ready("envoy", answers(str(gateway["admin"]), "/ready"))
@@ -209,11 +225,15 @@ async def running_stack(  # noqa: PLR0913 - what tests want to be different
         )
 
 
-def _kv_events(engines: Sequence[str], ports: Sequence[tuple[int, int]]) -> dict[str, object]:
-    """Fields of a ModelServer whose engines publish KV events, each on ports of its own: they share an address."""
+def _kv_events(engines: Sequence[EnginePorts]) -> dict[str, object]:
+    """Fields of a ModelServer whose engines publish KV events on ports of their own, as they share an address."""
     endpoints = [
-        {"address": address, "kvEvents": f"127.0.0.1:{events}", "kvReplay": f"127.0.0.1:{replay}"}
-        for address, (events, replay) in zip(engines, ports, strict=True)
+        {
+            "address": f"127.0.0.1:{one.http}",
+            "kvEvents": f"127.0.0.1:{one.events}",
+            "kvReplay": f"127.0.0.1:{one.replay}",
+        }
+        for one in engines
     ]
     return {"endpoints": endpoints, "kvEvents": {}}
 

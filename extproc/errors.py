@@ -121,6 +121,13 @@ class QueueTimeout(Refusal):
     outcome = "queue_timeout"
 
 
+class InternalError(Refusal):
+    """Our own code failed."""
+
+    code = "internal_error"
+    outcome = "internal_error"
+
+
 class _ErrorDetail(msgspec.Struct, frozen=True):
     message: str
     type: str

@@ -16,18 +16,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from bench.guard import Guard
+
 
 class Redis:
     """A server that can be ended and started again on its port."""
 
-    def __init__(self, binary: str, directory: Path) -> None:
+    def __init__(self, binary: str, directory: Path, guard: Guard) -> None:
+        self._guard = guard
         (self.port,) = free_ports(1)
         self.url = f"redis://127.0.0.1:{self.port}"
         self._command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, start_new_session=True)
+        self._guard.add(self._process.pid)
         for _ in range(100):
             probe = subprocess.run(["redis-cli", "-p", str(self.port), "ping"], capture_output=True, check=False)
             if probe.stdout.strip() == b"PONG":
@@ -39,11 +43,12 @@ class Redis:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            self._guard.remove(self._process.pid)
             self._process = None
 
 
 @pytest.fixture(name="redis")
-def running_redis(tmp_path: Path) -> Iterator[Redis]:
+def running_redis(tmp_path: Path, guard: Guard) -> Iterator[Redis]:
     """A running server with nothing in it."""
     binary = shutil.which("redis-server")
     if binary is None:
@@ -51,7 +56,7 @@ def running_redis(tmp_path: Path) -> Iterator[Redis]:
         if os.environ.get("CI") or os.environ.get("ATTACHE_REQUIRE_REDIS"):
             pytest.fail(message)
         pytest.skip(f"NOT TESTED WITH REDIS: {message}")
-    server = Redis(binary, tmp_path)
+    server = Redis(binary, tmp_path, guard)
     server.start()
     yield server
     server.stop()

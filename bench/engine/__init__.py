@@ -1,1 +1,1 @@
-"""An inference engine that behaves like vLLM (V1) without a GPU: the model of it is pure, the server a thin shell."""
+"""An engine that behaves like vLLM V1 without a GPU; knows nothing else of bench."""

@@ -1,4 +1,4 @@
-"""What is read of requests to OpenAI's APIs, as vLLM reads them."""
+"""The fields of OpenAI API requests that the engine reads, as vLLM reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tokens = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class StreamOptions(msgspec.Struct):
-    """Of a streamed request."""
+    """``stream_options`` of a streamed request."""
 
     include_usage: bool = False
 
@@ -59,7 +59,7 @@ class EmbeddingsRequest(msgspec.Struct):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What the engine is to do, whatever API asked."""
+    """What the engine has to do, whichever API asked. ``max_tokens``: of the answer, if the request limits it."""
 
     model: str
     prompt: bytes
@@ -72,21 +72,40 @@ def chat_job(body: ChatRequest) -> Job:
     """A chat as a job."""
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
     limit = body.max_completion_tokens or body.max_tokens
-    return Job(body.model, render_chat(body.messages), limit, body.stream, wants_usage)
+    return Job(
+        model=body.model,
+        prompt=render_chat(body.messages),
+        max_tokens=limit,
+        is_streamed=body.stream,
+        wants_usage=wants_usage,
+    )
 
 
 def completion_job(body: CompletionRequest) -> Job:
     """A completion as a job."""
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
-    return Job(body.model, _prompt_bytes(body.prompt), body.max_tokens, body.stream, wants_usage)
+    return Job(
+        model=body.model,
+        prompt=_prompt_bytes(body.prompt),
+        max_tokens=body.max_tokens,
+        is_streamed=body.stream,
+        wants_usage=wants_usage,
+    )
 
 
 def responses_job(body: ResponsesRequest) -> Job:
     """A response as a job; its stream always ends with usage."""
     messages = [Message("user", body.input)] if isinstance(body.input, str) else body.input
-    return Job(body.model, render_chat(messages), body.max_output_tokens, body.stream, wants_usage=True)
+    return Job(
+        model=body.model,
+        prompt=render_chat(messages),
+        max_tokens=body.max_output_tokens,
+        is_streamed=body.stream,
+        wants_usage=True,
+    )
 
 
 def _prompt_bytes(prompt: str | list[int]) -> bytes:
-    """A token id is a token, four bytes as any other."""
+    """Four bytes for each token id."""
+
     return prompt.encode() if isinstance(prompt, str) else array("I", prompt).tobytes()

@@ -1,8 +1,9 @@
-"""The KV cache: blocks that requests hold, blocks that are only remembered, and which of those goes first.
+"""The KV cache: blocks held by requests, blocks kept for reuse, and eviction.
 
-As in vLLM V1 (``vllm/v1/core/block_pool.py``, ``kv_cache_manager.py``): a full block is known by the hash of everything up
-to its end; a request whose prompt begins with known blocks shares them; a block that nobody holds stays known until it is
-needed, the least recently used first, and of one request the last of its blocks before the first.
+As in vLLM V1 (``vllm/v1/core/block_pool.py``, ``kv_cache_manager.py``): a full block is known by the hash of all text
+up to its end. A request whose prompt begins with known blocks shares them. A block that no request holds stays known
+until it is needed: the least recently used is evicted first, and among the blocks of one request the last before the
+first.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class BlockPool:
-    """``total`` blocks, every one of them either in use or free; some of the free ones are still known by their hash."""
+    """``total`` blocks, each in use or free. Free blocks may still be known by their hash."""
 
     def __init__(self, total: int, journal: Journal | None = None) -> None:
-        """``journal`` is told which blocks are forgotten."""
+        """``journal``: takes the evictions."""
         self.total = total
         self._journal = journal
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
@@ -30,7 +31,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that no request holds."""
         return len(self._free)
 
     @property
@@ -39,17 +40,17 @@ class BlockPool:
         return self.total - len(self._free)
 
     def match(self, hashes: Sequence[int]) -> list[int]:
-        """The blocks of the longest known beginning of ``hashes``."""
+        """The blocks of the longest known prefix of ``hashes``."""
         found: list[int] = []
-        for value in hashes:
-            block = self._known.get(value)
+        for block_hash in hashes:
+            block = self._known.get(block_hash)
             if block is None:
                 break
             found.append(block)
         return found
 
     def take(self, shared: Sequence[int], new: int) -> list[int] | None:
-        """Hold the ``shared`` blocks and ``new`` more; None, with nothing changed, if there are not enough."""
+        """Hold the ``shared`` blocks and ``new`` more. None, with nothing changed, if too few are free."""
         holders, free = self._holders, self._free
         revived = [block for block in shared if not holders[block]]
         if new > len(free) - len(revived):
@@ -60,16 +61,16 @@ class BlockPool:
             holders[block] += 1
         return [*shared, *[self._evict() for _ in range(new)]]
 
-    def name(self, block: int, value: int) -> bool:
-        """``block`` is full and known by ``value`` from now on, unless another block is already; whether it is."""
-        if value in self._known:
+    def name(self, block: int, block_hash: int) -> bool:
+        """Make a full ``block`` known by its hash. False if another block is known by it already."""
+        if block_hash in self._known:
             return False
-        self._known[value] = block
-        self._hash_of[block] = value
+        self._known[block_hash] = block
+        self._hash_of[block] = block_hash
         return True
 
     def release(self, blocks: Sequence[int]) -> None:
-        """A request lets go of its blocks, given in the order of its text; its tail will be reused first."""
+        """A request gives up its blocks, which come in the order of its text. The last of them is evicted first."""
         holders, free = self._holders, self._free
         for block in reversed(blocks):
             holders[block] -= 1
@@ -78,10 +79,11 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._free.popitem(last=False)
-        value = self._hash_of.pop(block, None)
-        if value is not None:
-            del self._known[value]
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._known[block_hash]
             if self._journal is not None:
-                self._journal.removed(value)
+                self._journal.removed(block_hash)
+
         self._holders[block] = 1
         return block

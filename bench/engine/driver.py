@@ -1,4 +1,7 @@
-"""Runs the scheduler against the clock: every step takes as long as the model says, divided by the speed."""
+"""Runs the scheduler in real time: steps take as long as the model says.
+
+Durations are divided by the speed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING
 from bench.engine.hardware import API_S
 from bench.engine.journal import Journal
 from bench.engine.request import Request, Token
-from bench.engine.scheduler import Limits, Scheduler
+from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import Roofline
 from bench.engine.text import answer_text
 
@@ -18,14 +21,20 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from bench.engine.hardware import Hardware
-    from bench.engine.publisher import Publisher
+    from bench.engine.publisher import KvEventPublisher
 
 
 class Driver:
-    """One engine core. ``speed``: engine seconds in a second of ours."""
+    """One engine core in real time. ``speed``: engine seconds per second of the wall clock."""
 
     def __init__(
-        self, hardware: Hardware, limits: Limits, *, speed: float, seed: int, publisher: Publisher | None = None
+        self,
+        hardware: Hardware,
+        limits: EngineLimits,
+        *,
+        speed: float,
+        seed: int,
+        publisher: KvEventPublisher | None = None,
     ) -> None:
         self._publisher = publisher
         self._journal = Journal() if publisher is not None else None
@@ -36,11 +45,11 @@ class Driver:
         self._keys = itertools.count()
         self._answers: dict[int, asyncio.Queue[Token]] = {}
         self._work_came = asyncio.Event()
-        self._stalled_until = 0.0
+        self._stalled_until_s = 0.0
 
-    def stall(self, seconds: float) -> None:
-        """Compute nothing for so long, as a GPU that hangs."""
-        self._stalled_until = asyncio.get_running_loop().time() + seconds
+    def stall(self, duration_s: float) -> None:
+        """Compute nothing for this long on the wall clock, like a GPU that hangs."""
+        self._stalled_until_s = asyncio.get_running_loop().time() + duration_s
 
     def new_request(self, prompt: bytes, output_tokens: int, *, model: str) -> Request:
         """A request whose answer will have ``output_tokens`` tokens."""
@@ -49,7 +58,7 @@ class Driver:
         return Request(next(self._keys), prompt, answer, model=model, block_size=self.block_size, keeps_text=keeps_text)
 
     async def tokens(self, request: Request) -> AsyncIterator[Token]:
-        """Enter ``request`` and follow its answer. Leaving early aborts it."""
+        """Add ``request`` and follow its answer. A caller that stops early aborts it."""
         queue: asyncio.Queue[Token] = asyncio.Queue()
         # the time that vLLM's API server takes before its engine sees a request
         await asyncio.sleep(API_S / self.speed)
@@ -68,22 +77,26 @@ class Driver:
                 self.scheduler.abort(request)
 
     async def run(self) -> None:
-        """Step after step, until cancelled. Late wake-ups are made up for, so that engine time keeps its pace."""
+        """Step after step, until cancelled.
+
+        A late wake-up shortens the next sleep, so that engine time keeps its pace.
+        """
         loop = asyncio.get_running_loop()
-        due = loop.time()
+        due_at_s = loop.time()
         while True:
-            if loop.time() < self._stalled_until:
-                await asyncio.sleep(self._stalled_until - loop.time())
+            if loop.time() < self._stalled_until_s:
+                await asyncio.sleep(self._stalled_until_s - loop.time())
             step = self.scheduler.begin_step(leaps=False)
             if step is None:
                 self._work_came.clear()
                 await self._work_came.wait()
-                due = loop.time()
+                due_at_s = loop.time()
                 continue
-            due += step.seconds / self.speed
-            await asyncio.sleep(due - loop.time())
-            # a machine too slow for this speed must not run after its debts
-            due = max(due, loop.time() - 0.1)
+            due_at_s += step.duration_s / self.speed
+            await asyncio.sleep(due_at_s - loop.time())
+            # a machine too slow for this speed must not try to catch up for ever
+            due_at_s = max(due_at_s, loop.time() - 0.1)
+
             tokens = self.scheduler.end_step(step)
             if self._publisher is not None and self._journal is not None:
                 await self._publisher.publish(self._journal.take())

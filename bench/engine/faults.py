@@ -11,7 +11,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
 class Refuse(msgspec.Struct, frozen=True, tag_field="fault", tag="refuse"):
-    """Listen to nobody for ``for_s`` seconds: connections are refused, those that are open stay."""
+    """Stop listening for ``for_s`` seconds: new connections are refused, open ones stay."""
 
     for_s: Seconds
 
@@ -37,7 +37,7 @@ class Unavailable(msgspec.Struct, frozen=True, tag_field="fault", tag="unavailab
 
 
 class DropEvents(msgspec.Struct, frozen=True, tag_field="fault", tag="drop-events"):
-    """Lose the next ``times`` messages with KV events on their way."""
+    """Do not send the next ``times`` messages with KV events, although they are numbered and kept for replay."""
 
     times: Count
 
@@ -45,22 +45,22 @@ class DropEvents(msgspec.Struct, frozen=True, tag_field="fault", tag="drop-event
 Fault = Refuse | Stall | Cut | Unavailable | DropEvents
 
 
-class Plan:
-    """The faults that are still to come for requests."""
+class FaultPlan:
+    """The faults that still await requests."""
 
     def __init__(self) -> None:
         self._cut = Cut(0, 0)
         self._unavailable = Unavailable(0)
 
     def set(self, fault: Cut | Unavailable) -> None:
-        """A newer fault replaces an older one of its kind."""
+        """Plan a fault; it replaces an earlier one of its kind."""
         if isinstance(fault, Cut):
             self._cut = fault
         else:
             self._unavailable = fault
 
     def next_status(self) -> int | None:
-        """The error that this request is to be answered with."""
+        """The HTTP status to answer this request with; None: serve it."""
         fault = self._unavailable
         if not fault.times:
             return None
@@ -68,7 +68,8 @@ class Plan:
         return fault.status
 
     def next_cut(self) -> int | None:
-        """After how many tokens this answer is to be cut off."""
+        """The tokens after which to cut this answer; None: answer whole."""
+
         fault = self._cut
         if not fault.times:
             return None

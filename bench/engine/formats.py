@@ -1,4 +1,4 @@
-"""The bytes of answers, as vLLM writes them: one format an API, streamed and whole."""
+"""Answers in the bytes that vLLM writes: one format for each API, streamed and whole."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ if TYPE_CHECKING:
 
 
 class Format(Protocol):
-    """How one API writes an answer; ``key`` and ``created`` are those of the request."""
+    """How one API writes an answer.
+
+    Made with the request's key, its time of creation in Unix seconds, and the model.
+    """
 
     def opening(self) -> bytes:
-        """What a stream begins with, together with its first token."""
+        """The beginning of a stream, sent together with the first token."""
 
     def chunk(self, token: Token) -> bytes:
         """One token of a stream."""
 
     def closing(self, request: Request, *, wants_usage: bool) -> bytes:
-        """The end of a stream."""
+        """The end of a stream. ``wants_usage``: as ``stream_options.include_usage`` asks."""
 
     def whole(self, request: Request) -> bytes:
-        """An answer in one piece."""
+        """An answer that is not streamed."""
 
 
 class ChatFormat:
@@ -70,7 +73,7 @@ class CompletionFormat:
 
 
 class ResponsesFormat:
-    """The responses API: named events, usage in the last."""
+    """Responses: named events, with usage in the last."""
 
     def __init__(self, key: str, created: int, model: str) -> None:
         self._head = {"id": f"resp_{key}", "object": "response", "created_at": created, "model": model}
@@ -109,7 +112,7 @@ class ResponsesFormat:
 
 
 def chat_usage(request: Request) -> dict[str, Any]:
-    """vLLM leaves the details out when nothing was cached."""
+    """The ``usage`` object. As in vLLM, details are null when nothing was cached."""
     details = {"cached_tokens": request.cached_tokens} if request.cached_tokens else None
     return {
         "prompt_tokens": request.prompt_tokens,
@@ -120,7 +123,7 @@ def chat_usage(request: Request) -> dict[str, Any]:
 
 
 def error_body(message: str, *, status: int, kind: str, param: str | None = None) -> bytes:
-    """vLLM's form of an error."""
+    """An error object as vLLM writes it. ``param``: the field at fault."""
     return _dump({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
@@ -130,7 +133,8 @@ def _closing(head: dict[str, Any], request: Request, *, wants_usage: bool) -> by
 
 
 def _event_template(head: dict[str, Any], content: dict[str, Any]) -> str:
-    """An event into which only the text and the reason to finish are to be put: it is written for every token."""
+    """An event without its text and finish reason: events are written for every token, so the rest is made once."""
+
     choice = {"index": 0, **content, "logprobs": None, "finish_reason": "%s"}
     text = _event({**head, "choices": [choice]}).decode()
     return text.replace('"finish_reason":"%s"', '"finish_reason":%s')

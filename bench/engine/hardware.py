@@ -1,8 +1,8 @@
-"""Named models on named GPUs: the numbers that latency follows from, each with its source.
+"""Named models on named GPUs: numbers behind the step times, each with its source.
 
-Peaks of GPUs: the vendors' data sheets (dense bf16), as in BLIS's hardware_config. Shapes of models: their published
-config.json. Efficiencies: where three independent sets of measurements agree (BLIS's trained coefficients, Vidur's A100
-kernels, LLMServingSim's profiles inside vLLM).
+GPU peaks: the vendors' data sheets (dense bf16), as in BLIS's hardware_config. Model shapes: their published
+config.json. Efficiencies: where three independent sets of measurements agree (BLIS's trained coefficients, Vidur's
+A100 kernels, LLMServingSim's profiles inside vLLM).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ WEIGHT_STREAMING: Final = 0.75
 KV_READING: Final = 0.5
 # Share of the dense bf16 peak that prefill's matrix products reach: 0.60 to 0.70 on data-centre GPUs (Vidur, llm-d).
 PREFILL_GEMM: Final = 0.65
-# The same for a mixture of experts, whose matrices are small: fitted to llm-d's 39,065 tokens/s of gpt-oss-120b on one H100.
+# The same for a mixture of experts, whose matrices are small: fitted to llm-d's 39,065 tokens/s of gpt-oss-120b on one
+# H100.
 MOE_GEMM: Final = 0.5
 # The same for prefill attention: about 0.4 (LLMServingSim's attention profiles).
 PREFILL_ATTENTION: Final = 0.4
@@ -39,9 +40,10 @@ BYTES_PER_VALUE: Final = 2  # bf16
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """``flops``: dense bf16, 1/s. ``bandwidth``: bytes/s. ``memory``: bytes.
+    """``flops``: dense bf16, 1/s. ``bandwidth``: bytes/s. ``memory``: bytes. ``per_layer_s``: overhead of each layer.
 
-    Shares of these peaks that kernels reach, where measurements of this GPU say other than of data-centre GPUs in general.
+    ``weight_streaming``, ``kv_reading`` and ``prefill_gemm``: shares of the peaks that kernels reach. The defaults
+    are those of data-centre GPUs in general.
     """
 
     flops: float
@@ -56,8 +58,9 @@ class Gpu(msgspec.Struct, frozen=True):
 class ModelShape(msgspec.Struct, frozen=True):
     """A decoder-only transformer with grouped-query attention, dense or a mixture of experts.
 
-    ``active_parameters``: those that a token meets, if not all. ``experts`` in a layer, of which each token meets
-    ``experts_per_token``; ``experts_share``: of all parameters, those in experts.
+    ``active_parameters``: those that compute a token, if not all. ``experts``: in a layer, of which
+    ``experts_per_token`` compute a token. ``experts_share``: the share of all parameters that belongs to experts, 0
+    to 1.
     """
 
     parameters: float
@@ -74,12 +77,12 @@ class ModelShape(msgspec.Struct, frozen=True):
 
     @property
     def active(self) -> float:
-        """Parameters that a token meets."""
+        """Parameters that compute a token."""
         return self.parameters if self.active_parameters is None else self.active_parameters
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Key and value of all layers."""
+        """Keys and values of all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_PER_VALUE
 
 
@@ -106,7 +109,7 @@ class Hardware(msgspec.Struct, frozen=True):
         return self.model.parameters * self.model.bytes_per_parameter
 
     def kv_tokens(self) -> int:
-        """How many tokens the KV cache holds beside weights and activations."""
+        """Tokens of the KV cache that fit beside weights and activations; not above 0 if the model does not fit."""
         free = self.gpus * (self.gpu.memory * MEMORY_SHARE - ACTIVATIONS_BYTES) - self.weight_bytes
         return int(free // self.model.kv_bytes_per_token)
 
@@ -118,15 +121,31 @@ GPUS: Final[Mapping[str, Gpu]] = MappingProxyType(
         "a100": Gpu(flops=312e12, bandwidth=2.04e12, memory=80e9),
         "l40s": Gpu(flops=362e12, bandwidth=0.864e12, memory=48e9),
         "a10g": Gpu(flops=70e12, bandwidth=0.6e12, memory=24e9),
-        # by LLMServingSim's profiles inside vLLM 0.19, which runs decodes as CUDA graphs: no launches to wait for
-        "rtx4090": Gpu(165.2e12, 1.008e12, 24e9, 0.96, 0.43, 1.0, 0.0),
-        "rtxpro6000": Gpu(503.8e12, 1.792e12, 96e9, 0.82, 0.49, 0.79, 0.0),
+        # From LLMServingSim's profiles inside vLLM 0.19, which runs decodes as CUDA graphs: no overhead of layers.
+        "rtx4090": Gpu(
+            flops=165.2e12,
+            bandwidth=1.008e12,
+            memory=24e9,
+            weight_streaming=0.96,
+            kv_reading=0.43,
+            prefill_gemm=1.0,
+            per_layer_s=0.0,
+        ),
+        "rtxpro6000": Gpu(
+            flops=503.8e12,
+            bandwidth=1.792e12,
+            memory=96e9,
+            weight_streaming=0.82,
+            kv_reading=0.49,
+            prefill_gemm=0.79,
+            per_layer_s=0.0,
+        ),
     }
 )
 
 MODELS: Final[Mapping[str, ModelShape]] = MappingProxyType(
     {
-        # Llama 2 7B: no grouped queries, so four times the KV cache of 8B
+        # Llama 2 7B: no grouped-query attention, so four times the KV cache of Llama 3.1 8B
         "7b": ModelShape(parameters=6.74e9, layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128),
         # Qwen2.5 7B, of which DeepSeek-R1-Distill-Qwen-7B is made
         "qwen-7b": ModelShape(parameters=7.62e9, layers=28, hidden=3584, heads=28, kv_heads=4, head_dim=128),

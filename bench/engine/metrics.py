@@ -1,4 +1,4 @@
-"""``GET /metrics`` under vLLM's names, so that whoever reads engines reads this one."""
+"""``GET /metrics`` under vLLM's names."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from bench.engine.scheduler import Limits, Scheduler
+    from bench.engine.scheduler import EngineLimits, Scheduler
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _BETWEEN = (0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 
 
-class Metrics:
-    """Counters of requests, beside a collector that reads the scheduler when asked. Times are engine seconds."""
+class ServerMetrics:
+    """Counters and histograms of requests, and a collector that reads the scheduler. Times are engine seconds."""
 
-    def __init__(self, scheduler: Scheduler, limits: Limits, *, model: str, adapters: list[str]) -> None:
+    def __init__(self, scheduler: Scheduler, limits: EngineLimits, *, model: str, adapters: list[str]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_SchedulerCollector(scheduler, limits, model, adapters))
         names = ["model_name", "engine"]
@@ -48,12 +48,12 @@ class Metrics:
         self.whole = whole.labels(model, "0")
 
     def finished(self, reason: str) -> None:
-        """``length``, ``stop`` or ``abort``."""
+        """Count a request that has ended. ``reason``: ``length``, ``stop`` or ``abort``."""
         self._finished.labels(self._model, "0", reason).inc()
 
 
 class _SchedulerCollector(Collector):
-    def __init__(self, scheduler: Scheduler, limits: Limits, model: str, adapters: list[str]) -> None:
+    def __init__(self, scheduler: Scheduler, limits: EngineLimits, model: str, adapters: list[str]) -> None:
         self._scheduler = scheduler
         self._limits = limits
         self._labels = [model, "0"]
@@ -79,7 +79,8 @@ class _SchedulerCollector(Collector):
         yield self._adapters_info()
 
     def _adapters_info(self) -> Metric:
-        """Its value is the time of reading: of several series the newest counts."""
+        """As in vLLM, the value is the time of reading in Unix seconds: of several series the newest counts."""
+
         names = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         info = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of the requests in the engine.", labels=names)
         running = {request.model for request in self._scheduler.running}.intersection(self._adapters)

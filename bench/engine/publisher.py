@@ -1,4 +1,7 @@
-"""KV events over ZeroMQ, as vLLM publishes them (``vllm/distributed/kv_events.py``): PUB for all, ROUTER for what was missed."""
+"""KV events over ZeroMQ as vLLM publishes them: PUB for news, ROUTER for replays.
+
+Source: ``vllm/distributed/kv_events.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from bench.engine.journal import Stored
+from bench.engine.journal import BlocksStored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.engine.journal import Removed
+    from bench.engine.journal import CacheChange
 
 _BUFFERED: Final = 10_000
 _END: Final = (-1).to_bytes(8, "big", signed=True)
@@ -24,8 +27,11 @@ _END: Final = (-1).to_bytes(8, "big", signed=True)
 Form = Literal["maps", "arrays"]
 
 
-class PublisherSettings(msgspec.Struct, frozen=True):
-    """vLLM's ``--kv-events-config``. ``form``: how batches and events are encoded, as old and new versions do."""
+class KvEventsConfig(msgspec.Struct, frozen=True):
+    """vLLM's ``--kv-events-config``. ``form``: batches and events as maps (new versions) or arrays (old versions).
+
+    ``replay_port``: None for no replays. ``topic``: the first frame of every message.
+    """
 
     port: int
     replay_port: int | None
@@ -33,11 +39,12 @@ class PublisherSettings(msgspec.Struct, frozen=True):
     form: Form = "maps"
 
 
-class Publisher:
-    """One engine's events. ``base_model``: requests for another name are an adapter's."""
+class KvEventPublisher:
+    """Publishes the events of one engine."""
 
-    def __init__(self, settings: PublisherSettings, *, host: str, block_size: int, base_model: str) -> None:
-        self._settings = settings
+    def __init__(self, config: KvEventsConfig, *, host: str, block_size: int, base_model: str) -> None:
+        """Bind the ports on ``host``. ``base_model``: blocks of requests for any other name belong to an adapter."""
+        self._config = config
         self._block_size = block_size
         self._base_model = base_model
         self._next = 0
@@ -46,17 +53,17 @@ class Publisher:
         self._context = zmq.asyncio.Context()
         self._events = self._context.socket(zmq.PUB)
         self._events.setsockopt(zmq.SNDHWM, 100_000)
-        self._events.bind(f"tcp://{host}:{settings.port}")
+        self._events.bind(f"tcp://{host}:{config.port}")
         self._replay = self._context.socket(zmq.ROUTER)
-        if settings.replay_port is not None:
-            self._replay.bind(f"tcp://{host}:{settings.replay_port}")
+        if config.replay_port is not None:
+            self._replay.bind(f"tcp://{host}:{config.replay_port}")
 
     def drop(self, count: int) -> None:
-        """The next messages get lost on their way."""
+        """Do not send the next ``count`` messages; they can still be replayed."""
         self._drops += count
 
-    async def publish(self, changes: Sequence[Stored | Removed]) -> None:
-        """One message for the changes of one step."""
+    async def publish(self, changes: Sequence[CacheChange]) -> None:
+        """Send one message with the changes of a step."""
         if not changes:
             return
         payload = self._encode(changes)
@@ -65,11 +72,11 @@ class Publisher:
         if self._drops:
             self._drops -= 1
             return
-        await self._events.send_multipart([self._settings.topic.encode(), number.to_bytes(8, "big"), payload])
+        await self._events.send_multipart([self._config.topic.encode(), number.to_bytes(8, "big"), payload])
 
     async def answer_replays(self) -> None:
-        """Until cancelled."""
-        if self._settings.replay_port is None:
+        """Answer requests for replays until cancelled."""
+        if self._config.replay_port is None:
             await asyncio.Event().wait()
         while True:
             client, *_, start = await self._replay.recv_multipart()
@@ -80,16 +87,17 @@ class Publisher:
             await self._replay.send_multipart([client, b"", _END, b""])
 
     def close(self) -> None:
-        """Let go of the ports."""
+        """Release the ports."""
+
         self._context.destroy(linger=0)
 
-    def _encode(self, changes: Sequence[Stored | Removed]) -> bytes:
-        events = [self._stored(one) if isinstance(one, Stored) else self._removed(one.hashes) for one in changes]
-        if self._settings.form == "arrays":
+    def _encode(self, changes: Sequence[CacheChange]) -> bytes:
+        events = [self._stored(one) if isinstance(one, BlocksStored) else self._removed(one.hashes) for one in changes]
+        if self._config.form == "arrays":
             return msgspec.msgpack.encode([0.0, [list(one.values()) for one in events], 0])
         return msgspec.msgpack.encode({"ts": 0.0, "events": events, "data_parallel_rank": 0})
 
-    def _stored(self, one: Stored) -> dict[str, Any]:
+    def _stored(self, one: BlocksStored) -> dict[str, Any]:
         adapter = one.model if one.model != self._base_model else None
         return {
             "type": "BlockStored",

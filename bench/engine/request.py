@@ -1,4 +1,4 @@
-"""A request in the engine, and what a step does with it."""
+"""A request in the engine, its tokens, and the steps that compute them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,31 @@ from bench.engine.text import BYTES_PER_TOKEN, BlockHashes, count_tokens
 
 
 class Request:
-    """One request in the engine.
+    """One request in the engine. All counts are tokens.
 
-    ``model``: the name that was asked for, an adapter's maybe. ``answer``: four bytes a token, which it will have produced
-    when it is done.
+    | attribute | meaning |
+    |---|---|
+    | `key` | number that tells requests of one engine or simulation apart |
+    | `model` | the name that was asked for, maybe an adapter's |
+    | `answer` | the whole answer, four bytes a token, known from the start |
+    | `tokens` | of the prompt and of what has been produced |
+    | `produced` | of the answer so far |
+    | `computed` | whose keys and values are in the cache |
+    | `cached_tokens` | found in the cache when the request first began; None before |
+    | `blocks` | KV blocks that it holds, in the order of its text |
+    | `named` | how many of `blocks` are full and known by their hash |
+    | `text` | hashes of its full blocks |
     """
 
     def __init__(
         self, key: int, prompt: bytes, answer: bytes, *, model: str, block_size: int, keeps_text: bool = False
     ) -> None:
+        """``block_size``: tokens of a KV block. ``keeps_text``: blocks keep their text, for KV events."""
         self.key = key
         self.model = model
         self.answer = answer
         self.output_tokens = len(answer) // BYTES_PER_TOKEN
         self.prompt_tokens = count_tokens(prompt)
-        # of the prompt and of what has been produced
         self.tokens = self.prompt_tokens
         self.produced = 0
         self.computed = 0
@@ -40,18 +50,21 @@ class Request:
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A request has produced a token, or the last of several."""
+    """A token that a request has produced; after a leap, all of its tokens as one.
+
+    ``is_last``: the answer is complete.
+    """
 
     request: Request
     text: str
     is_last: bool
 
 
-class Step(msgspec.Struct):
-    """What a step does: requests with their numbers of new tokens.
+class EngineStep(msgspec.Struct):
+    """One step of the engine, or a leap: ``count`` equal steps in a row.
 
-    ``count``: so many steps in a row do the same, each of them ``growth_s`` longer than the one before, the first takes
-    ``first_s``.
+    ``parts``: requests, each with the tokens that a step computes for it. ``first_s``: duration of the first step.
+    ``growth_s``: how much longer each further step takes than the one before it.
     """
 
     parts: list[tuple[Request, int]]
@@ -60,12 +73,12 @@ class Step(msgspec.Struct):
     growth_s: float = 0.0
 
     @property
-    def seconds(self) -> float:
+    def duration_s(self) -> float:
         """Of all the steps."""
         return self._until(self.count)
 
     def cut(self, after_s: float) -> None:
-        """End with the step that runs after so many seconds: something has come that must not wait for the rest."""
+        """Shorten a leap: end it with the step that runs ``after_s`` seconds after its beginning."""
         low, high = 1, self.count
         while low < high:
             middle = (low + high) // 2

@@ -1,7 +1,8 @@
-"""Continuous batching with chunked prefill, as vLLM V1 does it (``vllm/v1/core/sched/scheduler.py``), in virtual time.
+"""Continuous batching with chunked prefill, as vLLM V1 does it.
 
-Each step has a budget of tokens. Requests that run come first, in their order; what is left of the budget goes to those that
-wait, first come first served. When blocks run out, the request that began last gives up its own and waits at the front.
+Source: ``vllm/v1/core/sched/scheduler.py``. Each step has a budget of tokens. Running requests come first, in their
+order; the rest of the budget goes to waiting requests, first come, first served. When blocks run out, the request
+that began last is preempted: it gives up its blocks and waits at the front.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.engine.blocks import BlockPool
-from bench.engine.request import Request, Step, Token
-from bench.engine.step_time import Batch
+from bench.engine.request import EngineStep, Request, Token
+from bench.engine.step_time import StepBatch
 from bench.engine.text import BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from bench.engine.step_time import StepTime
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """vLLM's flags of the same names."""
+class EngineLimits(msgspec.Struct, frozen=True):
+    """vLLM's flags of the same names: requests in a batch, tokens of a step, tokens of a KV block, KV blocks."""
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -30,8 +31,8 @@ class Limits(msgspec.Struct, frozen=True):
     num_gpu_blocks: int = 1024
 
 
-class Counters(msgspec.Struct):
-    """What has happened so far, in vLLM's terms; ``queries`` and ``hits`` of the prefix cache count tokens."""
+class SchedulerCounters(msgspec.Struct):
+    """Totals in vLLM's terms. ``queries`` and ``hits``: tokens looked up and found in the prefix cache."""
 
     queries: int = 0
     hits: int = 0
@@ -42,35 +43,38 @@ class Counters(msgspec.Struct):
 
 
 class Scheduler:
-    """The engine's state. ``begin_step`` says what is computed and for how long, ``end_step`` what came of it."""
+    """The engine's state.
 
-    def __init__(self, speed: StepTime, limits: Limits, journal: Journal | None = None) -> None:
-        """``journal`` is told what enters and leaves the cache; requests must then keep their text."""
+    ``begin_step`` chooses what to compute; ``end_step`` accounts for it and returns the tokens.
+    """
+
+    def __init__(self, speed: StepTime, limits: EngineLimits, journal: Journal | None = None) -> None:
+        """``journal``: takes what enters and leaves the cache; requests must then keep their text."""
         self.speed = speed
         self.limits = limits
         self._journal = journal
         self.pool = BlockPool(limits.num_gpu_blocks, journal)
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
-        self.counters = Counters()
+        self.counters = SchedulerCounters()
 
     def add(self, request: Request) -> None:
         """A request arrives."""
         self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """Its client has left. What it computed stays known."""
+        """The client of a request has left. What was computed for it stays in the cache."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
         self._release(request)
 
-    def begin_step(self, *, leaps: bool = False) -> Step | None:
+    def begin_step(self, *, leaps: bool = False) -> EngineStep | None:
         """Choose what to compute; None if there is nothing to do.
 
-        With ``leaps``, several steps at once if until then nothing can change but by what comes from outside: only decodes, nobody
-        done, nobody let in.
+        ``leaps``: return many steps as one while all of them are the same: only decodes, no request ends, and none is
+        admitted. An arrival must then cut the leap short (EngineStep.cut).
         """
         budget = self.limits.max_num_batched_tokens
         parts, was_short = self._schedule_running(budget)
@@ -81,12 +85,12 @@ class Scheduler:
         if not parts:
             return None
         batch = _batch(parts)
-        step = Step(parts, self.speed.seconds(batch))
+        step = EngineStep(parts, self.speed.seconds(batch))
         if leaps and not was_short and len(parts) == running == len(self.running) == batch.decodes:
             self._leap(step, budget)
         return step
 
-    def _leap(self, step: Step, budget: int) -> None:
+    def _leap(self, step: EngineStep, budget: int) -> None:
         growth_s = self.speed.growth_s(len(step.parts))
         if growth_s is None or budget <= 0 or any(not request.produced for request, _ in step.parts):
             return
@@ -95,12 +99,12 @@ class Scheduler:
             count //= 2
         step.count, step.growth_s = count, growth_s
 
-    def _has_room(self, step: Step, count: int) -> bool:
+    def _has_room(self, step: EngineStep, count: int) -> bool:
         missing = sum(self._blocks_for(request.computed + count) - len(request.blocks) for request, _ in step.parts)
         return missing <= self.pool.free
 
-    def end_step(self, step: Step) -> list[Token]:
-        """Account for a step that has been computed; requests aborted meanwhile are passed over."""
+    def end_step(self, step: EngineStep) -> list[Token]:
+        """Account for a step that has been computed, and return its tokens. Requests aborted meanwhile are skipped."""
         tokens = []
         has_ended = False
         for request, count in step.parts:
@@ -124,7 +128,10 @@ class Scheduler:
         return tokens
 
     def _schedule_running(self, budget: int) -> tuple[list[tuple[Request, int]], bool]:
-        """In order, each as much as it still has to compute. True: blocks ran out and somebody had to give way."""
+        """In order, each with the tokens that it still has to compute.
+
+        True: blocks ran out and a request was preempted.
+        """
         parts: list[tuple[Request, int]] = []
         was_short = False
         index = 0
@@ -145,7 +152,7 @@ class Scheduler:
         parts = []
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting[0]
-            # the last token is always computed: its logits are what the answer begins with
+            # the last token is always computed: the answer begins with its logits
             usable = (request.tokens - 1) // self.limits.block_size
             shared = self.pool.match(request.text.hashes[:usable])
             cached = len(shared) * self.limits.block_size
@@ -202,7 +209,7 @@ class Scheduler:
         request.named = max(request.named, full)
 
     def _tell(self, journal: Journal, request: Request, new: list[int]) -> None:
-        """Runs of blocks, each with the block before it."""
+        """One change for each run of blocks in a row."""
         hashes, blocks = request.text.hashes, request.text.blocks
         start = new[0]
         for index, following in zip(new, [*new[1:], -1], strict=True):
@@ -222,8 +229,9 @@ class Scheduler:
         return text.decode()
 
 
-def _batch(parts: list[tuple[Request, int]]) -> Batch:
-    """``batch_of``, without making an object for each request."""
+def _batch(parts: list[tuple[Request, int]]) -> StepBatch:
+    """The same as ``batch_of``, without an object for each request."""
+
     tokens = read = decodes = 0
     pairs = 0.0
     for request, count in parts:
@@ -233,4 +241,4 @@ def _batch(parts: list[tuple[Request, int]]) -> Batch:
             read += request.computed
         else:
             pairs += count * (request.computed + count / 2)
-    return Batch(len(parts), tokens, pairs, read, decodes)
+    return StepBatch(requests=len(parts), tokens=tokens, pairs=pairs, read=read, decodes=decodes)

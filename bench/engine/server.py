@@ -23,12 +23,12 @@ from bench.engine.api import (
     responses_job,
 )
 from bench.engine.driver import Driver
-from bench.engine.faults import DropEvents, Fault, Plan, Refuse, Stall
+from bench.engine.faults import DropEvents, Fault, FaultPlan, Refuse, Stall
 from bench.engine.formats import ChatFormat, CompletionFormat, Format, ResponsesFormat, error_body
 from bench.engine.hardware import Hardware
-from bench.engine.metrics import Metrics
-from bench.engine.publisher import Publisher, PublisherSettings
-from bench.engine.scheduler import Limits
+from bench.engine.metrics import ServerMetrics
+from bench.engine.publisher import KvEventPublisher, KvEventsConfig
+from bench.engine.scheduler import EngineLimits
 from bench.engine.text import count_tokens
 from bench.engine.tokenize import tokenize
 
@@ -41,42 +41,42 @@ _MAX_BODY: Final = 256 * 1024 * 1024
 _EMBEDDING_SIZE: Final = 64
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """The command line, read."""
+class EngineSettings(msgspec.Struct, frozen=True):
+    """What the engine's command line says. ``speed``: engine seconds per second of the wall clock."""
 
     host: str
     port: int
     model: str
     adapters: tuple[str, ...]
     hardware: Hardware
-    limits: Limits
+    limits: EngineLimits
     max_model_len: int
     default_max_tokens: int
     speed: float
     seed: int
-    # vLLM sends a stream's headers at once; SGLang and others with the first token, and only then can Envoy still retry.
+    # vLLM sends a stream's headers at once. SGLang and others send them with the first token; until then Envoy may retry.
     headers_first: bool
-    events: PublisherSettings | None = None
+    events: KvEventsConfig | None = None
 
 
 class EngineServer:
-    """One engine: routes, the core that computes, and the faults that are asked for."""
+    """One engine: its HTTP routes, the core that computes, and the faults that tests ask for."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._publisher = None
         if settings.events is not None:
             block_size = settings.limits.block_size
-            self._publisher = Publisher(
+            self._publisher = KvEventPublisher(
                 settings.events, host=settings.host, block_size=block_size, base_model=settings.model
             )
         self._driver = Driver(
             settings.hardware, settings.limits, speed=settings.speed, seed=settings.seed, publisher=self._publisher
         )
-        self._metrics = Metrics(
+        self._metrics = ServerMetrics(
             self._driver.scheduler, settings.limits, model=settings.model, adapters=list(settings.adapters)
         )
-        self._faults = Plan()
+        self._faults = FaultPlan()
         self._site: web.TCPSite | None = None
         self._runner: web.AppRunner | None = None
         self._mends: set[asyncio.Task[None]] = set()
@@ -97,7 +97,8 @@ class EngineServer:
                 web.post("/faults", self._fault),
             ]
         )
-        # a client that leaves cancels its handler, and with it the request in the engine
+        # a client that disconnects cancels its handler, and with it the request in the engine
+
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         await self._listen()
@@ -191,7 +192,7 @@ class EngineServer:
         return _Observation(self._metrics, request, self._settings.speed)
 
     async def _embed(self, http: web.Request) -> web.Response:
-        """Vectors without a model behind them: equal texts have equal vectors. Prefill alone, so one token is computed."""
+        """Vectors of the texts' first bytes: equal texts have equal vectors. Costs a prefill and one token."""
         status = self._faults.next_status()
         if status is not None:
             return _error(status, "The engine is asked to fail.", "service_unavailable_error")
@@ -201,7 +202,7 @@ class EngineServer:
             return _error(400, str(error), "BadRequestError")
         texts = [body.input] if isinstance(body.input, str) else body.input
         prompt = "".join(texts).encode()
-        refused = self._refuse(Job(body.model, prompt, 1, is_streamed=False, wants_usage=False))
+        refused = self._refuse(Job(model=body.model, prompt=prompt, max_tokens=1, is_streamed=False, wants_usage=False))
         if refused is not None:
             return refused
         request = self._driver.new_request(prompt, 1, model=body.model)
@@ -254,7 +255,7 @@ class EngineServer:
 class _Observation:
     """Times of one answer, in engine seconds, into the metrics."""
 
-    def __init__(self, metrics: Metrics, request: Request, speed: float) -> None:
+    def __init__(self, metrics: ServerMetrics, request: Request, speed: float) -> None:
         self._metrics = metrics
         self._request = request
         self._speed = speed
@@ -281,7 +282,7 @@ def _error(status: int, message: str, kind: str, *, param: str | None = None) ->
 
 
 def _cut(http: web.Request) -> None:
-    """End the connection without a word, as a process that is killed."""
+    """Reset the connection, as when a process is killed."""
     if http.transport is not None:
         http.transport.abort()
 

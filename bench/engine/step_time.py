@@ -1,4 +1,7 @@
-"""How long one step of continuous batching takes: a roofline over what the step computes and what it reads."""
+"""How long a step of continuous batching takes: a roofline over its FLOPs and bytes.
+
+The parts of a step are summed up in a StepBatch; a StepTime turns it into seconds.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,17 @@ if TYPE_CHECKING:
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What one request does in a step: ``tokens`` new ones after a ``history`` that is in the KV cache already."""
+    """One request's part of a step: ``tokens`` new tokens after ``history`` tokens that are in the KV cache."""
 
     tokens: int
     history: int
 
 
-class Batch(msgspec.Struct, frozen=True):
-    """What a step does in all: ``tokens`` computed for ``requests``.
+class StepBatch(msgspec.Struct, frozen=True):
+    """All of a step: ``tokens`` computed for ``requests``.
 
-    ``pairs``: of tokens that prefill attention compares, ``tokens * (history + tokens / 2)`` of each chunk. ``read``: tokens of history that decodes
-    read. ``decodes``: of the requests, those with one new token.
+    ``pairs``: pairs of tokens in prefill attention, ``tokens * (history + tokens / 2)`` for each chunk. ``read``:
+    tokens of history that decodes read. ``decodes``: requests with one new token.
     """
 
     requests: int
@@ -41,8 +44,8 @@ class Batch(msgspec.Struct, frozen=True):
     decodes: int
 
 
-def batch_of(parts: Iterable[Work]) -> Batch:
-    """The sums. One new token is a decode, several are a prefill chunk."""
+def batch_of(parts: Iterable[Work]) -> StepBatch:
+    """Sum up the parts of a step. One new token is a decode; several are a prefill chunk."""
     requests = tokens = read = decodes = 0
     pairs = 0.0
     for part in parts:
@@ -53,27 +56,27 @@ def batch_of(parts: Iterable[Work]) -> Batch:
             read += part.history
         else:
             pairs += part.tokens * (part.history + part.tokens / 2)
-    return Batch(requests, tokens, pairs, read, decodes)
+    return StepBatch(requests=requests, tokens=tokens, pairs=pairs, read=read, decodes=decodes)
 
 
 class StepTime(Protocol):
     """A model of an engine's speed."""
 
-    def seconds(self, batch: Batch) -> float:
-        """How long this step takes."""
+    def seconds(self, batch: StepBatch) -> float:
+        """The duration of a step."""
         ...
 
     def growth_s(self, decodes: int) -> float | None:
-        """How much longer each step of so many decodes takes than the one before it; None: that is not a constant."""
+        """How much longer each step of ``decodes`` decodes takes than the one before it; None: it is not constant."""
         ...
 
 
 class Roofline:
     """``max(GEMM, weights) + prefill attention + KV reads + all-reduce + overheads``.
 
-    Matrix products and the streaming of weights overlap (roofline: Williams et al., 2009), the attention kernels come between
-    them. A pair of tokens is 4 FLOPs for each head dimension. Of a mixture of experts, a step reads those experts that any of
-    its tokens is sent to.
+    Matrix products and the streaming of weights overlap (roofline: Williams et al., 2009); attention kernels run
+    between them. A pair of tokens costs 4 FLOPs for each head dimension. Of a mixture of experts, a step reads the
+    experts to which any of its tokens is sent.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -91,7 +94,7 @@ class Roofline:
         self._exchange_s = 2 * shape.layers * shape.hidden * BYTES_PER_VALUE * 2 * (count - 1) / count / NVLINK
         self._fixed_s = shape.layers * gpu.per_layer_s + PER_STEP_S
 
-    def seconds(self, batch: Batch) -> float:
+    def seconds(self, batch: StepBatch) -> float:
         """See the class."""
         weights = self._weights_s if not self._hardware.model.experts else self._weights_read(batch.tokens)
         return (
@@ -104,7 +107,7 @@ class Roofline:
         )
 
     def growth_s(self, decodes: int) -> float:
-        """Every history is one token longer."""
+        """Every history grows by one token."""
         return self._read_s * decodes
 
     def _weights_read(self, tokens: int) -> float:
@@ -115,5 +118,25 @@ class Roofline:
 
 
 def step_seconds(hardware: Hardware, parts: Iterable[Work]) -> float:
-    """Seconds of a step on ``hardware``, by the roofline."""
+    """The duration of a step on ``hardware`` by the roofline."""
+
     return Roofline(hardware).seconds(batch_of(parts))
+
+
+def prefill_s(
+    speed: StepTime, tokens: int, history: int, *, budget: int, decodes: int = 0, decodes_read: int = 0
+) -> float:
+    """The time to prefill ``tokens`` tokens after ``history`` cached ones, in chunks of the budget.
+
+    ``budget``: tokens of a step. ``decodes``: requests that decode in each of the steps, with ``decodes_read`` tokens
+    of history.
+    """
+    seconds = 0.0
+    while tokens > 0:
+        chunk = min(tokens, max(1, budget - decodes))
+        pairs = chunk * (history + chunk / 2)
+        seconds += speed.seconds(
+            StepBatch(requests=decodes + 1, tokens=decodes + chunk, pairs=pairs, read=decodes_read, decodes=decodes)
+        )
+        tokens, history = tokens - chunk, history + chunk
+    return seconds

@@ -1,7 +1,7 @@
-"""Text as the engine sees it: four bytes are a token, 16 tokens a block, and every block has a hash of all before it.
+"""Text as the engine sees it: four bytes are a token; blocks have chained hashes.
 
-A real tokenizer makes about four bytes of English a token. Messages are padded to whole tokens, so that a conversation's
-next prompt begins with exactly the tokens of this prompt and its answer, as with real chat templates.
+A real tokenizer needs a token for about four bytes of English. Messages are padded to whole tokens, so that the next
+prompt of a conversation begins with exactly the tokens of this prompt and its answer, as with real chat templates.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ BYTES_PER_TOKEN: Final = 4
 
 
 class Message(msgspec.Struct):
-    """One message of a chat; ``content`` is text, or OpenAI's list of parts, of which text counts."""
+    """One message of a chat. ``content``: text, or OpenAI's list of parts, of which only text is used."""
 
     role: str
     content: str | list[dict[str, object]] | None = None
 
 
 def render_chat(messages: list[Message]) -> bytes:
-    """The prompt of a chat: its messages and the beginning of the answer."""
+    """The prompt of a chat: its messages, and the header of the answer."""
     return b"".join([*(_render(message) for message in messages), _opening("assistant")])
 
 
@@ -57,10 +57,10 @@ def count_tokens(text: bytes) -> int:
 
 
 class BlockHashes:
-    """Chained hashes of a growing text's full blocks; ``model`` keeps models and adapters apart."""
+    """Chained hashes of the full blocks of a growing text. ``model`` seeds the chain: adapters share no blocks."""
 
     def __init__(self, model: str, block_size: int, *, keeps_text: bool = False) -> None:
-        """``keeps_text``: the blocks themselves are kept in ``blocks``."""
+        """``block_size``: tokens. ``keeps_text``: keep the text of the blocks in ``blocks``."""
         self.blocks: list[bytes] = []
         self._keeps_text = keeps_text
         self._bytes_per_block = block_size * BYTES_PER_TOKEN
@@ -69,7 +69,7 @@ class BlockHashes:
         self.hashes: list[int] = []
 
     def extend(self, text: bytes) -> None:
-        """Take more text; every block that it fills gets its hash."""
+        """Append text; every block that it fills gets a hash."""
         text = self._pending + text if self._pending else text
         size, last, digest = self._bytes_per_block, self._last, xxhash.xxh3_64_intdigest
         end = len(text) // size * size
@@ -83,7 +83,8 @@ class BlockHashes:
 
 
 def answer_text(rng: random.Random, count: int) -> bytes:
-    """An answer of ``count`` tokens that no other answer begins with: words of three letters and a space."""
+    """A random answer of ``count`` tokens: words of three letters and a space."""
+
     text = bytearray(base64.b64encode(rng.randbytes(3 * count)))
     text[3::4] = b" " * count
     return bytes(text)

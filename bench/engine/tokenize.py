@@ -1,4 +1,4 @@
-"""``POST /tokenize``, as vLLM has it: the tokens of a chat or of a prompt."""
+"""``POST /tokenize`` as in vLLM: the tokens of a chat or of a prompt."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from bench.engine.text import Message, render_chat, tokens_of
 
 
 class TokenizeRequest(msgspec.Struct):
-    """Messages, or a prompt."""
+    """Either messages or a prompt."""
 
     messages: list[Message] | None = None
     prompt: str | None = None
 
 
 async def tokenize(http: web.Request) -> web.Response:
-    """Tokens as this engine counts them."""
+    """The handler: tokens as this engine counts them."""
+
     try:
         asked = msgspec.json.decode(await http.read(), type=TokenizeRequest)
     except msgspec.DecodeError as error:

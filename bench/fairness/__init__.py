@@ -1,1 +1,1 @@
-"""What queues do for whom: scenarios in virtual time, with the decisions and the engines of everything else here."""
+"""What queues do for tenants, in virtual time; knows virtual, workload, reporting."""

@@ -1,4 +1,4 @@
-"""``python -m bench.fairness``: what the queues do for whom, as tables and plots."""
+"""``python -m bench.fairness``: what queues do for tenants, as tables and plots."""
 
 from __future__ import annotations
 
@@ -6,42 +6,37 @@ import argparse
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from bench.fairness.report import write_report
-from bench.fairness.scenarios import FLOOD_POLICIES, Report, apart, flood, locality, orders, shares
-from bench.fairness.scenes import FCFS, VTC, Asking, Lengths
+from bench.fairness.scenarios import FLOOD_POLICIES, FairnessReport, flood, locality, orders, service_gap, shares
+from bench.fairness.tenant_workloads import FCFS, VTC, LengthRanges, TenantLoad
 
 
-def measure(seed: int) -> Report:
-    """All scenarios; some two minutes."""
-    small, short = Lengths((100, 2000), (10, 400)), Lengths((100, 2000), (10, 100))
-    backlogged = [Asking("many", 30, 20, lengths=small), Asking("few", 3, 20, lengths=short)]
-    return Report(
-        busy=flood(rate=3.2, seconds=40, engines=4, policies=FLOOD_POLICIES, seed=seed),
-        quiet=flood(rate=2.9, seconds=40, engines=8, policies=FLOOD_POLICIES, seed=seed),
-        apart=apart(backlogged, policies={"FCFS": FCFS, "VTC": VTC}, seed=seed),
-        orders=orders(rate=13, seconds=40, engines=2, seed=seed),
-        shares=shares(rate=45, seconds=20, engines=2, seed=seed),
-        locality=locality(rate=3, seconds=30, engines=2, seed=seed),
+def measure(seed: int) -> FairnessReport:
+    """Play all scenarios; takes about two minutes."""
+    small, short = LengthRanges((100, 2000), (10, 400)), LengthRanges((100, 2000), (10, 100))
+    backlogged = [TenantLoad("many", 30, 20, lengths=small), TenantLoad("few", 3, 20, lengths=short)]
+    return FairnessReport(
+        busy=flood(rate=3.2, duration_s=40, engines=4, policies=FLOOD_POLICIES, seed=seed),
+        quiet=flood(rate=2.9, duration_s=40, engines=8, policies=FLOOD_POLICIES, seed=seed),
+        service_gap=service_gap(backlogged, policies={"FCFS": FCFS, "VTC": VTC}, seed=seed),
+        orders=orders(rate=13, duration_s=40, engines=2, seed=seed),
+        shares=shares(rate=45, duration_s=20, engines=2, seed=seed),
+        locality=locality(rate=3, duration_s=30, engines=2, seed=seed),
     )
 
 
 def main() -> None:
-    """Tables to the terminal; the report and its numbers below ``--out``."""
+    """Print the tables; write the report and its numbers to the directory ``--out``."""
+
     parser = argparse.ArgumentParser(prog="python -m bench.fairness", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("bench/out/fairness"))
     options = parser.parse_args()
     report = measure(options.seed)
     console = Console()
-    for title, heads, rows in report.tables():
-        table = Table(title=title)
-        for head in heads:
-            table.add_column(head, justify="left" if head == heads[0] else "right")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+    for table in report.tables():
+        console.print(table.on_terminal())
     page = write_report(report, options.out)
     console.print(f"report: {page}")
 

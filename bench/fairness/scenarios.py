@@ -1,62 +1,85 @@
-"""The questions that a queue must answer, each played in virtual time, with and without the policy that answers it."""
+"""Scenarios for queues, each with and without the policy that it tests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
-from bench.fairness.scenes import FCFS, NO_QUEUE, VTC, Asking, Lengths, play, tenants, ttfts_of
-from bench.fairness.service import Service
-from bench.load.summary import distribution
-
-if TYPE_CHECKING:
-    from bench.load.client import Result
+from bench.fairness.service_observer import ServiceObserver
+from bench.fairness.tenant_workloads import (
+    FCFS,
+    NO_QUEUE,
+    VTC,
+    LengthRanges,
+    TenantLoad,
+    play,
+    tenant_workload,
+    ttfts_without,
+)
+from bench.reporting.distribution import distribution
+from bench.reporting.summary import cached_token_ratio, ttfts_s
+from bench.reporting.tables import Table
+from extproc.protocol import DEADLINE_MS
 
 Control = Mapping[str, object] | None
 
 FLOODER: Final = "t0"
 
 
-class Flood(msgspec.Struct, frozen=True):
-    """p90 TTFT, in seconds, of the tenants that did nothing: ``before`` one floods, and ``during``."""
+class FloodResult(msgspec.Struct, frozen=True):
+    """p90 TTFT of the tenants that do not flood: before one floods, and during the flood.
+
+    ``ttfts_s``: during the flood.
+    """
 
     policy: str
-    before: float
-    during: float
-    ttfts: tuple[float, ...] = ()
+    before_s: float
+    during_s: float
+    ttfts_s: tuple[float, ...] = ()
 
     @property
     def factor(self) -> float:
-        """By how much it rose."""
-        return self.during / self.before
+        """During the flood over before."""
+        return self.during_s / self.before_s
 
 
 FLOOD_POLICIES: Final[Mapping[str, Control]] = {"no queue": NO_QUEUE, "FCFS": FCFS, "VTC": VTC}
 
 
-def flood(*, rate: float, seconds: float, engines: int, policies: Mapping[str, Control], seed: int = 0) -> list[Flood]:
-    """Ten tenants of equal rates; then the first asks ten times as much."""
-    calm = [Asking(f"t{number}", rate, seconds) for number in range(10)]
-    flooded = [Asking(FLOODER, 10 * rate, seconds), *calm[1:]]
-    outcomes = []
+def flood(
+    *, rate: float, duration_s: float, engines: int, policies: Mapping[str, Control], seed: int = 0
+) -> list[FloodResult]:
+    """Ten tenants of equal rates; then the first sends ten times as much. ``rate``: of each tenant, per second."""
+    calm = [TenantLoad(f"t{number}", rate, duration_s) for number in range(10)]
+    flooded = [TenantLoad(FLOODER, 10 * rate, duration_s), *calm[1:]]
+    found = []
     for policy, control in policies.items():
-        before, during = (
-            ttfts_of(play(tenants("flood", one, seed=seed), control, engines=engines, seed=seed), without=FLOODER)
-            for one in (calm, flooded)
+        before_s, during_s = (
+            ttfts_without(
+                play(tenant_workload("flood", loads, seed=seed), control, engines=engines, seed=seed), FLOODER
+            )
+            for loads in (calm, flooded)
         )
-        outcomes.append(Flood(policy, distribution(before).p90, distribution(during).p90, tuple(during)))
-    return outcomes
+        found.append(
+            FloodResult(
+                policy=policy,
+                before_s=distribution(before_s).p90,
+                during_s=distribution(during_s).p90,
+                ttfts_s=tuple(during_s),
+            )
+        )
+    return found
 
 
-class Ordered(msgspec.Struct, frozen=True):
-    """Under one order: the share of deadlines missed, the mean TTFT, and the longest."""
+class OrderResult(msgspec.Struct, frozen=True):
+    """Under one order. ``missed``: the share of deadlines that were missed, 0 to 1."""
 
     order: str
     missed: float
-    mean: float
-    longest: float
+    mean_ttft_s: float
+    longest_ttft_s: float
 
 
 ORDERS: Final[Mapping[str, Mapping[str, object]]] = {
@@ -68,53 +91,66 @@ ORDERS: Final[Mapping[str, Mapping[str, object]]] = {
 AGEING_S: Final = 10.0
 
 
-def orders(*, rate: float, seconds: float, engines: int, seed: int = 0) -> list[Ordered]:
-    """One tenant that asks too much for a while; its requests want their first token within 1 to 20 s."""
-    lengths = Lengths((500, 12_000), (20, 60))
-    workload = tenants("orders", [Asking("t0", rate, seconds, lengths=lengths, deadline_s=20.0)], seed=seed)
-    wants = {one.begins_s: float(one.headers["x-attache-deadline-ms"]) / 1000 for one in workload.sessions}
-    outcomes = []
+def orders(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> list[OrderResult]:
+    """One tenant overloads the engines for a while; deadlines of first tokens are 1 to 20 s after arrival."""
+    lengths = LengthRanges((500, 12_000), (20, 60))
+    workload = tenant_workload(
+        "orders", [TenantLoad("t0", rate, duration_s, lengths=lengths, deadline_s=20.0)], seed=seed
+    )
+    deadlines_s = {one.begins_at_s: float(one.headers[DEADLINE_MS]) / 1000 for one in workload.sessions}
+    found = []
     for name, control in ORDERS.items():
         results = play(workload, control, engines=engines, seed=seed)
-        missed = [one.first_token_s - one.due_s > wants[one.due_s] for one in results]
-        ttfts = ttfts_of(results)
-        outcomes.append(Ordered(name, sum(missed) / len(missed), sum(ttfts) / len(ttfts), max(ttfts)))
-    return outcomes
+        missed = [one.ttft_s > deadlines_s[one.due_at_s] for one in results]
+        ttfts = ttfts_s(results)
+        found.append(
+            OrderResult(
+                order=name,
+                missed=sum(missed) / len(missed),
+                mean_ttft_s=sum(ttfts) / len(ttfts),
+                longest_ttft_s=max(ttfts),
+            )
+        )
+    return found
 
 
 BANDS: Final[Mapping[str, int]] = {"critical": 10, "high": 5, "standard": 0, "best-effort": -1}
 
 
-class Shares(msgspec.Struct, frozen=True):
-    """The bands' shares of all service while all of them waited."""
+class SharesResult(msgspec.Struct, frozen=True):
+    """The share of each band in all service while all bands waited, 0 to 1."""
 
     by_band: Mapping[str, float]
 
 
-def shares(*, rate: float, seconds: float, engines: int, seed: int = 0) -> Shares:
-    """All bands ask for more than the engines can do. Counted from when all wait, to the end of the asking."""
-    asking = [Asking(name, rate, seconds, objective=name, lengths=Lengths((500, 3000))) for name in BANDS]
-    watch = Service(with_history=True)
-    # what is shared is the engines: nobody is refused for the chance of it
+def shares(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> SharesResult:
+    """All bands together overload the engines. Service counts from when all wait until arrivals end."""
+    loads = [TenantLoad(name, rate, duration_s, objective=name, lengths=LengthRanges((500, 3000))) for name in BANDS]
+    service = ServiceObserver(with_history=True)
+    # no shedding: the shares must come from the order alone
     control = {**VTC, "shedFrom": 1.99}
-    play(tenants("shares", asking, seed=seed), control, engines=engines, seed=seed, watch=watch, objectives=BANDS)
-    begins_s, ends_s = 0.1 * seconds, seconds
-    had = {name: watch.served_at(name, ends_s) - watch.served_at(name, begins_s) for name in BANDS}
-    return Shares({name: value / sum(had.values()) for name, value in had.items()})
+    workload = tenant_workload("shares", loads, seed=seed)
+    play(workload, control, engines=engines, seed=seed, token_observer=service, objectives=BANDS)
+    begins_at_s, ends_at_s = 0.1 * duration_s, duration_s
+    given = {name: service.served_at(name, ends_at_s) - service.served_at(name, begins_at_s) for name in BANDS}
+    return SharesResult({name: value / sum(given.values()) for name, value in given.items()})
 
 
-class Locality(msgspec.Struct, frozen=True):
-    """Cached share of all prompt tokens, and how far two waiting tenants' service was ever apart."""
+class LocalityResult(msgspec.Struct, frozen=True):
+    """``widest_gap``: the largest gap between two waiting tenants' service, in weighted tokens.
+
+    ``light_p90_ttft_s``: of all tenants but the one that sends most.
+    """
 
     policy: str
     cached_token_ratio: float
-    apart: float
-    mean_ttft: float
-    light_p90: float
+    widest_gap: float
+    mean_ttft_s: float
+    light_p90_ttft_s: float
 
 
 QUANTUM: Final = 20_000
-# With the limits that are the default: a shorter wait in the engine would take more from locality than it gives to fairness.
+# With the default saturation limits: a shorter wait in the engine would cost locality more than it gives fairness.
 LOCAL_POLICIES: Final[Mapping[str, Control]] = {
     "no queue": NO_QUEUE,
     "FCFS": {**FCFS, "saturation": {}},
@@ -123,39 +159,38 @@ LOCAL_POLICIES: Final[Mapping[str, Control]] = {
 }
 
 
-def locality(*, rate: float, seconds: float, engines: int, seed: int = 0) -> list[Locality]:
-    """Tenants whose prompts begin with texts of their own, more than the caches hold; one of them asks for most."""
-    lengths = Lengths((100, 600), (20, 60))
-    asking = [
-        Asking(f"t{number}", rate * (5 if number == 0 else 1), seconds, lengths=lengths, shared=(12, 4000))
+def locality(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> list[LocalityResult]:
+    """Tenants with shared prefixes of their own, more than the caches hold; one tenant sends most."""
+    lengths = LengthRanges((100, 600), (20, 60))
+    loads = [
+        TenantLoad(f"t{number}", rate * (5 if number == 0 else 1), duration_s, lengths=lengths, shared=(12, 4000))
         for number in range(6)
     ]
-    outcomes = []
+    workload = tenant_workload("locality", loads, seed=seed)
+    found = []
     for policy, control in LOCAL_POLICIES.items():
-        watch = Service()
-        results = play(
-            tenants("locality", asking, seed=seed), control, engines=engines, seed=seed, watch=watch, kv_blocks=6000
-        )
-        ttfts = ttfts_of(results)
-        outcomes.append(
-            Locality(
-                policy,
-                cached_token_ratio(results),
-                watch.widest,
-                sum(ttfts) / len(ttfts),
-                distribution(ttfts_of(results, without=FLOODER)).p90,
+        service = ServiceObserver()
+        results = play(workload, control, engines=engines, seed=seed, token_observer=service, kv_blocks=6000)
+        ttfts = ttfts_s(results)
+        light = distribution(ttfts_without(results, FLOODER))
+        mean_s = sum(ttfts) / len(ttfts)
+        found.append(
+            LocalityResult(
+                policy=policy,
+                cached_token_ratio=cached_token_ratio(results),
+                widest_gap=service.widest,
+                mean_ttft_s=mean_s,
+                light_p90_ttft_s=light.p90,
             )
         )
-    return outcomes
+    return found
 
 
-def cached_token_ratio(results: Sequence[Result]) -> float:
-    """Of all prompt tokens."""
-    return sum(one.cached_tokens for one in results) / sum(one.prompt_tokens for one in results)
+class ServiceGapResult(msgspec.Struct, frozen=True):
+    """The largest gap between two waiting tenants' service, and what VTC's theorem allows, in weighted tokens.
 
-
-class Apart(msgspec.Struct, frozen=True):
-    """How far two waiting tenants' service ever was apart, and what VTC's theorem allows; in weighted tokens."""
+    ``history``: the service of each tenant, as instants and totals.
+    """
 
     policy: str
     widest: float
@@ -163,62 +198,61 @@ class Apart(msgspec.Struct, frozen=True):
     history: Mapping[str, Sequence[tuple[float, float]]] = {}
 
 
-def apart(
-    asking: Sequence[Asking], *, policies: Mapping[str, Control], seed: int, kv_blocks: int = 1000
-) -> list[Apart]:
-    """One engine with a small cache, as in the paper, and tenants that want more than it can do."""
-    outcomes = []
+def service_gap(
+    loads: Sequence[TenantLoad], *, policies: Mapping[str, Control], seed: int, kv_blocks: int = 1000
+) -> list[ServiceGapResult]:
+    """One engine with a small cache, as in the paper, and tenants that overload it."""
+    workload = tenant_workload("apart", loads, seed=seed)
+    found = []
     for policy, control in policies.items():
-        watch = Service(with_history=True)
-        play(tenants("apart", asking, seed=seed), control, engines=1, seed=seed, watch=watch, kv_blocks=kv_blocks)
-        outcomes.append(Apart(policy, watch.widest, watch.bound, watch.history))
-    return outcomes
+        service = ServiceObserver(with_history=True)
+        play(workload, control, engines=1, seed=seed, token_observer=service, kv_blocks=kv_blocks)
+        found.append(ServiceGapResult(policy, service.widest, service.bound, service.history))
+    return found
 
 
-class Report(msgspec.Struct, frozen=True):
-    """All scenarios. Floods: ``busy`` engines have more to do than they can before, ``quiet`` ones have a good half."""
+class FairnessReport(msgspec.Struct, frozen=True):
+    """All scenarios. ``busy`` and ``quiet``: floods of engines that were close to saturation before, or half idle."""
 
-    busy: list[Flood]
-    quiet: list[Flood]
-    apart: list[Apart]
-    orders: list[Ordered]
-    shares: Shares
-    locality: list[Locality]
+    busy: list[FloodResult]
+    quiet: list[FloodResult]
+    service_gap: list[ServiceGapResult]
+    orders: list[OrderResult]
+    shares: SharesResult
+    locality: list[LocalityResult]
 
-    def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
-        """Title, heads and rows."""
-        heads = ["", "p90 TTFT of others before, s", "while one floods, s", "factor"]
-        floods = [
-            (f"one of ten tenants asks ten times as much; {name}", heads, [_flood_row(one) for one in rows])
-            for name, rows in (("engines busy before", self.busy), ("engines quiet before", self.quiet))
-        ]
+    def tables(self) -> list[Table]:
+        """A table for each scenario."""
         return [
-            *floods,
-            (
-                "two tenants that both wait: their service apart, weighted tokens",
-                ["", "widest", "VTC's bound"],
-                [[one.policy, f"{one.widest:,.0f}", f"{one.bound:,.0f}"] for one in self.apart],
+            *(_flood_table(name, floods) for name, floods in (("busy", self.busy), ("quiet", self.quiet))),
+            Table(
+                "two tenants that both wait: the largest gap between their service, weighted tokens",
+                ["", "largest gap", "VTC's bound"],
+                [[one.policy, f"{one.widest:,.0f}", f"{one.bound:,.0f}"] for one in self.service_gap],
             ),
-            (
-                "orders inside a tenant",
+            Table(
+                "order inside a tenant",
                 ["", "deadlines missed", "mean TTFT, s", "longest, s"],
-                [[one.order, f"{one.missed:.1%}", f"{one.mean:.2f}", f"{one.longest:.1f}"] for one in self.orders],
+                [
+                    [one.order, f"{one.missed:.1%}", f"{one.mean_ttft_s:.2f}", f"{one.longest_ttft_s:.1f}"]
+                    for one in self.orders
+                ],
             ),
-            (
+            Table(
                 "bands that all wait: shares of service",
                 list(self.shares.by_band),
                 [[f"{share:.1%}" for share in self.shares.by_band.values()]],
             ),
-            (
+            Table(
                 "locality",
-                ["", "cached-token ratio", "service apart", "mean TTFT, s", "p90 TTFT of the light, s"],
+                ["", "cached-token ratio", "largest gap", "mean TTFT, s", "p90 TTFT of light tenants, s"],
                 [
                     [
                         one.policy,
                         f"{one.cached_token_ratio:.1%}",
-                        f"{one.apart:,.0f}",
-                        f"{one.mean_ttft:.2f}",
-                        f"{one.light_p90:.2f}",
+                        f"{one.widest_gap:,.0f}",
+                        f"{one.mean_ttft_s:.2f}",
+                        f"{one.light_p90_ttft_s:.2f}",
                     ]
                     for one in self.locality
                 ],
@@ -226,5 +260,9 @@ class Report(msgspec.Struct, frozen=True):
         ]
 
 
-def _flood_row(one: Flood) -> list[str]:
-    return [one.policy, f"{one.before:.3f}", f"{one.during:.3f}", f"{one.factor:.2f}"]
+def _flood_table(name: str, floods: Sequence[FloodResult]) -> Table:
+    return Table(
+        f"one of ten tenants sends ten times as much; engines {name} before",
+        ["", "p90 TTFT of others before, s", "while one floods, s", "factor"],
+        [[one.policy, f"{one.before_s:.3f}", f"{one.during_s:.3f}", f"{one.factor:.2f}"] for one in floods],
+    )

@@ -1,1 +1,1 @@
-"""The policy lab: the same traffic under many policies, in virtual time, with what may be concluded from it."""
+"""The policy lab: one workload, many policies; knows policies, virtual, workload."""

@@ -1,4 +1,4 @@
-"""Two policies, or one before and after a change, on the same requests: differences with what may be believed of them."""
+"""Two policies, or one before and after a change, paired by request; with intervals."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-from rich.table import Table
 
 from bench.lab.export import Results, TrialResult
 from bench.lab.intervals import Interval, ratio_interval, windows
+from bench.reporting.tables import Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from bench.lab.export import Requests
+    from bench.lab.export import RequestColumns
 
 OURS: Final = "attache"
 
 
 class NotComparable(Exception):
-    """Two results without a common ground; the message says what is missing."""
+    """Two results that cannot be compared; the message says what is missing."""
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """One measure: both means, and by what share the second is above the first."""
+    """One measure: both means. ``change``: the second mean over the first, minus 1."""
 
     name: str
     first: float
@@ -32,7 +32,7 @@ class Difference(msgspec.Struct, frozen=True):
     change: Interval
 
 
-_MEASURES: Final[Mapping[str, Callable[[Requests], Sequence[float]]]] = {
+_MEASURES: Final[Mapping[str, Callable[[RequestColumns], Sequence[float]]]] = {
     "TTFT, s": lambda requests: requests.ttft_s,
     "excess TTFT, s": lambda requests: [
         max(0.0, ttft - ideal) for ttft, ideal in zip(requests.ttft_s, requests.ideal_ttft_s, strict=True)
@@ -44,7 +44,10 @@ _MEASURES: Final[Mapping[str, Callable[[Requests], Sequence[float]]]] = {
 
 
 def read_side(name: str) -> list[TrialResult]:
-    """``FILE`` or ``FILE:POLICY``; without a policy ours if it is there, else the only one. Raises NotComparable."""
+    """The trials of one policy in a replay's JSON. Raises NotComparable.
+
+    ``name``: ``FILE:POLICY``, or ``FILE`` for Attaché's policy if the file has it, else for its first.
+    """
     file, _, policy = name.partition(":") if not Path(name).exists() else (name, "", "")
     try:
         results = msgspec.json.decode(Path(file).read_bytes(), type=Results)
@@ -61,7 +64,11 @@ def read_side(name: str) -> list[TrialResult]:
 
 
 def compare(first: Sequence[TrialResult], second: Sequence[TrialResult]) -> list[Difference]:
-    """Paired by conditions and by request; what only one side has, and requests with errors on either, are left out."""
+    """Differences between trials under the same conditions, request by request. Raises NotComparable.
+
+    Trials that only one side has are left out, and so are requests that failed on either side.
+    """
+
     others = {msgspec.json.encode(trial.conditions): trial for trial in second}
     pairs = [(one, others[key]) for one in first if (key := msgspec.json.encode(one.conditions)) in others]
     if not pairs:
@@ -81,7 +88,7 @@ def compare(first: Sequence[TrialResult], second: Sequence[TrialResult]) -> list
 
 
 def _paired(
-    one: TrialResult, other: TrialResult, column: Callable[[Requests], Sequence[float]]
+    one: TrialResult, other: TrialResult, column: Callable[[RequestColumns], Sequence[float]]
 ) -> tuple[list[float], list[float]]:
     if len(one.requests.errors) != len(other.requests.errors):
         msg = (
@@ -94,17 +101,12 @@ def _paired(
 
 
 def table(first: Sequence[TrialResult], second: Sequence[TrialResult], differences: Sequence[Difference]) -> Table:
-    """For the terminal."""
-    made = Table(title="paired by request; intervals of 95% over windows of the traces and seeds")
-    for heading in ("mean", first[0].policy, second[0].policy, "change", "95% interval"):
-        made.add_column(heading, justify="left" if heading == "mean" else "right")
-    for one in differences:
-        change = one.change
-        made.add_row(
-            one.name,
-            f"{one.first:,.4g}",
-            f"{one.second:,.4g}",
-            f"{change.value:+.1%}",
-            f"{change.low:+.1%} to {change.high:+.1%}",
-        )
-    return made
+    """A row for each measure."""
+    title = "paired by request; intervals of 95% over windows of the traces and seeds"
+    headings = ["mean", first[0].policy, second[0].policy, "change", "95% interval"]
+    return Table(title, headings, [_cells(one) for one in differences])
+
+
+def _cells(one: Difference) -> list[str]:
+    low, high = f"{one.change.low:+.1%}", f"{one.change.high:+.1%}"
+    return [one.name, f"{one.first:,.4g}", f"{one.second:,.4g}", f"{one.change.value:+.1%}", f"{low} to {high}"]

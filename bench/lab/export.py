@@ -1,4 +1,4 @@
-"""Reports as JSON and CSV."""
+"""Results of a replay as JSON and CSV."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.lab.measures import Measures, Objective, Spread, measure
-from bench.lab.trial import Conditions, Report, Row
+from bench.lab.measures import LatencyObjective, Measures, measure
+from bench.lab.trial import Conditions, RequestRow, TrialReport
+from bench.reporting.distribution import Distribution
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 
-class Requests(msgspec.Struct, frozen=True):
-    """Every request's numbers, as columns in the order of sessions and turns; of an error all 0."""
+class RequestColumns(msgspec.Struct, frozen=True):
+    """Every request's numbers as columns, in the order of sessions and turns; 0 for an error."""
 
     ttft_s: list[float]
     tpot_s: list[float]
@@ -29,43 +30,48 @@ class Requests(msgspec.Struct, frozen=True):
 
 
 class TrialResult(msgspec.Struct, frozen=True):
-    """One trial. ``wall_s``: what it took here."""
+    """One trial. ``wall_s``: how long it took to run."""
 
     policy: str
     workload: str
     conditions: Conditions
     measures: Measures
-    requests: Requests
+    requests: RequestColumns
     wall_s: float
 
 
 class Results(msgspec.Struct, frozen=True):
-    """What a replay writes. ``policies``: over all of a policy's trials together."""
+    """What a replay writes. ``policies``: all trials of each policy together."""
 
-    objective: Objective
+    objective: LatencyObjective
     policies: dict[str, Measures]
     trials: list[TrialResult]
 
 
-def results_of(reports: Sequence[Report], objective: Objective) -> Results:
-    """All of it as one value."""
-    by_policy: dict[str, list[Report]] = defaultdict(list)
-    for report in reports:
-        by_policy[report.trial.policy].append(report)
+def results_of(reports: Sequence[TrialReport], objective: LatencyObjective) -> Results:
+    """All reports of a replay as one value."""
     return Results(
         objective=objective,
-        policies={name: pooled(found, objective) for name, found in by_policy.items()},
+        policies={name: pooled(found, objective) for name, found in by_policy(reports).items()},
         trials=[_trial(report, objective) for report in reports],
     )
 
 
-def pooled(reports: Sequence[Report], objective: Objective) -> Measures:
-    """Several trials of one policy as one."""
+def by_policy(reports: Sequence[TrialReport]) -> dict[str, list[TrialReport]]:
+    """The reports of each policy."""
+    grouped: dict[str, list[TrialReport]] = defaultdict(list)
+    for report in reports:
+        grouped[report.trial.policy].append(report)
+    return grouped
+
+
+def pooled(reports: Sequence[TrialReport], objective: LatencyObjective) -> Measures:
+    """The measures of several trials of one policy together."""
     rows = [row for report in reports for row in report.rows]
     return measure(rows, sum(report.duration_s for report in reports), objective)
 
 
-def _trial(report: Report, objective: Objective) -> TrialResult:
+def _trial(report: TrialReport, objective: LatencyObjective) -> TrialResult:
     return TrialResult(
         policy=report.trial.policy,
         workload=report.workload,
@@ -76,8 +82,8 @@ def _trial(report: Report, objective: Objective) -> TrialResult:
     )
 
 
-def _columns(rows: Sequence[Row]) -> Requests:
-    return Requests(
+def _columns(rows: Sequence[RequestRow]) -> RequestColumns:
+    return RequestColumns(
         ttft_s=[round(row.ttft_s, 5) for row in rows],
         tpot_s=[round(row.tpot_s, 6) for row in rows],
         e2e_s=[round(row.e2e_s, 4) for row in rows],
@@ -89,13 +95,14 @@ def _columns(rows: Sequence[Row]) -> Requests:
 
 
 def write_json(results: Results, file: Path) -> None:
-    """For programs."""
+    """Write all results to ``file``."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(msgspec.json.encode(results))
 
 
 def write_csv(results: Results, file: Path) -> None:
-    """A line for each trial, for spreadsheets."""
+    """Write a line for each trial to ``file``."""
+
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = [_line(trial) for trial in results.trials]
     with file.open("w", newline="") as out:
@@ -107,7 +114,7 @@ def write_csv(results: Results, file: Path) -> None:
 def _line(trial: TrialResult) -> Mapping[str, object]:
     line: dict[str, object] = {"policy": trial.policy, **msgspec.structs.asdict(trial.conditions)}
     for name, value in msgspec.structs.asdict(trial.measures).items():
-        if isinstance(value, Spread):
+        if isinstance(value, Distribution):
             line.update({f"{name}_{part}": number for part, number in msgspec.structs.asdict(value).items()})
         else:
             line[name] = value

@@ -1,7 +1,7 @@
-"""How sure a number is: bootstrap over blocks of requests that stand next to each other in time (Künsch, 1989).
+"""How certain a number is: bootstrap over windows of requests in a row (Künsch, 1989).
 
-Requests of one burst meet the same queues, so they are no independent observations; windows of a trace, and seeds, nearly are. Differences are
-taken request by request first: two policies have met the same ones.
+Requests of one burst meet the same queues, so they are not independent observations; windows of a trace, and seeds,
+nearly are. Two policies meet the same requests, so their windows are drawn in pairs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WINDOWS: Final = 12
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """An estimate with the bounds that hold 95% of what resampling gives."""
+    """An estimate, and the bounds of 95% of its resampled values."""
 
     value: float
     low: float
@@ -28,13 +28,13 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 def windows(values: Sequence[float], count: int = WINDOWS) -> list[Sequence[float]]:
-    """Values in the order of time, cut into ``count`` windows of equal numbers."""
+    """Cut values in the order of time into ``count`` windows of equal numbers."""
     edges = np.linspace(0, len(values), min(count, max(1, len(values))) + 1).astype(int)
     return [values[low:high] for low, high in itertools.pairwise(edges) if high > low]
 
 
 def mean_interval(blocks: Sequence[Sequence[float]], *, seed: int = 0) -> Interval:
-    """Of the mean over all values in ``blocks``, which are drawn whole."""
+    """The interval of the mean of all values. ``blocks``: windows, which are drawn whole."""
     sums = np.array([float(np.sum(block)) for block in blocks])
     counts = np.array([len(block) for block in blocks], float)
     if not counts.sum():
@@ -46,7 +46,10 @@ def mean_interval(blocks: Sequence[Sequence[float]], *, seed: int = 0) -> Interv
 
 
 def ratio_interval(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], *, seed: int = 0) -> Interval:
-    """Of the ratio of two means, minus 1, over paired blocks: -0.1 is ten percent less."""
+    """The interval of the mean of ``ours`` over that of ``theirs``, minus 1, from paired windows: -0.1 is ten percent
+    less.
+    """
+
     ours_sums = np.array([float(np.sum(block)) for block in ours])
     their_sums = np.array([float(np.sum(block)) for block in theirs])
     if not their_sums.sum():

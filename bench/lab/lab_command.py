@@ -1,8 +1,9 @@
 """``make lab``: one table of policies, traces and loads, with intervals.
 
-Eight engines of 70B on four H100s each. The rows of the traces are those that nothing was tuned on: conversations from row 2,501 on, synthetic
-requests from row 1,201 on. Loads are shares of what the engines can do, which is the rate at which requests end between the first tenth and the last
-when far too many are asked for, under llm-d's token load policy: 1.79 times the conversation trace's own pace, 1.72 times the synthetic one's.
+Eight engines, each a 70B model on four H100s. Nothing was tuned on the rows that are played: conversations from row
+2,501 on, synthetic requests from row 1,201 on. Loads are shares of the engines' capacity. That was measured under
+llm-d's token load policy with far too many requests, as the rate at which requests end between the first and the last
+tenth of the run: 1.79 times the pace of the conversation trace, 1.72 times that of the synthetic one.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-from rich.table import Table
 
 from bench.lab.export import pooled, results_of, write_csv, write_json
 from bench.lab.html import write_html
 from bench.lab.intervals import Interval, mean_interval, ratio_interval, windows
-from bench.lab.measures import Measures, Objective
+from bench.lab.measures import LatencyObjective, Measures
 from bench.lab.runner import run_all
 from bench.lab.trial import Conditions, Trial
+from bench.reporting.tables import Table
 from bench.workload.traces import TraceInvalid
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from bench.lab.trial import Report
+    from bench.lab.trial import TrialReport
 
 TRACES: Final = Path("../shared/traces")
 _OURS: Final = "attache"
@@ -51,12 +52,15 @@ _POLICIES: Final = (
     "random",
     "oracle",
 )
-# Whose means are bounds or no policy to be deployed
+# Bounds, and not policies that can be deployed.
 _BOUNDS: Final = frozenset({"oracle"})
 
 
-class Scene(msgspec.Struct, frozen=True):
-    """A trace's file, under the name that it has here or in its repository; the rows to play, and the rates for the three loads."""
+class TraceLoads(msgspec.Struct, frozen=True):
+    """A trace, the rows to play and the loads.
+
+    ``files``: names that the trace's file may have. ``rates``: rate scale by load.
+    """
 
     name: str
     files: tuple[str, ...]
@@ -65,26 +69,26 @@ class Scene(msgspec.Struct, frozen=True):
     rates: Mapping[str, float]
 
 
-_SCENES: Final = (
-    Scene(
-        "conversation",
-        ("mooncake_conversation_a.jsonl.gz", "conversation_trace.jsonl"),
-        2500,
-        4500,
-        {"moderate (56%)": 1.0, "high (98%)": 1.75, "overload (120%)": 2.15},
+_TRACES: Final = (
+    TraceLoads(
+        name="conversation",
+        files=("mooncake_conversation_a.jsonl.gz", "conversation_trace.jsonl"),
+        skip=2500,
+        limit=4500,
+        rates={"moderate (56%)": 1.0, "high (98%)": 1.75, "overload (120%)": 2.15},
     ),
-    Scene(
-        "synthetic",
-        ("mooncake_synthetic_a.jsonl.gz", "synthetic_trace.jsonl"),
-        1200,
-        1200,
-        {"moderate (55%)": 0.95, "high (98%)": 1.68, "overload (120%)": 2.05},
+    TraceLoads(
+        name="synthetic",
+        files=("mooncake_synthetic_a.jsonl.gz", "synthetic_trace.jsonl"),
+        skip=1200,
+        limit=1200,
+        rates={"moderate (55%)": 0.95, "high (98%)": 1.68, "overload (120%)": 2.05},
     ),
 )
 
 
-class Line(msgspec.Struct, frozen=True):
-    """One policy in one cell; ``against``: its mean TTFT over ours, less 1, paired by request."""
+class PolicyLine(msgspec.Struct, frozen=True):
+    """One policy under one load. ``against``: its mean TTFT over Attaché's, minus 1, paired by request."""
 
     policy: str
     measures: Measures
@@ -93,7 +97,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Few: scenes and loads are fixed, so that tables can be compared."""
+    """Traces, policies, seeds and hardware; the loads are fixed."""
     add = parser.add_argument
     add(
         "--traces",
@@ -120,12 +124,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def lab(options: argparse.Namespace, console: Console) -> int:
     """Raises TraceInvalid."""
     cells = {
-        (scene.name, load): [
+        (trace.name, load): [
             Conditions(
-                _file(options.traces, scene),
+                _file(options.traces, trace),
                 trace_format="mooncake",
-                skip=scene.skip,
-                limit=scene.limit,
+                skip=trace.skip,
+                limit=trace.limit,
                 rate_scale=rate * options.rate_factor,
                 hardware=options.hardware,
                 model=options.model,
@@ -133,21 +137,22 @@ def lab(options: argparse.Namespace, console: Console) -> int:
             )
             for seed in range(options.seeds)
         ]
-        for scene in _SCENES
-        for load, rate in scene.rates.items()
+        for trace in _TRACES
+        for load, rate in trace.rates.items()
     }
     policies = options.policies.split(",")
     trials = [Trial(policy, one) for seeds in cells.values() for policy in policies for one in seeds]
     reports = run_all(trials, options.out / "runs", console, jobs=options.jobs)
     found = dict(zip(map(_name, trials), reports, strict=True))
-    objective = Objective()
+    objective = LatencyObjective()
     page = ["# The policy lab", "", *_preface(options), ""]
-    for (scene, load), seeds in cells.items():
+    for (trace, load), seeds in cells.items():
         lines = _lines(
             policies, [[found[_name(Trial(policy, one))] for one in seeds] for policy in policies], objective
         )
-        console.print(_table(f"{scene}, {load}", lines))
-        page += [f"## {scene}, {load}", "", *_markdown(lines), ""]
+        table = _table(f"{trace}, {load}", lines)
+        console.print(table.on_terminal())
+        page += [f"## {table.title}", "", *table.as_markdown(), ""]
     results = results_of(reports, objective)
     write_json(results, options.out / "lab.json")
     write_csv(results, options.out / "lab.csv")
@@ -157,11 +162,12 @@ def lab(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _file(directory: Path, scene: Scene) -> str:
-    for name in scene.files:
+def _file(directory: Path, trace: TraceLoads) -> str:
+    for name in trace.files:
         if (directory / name).exists():
             return str(directory / name)
-    msg = f"{directory}: has no {scene.files[-1]}; it is in kvcache-ai/Mooncake, FAST25-release/traces, give its directory with --traces"
+    where = "kvcache-ai/Mooncake, FAST25-release/traces"
+    msg = f"{directory}: has no {trace.files[-1]}; it is in {where}; give its directory with --traces"
     raise TraceInvalid(msg)
 
 
@@ -171,24 +177,33 @@ def _name(trial: Trial) -> bytes:
 
 def _preface(options: argparse.Namespace) -> list[str]:
     return [
-        f"8 engines of {options.model} on {options.hardware}; {options.seeds} seeds; seconds unless it is said. Intervals: 95%, bootstrap over windows "
-        "of the trace and seeds. Against: the policy's mean TTFT over attache's, less 1, paired by request. Goodput: requests a second with a first "
-        "token within 5 s and each more within 100 ms.",
+        f"8 engines of {options.model} on {options.hardware}; {options.seeds} seeds; seconds, unless a heading has a unit. "
+        "Intervals: 95%, bootstrap over windows of the trace and seeds. Against: the policy's mean TTFT over attache's, "
+        "minus 1, paired by request. Goodput: requests per second with the first token within 5 s and each further one "
+        "within 100 ms.",
     ]
 
 
-def _lines(policies: Sequence[str], reports: Sequence[Sequence[Report]], objective: Objective) -> list[Line]:
-    """The best mean first."""
+def _lines(
+    policies: Sequence[str], reports: Sequence[Sequence[TrialReport]], objective: LatencyObjective
+) -> list[PolicyLine]:
+    """The lowest mean TTFT first. ``reports``: for each policy, those of all seeds."""
+
     blocks = {policy: _blocks(found) for policy, found in zip(policies, reports, strict=True)}
     ours = blocks.get(_OURS, blocks[policies[0]])
     lines = [
-        Line(policy, pooled(found, objective), mean_interval(blocks[policy]), ratio_interval(blocks[policy], ours))
+        PolicyLine(
+            policy=policy,
+            measures=pooled(found, objective),
+            ttft_s=mean_interval(blocks[policy]),
+            against=ratio_interval(blocks[policy], ours),
+        )
         for policy, found in zip(policies, reports, strict=True)
     ]
     return sorted(lines, key=lambda line: line.ttft_s.value)
 
 
-def _blocks(reports: Sequence[Report]) -> list[Sequence[float]]:
+def _blocks(reports: Sequence[TrialReport]) -> list[Sequence[float]]:
     return [window for report in reports for window in windows([row.ttft_s for row in report.rows if not row.error])]
 
 
@@ -197,7 +212,7 @@ _HEADINGS: Final = (
     "TTFT mean",
     "95%",
     "against",
-    "95% ",
+    "95%",
     "p50",
     "p90",
     "p99",
@@ -210,7 +225,7 @@ _HEADINGS: Final = (
 )
 
 
-def _cells(line: Line) -> list[str]:
+def _cells(line: PolicyLine) -> list[str]:
     one, against = line.measures, line.against
     return [
         line.policy + (" (a bound)" if line.policy in _BOUNDS else ""),
@@ -230,19 +245,6 @@ def _cells(line: Line) -> list[str]:
     ]
 
 
-def _table(title: str, lines: Sequence[Line]) -> Table:
-    made = Table(title=title)
-    for heading in _HEADINGS:
-        made.add_column(heading.strip(), justify="left" if heading == "policy" else "right")
-    for line in lines:
-        made.add_row(*_cells(line), style="bold" if line.policy == _OURS else "")
-    return made
-
-
-def _markdown(lines: Sequence[Line]) -> list[str]:
-    rows = [f"| {' | '.join(_cells(line))} |" for line in lines]
-    return [
-        f"| {' | '.join(heading.strip() for heading in _HEADINGS)} |",
-        f"|---|{'---:|' * (len(_HEADINGS) - 1)}",
-        *rows,
-    ]
+def _table(title: str, lines: Sequence[PolicyLine]) -> Table:
+    styles = ["bold" if line.policy == _OURS else "" for line in lines]
+    return Table(title, _HEADINGS, [_cells(line) for line in lines], row_styles=styles)

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.table import Table
 
+from bench.lab.columns import NARROW, policy_table
 from bench.lab.export import results_of, write_csv, write_json
 from bench.lab.html import write_html
-from bench.lab.measures import Objective
+from bench.lab.measures import LatencyObjective
 from bench.lab.runner import run_all
 from bench.lab.trial import Conditions, Trial
-from bench.lab.workloads import load_workload
-from bench.policies.registry import POLICIES, Calibration, policy_named
+from bench.policies.registry import POLICIES, EngineCalibration, policy_named
 from bench.workload.generators import GENERATORS
 from bench.workload.traces import FORMATS
 from extproc.config.units import parse_duration_s
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from bench.lab.export import Results
+    from bench.reporting.tables import Table
 
 KEPT = Path("bench/out/lab")
 
@@ -70,6 +70,7 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
     add("--hardware", action="append", help="GPUs of each: h100x4; mixed: h100*4+l40s*4 (default: h100x4)")
     add("--model", action="append", help="what they serve (default: 70b)")
     add("--block-size", type=_at_least(1), default=64, metavar="N", help="tokens in a KV block (default: %(default)s)")
+    add("--kv-blocks", type=_at_least(1), metavar="N", help="of each engine (default: what its GPUs' memory holds)")
     add(
         "--scrape",
         default="200ms",
@@ -90,14 +91,16 @@ def replay(options: argparse.Namespace, console: Console) -> int:
     """Raises TraceInvalid, ConfigInvalid or HardwareUnknown before anything runs."""
     trials = trials_of(options)
     for name in {trial.policy for trial in trials}:
-        policy_named(name)(Calibration(1.0, 1.0, options.block_size))
-    # the first of each trace: a file that cannot be read is said at once
+        policy_named(name)(
+            EngineCalibration(prefill_tokens_per_s=1.0, decode_s_per_token=1.0, block_size=options.block_size)
+        )
+    # read each trace once before anything runs, so that one that cannot be read is reported at once
     for conditions in {trial.conditions.trace: trial.conditions for trial in trials}.values():
-        load_workload(conditions)
-    objective = Objective(parse_duration_s(options.slo_ttft), parse_duration_s(options.slo_tpot))
+        conditions.workload()
+    objective = LatencyObjective(parse_duration_s(options.slo_ttft), parse_duration_s(options.slo_tpot))
     reports = run_all(trials, KEPT, console, jobs=options.jobs, fresh=options.fresh)
     results = results_of(reports, objective)
-    console.print(table(results))
+    console.print(table(results).on_terminal())
     if options.json:
         write_json(results, options.json)
     if options.csv:
@@ -110,7 +113,7 @@ def replay(options: argparse.Namespace, console: Console) -> int:
 
 
 def trials_of(options: argparse.Namespace) -> list[Trial]:
-    """The grid, policies innermost, so that what is to be compared is done together."""
+    """The grid. Policies vary fastest, so that those to be compared run together. Raises ValueError."""
     grid = itertools.product(
         options.trace,
         options.skip or [0],
@@ -138,6 +141,7 @@ def trials_of(options: argparse.Namespace) -> list[Trial]:
                 hardware=hardware,
                 model=model,
                 block_size=options.block_size,
+                kv_blocks=options.kv_blocks,
                 seed=seed,
                 scrape_s=parse_duration_s(options.scrape),
                 log_s=parse_duration_s(options.log_delay),
@@ -151,44 +155,17 @@ def trials_of(options: argparse.Namespace) -> list[Trial]:
 
 
 def table(results: Results) -> Table:
-    """Over all trials of each policy."""
-    made = Table(title=f"{len(results.trials)} trials in virtual time; seconds unless it is said")
-    for heading in (
-        "policy",
-        "TTFT mean",
-        "p50",
-        "p90",
-        "p99",
-        "excess",
-        "TPOT, ms",
-        "E2E",
-        "cached",
-        "goodput, 1/s",
-        "errors",
-    ):
-        made.add_column(heading, justify="left" if heading == "policy" else "right")
-    for name, one in sorted(results.policies.items(), key=lambda item: item[1].ttft_s.mean):
-        made.add_row(
-            name,
-            f"{one.ttft_s.mean:.3f}",
-            f"{one.ttft_s.p50:.3f}",
-            f"{one.ttft_s.p90:.3f}",
-            f"{one.ttft_s.p99:.2f}",
-            f"{one.excess_ttft_s.mean:.3f}",
-            f"{1000 * one.tpot_s.mean:.1f}",
-            f"{one.e2e_s.mean:.2f}",
-            f"{one.cached_token_ratio:.1%}",
-            f"{one.goodput:.2f}",
-            str(one.errors),
-        )
-    return made
+    """All trials of each policy together; the lowest mean TTFT first."""
+    title = f"{len(results.trials)} trials in virtual time; seconds, unless a heading has a unit"
+    policies = dict(sorted(results.policies.items(), key=lambda item: item[1].ttft_s.mean))
+    return policy_table(title, policies, columns=NARROW)
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def _at_least(least_cost: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        if value < least_cost:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least_cost}")
         return value
 
     return number

@@ -1,4 +1,4 @@
-"""Runs trials on all processors, keeps what is done, and goes on where it was stopped."""
+"""Runs trials on all processors, keeps finished ones, continues after a stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.lab.trial import Report, run, source_files
+from bench.lab.trial import TrialReport, run, source_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 def run_all(
     trials: Sequence[Trial], kept: Path, console: Console, *, jobs: int = 0, fresh: bool = False
-) -> list[Report]:
-    """The reports, in the order of ``trials``.
+) -> list[TrialReport]:
+    """The reports, in the order of ``trials``. Raises the exception of the first trial that fails.
 
-    Each is written into ``kept`` when it is done, and read from there if code, trace and trial are the same. ``jobs`` 0: as many processes as
-    processors. Raises what the first failing trial raised.
+    ``kept``: the directory of finished reports; a trial whose code, trace and conditions are the same is read from
+    there, unless ``fresh``. ``jobs``: processes; 0: one for each processor.
     """
     kept.mkdir(parents=True, exist_ok=True)
     code = _fingerprint()
@@ -62,18 +62,19 @@ def _run_and_keep(trial: Trial, file: Path) -> None:
     beside.replace(file)
 
 
-def _read(file: Path) -> Report:
-    return msgspec.json.decode(gzip.decompress(file.read_bytes()), type=Report)
+def _read(file: Path) -> TrialReport:
+    return msgspec.json.decode(gzip.decompress(file.read_bytes()), type=TrialReport)
 
 
 def _key(trial: Trial, code: int) -> str:
-    """A trace is known by its size and time."""
+    """The same for the same trial, code and trace; a trace is identified by its size and time of change."""
     said = msgspec.json.encode(trial)
     try:
         known = Path(trial.conditions.trace).stat()
         said += f"{known.st_size} {known.st_mtime_ns}".encode()
     except OSError:
-        pass  # a generator's name, or a file that is not there: reading it will say so
+        pass  # a generator's name, or a missing file, which reading the trace will report
+
     return f"{xxhash.xxh3_128_intdigest(said, seed=code):032x}"
 
 

@@ -1,4 +1,4 @@
-"""One run: a policy, a workload, engines; what it is to be, as data, and what came of it."""
+"""One trial: a policy on a workload with engines, in virtual time, and its report."""
 
 from __future__ import annotations
 
@@ -7,29 +7,46 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from bench.engine.step_time import Batch, Work, batch_of
-from bench.lab.hardware import kinds_of
+from bench.engine.step_time import Work, batch_of
+from bench.lab.engine_kinds import engine_kinds
 from bench.lab.lower_bound import LowerBound
-from bench.lab.workloads import load_workload
-from bench.policies.registry import Calibration, policy_named
+from bench.policies.registry import EngineCalibration, policy_named
 from bench.stack import documents
-from bench.virtual.observer import Delays
+from bench.virtual.delays import Delays
+from bench.virtual.engines import addresses
 from bench.virtual.simulation import Simulation
-from bench.workload.sessions import faster
+from bench.workload.sessions import with_rate_scale
+from bench.workload.source import load_workload
+from bench.workload.traces import Excerpt
 from extproc.config.load import load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from bench.load.client import Result
-    from bench.virtual.engines import Kind
+    from bench.reporting.results import RequestResult
+    from bench.virtual.engines import EngineKind
+    from bench.workload.sessions import Workload
     from extproc.config.types import Snapshot
 
 _CHUNK: Final = 8192
 
 
 class Conditions(msgspec.Struct, frozen=True):
-    """All but the policy. ``trace``: a file or a generator's name; ``hardware``: as in ``h100x4`` or ``h100*4+l40s*4``."""
+    """All of a trial but the policy.
+
+    | field | unit | meaning |
+    |---|---|---|
+    | `trace` | | the file of a trace, or a generator as in `chat:sessions=30` |
+    | `trace_format` | | None: by the file name |
+    | `skip`, `limit` | rows or sessions | the excerpt of the trace; `limit` 0: to the end |
+    | `rate_scale` | | how many times as many sessions begin per second |
+    | `hardware` | | of each engine: `h100x4`, or mixed: `h100*4+l40s*4` |
+    | `block_size` | tokens | of a KV block |
+    | `kv_blocks` | | of each engine; None: what its GPUs' memory holds |
+    | `seed` | | of ties, answers and generators |
+    | `scrape_s`, `log_s`, `events_s` | s | see `Delays` |
+    | `flow_control` | | the ModelServer's `flowControl` as JSON; empty: no queue in front of the engines |
+    """
 
     trace: str
     trace_format: str | None = None
@@ -40,27 +57,36 @@ class Conditions(msgspec.Struct, frozen=True):
     hardware: str = "h100x4"
     model: str = "70b"
     block_size: int = 64
+    kv_blocks: int | None = None
     seed: int = 0
     scrape_s: float = 0.2
     log_s: float = 0.2
     events_s: float = 0.05
-    # of the ModelServer: a queue in front of the engines, as JSON
     flow_control: str = ""
+
+    def workload(self) -> Workload:
+        """Raises TraceInvalid."""
+        excerpt = Excerpt(self.skip, self.limit)
+        workload = load_workload(self.trace, excerpt, trace_format=self.trace_format, seed=self.seed)
+        return with_rate_scale(workload, self.rate_scale)
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """What to run."""
+    """A policy's name, or the path of an EndpointPickerConfig, under conditions."""
 
     policy: str
     conditions: Conditions
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One request. ``place``: its session's number and its turn's; times in seconds; ``ideal_s``: to the first token on an idle
-    engine that holds all that anybody has sent before."""
+class RequestRow(msgspec.Struct, frozen=True, array_like=True):
+    """One request. ``position``: the number of its session in the workload, and of its turn in the session.
 
-    place: tuple[int, int]
-    due_s: float
+    ``due_at_s``: from the start of the trial. ``engine``: its number; -1 for a request that was not served.
+    ``ideal_s``: the lower bound of its TTFT.
+    """
+
+    position: tuple[int, int]
+    due_at_s: float
     ttft_s: float
     tpot_s: float
     e2e_s: float
@@ -73,83 +99,96 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
-class Report(msgspec.Struct, frozen=True):
-    """What came of a trial. ``busy``: by engine, the share of the time in which it computed."""
+class TrialReport(msgspec.Struct, frozen=True):
+    """The results of a trial. ``busy``: for each engine, the share of the time in which it computed, 0 to 1.
+
+    ``duration_s``: to the last token, in virtual time. ``wall_s``: how long the trial took to run.
+    """
 
     trial: Trial
     workload: str
-    rows: list[Row]
+    rows: list[RequestRow]
     duration_s: float
     busy: list[float]
     wall_s: float
 
 
-def run(trial: Trial, clock: Callable[[], float]) -> Report:
-    """Raises TraceInvalid, ConfigInvalid or HardwareUnknown."""
+def run(trial: Trial, clock: Callable[[], float]) -> TrialReport:
+    """Raises TraceInvalid, ConfigInvalid or HardwareUnknown. ``clock``: seconds of the wall clock."""
     conditions = trial.conditions
-    kinds = kinds_of(conditions.hardware, conditions.model, conditions.engines, conditions.block_size)
-    addresses = [f"10.0.{number // 250}.{number % 250 + 1}:8000" for number in range(len(kinds))]
-    engines = dict(zip(addresses, kinds, strict=True))
+    kinds = engine_kinds(
+        conditions.hardware,
+        conditions.model,
+        count=conditions.engines,
+        block_size=conditions.block_size,
+        kv_blocks=conditions.kv_blocks,
+    )
+    engines = dict(zip(addresses(len(kinds)), kinds, strict=True))
     policy = policy_named(trial.policy)(calibration(kinds[0]))
-    workload = faster(load_workload(conditions), conditions.rate_scale)
-    ideal = LowerBound(max(kinds, key=_prefill_rate))
+    workload = conditions.workload()
+    lower_bound = LowerBound(max(kinds, key=lambda kind: calibration(kind).prefill_tokens_per_s))
     simulation = Simulation(
-        _snapshot(addresses, conditions, policy.server, workload.adapters),
+        _snapshot(list(engines), conditions, policy.server, workload.adapters),
         engines,
         seed=conditions.seed,
         make_picker=lambda _spec, _files: policy.picker,
-        delays=Delays(conditions.scrape_s, conditions.log_s, conditions.events_s),
-        onlookers=[ideal] if policy.onlooker is None else [policy.onlooker, ideal],
+        delays=Delays(scrape_s=conditions.scrape_s, log_s=conditions.log_s, events_s=conditions.events_s),
+        request_observers=[lower_bound] if policy.observer is None else [policy.observer, lower_bound],
     )
-    began = clock()
+    began_at_s = clock()
     results = simulation.run(workload)
-    numbers = {address: number for number, address in enumerate(addresses)}
-    rows = [_row(one, numbers, ideal) for one in results]
-    duration_s = max((one.last_token_s for one in results), default=0.0)
-    busy = [machine.busy_s / duration_s if duration_s else 0.0 for machine in simulation.machines.values()]
-    return Report(trial, workload.name, sorted(rows, key=lambda row: row.place), duration_s, busy, clock() - began)
+    numbers = {address: number for number, address in enumerate(engines)}
+    rows = [_row(one, numbers, lower_bound) for one in results]
+    duration_s = max((one.last_token_at_s for one in results), default=0.0)
+    busy = [engine.busy_s / duration_s if duration_s else 0.0 for engine in simulation.engines.values()]
+    return TrialReport(
+        trial=trial,
+        workload=workload.name,
+        rows=sorted(rows, key=lambda row: row.position),
+        duration_s=duration_s,
+        busy=busy,
+        wall_s=clock() - began_at_s,
+    )
 
 
-def calibration(kind: Kind) -> Calibration:
-    """What an operator would measure of an idle engine: llm-d's recipe is a prompt of 8,192 tokens."""
+def calibration(kind: EngineKind) -> EngineCalibration:
+    """What an operator would measure on an idle engine: a prefill of 8,192 tokens (llm-d's recipe), and 32 decodes."""
     prefill_s = kind.speed.seconds(batch_of([Work(_CHUNK, 0)]))
     decode_s = kind.speed.seconds(batch_of([Work(1, 1000)] * 32)) / 32
-    return Calibration(_CHUNK / prefill_s, decode_s, kind.limits.block_size)
-
-
-def _prefill_rate(kind: Kind) -> float:
-    return 1 / kind.speed.seconds(Batch(1, _CHUNK, _CHUNK * _CHUNK / 2, 0, 0))
+    return EngineCalibration(
+        prefill_tokens_per_s=_CHUNK / prefill_s, decode_s_per_token=decode_s, block_size=kind.limits.block_size
+    )
 
 
 def _snapshot(
-    addresses: list[str], conditions: Conditions, server: Mapping[str, Any], adapters: tuple[str, ...]
+    engines: list[str], conditions: Conditions, server: Mapping[str, Any], adapters: tuple[str, ...]
 ) -> Snapshot:
     more = dict(server)
     if conditions.flow_control:
         more["flowControl"] = msgspec.json.decode(conditions.flow_control)
-    text = documents(addresses, gateway={}, more=more, adapters=adapters)
+    text = documents(engines, gateway={}, more=more, adapters=adapters)
     return load({"lab.yaml": text.encode()})
 
 
-def _row(result: Result, numbers: Mapping[str, int], ideal: LowerBound) -> Row:
-    written = result.output_tokens - 1
-    return Row(
-        place=result.place,
-        due_s=result.due_s,
-        ttft_s=result.first_token_s - result.due_s,
-        tpot_s=(result.last_token_s - result.first_token_s) / written if written > 0 else 0.0,
-        e2e_s=result.last_token_s - result.due_s,
+def _row(result: RequestResult, numbers: Mapping[str, int], lower_bound: LowerBound) -> RequestRow:
+    return RequestRow(
+        position=result.position,
+        due_at_s=result.due_at_s,
+        ttft_s=result.ttft_s,
+        tpot_s=result.tpot_s,
+        e2e_s=result.e2e_s,
         prompt_tokens=result.prompt_tokens,
         cached_tokens=result.cached_tokens,
         output_tokens=result.output_tokens,
         engine=numbers.get(result.engine, -1),
-        ideal_s=ideal.seconds(result.place),
+        ideal_s=lower_bound.seconds(result.position),
         label=result.label,
         error=result.error,
     )
 
 
 def source_files() -> list[Path]:
-    """Whatever a result may depend on: all code of the lab, the engines and the request path."""
+    """All files on which results may depend: the code of bench and extproc."""
+
     root = Path(__file__).resolve().parents[2]
     return sorted(path for package in ("bench", "extproc") for path in (root / package).rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""``python -m bench workload``: what a trace or a generator is like."""
+"""``python -m bench workload``: lengths and reusable prefixes of a workload."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from bench.lab.trial import Conditions
-from bench.lab.workloads import load_workload
 from bench.workload.statistics import statistics
 
 if TYPE_CHECKING:
@@ -18,11 +17,12 @@ if TYPE_CHECKING:
 
 
 def describe(options: argparse.Namespace, console: Console) -> int:
-    """Raises TraceInvalid."""
+    """Print them. Raises TraceInvalid."""
+
     conditions = Conditions(
         options.trace, trace_format=options.format, skip=options.skip, limit=options.limit, seed=options.seed
     )
-    workload = load_workload(conditions)
+    workload = conditions.workload()
     found = statistics(workload, random.Random(options.seed))
     made = Table(title=workload.name, show_header=False)
     made.add_row("sessions", f"{len(workload.sessions):,}")

@@ -1,1 +1,1 @@
-"""The client: sends a workload through Envoy and measures what users would see."""
+"""The load client: sends a workload and times it; knows workload and reporting."""

@@ -1,7 +1,7 @@
-"""Streams chat completions and notes when the tokens come.
+"""Streams chat completions and notes when their tokens come.
 
-Sessions begin at their time whatever the state of the others (open loop), turns follow their answers (closed loop, as people
-do). A request is timed from the moment at which it was due, so that a late client does not hide a slow server.
+Sessions begin at their instants whatever the state of the others (open loop); turns follow their answers (closed
+loop, as with people). A request is timed from when it was due, so that a late client does not hide a slow server.
 """
 
 from __future__ import annotations
@@ -12,30 +12,14 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 import msgspec
 
+from bench.reporting.results import RequestResult
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bench.workload.sessions import Session, Turn, Workload
+    from bench.workload.sessions import Session, SessionTurn, Workload
 
 _TIMEOUT_S: Final = 300
-
-
-class Result(msgspec.Struct, frozen=True):
-    """What one request met. Times in seconds of the wall clock from the start; ``error`` is empty for a good answer.
-
-    ``engine``: who served it, where that is known. ``place``: the number of its session in the workload, and of its turn.
-    """
-
-    due_s: float
-    first_token_s: float
-    last_token_s: float
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    error: str = ""
-    label: str = ""
-    engine: str = ""
-    place: tuple[int, int] = (0, 0)
 
 
 class _PromptDetails(msgspec.Struct):
@@ -62,7 +46,7 @@ class _Event(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """What a stream said: its text, its usage, and whether it came to its end."""
+    """The text and the usage of a stream, and whether it came to its end."""
 
     text: str
     usage: _Usage
@@ -70,7 +54,7 @@ class Answer(msgspec.Struct):
 
 
 def read_stream(raw: bytes) -> Answer:
-    """The answer in the server-sent events of a chat completion; events that are no JSON raise DecodeError."""
+    """The answer in the server-sent events of a chat completion. Raises DecodeError for an event that is not JSON."""
     answer = Answer("", _Usage(), is_complete=False)
     texts: list[str] = []
     for line in raw.split(b"\n"):
@@ -90,19 +74,22 @@ _DECODER: Final = msgspec.json.Decoder(_Event)
 
 
 class Client:
-    """``speed``: how much faster than the wall clock the engines live; the workload's times are in their time."""
+    """``speed``: engine seconds per second of the wall clock; the workload's times are engine time.
 
-    def __init__(self, url: str, model: str, *, speed: float, on_result: Callable[[Result], None]) -> None:
+    ``on_result`` is called when a request has ended.
+    """
+
+    def __init__(self, url: str, model: str, *, speed: float, on_result: Callable[[RequestResult], None]) -> None:
         self._url = f"{url}/v1/chat/completions"
         self._model = model
         self._speed = speed
         self._on_result = on_result
 
-    async def send(self, workload: Workload) -> list[Result]:
+    async def send(self, workload: Workload) -> list[RequestResult]:
         """The results of all requests, in the order in which they ended."""
-        results: list[Result] = []
+        results: list[RequestResult] = []
 
-        def note(result: Result) -> None:
+        def note(result: RequestResult) -> None:
             results.append(result)
             self._on_result(result)
 
@@ -111,41 +98,41 @@ class Client:
             aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as http,
             asyncio.TaskGroup() as tasks,
         ):
-            began = asyncio.get_running_loop().time()
+            began_at_s = asyncio.get_running_loop().time()
             for session in workload.sessions:
-                tasks.create_task(self._converse(http, session, began, note))
+                tasks.create_task(self._converse(http, session, began_at_s, note))
         return results
 
     async def _converse(
-        self, http: aiohttp.ClientSession, session: Session, began: float, note: Callable[[Result], None]
+        self, http: aiohttp.ClientSession, session: Session, began_at_s: float, note: Callable[[RequestResult], None]
     ) -> None:
         clock = asyncio.get_running_loop().time
         opening = session.opening()
         messages = list(opening)
-        due = began + session.begins_s / self._speed
+        due_at_s = began_at_s + session.begins_at_s / self._speed
         for turn in session.turns:
-            due += turn.think_s / self._speed
-            await asyncio.sleep(due - clock())
+            due_at_s += turn.think_s / self._speed
+            await asyncio.sleep(due_at_s - clock())
             if turn.is_whole:
                 messages = list(opening)
             messages.append({"role": "user", "content": turn.text})
-            result, text = await self._ask(http, session, messages, turn, due=due, began=began)
+            result, text = await self._ask(http, session, messages, turn, due_at_s=due_at_s, began_at_s=began_at_s)
             note(result)
             if result.error:
                 return  # a conversation without its answer cannot go on
             messages.append({"role": "assistant", "content": text})
-            due = clock()
+            due_at_s = clock()
 
     async def _ask(
         self,
         http: aiohttp.ClientSession,
         session: Session,
         messages: list[dict[str, str]],
-        turn: Turn,
+        turn: SessionTurn,
         *,
-        due: float,
-        began: float,
-    ) -> tuple[Result, str]:
+        due_at_s: float,
+        began_at_s: float,
+    ) -> tuple[RequestResult, str]:
         body = {
             "model": session.adapter or self._model,
             "messages": messages,
@@ -160,7 +147,8 @@ class Client:
         error, answer = "", Answer("", _Usage(), is_complete=False)
         try:
             async with http.post(self._url, data=msgspec.json.encode(body), headers=headers) as response:
-                # engines write the first token together with what a stream begins with
+                # engines write the first token together with the beginning of the stream
+
                 async for part in response.content.iter_any():
                     last = clock()
                     first = first or last
@@ -174,10 +162,10 @@ class Client:
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as caught:
             error = f"{type(caught).__name__}: {caught}"
         details = answer.usage.prompt_tokens_details
-        result = Result(
-            due_s=due - began,
-            first_token_s=first - began,
-            last_token_s=last - began,
+        result = RequestResult(
+            due_at_s=due_at_s - began_at_s,
+            first_token_at_s=first - began_at_s,
+            last_token_at_s=last - began_at_s,
             prompt_tokens=answer.usage.prompt_tokens,
             cached_tokens=(details.cached_tokens or 0) if details else 0,
             output_tokens=answer.usage.completion_tokens,

@@ -1,1 +1,1 @@
-"""What the request path costs: extproc against a server that does nothing, and its parts by themselves."""
+"""What the request path costs beside baselines of the same run, and its parts alone."""

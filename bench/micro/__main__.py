@@ -1,4 +1,8 @@
-"""``make bench``: prints what the request path costs, and writes it to ``bench/out/overhead.json``."""
+"""``make bench``: print what the request path costs; all in ``bench/out/overhead.json``.
+
+``--quick`` compares the servers on the README's configuration alone, ``--only 2KB`` runs the cases whose name contains it: together
+about a minute.
+"""
 
 from __future__ import annotations
 
@@ -7,112 +11,127 @@ import asyncio
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
-from bench.micro import limits, overhead, scraping, streams
+from bench.micro import instructions, limits, overhead, scraping, streams
+from bench.micro.figures import ServerFigures, figures, table, threads
+from bench.micro.servers import GATEWAY_MISSING, GATEWAY_PYTHON
 from bench.processes import StartFailed
 from bench.stack import EnvoyMissing
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bench.micro.servers import Case
+
+_WIDTH = 200  # of the table where there is no terminal
+
 
 class Report(msgspec.Struct, frozen=True):
-    """All of it."""
+    """Everything: figures, and the rounds that they come from. What was not run is None or empty."""
 
-    overhead: list[overhead.Overhead]
-    streams: streams.Streams
-    limits: list[limits.Latency]
+    figures: list[ServerFigures]
+    rounds: list[overhead.Found]
+    streams: streams.Streams | None = None
+    limits: list[limits.Latency] = []
+    scraping: dict[str, scraping.Cost] = {}
 
 
 def parser(prog: str = "bench.micro") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Measure what extproc costs a request: its rate and CPU time behind Envoy, against an ext_proc server "
-        "that does nothing.",
+        description="Measure what extproc costs a request: its rate and CPU time behind Envoy, beside an ext_proc server that "
+        "does nothing and other baselines. --quick --only 2KB takes about a minute.",
         epilog="Exit status: 0; 2 if something could not be started; 130 after Ctrl-C or SIGTERM.",
     )
-    made.add_argument(
-        "--out", type=Path, metavar="DIR", default=Path("bench/out"), help="for overhead.json (default: %(default)s)"
-    )
-    made.add_argument(
-        "--only", metavar="TEXT", default="", help="only cases whose name contains TEXT, such as 'pieces'"
-    )
+    add = made.add_argument
+    add("--out", type=Path, metavar="DIR", default=Path("bench/out"), help="for overhead.json (default: %(default)s)")
+    add("--only", metavar="TEXT", default="", help="only cases whose name contains TEXT, such as 2KB or pieces")
+    add("--quick", action="store_true", help="only 2 KB and 100 KB with 8 endpoints, and nothing else")
+    add("--against", type=Path, metavar="DIR", help="a checkout whose extproc is measured, too")
     return made
 
 
 def main(arguments: list[str] | None = None, prog: str = "bench.micro") -> int:
     """Exit status: 0, 2 if something could not be started, 130 after Ctrl-C or SIGTERM."""
     options = parser(prog).parse_args(arguments)
-    out = options.out
-    console = Console()
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    cases = [case for case in overhead.CASES if _squeezed(options.only) in _squeezed(case.name)]
+    if options.quick:
+        cases = [case for case in cases if case in overhead.QUICK_CASES]
     try:
-        report = uvloop.run(_measure(console, options.only))
+        report = uvloop.run(
+            _measure(console, cases, options.against, is_quick=options.quick, is_whole=not options.only)
+        )
     except (StartFailed, EnvoyMissing) as error:
         console.print(str(error), style="red", markup=False)
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("stopped; all processes are ended")
         return 130
-    console.print(_table(report.overhead))
-    found = report.streams
-    console.print(
-        f"extproc's processor time for an answer of 1 token {found.one_token_us:.0f} µs, for a streamed one of 1,000 "
-        f"{found.thousand_tokens_us:.0f} µs: ratio {found.ratio:.2f} (at most 1.1)"
-    )
-    console.print(limits.describe(report.limits), highlight=False)
-    if not options.only:
-        for name, cost in scraping.measure().items():
-            console.print(
-                f"asking {scraping.ENGINES} engines {scraping.HERTZ} times a second, {name}: {cost.pages_per_s:.0f} pages/s, "
-                f"{cost.core_share:.1%} of one core",
-                highlight=False,
-            )
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "overhead.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-    console.print(f"written: {out / 'overhead.json'}", highlight=False)
+    if not (options.quick or options.only):
+        report = msgspec.structs.replace(report, scraping=scraping.measure())
+    _print(console, report)
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "overhead.json"
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    console.print(f"written: {file}")
     return 0
 
 
-async def _measure(console: Console, only: str) -> Report:
-    found = []
-    cases = [case for case in overhead.CASES if only in _describe(case)]
+def _squeezed(name: str) -> str:
+    return name.replace(" ", "").lower()
+
+
+async def _measure(
+    console: Console, cases: Sequence[Case], against: Path | None, *, is_quick: bool, is_whole: bool
+) -> Report:
+    counts = await instructions.available()
+    if not counts:
+        console.print(instructions.NOT_AVAILABLE)
+    if not GATEWAY_PYTHON.is_file():
+        console.print(GATEWAY_MISSING)
+    effort = overhead.QUICK if is_quick else overhead.FULL
+    rounds = []
     for number, case in enumerate(cases):
-        console.print(f"{number + 1} of {len(cases)}: {_describe(case)}", highlight=False)
+        console.print(f"{number + 1} of {len(cases)}: {case.name}")
         with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
-            found.append(await overhead.measure(case, Path(directory)))
+            found = await overhead.measure(case, Path(directory), effort, counts_instructions=counts, against=against)
+            rounds.append(found)
+    report = Report([one for found in rounds for one in figures(found)], rounds)
+    if is_quick or not is_whole:
+        return report
     console.print("answers of 1 and of 1,000 tokens")
     with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
         answers = await streams.measure(Path(directory))
+    console.print("limits")
     with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
-        return Report(found, answers, await limits.measure(Path(directory)))
+        return msgspec.structs.replace(report, streams=answers, limits=await limits.measure(Path(directory)))
 
 
-def _describe(case: overhead.Case) -> str:
-    return f"{case.prompt_bytes // 1000} KB, {case.endpoints}{', renamed' if case.renamed else ''}{', in pieces' if case.duplex else ''}"
-
-
-def _table(found: list[overhead.Overhead]) -> Table:
-    table = Table(
-        title="one extproc process against an ext_proc server that does nothing, behind Envoy, alternating",
-        caption="goals: rate at least 0.6 of the no-op's at 2 KB, CPU at most 2.5 times the no-op's at 400 KB",
-    )
-    for column in ("prompt, endpoints", "req/s", "no-op's", "ratio", "CPU, µs", "no-op's", "ratio", "busy"):
-        table.add_column(column, justify="right")
-    for one in found:
-        table.add_row(
-            _describe(one.case),
-            f"{one.extproc.requests_per_s:,.0f}",
-            f"{one.noop.requests_per_s:,.0f}",
-            f"{one.rate_ratio:.2f}",
-            f"{one.extproc.cpu_us_per_request:,.0f}",
-            f"{one.noop.cpu_us_per_request:,.0f}",
-            f"{one.cpu_ratio:.2f}",
-            f"{one.extproc.busy:.0%}",
+def _print(console: Console, report: Report) -> None:
+    console.print(table(report.figures))
+    for line in threads(report.figures):
+        console.print(line)
+    found = report.streams
+    if found is not None:
+        console.print(
+            f"extproc's processor time for an answer of 1 token {found.one_token_us:.0f} µs, for a streamed one of 1,000 "
+            f"{found.thousand_tokens_us:.0f} µs: ratio {found.ratio:.2f} (at most 1.1)"
         )
-    return table
+        console.print(limits.describe(report.limits))
+    for name, cost in report.scraping.items():
+        console.print(
+            f"asking {scraping.ENGINES} engines {scraping.HERTZ} times a second, {name}: {cost.pages_per_s:.0f} pages/s, "
+            f"{cost.core_share:.1%} of one core"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What limits cost a request: in memory, and in a real Redis on loopback, against none at all, alternating in the same run.
+"""What rate limits cost a request: in memory and in Redis, against none, alternating.
 
-Asked over gRPC as Envoy would ask, one request after the other, so that the times are latencies.
+Redis is a real one on loopback. Requests are sent over gRPC as Envoy sends them, one after the other: the times are latencies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CLOCK: Final = time.perf_counter  # benchmarks have clocks
 _ROUNDS: Final = 2000
 _METHOD: Final = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 _LIMIT: Final = {"per": "Route", "unit": "second", "requests": 1_000_000, "totalTokens": 1_000_000_000}
-# By the model that is asked for.
+# By the name of the model that is asked for.
 ROUTES: Final[Mapping[str, list[dict[str, object]]]] = {
     "no limits": [],
     "in memory": [_LIMIT],
@@ -47,7 +47,7 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 async def measure(directory: Path) -> list[Latency]:
-    """Empty without a redis-server."""
+    """Start extproc and Redis and measure; returns an empty list if there is no redis-server."""
     binary = shutil.which("redis-server")
     if binary is None:
         return []
@@ -68,7 +68,7 @@ async def measure(directory: Path) -> list[Latency]:
 
 
 def _documents() -> str:
-    """One model by three names, each with its limits."""
+    """One model under three names, each with its limits."""
     server, _, gateway = yaml.safe_load_all(documents(["127.0.0.1:1"], gateway={}, more={"scrapeInterval": "0s"}))
     routes = [
         {
@@ -125,7 +125,7 @@ async def _ask(channel: grpc.aio.Channel, model: str, number: int) -> float:
 
 
 def describe(found: list[Latency]) -> str:
-    """One line."""
+    """The result as one line of text."""
     if not found:
         return "NOT MEASURED: what limits in Redis cost; install Debian's package redis-server"
     base = found[0].p50_ms

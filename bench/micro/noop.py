@@ -1,11 +1,15 @@
-"""The baseline: an ext_proc server that lets every request pass and reads nothing. What is left is gRPC in Python."""
+"""The first baseline: an ext_proc server that reads nothing and lets requests pass.
+
+What it costs is what gRPC costs in Python. Its answers are constant bytes. They name the ModelServer: without a name, Envoy would parse
+the body to find out where to send the request, and the baseline would cost Envoy more than extproc does.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import sys
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import uvloop
@@ -13,17 +17,36 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from extproc.streams.messages import HeadersResponse, ProcessingRequest, ProcessingResponse
+from extproc.protocol import SERVER_HEADER
+from extproc.streams.messages import (
+    HeadersResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+    StreamAccessLogsMessage,
+)
 from extproc.streams.responses import FULL_DUPLEX
 from extproc.streams.server import ACCESS_LOG, EXTERNAL_PROCESSOR, OPTIONS, READINESS, is_end
 
-_PASS_HEADERS: Final = ProcessingResponse(request_headers=HeadersResponse()).SerializeToString()
-_BODY: Final = ProcessingResponse()
-_BODY.request_body.SetInParent()
-_PASS_BODY: Final = _BODY.SerializeToString()
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
+    Process = Callable[[object, grpc.aio.ServicerContext[ProcessingRequest, bytes]], Awaitable[None]]
 
+SERVER: Final = "llama"
+PASS_HEADERS: Final = ProcessingResponse(request_headers=HeadersResponse()).SerializeToString()
 _PASS_ANSWER_HEADERS: Final = ProcessingResponse(response_headers=HeadersResponse()).SerializeToString()
+
+
+def _naming_the_server() -> bytes:
+    answer = ProcessingResponse()
+    common = answer.request_body.response
+    common.clear_route_cache = True
+    header = common.header_mutation.set_headers.add().header
+    header.key, header.raw_value = SERVER_HEADER, SERVER.encode()
+    return answer.SerializeToString()
+
+
+_PASS_BODY: Final = _naming_the_server()
 
 
 async def _process(_: object, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> None:
@@ -31,7 +54,7 @@ async def _process(_: object, context: grpc.aio.ServicerContext[ProcessingReques
     if not is_end(first) and first.protocol_config.request_body_mode == FULL_DUPLEX:
         await _process_pieces(first, context)
         return
-    await context.write(_PASS_HEADERS)
+    await context.write(PASS_HEADERS)
     await context.read()
     await context.write(_PASS_BODY)
     await context.read()
@@ -40,11 +63,11 @@ async def _process(_: object, context: grpc.aio.ServicerContext[ProcessingReques
 async def _process_pieces(
     message: ProcessingRequest, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]
 ) -> None:
-    """Every piece goes back as it came, at once."""
+    """Send every piece back as it came, at once."""
     while not is_end(message):
         kind = message.WhichOneof("request")
         if kind == "request_headers":
-            await context.write(_PASS_HEADERS)
+            await context.write(PASS_HEADERS)
         elif kind == "response_headers":
             await context.write(_PASS_ANSWER_HEADERS)
         else:
@@ -57,26 +80,28 @@ async def _process_pieces(
         message = await context.read()
 
 
-async def _discard(_: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+async def _discard(_: object, context: grpc.aio.ServicerContext[Any, bytes]) -> bytes:
     while not is_end(await context.read()):
         pass
     return b""
 
 
-async def serve(listen: str) -> None:
-    """Until cancelled."""
+async def serve(listen: str, process: Process, *, reads_logs: bool = False) -> None:
+    """Answer streams with ``process`` until cancelled. ``reads_logs``: parse access log entries before they are dropped."""
     server = grpc.aio.server(options=OPTIONS)
     health = health_aio.HealthServicer()
     add_HealthServicer_to_server(health, server)
-    process: grpc.RpcMethodHandler[ProcessingRequest, bytes] = grpc.stream_stream_rpc_method_handler(
-        _process, request_deserializer=ProcessingRequest.FromString, response_serializer=None
+    processes: grpc.RpcMethodHandler[ProcessingRequest, bytes] = grpc.stream_stream_rpc_method_handler(
+        process, request_deserializer=ProcessingRequest.FromString, response_serializer=None
     )
-    logs: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_unary_rpc_method_handler(
-        _discard, request_deserializer=None, response_serializer=None
+    logs: grpc.RpcMethodHandler[Any, bytes] = grpc.stream_unary_rpc_method_handler(
+        _discard,
+        request_deserializer=StreamAccessLogsMessage.FromString if reads_logs else None,
+        response_serializer=None,
     )
     server.add_generic_rpc_handlers(
         (
-            grpc.method_handlers_generic_handler(EXTERNAL_PROCESSOR, {"Process": process}),
+            grpc.method_handlers_generic_handler(EXTERNAL_PROCESSOR, {"Process": processes}),
             grpc.method_handlers_generic_handler(ACCESS_LOG, {"StreamAccessLogs": logs}),
         )
     )
@@ -89,4 +114,4 @@ async def serve(listen: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="bench.micro.noop", description=__doc__)
     parser.add_argument("--listen", required=True)
-    sys.exit(uvloop.run(serve(parser.parse_args().listen)))
+    sys.exit(uvloop.run(serve(parser.parse_args().listen, _process)))

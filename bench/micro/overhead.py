@@ -1,171 +1,160 @@
-"""extproc behind a real Envoy against the server that does nothing, alternating; Envoy answers instead of engines."""
+"""Load the servers of a case in turn, one request at a time and many, round by round."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import statistics
-import sys
 from typing import TYPE_CHECKING, Final
 
-import aiohttp
 import msgspec
 
-from bench.micro.wire import WireLoad, requests
-from bench.processes import Processes, free_ports
-from bench.stack import MODEL, documents, envoy_command
-from bench.usage import cpu_seconds
-from controller.gateway.bundle import build
-from controller.gateway.publish import Step, write
-from extproc.config.load import load
+from bench.micro import instructions
+from bench.micro.servers import ANSWER_BY_ENVOY, Case, Servers
+from bench.micro.wire import WireLoad, questions
+from bench.processes import Processes, StartFailed
+from bench.reporting.distribution import nearest_rank
+from bench.usage import cpu_seconds, is_running, peak_rss_bytes, thread_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-_ROUNDS: Final = 5
-_SECONDS: Final = 2.0
-_CONNECTIONS: Final = 24
-_DIRECT: Final = {"status": 200, "body": {"inline_string": "ok"}}
+    from bench.micro.servers import Server
 
 
-class Case(msgspec.Struct, frozen=True):
-    """``renamed``: the client asks by another name than the engines', so that the whole body is written anew.
+class Phase(msgspec.Struct, frozen=True):
+    """A way to load a server. ``by_envoy``: Envoy answers in place of the engines, so that the server is the bottleneck."""
 
-    ``duplex``: bodies come and answers go in pieces, as the endpoint picker protocol has it.
-    """
+    name: str
+    at_once: int
+    by_envoy: bool = False
 
-    prompt_bytes: int
-    endpoints: int
-    renamed: bool = False
-    duplex: bool = False
 
+ALONE: Final = Phase("one at a time", 1)
+BUSY: Final = Phase("24 at once", 24, by_envoy=True)
+WHOLE: Final = Phase("32 at once", 32)
+PHASES: Final = (ALONE, BUSY, WHOLE)
 
 CASES: Final = (
     Case(2_000, 8),
     Case(2_000, 100),
+    Case(100_000, 8),
+    Case(100_000, 100),
     Case(400_000, 8),
     Case(400_000, 100),
-    Case(2_000, 8, renamed=True),
-    Case(400_000, 8, renamed=True),
-    Case(2_000, 100, duplex=True),
-    Case(400_000, 100, duplex=True),
+    Case(2_000, 8, renamed=False),
+    Case(400_000, 8, renamed=False),
+    Case(2_000, 100, renamed=False, in_pieces=True),
+    Case(400_000, 100, renamed=False, in_pieces=True),
 )
+QUICK_CASES: Final = (Case(2_000, 8), Case(100_000, 8))
+
+
+class Effort(msgspec.Struct, frozen=True):
+    """How long to look. A round measures every server once, for ``phase_s`` in each phase."""
+
+    rounds: int
+    phase_s: float
+
+
+FULL: Final = Effort(rounds=9, phase_s=0.3)
+QUICK: Final = Effort(rounds=10, phase_s=0.3)
+
+
+class Load(msgspec.Struct, frozen=True):
+    """One server in one phase of one round. Times and instructions are for one request; ``busy``: the server's share of one processor."""
+
+    requests_per_s: float
+    p50_ms: float
+    p90_ms: float
+    cpu_us: float
+    threads_us: dict[str, float]
+    busy: float
+    envoy_cpu_us: float | None = None
+    instructions: float | None = None
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Medians over the rounds. ``busy``: how much of one processor the server took; near 1 it is saturated."""
+    """One server: by phase, its loads round by round."""
 
-    requests_per_s: float
-    cpu_us_per_request: float
-    busy: float
+    start_s: float
+    peak_rss_bytes: int
+    loads: dict[str, list[Load]]
 
 
-class Overhead(msgspec.Struct, frozen=True):
-    """One case: both servers, and extproc over the baseline, round by round, then the median."""
+class Found(msgspec.Struct, frozen=True):
+    """One case, by server."""
 
     case: Case
-    noop: Measured
-    extproc: Measured
-    rate_ratio: float
-    cpu_ratio: float
+    servers: dict[str, Measured]
 
 
-class _Server(msgspec.Struct, frozen=True):
-    pid: int
-    port: int
-
-
-async def measure(case: Case, directory: Path) -> Overhead:
-    """Start both servers, each with an Envoy of its own, and load them in turn. ``directory`` is there and empty."""
+async def measure(
+    case: Case, directory: Path, effort: Effort, *, counts_instructions: bool, against: Path | None = None
+) -> Found:
+    """Start all servers of ``case`` and load them in turn. ``directory`` is there and empty; ``against``: another checkout."""
+    others = {} if against is None else {"extproc before": ["bench.micro.checkout", str(against)]}
     async with Processes(directory) as processes:
-        servers = [await _start(name, case, directory / name, processes) for name in ("noop", "extproc")]
-        model = MODEL if not case.renamed else "llama"
-        prepared = requests(case.prompt_bytes, count=64 if case.prompt_bytes < 100_000 else 16, model=model)
+        servers = await Servers(case, directory, processes, others).start(
+            with_gateway=case.endpoints == 8 and case.renamed
+        )
+        asked = questions(case.prompt_bytes, count=64 if case.prompt_bytes < 100_000 else 16, model=case.model)
+        direct = f"{ANSWER_BY_ENVOY}: 1\r\n"
+        prepared = {phase.name: [one.on_wire(direct * phase.by_envoy) for one in asked] for phase in PHASES}
+        loads: dict[str, dict[str, list[Load]]] = {server.name: {} for server in servers}
         for server in servers:  # the first second is not like the others
-            await _load(server, prepared, 1.0)
-        rounds = [[await _load(server, prepared, _SECONDS) for server in servers] for _ in range(_ROUNDS)]
-    noop, ours = ([pair[side] for pair in rounds] for side in (0, 1))
-    return Overhead(
-        case,
-        _median(noop),
-        _median(ours),
-        statistics.median(b.requests_per_s / a.requests_per_s for a, b in rounds),
-        statistics.median(b.cpu_us_per_request / a.cpu_us_per_request for a, b in rounds),
-    )
+            await WireLoad(prepared[WHOLE.name], connections=8).run("127.0.0.1", server.port, seconds=1.0)
+        for number in range(effort.rounds):
+            # another one begins each time, so that what follows whom evens out
+            turn = number % len(servers)
+            _expect_all_alive(servers, directory)
+            for server in servers[turn:] + servers[:turn]:
+                for phase in _phases_of(server):
+                    load = WireLoad(prepared[phase.name], connections=phase.at_once)
+                    counted = counts_instructions and phase is BUSY
+                    found = await _load(server, load, effort.phase_s, counts_instructions=counted)
+                    loads[server.name].setdefault(phase.name, []).append(found)
+        return Found(
+            case,
+            {one.name: Measured(one.start_s, peak_rss_bytes(one.pid), loads[one.name]) for one in servers},
+        )
 
 
-async def _load(server: _Server, prepared: list[bytes], seconds: float) -> Measured:
-    load = WireLoad(prepared, connections=_CONNECTIONS)
-    before, clock = cpu_seconds(server.pid), asyncio.get_running_loop().time
-    began = clock()
+def _expect_all_alive(servers: Sequence[Server], logs: Path) -> None:
+    """Raise StartFailed with the log of a server that has ended."""
+    for server in servers:
+        for pid, name in ((server.pid, server.name), (server.envoy_pid, f"envoy-{server.name}")):
+            if pid is not None and not is_running(pid):
+                log = (logs / f"{name}.log").read_text(errors="replace")
+                raise StartFailed(f"{name} has ended while it was measured; its log ends so:\n{log[-2000:]}")
+
+
+def _phases_of(server: Server) -> list[Phase]:
+    """The engine by itself is only there to be subtracted; without an Envoy nobody answers in place of engines."""
+    if server.name == "engine":
+        return [ALONE]
+    return [phase for phase in PHASES if server.envoy_pid is not None or not phase.by_envoy]
+
+
+async def _load(server: Server, load: WireLoad, seconds: float, *, counts_instructions: bool) -> Load:
+    clock = asyncio.get_running_loop().time
+    counting = asyncio.create_task(instructions.count(server.pid, seconds)) if counts_instructions else None
+    threads, began_s = thread_seconds(server.pid), clock()
+    envoy_s = None if server.envoy_pid is None else cpu_seconds(server.envoy_pid)
     rate = await load.run("127.0.0.1", server.port, seconds=seconds)
-    used = cpu_seconds(server.pid) - before
-    return Measured(rate, used / load.answered * 1e6, used / (clock() - began))
-
-
-def _median(rounds: list[Measured]) -> Measured:
-    return Measured(*(statistics.median(getattr(one, name) for one in rounds) for name in Measured.__struct_fields__))
-
-
-async def _start(name: str, case: Case, directory: Path, processes: Processes) -> _Server:
-    listen, admin, grpc_port, metrics = free_ports(4)
-    addresses = {"listen": f"127.0.0.1:{listen}", "admin": f"127.0.0.1:{admin}", "extproc": f"127.0.0.1:{grpc_port}"}
-    engines = [f"10.1.{number // 250}.{number % 250 + 1}:8000" for number in range(case.endpoints)]
-    # Close: what Envoy does when extproc is silent is not what is measured
-    gateway = {**addresses, "failureMode": "Close", "messageTimeout": "30s"}
-    # there are no engines to ask how they are
-    more = {"scrapeInterval": "0s"}
-    text = documents(engines, gateway=gateway, alias="llama" if case.renamed else MODEL, more=more)
-    config, bundle = directory / "config", directory / "envoy"
-    config.mkdir(parents=True)
-    (config / "all.yaml").write_text(text)
-    files = dict(build(load({"all.yaml": text.encode()}), str(bundle)))
-    routes = json.loads(files["rds.json"])
-    routes["resources"][0]["virtual_hosts"][0]["routes"] = [{"match": {"prefix": "/"}, "direct_response": _DIRECT}]
-    files["rds.json"] = json.dumps(routes)
-    if case.duplex:
-        files["lds.json"] = _in_pieces(files["lds.json"])
-    write(bundle, Step(0, files))
-
-    ours = ["extproc", "--config", str(config), "--listen", addresses["extproc"], "--metrics", f"127.0.0.1:{metrics}"]
-    nothing = ["bench.micro.noop", "--listen", addresses["extproc"]]
-    pid = await processes.start(name, [sys.executable, "-m", *(ours if name == "extproc" else nothing)])
-    await processes.wait_ready(name, lambda: _accepts(grpc_port))
-    await processes.start(f"envoy-{name}", envoy_command(bundle))
-    await processes.wait_ready(f"envoy-{name}", lambda: _serves(listen))
-    return _Server(pid, listen)
-
-
-def _in_pieces(listeners: str) -> str:
-    """The same listener with bodies both ways in pieces through extproc."""
-    read = json.loads(listeners)
-    manager = read["resources"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-    (ask,) = (one for one in manager["http_filters"] if one["name"] == "envoy.filters.http.ext_proc")
-    ask["typed_config"]["processing_mode"] = {
-        **{f"{side}_body_mode": "FULL_DUPLEX_STREAMED" for side in ("request", "response")},
-        **{f"{side}_{part}_mode": "SEND" for side in ("request", "response") for part in ("header", "trailer")},
-    }
-    return json.dumps(read)
-
-
-async def _accepts(port: int) -> bool:
-    try:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-    except ConnectionRefusedError:
-        return False
-    writer.close()
-    await writer.wait_closed()
-    return True
-
-
-async def _serves(port: int) -> bool:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
-    try:
-        async with (
-            aiohttp.ClientSession() as http,
-            http.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body) as answer,
-        ):
-            # 404: it is extproc that answers, and this case's name is another
-            return answer.status in {200, 404}
-    except aiohttp.ClientError:
-        return False
+    used = {name: s - threads.get(name, 0.0) for name, s in thread_seconds(server.pid).items()}
+    answered, took_s = len(load.taken_s), clock() - began_s
+    each = 1e6 / answered
+    ordered = sorted(load.taken_s)
+    total = None if counting is None else await counting
+    return Load(
+        requests_per_s=rate,
+        p50_ms=1000 * nearest_rank(ordered, 0.5),
+        p90_ms=1000 * nearest_rank(ordered, 0.9),
+        cpu_us=sum(used.values()) * each,
+        threads_us={name: s * each for name, s in used.items() if s > 0},
+        busy=sum(used.values()) / took_s,
+        envoy_cpu_us=None
+        if envoy_s is None or server.envoy_pid is None
+        else (cpu_seconds(server.envoy_pid) - envoy_s) * each,
+        instructions=None if total is None else total / answered,
+    )

@@ -1,7 +1,7 @@
-"""What it costs to ask 100 engines five times a second how they are: ours, and aiohttp's client with the same reader.
+"""What scraping 100 engines five times a second costs: our client against aiohttp's.
 
-The pages are vLLM's own, recorded from version 0.32 (49 KB). A process of its own serves them on 100 ports; what is counted is
-the processor time of the one that asks.
+Both use the same reader. The pages are vLLM's own, recorded from version 0.32 (49 KB). A second process serves them on 100 ports;
+only the processor time of the process that asks is counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import uvloop
 
 from bench.stack import documents
 from extproc.config.load import load
-from extproc.core.pipeline import Pipeline
+from extproc.core.core import Core
 from extproc.endpoints.metrics_text import NAMES, MetricsReader
 from extproc.feeds.engines import EngineScraper
 from extproc.metrics.registry import Metrics
@@ -41,12 +41,12 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 def recorded_page() -> bytes:
-    """A whole metrics page of vLLM."""
+    """A whole metrics page of vLLM, as recorded."""
     return (files("bench.micro") / "vllm_metrics.txt").read_bytes()
 
 
 def measure(seconds: float = SECONDS) -> dict[str, Cost]:
-    """Both ways, one after the other."""
+    """Measure both clients, one after the other."""
     ours, theirs = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
     server.start()
@@ -70,10 +70,13 @@ async def _cost_of(asking: Coroutine[None, None, int], seconds: float) -> Cost:
 async def _ask_with_ours(ports: list[int], seconds: float) -> int:
     more = {"scrapeInterval": f"{1000 // HERTZ}ms"}
     text = documents([f"127.0.0.1:{port}" for port in ports], gateway={}, more=more)
-    pipeline = Pipeline(load({"all.yaml": text.encode()}), rng=random.Random(0), ticket_prefix="t")
+    core = Core(load({"all.yaml": text.encode()}), rng=random.Random(0), ticket_prefix="t")
     clock = asyncio.get_running_loop().time
-    metrics = Metrics(pipeline.pools.values, lambda: 0.0, clock)
-    task = asyncio.create_task(EngineScraper(pipeline, metrics, clock=clock, rng=random.Random(0)).run())
+    metrics = Metrics(core.pools.values, lambda: 0.0, clock)
+    scraper = EngineScraper(
+        core, metrics, clock=clock, rng=random.Random(0), said=lambda event: core.take_report(event, clock())
+    )
+    task = asyncio.create_task(scraper.run())
     await asyncio.sleep(seconds)
     task.cancel()
     await asyncio.wait([task])
@@ -125,7 +128,7 @@ async def _serve_pages(pipe: Connection) -> None:
 
 
 def main() -> None:
-    """Print both."""
+    """Measure and print both."""
     for name, cost in measure().items():
         print(f"{name}: {cost.pages_per_s:.0f} pages/s, {cost.core_share:.1%} of one core")
 

@@ -1,4 +1,7 @@
-"""extproc's processor time for a request does not grow with its answer: one token against a streamed thousand."""
+"""extproc's processor time for an answer of one token against a streamed thousand.
+
+In bundle mode extproc sees no byte of an answer, so the two should cost the same.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ _LENGTHS: Final = (1, 1000)
 class Streams(msgspec.Struct, frozen=True):
     """Microseconds of extproc's processor time a request, medians over the rounds.
 
-    ``idle_us_per_s``: what extproc uses when nobody asks (following its directory, health checks), taken off by the time
-    that each round took: a thousand tokens take longer than one.
+    ``idle_us_per_s``: what extproc uses when nobody asks (following its directory, health checks). It is subtracted for the duration of
+    each round, because a thousand tokens take longer than one.
     """
 
     one_token_us: float
@@ -36,7 +39,7 @@ class Streams(msgspec.Struct, frozen=True):
 
 
 async def measure(directory: Path) -> Streams:
-    """Alternating rounds through Envoy to fast engines."""
+    """Alternate between short and long answers, through Envoy to fast engines."""
     flags = EngineFlags(count=2, speed=50.0)
     async with running_stack(directory, flags) as stack, aiohttp.ClientSession() as http:
         await _ask_all(http, stack, 1)

@@ -1,4 +1,4 @@
-"""The parts of a decision by themselves: ``make bench`` runs these with pytest-benchmark."""
+"""The parts of a decision by themselves, timed with pytest-benchmark (``make bench``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from bench.stack import ALIAS, MODEL, ROOT, documents
 from bench.workload.text import text_of
 from extproc.config.load import load
 from extproc.config.types import ModelServerSpec
-from extproc.core.pipeline import Pipeline
+from extproc.core.core import Core
+from extproc.core.effects import Decision
 from extproc.core.types import Head
 from extproc.endpoints.prompt_cost import PromptCost
 from extproc.endpoints.table import EndpointTable
@@ -23,6 +24,7 @@ from extproc.prefix.kv_events import Stored
 from extproc.prefix.kv_index import KvIndex, Source
 from extproc.request.model import Api
 from extproc.request.openai import parse
+from extproc.request.rewrite import with_changes
 from extproc.scheduling.picker import Demand, RequestFacts, View
 from extproc.scheduling.picker_config import read_picker_text
 from extproc.scheduling.pickers import make_picker
@@ -46,9 +48,23 @@ def test_parse(benchmark: BenchmarkFixture, size: int) -> None:
     assert benchmark(parse, Api.CHAT, body(size)).model == ALIAS
 
 
+@pytest.mark.parametrize("size", [2_000, 100_000, 400_000])
+def test_rename_the_model(benchmark: BenchmarkFixture, size: int) -> None:
+    client = body(size)
+    contents = parse(Api.CHAT, client).contents
+    assert MODEL.encode() in benchmark(with_changes, client, {"model": MODEL}, contents)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_hash(benchmark: BenchmarkFixture, size: int) -> None:
     assert len(benchmark(hash_blocks, text_of("a", size // 4).encode(), "m")) > 10
+
+
+def decide_and_finish(core: Core, body: bytes) -> str:
+    own, _ = core.arrive(core.intake.receive(Api.CHAT, HEAD, body), 0.0)
+    assert isinstance(own, Decision)
+    core.finish(own.ticket, 0.0)
+    return own.server
 
 
 @pytest.mark.parametrize("endpoints", [8, 100])
@@ -56,13 +72,11 @@ def test_hash(benchmark: BenchmarkFixture, size: int) -> None:
 def test_a_whole_decision(benchmark: BenchmarkFixture, size: int, endpoints: int) -> None:
     engines = [f"10.0.0.{number + 1}:8000" for number in range(endpoints)]
     snapshot = load({"all.yaml": documents(engines, gateway={}).encode()})
-    pipeline = Pipeline(snapshot, rng=random.Random(0), ticket_prefix="t")
+    core = Core(snapshot, rng=random.Random(0), ticket_prefix="t")
     bodies = cycle([body(size, f"key {number}") for number in range(8)])
 
     def decide() -> str:
-        decision = pipeline.arrive(Api.CHAT, HEAD, next(bodies), 0.0)
-        pipeline.finish(decision.ticket)
-        return decision.server
+        return decide_and_finish(core, next(bodies))
 
     assert benchmark(decide) == "llama"
 
@@ -93,20 +107,16 @@ def test_pick(benchmark: BenchmarkFixture, policy: str, endpoints: int) -> None:
 
 def test_four_hundred_kilobytes_against_warm_prefixes_on_100_endpoints(benchmark: BenchmarkFixture) -> None:
     engines = [f"10.0.0.{number + 1}:8000" for number in range(100)]
-    pipeline = Pipeline(
-        load({"all.yaml": documents(engines, gateway={}).encode()}), rng=random.Random(0), ticket_prefix="t"
-    )
+    core = Core(load({"all.yaml": documents(engines, gateway={}).encode()}), rng=random.Random(0), ticket_prefix="t")
     # a fifth of the endpoints hold some of it, each as far as another
     long = body(400_000)
     for share in range(1, 21):
         request = parse(Api.CHAT, body(400_000 * share // 20))
-        caches = pipeline.pools["llama"].caches
+        caches = core.pools["llama"].caches
         caches.index.record(share, hash_blocks(request.prompt, MODEL), 0.0)
 
     def decide() -> str:
-        decision = pipeline.arrive(Api.CHAT, HEAD, long, 0.0)
-        pipeline.finish(decision.ticket)
-        return decision.server
+        return decide_and_finish(core, long)
 
     assert benchmark(decide) == "llama"
 

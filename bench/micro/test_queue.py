@@ -1,4 +1,4 @@
-"""What the queue costs with 10,000 requests of 1,000 tenants in it, by operation, and what a waiting request weighs."""
+"""The queue with 10,000 requests of 1,000 tenants: time by operation, bytes a request."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_enter_and_leave(benchmark: BenchmarkFixture, fairness: str) -> None:
 
 @pytest.mark.parametrize("fairness", FAIRNESS)
 def test_next(benchmark: BenchmarkFixture, fairness: str) -> None:
-    """One of eight engines has room. Who goes next is found and charged; between two of these it comes back."""
+    """One of eight engines has room. Time to find and charge the next request, which then returns to the queue."""
     rng, numbers = random.Random(0), itertools.count()
     settings = control(fairness)
     queue = filled(settings, rng, numbers)
@@ -142,7 +142,7 @@ def test_bucket(benchmark: BenchmarkFixture) -> None:
 
 
 def test_memory_of_a_waiting_request(benchmark: BenchmarkFixture) -> None:
-    """Beside its body; printed, and kept with the results."""
+    """Bytes beside the request's body; printed, and kept with the results."""
     rng, numbers = random.Random(0), itertools.count()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()

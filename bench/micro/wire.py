@@ -1,13 +1,20 @@
-"""A client that costs next to nothing: prepared requests over keep-alive connections, the next when an answer is whole."""
+"""A client that costs next to nothing: prepared requests on keep-alive connections.
+
+Each connection sends its next request as soon as the answer to the last one is whole.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
+import msgspec
+
 from bench.engine.text import BYTES_PER_TOKEN
+from bench.micro.instant_engine import LAST_CHUNK, content_length, is_chunked
 from bench.stack import ALIAS
 from bench.workload.text import text_of
 
@@ -17,8 +24,18 @@ if TYPE_CHECKING:
 _HEAD: Final = "POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
 
 
-def requests(prompt_bytes: int, *, count: int, model: str = ALIAS) -> list[bytes]:
-    """Whole HTTP requests: a system prompt that a quarter of them share takes half, what differs takes the rest."""
+class Question(msgspec.Struct, frozen=True):
+    """A request as it goes over the wire, but for headers that depend on what is measured."""
+
+    body: bytes
+
+    def on_wire(self, extra_headers: str = "") -> bytes:
+        """Head and body; ``extra_headers``: whole lines, each with its line end."""
+        return f"{_HEAD}{extra_headers}content-length: {len(self.body)}\r\n\r\n".encode() + self.body
+
+
+def questions(prompt_bytes: int, *, count: int, model: str = ALIAS) -> list[Question]:
+    """Chats. Half of each prompt is a system prompt that a quarter of the chats share; the rest is its own."""
     half = prompt_bytes // 2 // BYTES_PER_TOKEN
     made = []
     for number in range(count):
@@ -26,9 +43,7 @@ def requests(prompt_bytes: int, *, count: int, model: str = ALIAS) -> list[bytes
             {"role": "system", "content": text_of(f"system/{number % 4}", half)},
             {"role": "user", "content": text_of(f"user/{number}", half)},
         ]
-        options = {"stream": True, "stream_options": {"include_usage": True}}
-        body = json.dumps({"model": model, "messages": messages, **options}).encode()
-        made.append(f"{_HEAD}content-length: {len(body)}\r\n\r\n".encode() + body)
+        made.append(Question(json.dumps({"model": model, "messages": messages}).encode()))
     return made
 
 
@@ -37,6 +52,7 @@ class _Connection(asyncio.Protocol):
         self._load = load
         self._next = first
         self._received = b""
+        self._sent_at_s = 0.0
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -46,10 +62,10 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += data
         head, found, body = self._received.partition(b"\r\n\r\n")
-        if not found or len(body) < _length(head):
+        if not found or not _is_whole(head, body):
             return
         self._received = b""
-        if self._load.goes_on_after(head):
+        if self._load.goes_on_after(head, self._load.clock() - self._sent_at_s):
             self._send()
         elif self._transport is not None:
             self._transport.close()
@@ -59,23 +75,24 @@ class _Connection(asyncio.Protocol):
 
     def _send(self) -> None:
         assert self._transport is not None
+        self._sent_at_s = self._load.clock()
         self._transport.write(self._load.requests[self._next % len(self._load.requests)])
         self._next += 1
 
 
-def _length(head: bytes) -> int:
-    for line in head.split(b"\r\n"):
-        if line.lower().startswith(b"content-length:"):
-            return int(line[15:])
-    return 0
+def _is_whole(head: bytes, body: bytes) -> bool:
+    if is_chunked(head):
+        return body.endswith(LAST_CHUNK)
+    return len(body) >= content_length(head)
 
 
 class WireLoad:
-    """``connections`` of them, each with one request at a time."""
+    """``connections`` of them, each with one request at a time. ``taken_s``: from each request to its whole answer."""
 
     def __init__(self, requests: Sequence[bytes], *, connections: int) -> None:
         self.requests = requests
-        self.answered = 0
+        self.taken_s: list[float] = []
+        self.clock = time.perf_counter  # the event loop's own clock may count whole milliseconds
         self._is_over = False
         self._refused = b""
         self._connections = connections
@@ -83,12 +100,11 @@ class WireLoad:
         self._all_closed = asyncio.Event()
 
     async def run(self, host: str, port: int, *, seconds: float) -> float:
-        """Answers a second, for about so long. Raises RuntimeError if an answer is not 200."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
+        """Answers a second, over about ``seconds``. Raises RuntimeError if an answer is not 200."""
+        began_s = self.clock()
         for number in range(self._connections):
             self._open += 1
-            await loop.create_connection(partial(_Connection, self, number * 7), host, port)
+            await asyncio.get_running_loop().create_connection(partial(_Connection, self, number * 7), host, port)
         await asyncio.sleep(seconds)
         self._is_over = True
         async with asyncio.timeout(30):
@@ -96,17 +112,17 @@ class WireLoad:
         if self._refused:
             msg = f"an answer was not 200: {self._refused!r}"
             raise RuntimeError(msg)
-        return self.answered / (loop.time() - began)
+        return len(self.taken_s) / (self.clock() - began_s)
 
-    def goes_on_after(self, head: bytes) -> bool:
-        """An answer is whole: whether its connection may ask again."""
+    def goes_on_after(self, head: bytes, taken_s: float) -> bool:
+        """Count a whole answer; returns whether its connection may send the next request."""
         if not head.startswith(b"HTTP/1.1 200"):
             self._refused = head[:300]
-        self.answered += 1
+        self.taken_s.append(taken_s)
         return not self._is_over and not self._refused
 
     def closed(self) -> None:
-        """A connection is closed."""
+        """Count a connection as closed."""
         self._open -= 1
         if not self._open:
             self._all_closed.set()

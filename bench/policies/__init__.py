@@ -1,1 +1,1 @@
-"""The field's endpoint picking policies, each after its documentation, code or paper, with its defaults."""
+"""The field's picking policies; knows engine and the observers of virtual."""

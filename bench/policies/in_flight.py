@@ -1,6 +1,6 @@
-"""What a router knows of its own requests when their answers pass through it: which wait for their first token, which run.
+"""Requests in flight, as a router knows them when answers pass through it.
 
-Our own picker does not see answers; those routers do, so they get it here without delay.
+Such a router sees first tokens and ends without delay. Attaché's picker does not: it sees no answers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from bench.engine.request import Request
-from bench.virtual.observer import REQUEST_KEY
+from bench.virtual.observers import REQUEST_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 class _Entry(msgspec.Struct):
     row: int
-    uncached: float
+    uncached_tokens: float
     blocks: list[int]
     request: Request
-    prefills: bool = True
+    is_prefilling: bool = True
 
 
 class InFlightTracker:
-    """Follows requests from their pick to their end, by row of the endpoint table.
+    """A RequestObserver that follows requests from the pick to the end, by row of the endpoint table.
 
-    ``prefill_tokens``: uncached tokens of requests that have no first token yet. ``blocks``: of prompts of running requests, each counted
-    once where several share it, by the engines' own block hashes.
+    ``prefill_tokens``: uncached tokens of requests without a first token, by row. ``engines``: by address; only the
+    oracle and policies with KV events look at them.
     """
 
     def __init__(self) -> None:
@@ -45,8 +45,8 @@ class InFlightTracker:
         self._entries: dict[int, _Entry] = {}
         self._last: View | None = None
 
-    def sees(self, view: View) -> Request:
-        """Before a policy decides: what it decides on, and for whom."""
+    def observe(self, view: View) -> Request:
+        """Remember the view of a pick, and return the request that it is for. Every policy calls this first."""
         self._last = view
         more = len(view.table.addresses) - self.prefill_tokens.size
         if more > 0:
@@ -55,49 +55,49 @@ class InFlightTracker:
         return self._requests[view.request.headers[REQUEST_KEY]]
 
     def blocks_with(self, request: Request) -> Floats:
-        """How many distinct blocks would be active at each endpoint with ``request``, by row."""
+        """By row, the distinct blocks of running prompts if ``request`` ran there too."""
         own = request.text.hashes
         return np.array([len(active) + sum(1 for one in own if one not in active) for active in self._active], float)
 
     def prefilling(self, row: int) -> list[Request]:
-        """Requests at this endpoint that have no first token yet, on their way to it included."""
-        return [one.request for one in self._entries.values() if one.prefills and one.row == row]
+        """Requests without a first token at this endpoint or on their way to it."""
+        return [one.request for one in self._entries.values() if one.is_prefilling and one.row == row]
 
     def row_of(self, table: EndpointTable, address: str) -> int:
-        """The row of an endpoint that was picked."""
+        """The row of an endpoint that is in the table."""
         row = table.row_of(address)
         assert row is not None
         return row
 
     def begins(self, engines: Mapping[str, Scheduler]) -> None:
-        """Routers do not look into engines; the oracle does."""
+        """Keep the engines."""
         self.engines = engines
 
-    def arrives(self, request: Request, place: tuple[int, int], now: float) -> None:
-        """This one will be decided on, now or later."""
-        del place, now
+    def arrives(self, request: Request, position: tuple[int, int], now: float) -> None:
+        """A request will be picked for, now or later."""
+        del position, now
         self._requests[str(request.key)] = request
 
     def sent(self, request: Request, address: str, now: float) -> None:
-        """The decision."""
+        """The request goes to the engine at ``address``."""
         del now
         self._requests.pop(str(request.key))
         view = self._last
         assert view is not None
         row = self.row_of(view.table, address)
-        uncached = max(0.0, view.request.input_tokens - float(view.demand.cached_tokens[row]))
+        uncached_tokens = max(0.0, view.request.input_tokens - float(view.demand.cached_tokens[row]))
         blocks = list(request.text.hashes)
-        self._entries[request.key] = _Entry(row, uncached, blocks, request)
-        self.prefill_tokens[row] += uncached
+        self._entries[request.key] = _Entry(row=row, uncached_tokens=uncached_tokens, blocks=blocks, request=request)
+        self.prefill_tokens[row] += uncached_tokens
         self._active[row].update(blocks)
 
     def first_token(self, request: Request, now: float) -> None:
-        """Its prefill is over."""
+        """The prefill is over."""
         del now
         self._prefilled(self._entries[request.key])
 
     def ended(self, request: Request, now: float) -> None:
-        """Its last token has come."""
+        """The last token has come."""
         del now
         entry = self._entries.pop(request.key)
         self._prefilled(entry)
@@ -108,6 +108,6 @@ class InFlightTracker:
                 del active[block]
 
     def _prefilled(self, entry: _Entry) -> None:
-        if entry.prefills:
-            entry.prefills = False
-            self.prefill_tokens[entry.row] -= entry.uncached
+        if entry.is_prefilling:
+            entry.is_prefilling = False
+            self.prefill_tokens[entry.row] -= entry.uncached_tokens

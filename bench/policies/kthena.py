@@ -1,8 +1,9 @@
-"""Kthena's defaults: ``least-request`` as a filter, then least-request, least-latency and prefix-cache, each with weight 1.
+"""Kthena's defaults: ``least-request`` as a filter, then three scores of equal weight.
 
-The prefix score looks at the first 8 KiB of a prompt only (128 blocks of 64 bytes), of the best five pods, and knows a prompt when its answer has
-ended. Scores are whole numbers from 0 to 100. Where the filter (fewer than 10 waiting) leaves nobody, Kthena answers with an error; here
-all stay, because a request that is refused has no latency to compare. Source: volcano-sh/kthena, ``scheduler/plugins``.
+The scores are least-request, least-latency and prefix-cache, whole numbers from 0 to 100. The prefix score covers the
+first 8 KiB of a prompt (128 blocks of 64 bytes) and the best five pods, and knows a prompt when its answer has ended.
+Where the filter (fewer than 10 waiting) leaves no pod, Kthena answers with an error; here all stay, because a refused
+request has no latency to compare. Source: volcano-sh/kthena, ``scheduler/plugins``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
-from bench.policies.choosing import least, match_ratio
+from bench.policies.least_cost import least_cost, match_ratio
 from extproc.endpoints.engine_reports import waiting
 from extproc.scheduling.plugins.latency_scorers import LeastLatency
 from extproc.scheduling.plugins.load_scorers import LeastRequestScorer
@@ -28,27 +29,31 @@ _BEST: Final = 5
 
 
 class KthenaMeasured:
-    """What Kthena's published comparison ran (docs blog, 2025-09-09): the least-request score of that time, ``running + 100 * waiting`` as scraped
-    once a second and nothing added since, alone or with a score of prefixes of the same weight.
+    """What Kthena's published comparison ran (docs blog, 2025-09-09).
+
+    The least-request score of that time, ``running + 100 * waiting`` as scraped once a second with nothing added
+    since, alone or with a prefix score of the same weight.
     """
 
     def __init__(self, *, prefix: Literal["", "seen", "whole"] = "") -> None:
-        """``seen``: of the first 8 KiB; ``whole``: of the whole prompt, as ``kvcache-aware`` has it from KV events."""
+        """``prefix``: "" no prefix score; "seen" of the first 8 KiB; "whole" of all, as ``kvcache-aware`` by KV
+        events.
+        """
         self._prefix = prefix
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """The higher sum of two scores from 0 to 100."""
+        """The highest sum of the scores, each from 0 to 100."""
         among, table = view.candidates(), view.table
         base = table.running + 100 * table.waiting
         most = float(base[among].max())
         score = np.trunc(100 * (most - base) / most) if most else np.full(base.size, 100.0)
         if self._prefix:
             score = score + np.trunc(100 * (_prefix(view) if self._prefix == "seen" else match_ratio(view)))
-        return least(view, -score, rng, among)
+        return least_cost(view, -score, rng, among)
 
 
 class KthenaDefault:
-    """Three scores, added."""
+    """The sum of three scores."""
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """See the module."""
@@ -58,7 +63,7 @@ class KthenaDefault:
         score = np.trunc(100 * LeastRequestScorer().score(view, among))
         score += np.trunc(100 * LeastLatency().score(view, among))
         score += np.trunc(100 * _prefix(view))
-        return least(view, -score, rng, among)
+        return least_cost(view, -score, rng, among)
 
 
 def _prefix(view: View) -> Floats:

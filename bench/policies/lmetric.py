@@ -1,10 +1,13 @@
-"""LMetric (arXiv 2603.15202): the least product of new prefill tokens, queued and own, and the batch; nothing to set."""
+"""LMetric (arXiv 2603.15202): the least product of prefill tokens and batch size.
+
+Prefill tokens: uncached tokens of queued requests and of this one. There are no parameters.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.policies.choosing import in_flight, least
+from bench.policies.least_cost import least_cost, requests_in_flight
 
 if TYPE_CHECKING:
     import random
@@ -14,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class LMetric:
-    """An empty engine counts as a batch of one: this request's."""
+    """The batch includes this request."""
 
-    def __init__(self, books: InFlightTracker) -> None:
-        self._books = books
+    def __init__(self, tracker: InFlightTracker) -> None:
+        self._tracker = tracker
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """See the module."""
-        self._books.sees(view)
-        tokens = self._books.prefill_tokens + view.request.input_tokens - view.demand.cached_tokens
-        return least(view, tokens * (1 + in_flight(view)), rng)
+        self._tracker.observe(view)
+        tokens = self._tracker.prefill_tokens + view.request.input_tokens - view.demand.cached_tokens
+        return least_cost(view, tokens * (1 + requests_in_flight(view)), rng)

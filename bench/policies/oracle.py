@@ -1,7 +1,8 @@
-"""A bound: the least time to the first token by what engines really hold, run and have waiting. Nobody can know that.
+"""An oracle: the least TTFT by the engines' real state, which no router knows.
 
-For each engine: the steps until all that wait there have been prefilled, by the engine's own step times with what it decodes, and then this
-request's own uncached tokens. Greedy: what the choice does to those who come later counts once, as this request's own prefill.
+For each engine: the time to prefill everything that waits there, by the engine's own step times with its present
+decodes, and then this request's uncached tokens. Greedy: the cost to later requests counts once, as this request's
+own prefill.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.engine.step_time import Batch
-from bench.policies.choosing import least
+from bench.engine.step_time import prefill_s
+from bench.policies.least_cost import least_cost
 
 if TYPE_CHECKING:
     import random
@@ -23,21 +24,21 @@ if TYPE_CHECKING:
 
 
 class Oracle:
-    """Looks into the engines; ``others``: how much its own prefill counts again for those behind."""
+    """Looks into the engines. ``others``: weight of this request's prefill as a delay of the requests behind it."""
 
-    def __init__(self, books: InFlightTracker, others: float = 1.0) -> None:
-        self._books = books
+    def __init__(self, tracker: InFlightTracker, others: float = 1.0) -> None:
+        self._tracker = tracker
         self._others = others
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """See the module."""
-        request = self._books.sees(view)
+        request = self._tracker.observe(view)
         cost = np.full(len(view.table.addresses), np.inf)
-        for address, engine in self._books.engines.items():
+        for address, engine in self._tracker.engines.items():
             row = view.table.row_of(address)
             if row is not None:
-                cost[row] = self._seconds(engine, request, self._books.prefilling(row))
-        return least(view, cost, rng)
+                cost[row] = self._seconds(engine, request, self._tracker.prefilling(row))
+        return least_cost(view, cost, rng)
 
     def _seconds(self, engine: Scheduler, request: Request, ahead: list[Request]) -> float:
         waits = sum(_left(engine, one) for one in ahead)
@@ -45,22 +46,22 @@ class Oracle:
 
 
 def _left(engine: Scheduler, request: Request) -> float:
-    """Seconds of prefill that a request still needs: on its way, waiting or in the middle of it."""
+    """Seconds of prefill that a request still needs, whether it is on its way, waiting or running."""
     if request.is_running:
-        return prefill_seconds(engine, request.tokens - request.computed, request.computed)
+        return _prefill_s(engine, request.tokens - request.computed, request.computed)
     size = engine.limits.block_size
     cached = len(engine.pool.match(request.text.hashes[: (request.tokens - 1) // size])) * size
-    return prefill_seconds(engine, request.tokens - cached, cached)
+    return _prefill_s(engine, request.tokens - cached, cached)
 
 
-def prefill_seconds(engine: Scheduler, tokens: int, history: int) -> float:
-    """Of a prompt in chunks, beside what the engine decodes now; what that alone would take is counted once a chunk."""
-    budget = engine.limits.max_num_batched_tokens
+def _prefill_s(engine: Scheduler, tokens: int, history: int) -> float:
+    """Beside the requests that the engine decodes now; every chunk counts their decodes again."""
     decodes = [one for one in engine.running if one.tokens - one.computed == 1]
-    read = sum(one.computed for one in decodes)
-    seconds, count = 0.0, len(decodes)
-    while tokens > 0:
-        chunk = min(tokens, max(1, budget - count))
-        seconds += engine.speed.seconds(Batch(count + 1, count + chunk, chunk * (history + chunk / 2), read, count))
-        tokens, history = tokens - chunk, history + chunk
-    return seconds
+    return prefill_s(
+        engine.speed,
+        tokens,
+        history,
+        budget=engine.limits.max_num_batched_tokens,
+        decodes=len(decodes),
+        decodes_read=sum(one.computed for one in decodes),
+    )

@@ -1,8 +1,9 @@
 """Preble's E2, exploit and explore (ICLR 2025; WukLab/preble).
 
-More of the prompt cached somewhere than not: to the least loaded of those who hold most of it, unless that one has more than 1.5 times the least
-load. Else to the least ``L + M + P``: ``L`` the work sent there in the last three minutes (prefill of what was missed, and decode), ``M`` the prefill time of
-what has to be evicted for the prompt, each block weighed by how often it was used of late, and ``P`` the prefill time of what is missed.
+Exploit: if more than half of the prompt is cached somewhere, the least loaded endpoint among those that hold most of
+it, unless its load is more than 1.5 times the least load. Else explore: the least ``L + M + P``. ``L``: work sent
+there in the last three minutes, prefill of uncached tokens and decode. ``M``: prefill time of the blocks to evict for
+the prompt, each weighed by its share of recent uses. ``P``: prefill time of the uncached tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from bench.policies.choosing import least
+from bench.policies.least_cost import least_cost
 
 if TYPE_CHECKING:
     import random
@@ -27,8 +28,8 @@ WINDOW_S: Final = 180.0
 _IMBALANCE: Final = 1.5
 
 
-class _Side:
-    """What was sent to one engine."""
+class _EngineHistory:
+    """What was sent to one engine in the window."""
 
     def __init__(self) -> None:
         self.load_s = 0.0
@@ -44,8 +45,9 @@ class _Side:
             self._blocks[block] = None
             self._blocks.move_to_end(block)
 
-    def forget(self, before: float, capacity: int) -> None:
-        while self._sent and self._sent[0][0] < before:
+    def forget(self, before_s: float, capacity: int) -> None:
+        """Drop what was sent before the instant ``before_s``, and blocks beyond the ``capacity``."""
+        while self._sent and self._sent[0][0] < before_s:
             _, seconds, blocks = self._sent.popleft()
             self.load_s -= seconds
             self._uses.subtract(blocks)
@@ -54,33 +56,38 @@ class _Side:
             self._uses.pop(block, None)
 
     def eviction(self, count: int, capacity: int) -> float:
-        """How often the blocks that must go for ``count`` new ones were used, of all that was sent."""
+        """The recent uses of the blocks to evict for ``count`` new ones, per request sent."""
         needed = max(0, len(self._blocks) + count - capacity)
         used = sum(self._uses[block] for block in islice(self._blocks, needed))
         return used / max(1, len(self._sent))
 
 
 class ExploitExplore:
-    """``prefill``: tokens a second and ``decode_s``: seconds a token, as Preble measures of its GPUs before."""
+    """``prefill_tokens_per_s`` and ``decode_s_per_token`` are measured on an idle engine, as in Preble."""
 
-    def __init__(self, books: InFlightTracker, *, prefill: float, decode_s: float, block_size: int) -> None:
-        self._books = books
-        self._prefill, self._decode_s, self._block_size = prefill, decode_s, block_size
-        self._sides: list[_Side] = []
+    def __init__(
+        self, tracker: InFlightTracker, *, prefill_tokens_per_s: float, decode_s_per_token: float, block_size: int
+    ) -> None:
+        """``block_size``: the engines', in tokens."""
+        self._tracker = tracker
+        self._prefill_tokens_per_s, self._decode_s_per_token = prefill_tokens_per_s, decode_s_per_token
+        self._block_size = block_size
+
+        self._histories: list[_EngineHistory] = []
         self._output_tokens = 200.0
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """See the module."""
-        request = self._books.sees(view)
+        request = self._tracker.observe(view)
         table, now = view.table, view.now_s
-        self._sides += [_Side() for _ in range(len(table.addresses) - len(self._sides))]
+        self._histories += [_EngineHistory() for _ in range(len(table.addresses) - len(self._histories))]
         capacity = max(1, int(table.kv_tokens.max()) // self._block_size)
-        for side in self._sides:
-            side.forget(now - WINDOW_S, capacity)
+        for history in self._histories:
+            history.forget(now - WINDOW_S, capacity)
         may, cached = view.candidates(), view.demand.cached_tokens
-        load = np.array([side.load_s for side in self._sides])
+        load = np.array([history.load_s for history in self._histories])
         missed = view.request.input_tokens - cached
-        pick = self._exploit(view, load, rng) or least(view, load + self._costs(missed, capacity), rng, may)
+        pick = self._exploit(view, load, rng) or least_cost(view, load + self._costs(missed, capacity), rng, may)
         self._send(pick.rows[0], request, float(missed[pick.rows[0]]), now)
         return pick
 
@@ -89,17 +96,17 @@ class ExploitExplore:
         most = float(cached[may].max())
         if most <= view.request.input_tokens - most:
             return None
-        pick = least(view, load, rng, may & (cached >= most))
+        pick = least_cost(view, load, rng, may & (cached >= most))
         return pick if load[pick.rows[0]] <= _IMBALANCE * max(float(load[may].min()), 1.0) else None
 
     def _costs(self, missed: Floats, capacity: int) -> Floats:
-        seconds = self._block_size / self._prefill
+        seconds = self._block_size / self._prefill_tokens_per_s
         evicted = [
-            seconds * side.eviction(int(tokens) // self._block_size, capacity)
-            for side, tokens in zip(self._sides, missed, strict=True)
+            seconds * history.eviction(int(tokens) // self._block_size, capacity)
+            for history, tokens in zip(self._histories, missed, strict=True)
         ]
-        return np.array(evicted) + missed / self._prefill
+        return np.array(evicted) + missed / self._prefill_tokens_per_s
 
     def _send(self, row: int, request: Request, missed: float, now: float) -> None:
-        seconds = missed / self._prefill + self._output_tokens * self._decode_s
-        self._sides[row].send(now, seconds, list(request.text.hashes))
+        seconds = missed / self._prefill_tokens_per_s + self._output_tokens * self._decode_s_per_token
+        self._histories[row].send(now, seconds, list(request.text.hashes))

@@ -1,8 +1,8 @@
-"""What routers remember of prompts that they sent: each has the index that it has, and not ours.
+"""Routers' own memories of the prompts that they sent, in place of Attaché's index.
 
-The blocks are the engines'. What differs between routers is when a prompt enters (at the pick, or with the end of its answer), and what makes
-room again: nothing, or as much as the engine says it holds, least recently sent first. Who follows engines' KV events knows what is really
-there; what was just sent counts for some seconds, too.
+Blocks are the engines'. Routers differ in when a prompt enters (at the pick, or with the end of its answer) and in
+what makes room: nothing, or LRU eviction at the capacity that the engine reports. A router that follows KV events
+knows what engines really hold; what it sent in the last seconds counts as held, too.
 """
 
 from __future__ import annotations
@@ -24,21 +24,25 @@ if TYPE_CHECKING:
     from extproc.endpoints.table import Floats
     from extproc.scheduling.picker import Pick, Picker, View
 
+# How long a prompt counts as held after its pick, while KV events have not said so.
 PREDICTED_S: Final = 5.0
 
 
-class Index(msgspec.Struct, frozen=True):
-    """``by``: "sent" remembers at the pick, "ended" with the answer, "events" follows KV events. ``is_bounded``: by the engine's own capacity."""
+class MemoryRule(msgspec.Struct, frozen=True):
+    """When a prompt enters: ``by`` "sent" at the pick, "ended" with the end of its answer, "events" by KV events.
+
+    ``is_bounded``: LRU eviction at the capacity that the engine reports.
+    """
 
     by: Literal["sent", "ended", "events"] = "sent"
     is_bounded: bool = True
 
 
-class Remembering:
-    """A policy with its own memory in place of ours."""
+class WithPrefixMemory:
+    """A policy that sees cached tokens by its router's own memory. ``block_size``: the engines', in tokens."""
 
-    def __init__(self, picker: Picker, books: InFlightTracker, index: Index, block_size: int) -> None:
-        self._picker, self._books, self._index = picker, books, index
+    def __init__(self, picker: Picker, tracker: InFlightTracker, rule: MemoryRule, block_size: int) -> None:
+        self._picker, self._tracker, self._rule = picker, tracker, rule
         self._block_size = block_size
         self._held: list[OrderedDict[int, None]] = []
         self._running: dict[int, tuple[int, Request]] = {}
@@ -46,8 +50,8 @@ class Remembering:
         self._cost = PromptCost()
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """The policy's own, of what its router would know."""
-        request = self._books.sees(view)
+        """The pick of the policy, from what its router would know."""
+        request = self._tracker.observe(view)
         self._held += [OrderedDict() for _ in range(len(view.table.addresses) - len(self._held))]
         self._remember_ended()
         cached = self._cached(view, request)
@@ -55,9 +59,9 @@ class Remembering:
         demand = Demand(cached, self._cost.work(uncached, cached))
         pick = self._picker.pick(msgspec.structs.replace(view, demand=demand), rng=rng)
         row = pick.rows[0]
-        if self._index.by == "sent":
+        if self._rule.by == "sent":
             self._remember(view, row, request)
-        elif self._index.by == "ended":
+        elif self._rule.by == "ended":
             self._running[request.key] = (row, request)
         else:
             self._predicted.append((view.now_s + PREDICTED_S, row, request))
@@ -66,21 +70,21 @@ class Remembering:
     def _cached(self, view: View, request: Request) -> Floats:
         usable = request.text.hashes[: (request.tokens - 1) // self._block_size]
         cached = np.zeros(len(self._held))
-        if self._index.by == "events":
-            for address, engine in self._books.engines.items():
-                cached[self._books.row_of(view.table, address)] = len(engine.pool.match(usable))
+        if self._rule.by == "events":
+            for address, engine in self._tracker.engines.items():
+                cached[self._tracker.row_of(view.table, address)] = len(engine.pool.match(usable))
             self._add_predicted(cached, usable, view.now_s)
         else:
             for row, held in enumerate(self._held):
                 cached[row] = _matched(held, usable)
         return cached * self._block_size
 
-    def _add_predicted(self, cached: Floats, usable: list[int], now: float) -> None:
-        while self._predicted and self._predicted[0][0] < now:
+    def _add_predicted(self, cached: Floats, usable: list[int], now_s: float) -> None:
+        while self._predicted and self._predicted[0][0] < now_s:
             self._predicted.popleft()
         for _, row, sent in self._predicted:
             pairs = zip(sent.text.hashes, usable, strict=False)
-            same = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
+            same = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
             cached[row] = max(cached[row], min(len(sent.text.hashes), len(usable)) if same is None else same)
 
     def _remember_ended(self) -> None:
@@ -90,7 +94,7 @@ class Remembering:
     def _remember(self, view: View, row: int, request: Request) -> None:
         self._add(row, request)
         capacity = int(view.table.kv_tokens[row]) // self._block_size
-        if self._index.is_bounded and capacity:
+        if self._rule.is_bounded and capacity:
             while len(self._held[row]) > capacity:
                 self._held[row].popitem(last=False)
 

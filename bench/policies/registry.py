@@ -1,4 +1,4 @@
-"""Policies by name: how each picks, and what it has to be told or shown."""
+"""Policies by name, each with the observer and the configuration that it needs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from bench.policies.llm_d import AffinityWithTokenLoad
 from bench.policies.lmetric import LMetric
 from bench.policies.oracle import Oracle
 from bench.policies.preble import ExploitExplore
-from bench.policies.prefix_memory import Index, Remembering
+from bench.policies.prefix_memory import MemoryRule, WithPrefixMemory
 from bench.policies.ray_serve import PrefixAffinity
 from bench.policies.sglang import CacheAware
-from bench.policies.simple import ByChance, LeastRequest, PowerOfTwo
-from bench.virtual.observer import Onlooker
+from bench.policies.simple import LeastRequest, PowerOfTwo, RandomPick
+from bench.virtual.observers import RequestObserver
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.scheduling.picker import Picker
 from extproc.scheduling.picker_config import read_picker_text
@@ -32,60 +32,65 @@ from extproc.scheduling.round_robin import RoundRobin
 _CONFIGS: Final = Path(__file__).parent / "configs"
 
 
-class Calibration(msgspec.Struct, frozen=True):
-    """What operators of some peers measure of an engine before: prefill in tokens a second, seconds a token of decode."""
+class EngineCalibration(msgspec.Struct, frozen=True):
+    """What operators of some routers measure on an idle engine. ``block_size``: tokens of a KV block."""
 
-    prefill: float
-    decode_s: float
+    prefill_tokens_per_s: float
+    decode_s_per_token: float
     block_size: int
 
 
-class Policy(msgspec.Struct, frozen=True):
-    """Ready for one run. ``server``: what its ModelServer must say beside."""
+class PolicySetup(msgspec.Struct, frozen=True):
+    """A policy for one trial.
+
+    ``observer``: follows the simulation for it. ``server``: further fields of its ModelServer.
+    """
 
     picker: Picker
-    onlooker: Onlooker | None = None
+    observer: RequestObserver | None = None
     server: Mapping[str, Any] = {}
 
 
 _KV_EVENTS: Final = {"kvEvents": {"port": 5557}}
 
 
-def _plain(make: Callable[[], Picker]) -> Callable[[Calibration], Policy]:
-    def build(_: Calibration) -> Policy:
-        return Policy(make())
+def _plain(make: Callable[[], Picker]) -> Callable[[EngineCalibration], PolicySetup]:
+    def build(_: EngineCalibration) -> PolicySetup:
+        return PolicySetup(make())
 
     return build
 
 
 def _watching(
-    make: Callable[[InFlightTracker, Calibration], Picker], index: Index | None = None
-) -> Callable[[Calibration], Policy]:
-    """A policy that sees answers pass, with an index of its own."""
+    make: Callable[[InFlightTracker, EngineCalibration], Picker], memory: MemoryRule | None = None
+) -> Callable[[EngineCalibration], PolicySetup]:
+    """A policy whose router sees answers pass. ``memory``: of the prompts that it sent; None: Attaché's index."""
 
-    def build(known: Calibration) -> Policy:
-        books = InFlightTracker()
-        picker = make(books, known)
-        if index is not None:
-            picker = Remembering(picker, books, index, known.block_size)
-        return Policy(picker, books)
+    def build(known: EngineCalibration) -> PolicySetup:
+        tracker = InFlightTracker()
+        picker = make(tracker, known)
+        if memory is not None:
+            picker = WithPrefixMemory(picker, tracker, memory, known.block_size)
+        return PolicySetup(picker, tracker)
 
     return build
 
 
-def _llm_d(file: str) -> Callable[[InFlightTracker, Calibration], Picker]:
+def _llm_d(file: str) -> Callable[[InFlightTracker, EngineCalibration], Picker]:
     path = _CONFIGS / file
-    return lambda _books, _known: read_picker_text(str(path), path.read_text(), installed()).picker
+    return lambda _tracker, _known: read_picker_text(str(path), path.read_text(), installed()).picker
 
 
-def _configured(file: Path, server: Mapping[str, Any] = MappingProxyType({})) -> Callable[[Calibration], Policy]:
-    def build(_: Calibration) -> Policy:
+def _configured(
+    file: Path, server: Mapping[str, Any] = MappingProxyType({})
+) -> Callable[[EngineCalibration], PolicySetup]:
+    def build(_: EngineCalibration) -> PolicySetup:
         try:
             picker = read_picker_text(str(file), file.read_text(), installed()).picker
         except OSError as error:
             msg = f"cannot be read: {error.strerror}; name a file, or one of {', '.join(POLICIES)}"
             raise ConfigInvalid([Mistake(str(file), 0, "", msg)]) from None
-        return Policy(picker, server=server)
+        return PolicySetup(picker, server=server)
 
     return build
 
@@ -94,42 +99,54 @@ def _ours() -> Picker:
     return PrefixAware(PrefixAwareParameters())
 
 
-def _preble(books: InFlightTracker, known: Calibration) -> Picker:
-    return ExploitExplore(books, prefill=known.prefill, decode_s=known.decode_s, block_size=known.block_size)
+def _preble(tracker: InFlightTracker, known: EngineCalibration) -> Picker:
+    return ExploitExplore(
+        tracker,
+        prefill_tokens_per_s=known.prefill_tokens_per_s,
+        decode_s_per_token=known.decode_s_per_token,
+        block_size=known.block_size,
+    )
 
 
-# What each router's index is like; see its module.
-_SENT: Final = Index()
-_UNBOUNDED: Final = Index(is_bounded=False)
-_ENDED: Final = Index(by="ended", is_bounded=False)
+# What each router remembers; see its module.
+_SENT: Final = MemoryRule()
+_UNBOUNDED: Final = MemoryRule(is_bounded=False)
+_ENDED: Final = MemoryRule(by="ended", is_bounded=False)
 
-POLICIES: Final[Mapping[str, Callable[[Calibration], Policy]]] = MappingProxyType(
+POLICIES: Final[Mapping[str, Callable[[EngineCalibration], PolicySetup]]] = MappingProxyType(
     {
         "attache": _plain(_ours),
-        "attache-precise": lambda _: Policy(_ours(), server=_KV_EVENTS),
+        "attache-precise": lambda _: PolicySetup(_ours(), server=_KV_EVENTS),
         "round-robin": _plain(RoundRobin),
-        "random": _plain(ByChance),
+        "random": _plain(RandomPick),
         "least-request": _plain(LeastRequest),
         "power-of-two": _plain(PowerOfTwo),
         "llm-d-blend": _watching(_llm_d("llm-d-default.yaml"), _SENT),
-        "llm-d-token-load": _watching(lambda books, known: AffinityWithTokenLoad(books, known.prefill), _SENT),
+        "llm-d-token-load": _watching(
+            lambda tracker, known: AffinityWithTokenLoad(tracker, known.prefill_tokens_per_s), _SENT
+        ),
         "llm-d-precise": _configured(_CONFIGS / "llm-d-precise.yaml", _KV_EVENTS),
-        "kthena": _watching(lambda _books, _known: KthenaDefault(), _ENDED),
+        "kthena": _watching(lambda _tracker, _known: KthenaDefault(), _ENDED),
         "kthena-2025-least-request": _plain(KthenaMeasured),
-        "kthena-2025-prefix": _watching(lambda _books, _known: KthenaMeasured(prefix="seen"), _ENDED),
-        "kthena-2025-kvcache": _watching(lambda _books, _known: KthenaMeasured(prefix="whole"), Index(by="events")),
-        "sglang": _watching(lambda _books, _known: CacheAware(), _UNBOUNDED),
-        "dynamo": _watching(lambda books, known: KvRouter(books, known.block_size), Index(by="events")),
+        "kthena-2025-prefix": _watching(lambda _tracker, _known: KthenaMeasured(prefix="seen"), _ENDED),
+        "kthena-2025-kvcache": _watching(
+            lambda _tracker, _known: KthenaMeasured(prefix="whole"), MemoryRule(by="events")
+        ),
+        "sglang": _watching(lambda _tracker, _known: CacheAware(), _UNBOUNDED),
+        "dynamo": _watching(lambda tracker, known: KvRouter(tracker, known.block_size), MemoryRule(by="events")),
         "preble": _watching(_preble, _SENT),
-        "aibrix-prefix-cache": _watching(lambda _books, _known: PrefixCache(), _UNBOUNDED),
+        "aibrix-prefix-cache": _watching(lambda _tracker, _known: PrefixCache(), _UNBOUNDED),
         "aibrix-least-kv-cache": _plain(LeastKvCache),
-        "ray": _watching(lambda _books, _known: PrefixAffinity(), _UNBOUNDED),
-        "lmetric": _watching(lambda books, _: LMetric(books), _SENT),
-        "oracle": _watching(lambda books, _: Oracle(books)),
+        "ray": _watching(lambda _tracker, _known: PrefixAffinity(), _UNBOUNDED),
+        "lmetric": _watching(lambda tracker, _: LMetric(tracker), _SENT),
+        "oracle": _watching(lambda tracker, _: Oracle(tracker)),
     }
 )
 
 
-def policy_named(name: str) -> Callable[[Calibration], Policy]:
-    """By name, or by the path of an EndpointPickerConfig; raises ConfigInvalid."""
+def policy_named(name: str) -> Callable[[EngineCalibration], PolicySetup]:
+    """A policy by its name, or by the path of an EndpointPickerConfig; called with the calibration of an engine.
+
+    A file that is not valid raises ConfigInvalid when the policy is made.
+    """
     return POLICIES[name] if name in POLICIES else _configured(Path(name))

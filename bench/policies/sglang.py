@@ -1,8 +1,9 @@
-"""SGLang's ``cache_aware`` (now the Shepherd Model Gateway's): the best match in its tree, unless loads are apart.
+"""SGLang's ``cache_aware``: the best match in its tree, unless loads are unequal.
 
-Loads are requests in flight. More than 32 apart and the most more than 1.1 times the least: the least loaded. Else, if somebody holds more
-than half of the prompt, who holds most of it; else the least loaded (before: the smallest tree, which ignores load: sgl-project/sglang issue
-14305). Source: lightseekorg/smg, ``model_gateway/src/policies/cache_aware.rs``.
+It is now part of the Shepherd Model Gateway. Loads are requests in flight. If they differ by more than 32 and the
+highest is more than 1.1 times the lowest: the least loaded. Else, if an endpoint holds more than half of the prompt,
+the one that holds most; else the least loaded (formerly the smallest tree, which ignores load: sgl-project/sglang
+issue 14305). Source: lightseekorg/smg, ``model_gateway/src/policies/cache_aware.rs``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from bench.policies.choosing import in_flight, least, match_ratio
+from bench.policies.least_cost import least_cost, match_ratio, requests_in_flight
 
 if TYPE_CHECKING:
     import random
@@ -28,10 +29,11 @@ class CacheAware:
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """See the module."""
-        may, load = view.candidates(), in_flight(view)
+        may, load = view.candidates(), requests_in_flight(view)
         most, fewest = float(load[may].max()), float(load[may].min())
         ratio = match_ratio(view)
         if (most - fewest > _APART and most > _TIMES * fewest) or float(ratio[may].max()) <= _MATCH:
-            return least(view, load, rng)
-        # between equal matches the lower load
-        return least(view, -ratio + load / (1e6 * (1 + most)), rng, may & np.isfinite(load))
+            return least_cost(view, load, rng)
+        # the lower load between equal matches
+
+        return least_cost(view, -ratio + load / (1e6 * (1 + most)), rng, may & np.isfinite(load))

@@ -1,4 +1,7 @@
-"""What every proxy has: by chance, the least requests, the better of two. (Round robin is extproc's own.)"""
+"""What every proxy has: random, least request, power of two choices.
+
+Round robin is extproc's own.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.policies.choosing import in_flight, least
+from bench.policies.least_cost import least_cost, requests_in_flight
 
 if TYPE_CHECKING:
     import random
@@ -14,29 +17,30 @@ if TYPE_CHECKING:
     from extproc.scheduling.picker import Pick, View
 
 
-class ByChance:
+class RandomPick:
     """Every endpoint equally often."""
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """Nothing is looked at."""
-        return least(view, np.zeros(len(view.table.addresses)), rng)
+        """Any order is as likely as any other."""
+        return least_cost(view, np.zeros(len(view.table.addresses)), rng)
 
 
 class LeastRequest:
-    """The fewest requests in flight: nginx's ``least_conn``, Envoy's ``LEAST_REQUEST`` with a choice of all."""
+    """The fewest requests in flight: nginx's ``least_conn``, Envoy's ``LEAST_REQUEST`` with all hosts as choices."""
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """Never late: we count ourselves."""
-        return least(view, in_flight(view), rng)
+        """Counts are the router's own, so they are never late."""
+        return least_cost(view, requests_in_flight(view), rng)
 
 
 class PowerOfTwo:
-    """Two by chance, of which the one with fewer requests (Mitzenmacher, 2001): Envoy's ``LEAST_REQUEST`` as it comes."""
+    """The better of two random endpoints (Mitzenmacher, 2001): Envoy's ``LEAST_REQUEST`` with its defaults."""
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """The others stay as fallbacks, in any order."""
+        """The other endpoints follow as fallbacks, in random order."""
+
         rows = np.flatnonzero(view.candidates())
         drawn = rows[rng.sample(range(rows.size), min(2, rows.size))]
         cost = np.full(len(view.table.addresses), np.inf)
-        cost[drawn] = in_flight(view)[drawn]
-        return least(view, cost, rng)
+        cost[drawn] = requests_in_flight(view)[drawn]
+        return least_cost(view, cost, rng)

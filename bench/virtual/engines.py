@@ -1,4 +1,4 @@
-"""Engines in virtual time: each takes one step after the other, or many at once while nothing comes that could change them."""
+"""Engines in virtual time: step by step, or in leaps while nothing can change."""
 
 from __future__ import annotations
 
@@ -7,47 +7,61 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.engine.journal import Journal
-from bench.engine.scheduler import Limits, Scheduler
+from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import Roofline, StepTime
+from extproc.core.peer_events import EngineSaid
 from extproc.endpoints.engine_reports import CacheConfig, EngineState
-from extproc.replication.messages import EngineSaid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from bench.engine.hardware import Hardware
-    from bench.engine.journal import Removed, Stored
-    from bench.engine.request import Request, Step, Token
-    from bench.virtual.events import Events
+    from bench.engine.journal import CacheChange
+    from bench.engine.request import EngineStep, Request, Token
+    from bench.virtual.event_queue import EventQueue
 
 
-class Kind(msgspec.Struct, frozen=True):
-    """What an engine is: its speed and its limits."""
+class EngineKind(msgspec.Struct, frozen=True):
+    """An engine's speed and limits."""
 
     speed: StepTime
-    limits: Limits
+    limits: EngineLimits
 
 
-def kind_of(hardware: Hardware, limits: Limits | None = None, *, block_size: int = 16) -> Kind:
-    """By the roofline; without limits, vLLM's defaults and as many blocks as the GPUs have room for."""
+def roofline_engine(hardware: Hardware, limits: EngineLimits | None = None, *, block_size: int = 16) -> EngineKind:
+    """Step times by the roofline. Without ``limits``: vLLM's defaults, and as many blocks as the GPUs' memory holds.
+
+    ``block_size``: tokens of a KV block, where ``limits`` does not say.
+    """
     if limits is None:
-        limits = Limits(block_size=block_size, num_gpu_blocks=hardware.kv_tokens() // block_size)
-    return Kind(Roofline(hardware), limits)
+        limits = EngineLimits(block_size=block_size, num_gpu_blocks=hardware.kv_tokens() // block_size)
+    return EngineKind(Roofline(hardware), limits)
 
 
-class Machine:
-    """One engine. ``on_tokens`` is told of every token, or of several at once with ``leaps``."""
+def addresses(count: int) -> list[str]:
+    """Addresses for ``count`` virtual engines."""
+    return [f"10.0.{number // 250}.{number % 250 + 1}:8000" for number in range(count)]
+
+
+class VirtualEngine:
+    """One engine, driven by an event queue.
+
+    ``served``: requests that have ended. ``busy_s``: time spent computing.
+    """
 
     def __init__(
         self,
-        kind: Kind,
-        events: Events,
+        kind: EngineKind,
+        events: EventQueue,
         on_tokens: Callable[[Iterable[Token], float], None],
         *,
         leaps: bool,
-        on_blocks: Callable[[list[Stored | Removed], float], None] | None = None,
+        on_blocks: Callable[[list[CacheChange], float], None] | None = None,
     ) -> None:
-        """``on_blocks`` is told what enters and leaves the cache; requests must then keep their text."""
+        """``on_tokens``: called with the tokens of a step and the instant. ``leaps``: several steps may end as one.
+
+        ``on_blocks``: called with what enters and leaves the cache; requests must then keep their text.
+        """
         self.kind = kind
         self._journal = Journal() if on_blocks is not None else None
         self._on_blocks = on_blocks
@@ -57,38 +71,38 @@ class Machine:
         self._events = events
         self._on_tokens = on_tokens
         self._leaps = leaps
-        self._step: Step | None = None
-        self._began = 0.0
-        self._plans = 0
-        self._told = 0
+        self._step: EngineStep | None = None
+        self._began_at_s = 0.0
+        self._plan = 0
+        self._reported_first_tokens = 0
 
     def add(self, request: Request, now: float) -> None:
-        """A request arrives: it is in the next step, and many steps at once end with the one that runs."""
+        """A request arrives. It is in the next step; a leap ends with the step that runs."""
         self.scheduler.add(request)
         if self._step is None:
             self._begin(now)
         elif self._step.count > 1:
-            self._step.cut(now - self._began)
-            self._plan()
+            self._step.cut(now - self._began_at_s)
+            self._plan_end()
 
     def _begin(self, now: float) -> None:
         self._step = self.scheduler.begin_step(leaps=self._leaps)
         if self._step is not None:
-            self._began = now
-            self._plan()
+            self._began_at_s = now
+            self._plan_end()
 
-    def _plan(self) -> None:
-        """The end of the step; an earlier plan for it counts no more."""
+    def _plan_end(self) -> None:
+        """Plan the end of the step, in place of an earlier plan."""
         assert self._step is not None
-        self._plans += 1
-        plan = self._plans
-        self._events.at(self._began + self._step.seconds, lambda now: self._end(plan, now))
+        self._plan += 1
+        plan = self._plan
+        self._events.at(self._began_at_s + self._step.duration_s, lambda now: self._end(plan, now))
 
     def _end(self, plan: int, now: float) -> None:
-        if plan != self._plans or self._step is None:
+        if plan != self._plan or self._step is None:
             return
         step, self._step = self._step, None
-        self.busy_s += step.seconds
+        self.busy_s += step.duration_s
         tokens = self.scheduler.end_step(step)
         if self._journal is not None and self._on_blocks is not None:
             changes = self._journal.take()
@@ -96,19 +110,19 @@ class Machine:
                 self._on_blocks(changes, now)
         self.served += sum(1 for token in tokens if token.is_last)
         self._on_tokens(tokens, now)
-        if self._step is None:  # somebody who was told may have sent the next request already
+        if self._step is None:  # on_tokens may have brought the next request, and with it begun a step
             self._begin(now)
 
     def said(self, server: str, address: str) -> EngineSaid:
-        """What it would say of itself if asked now."""
+        """What its metrics say now, as extproc reads them."""
         scheduler, limits = self.scheduler, self.kind.limits
         pool = scheduler.pool
-        before, self._told = self._told, scheduler.counters.first_tokens
+        before, self._reported_first_tokens = self._reported_first_tokens, scheduler.counters.first_tokens
         state = EngineState(
             len(scheduler.waiting),
             len(scheduler.running),
             1 - pool.free / pool.total,
-            first_tokens=self._told - before,
+            first_tokens=self._reported_first_tokens - before,
         )
         cache = CacheConfig(limits.block_size, limits.num_gpu_blocks * limits.block_size)
         return EngineSaid(server, address, state, cache)

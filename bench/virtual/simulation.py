@@ -1,4 +1,4 @@
-"""A workload against extproc's own pipeline and simulated engines, in virtual time.
+"""A workload against extproc's own core and simulated engines, in virtual time.
 
 No Envoy, no HTTP: a request reaches its engine a moment after its pick, which is that of its arrival unless it is held. What the
 picker knows is as late as it is in reality: ``Delays``.
@@ -17,36 +17,40 @@ import msgspec
 from bench.engine.hardware import API_S
 from bench.engine.request import Request, Token
 from bench.engine.text import Message, answer_text, count_tokens, render_chat, tokens_of
-from bench.load.client import Result
-from bench.virtual.blocks import follow_blocks
-from bench.virtual.engines import Machine
-from bench.virtual.events import Events
-from bench.virtual.observer import REQUEST_KEY, Delays, Onlooker, Watch
+from bench.reporting.results import RequestResult
+from bench.virtual.delays import Delays
+from bench.virtual.engines import VirtualEngine
+from bench.virtual.event_queue import EventQueue
+from bench.virtual.kv_events import kv_event_feed
+from bench.virtual.observers import REQUEST_KEY, RequestObserver, TokenObserver
 from bench.workload.sessions import Session
-from extproc.core.feedback import Outcome
-from extproc.core.pipeline import Pipeline
-from extproc.core.types import Decision, Head, Held, Terms
+from extproc.admission.limits import LocalLimits
+from extproc.core.core import Core
+from extproc.core.effects import AskLimits, AskTokens, Decision, Hold, Refused, SettleGrant, WakeAt
+from extproc.core.types import Head, Outcome
 from extproc.errors import Refusal
-from extproc.replication.messages import engine_said
 from extproc.request.model import Api
 from extproc.scheduling.pickers import make_picker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from bench.virtual.engines import Kind
+    from bench.virtual.engines import EngineKind
     from bench.workload.sessions import Workload
+    from extproc.admission.limits import Grant
     from extproc.config.types import Snapshot
+    from extproc.core.effects import Effect
+    from extproc.core.entering import Own
     from extproc.scheduling.pickers import MakePicker
 
 
 class _Asked(msgspec.Struct):
-    """A request from its arrival on. ``place``: of its session and of its turn. ``done``: told of its end."""
+    """A request from its arrival on. ``position``: of its session and of its turn. ``done``: told of its end."""
 
     session: Session
-    place: tuple[int, int]
+    position: tuple[int, int]
     request: Request
-    due_s: float
+    due_at_s: float
     done: Callable[[float], None]
 
 
@@ -56,53 +60,61 @@ class _Flight(msgspec.Struct):
     asked: _Asked
     ticket: str
     address: str
-    first_token_s: float = 0.0
+    first_token_at_s: float = 0.0
 
 
 class Simulation:
-    """Engines by address under one pipeline. ``run`` plays a workload and returns its results, in engine time."""
+    """Engines by address under one core. ``run`` plays a workload and returns its results, in engine time."""
 
     def __init__(
         self,
         snapshot: Snapshot,
-        engines: Mapping[str, Kind],
+        engines: Mapping[str, EngineKind],
         *,
         seed: int = 0,
         make_picker: MakePicker = make_picker,
         delays: Delays = Delays(),  # noqa: B008 - frozen
-        watch: Watch | None = None,
-        onlookers: Sequence[Onlooker] = (),
+        token_observer: TokenObserver | None = None,
+        request_observers: Sequence[RequestObserver] = (),
     ) -> None:
-        self.pipeline = Pipeline(snapshot, rng=random.Random(seed), ticket_prefix="s", make_picker=make_picker)
+        self.core = Core(snapshot, rng=random.Random(seed), ticket_prefix="s", make_picker=make_picker)
         self._rng = random.Random(seed)
         (server,) = snapshot.servers
         self._server = server.metadata.name
         self._model = server.spec.model
         self._asked_model = snapshot.routes[0].spec.model_name or self._model
         self._has_events = server.spec.kv_events is not None
-        self._events = Events()
-        self.machines = {address: self._machine(address, kind, watch) for address, kind in engines.items()}
+        self._events = EventQueue()
+        self.engines = {address: self._engine(address, kind, token_observer) for address, kind in engines.items()}
         self._longest = min(one.limits.num_gpu_blocks * one.limits.block_size for one in engines.values())
         self._block_size = next(iter(engines.values())).limits.block_size
-        self._delays, self._watch, self._onlookers = delays, watch, onlookers
-        for onlooker in onlookers:
-            onlooker.begins({address: machine.scheduler for address, machine in self.machines.items()})
+        self._delays, self._token_observer, self._request_observers = delays, token_observer, request_observers
+        for observer in request_observers:
+            observer.begins({address: engine.scheduler for address, engine in self.engines.items()})
+        # of limits that engines share
+        self._store = LocalLimits()
         self._held: dict[str, _Asked] = {}
         self._looks_again_s = math.inf
         self._flights: dict[int, _Flight] = {}
         self._keys = itertools.count()
-        self._results: list[Result] = []
+        self._results: list[RequestResult] = []
 
-    def _machine(self, address: str, kind: Kind, watch: Watch | None) -> Machine:
+    def _engine(self, address: str, kind: EngineKind, token_observer: TokenObserver | None) -> VirtualEngine:
         on_blocks = None
         if self._has_events:
-            on_blocks = follow_blocks(self.pipeline, self._server, address, kind.limits.block_size, self._later)
-        return Machine(kind, self._events, self._take_tokens, leaps=watch is None, on_blocks=on_blocks)
+            on_blocks = kv_event_feed(
+                self.core,
+                server=self._server,
+                address=address,
+                block_size=kind.limits.block_size,
+                later=self._later,
+            )
+        return VirtualEngine(kind, self._events, self._take_tokens, leaps=token_observer is None, on_blocks=on_blocks)
 
     def _later(self, now: float, act: Callable[[float], None]) -> None:
         self._events.at(now + self._delays.events_s, act)
 
-    def run(self, workload: Workload) -> Sequence[Result]:
+    def run(self, workload: Workload) -> Sequence[RequestResult]:
         """Play ``workload`` to its end."""
         for number, session in enumerate(workload.sessions):
             self._begin(number, session)
@@ -111,9 +123,11 @@ class Simulation:
         return self._results
 
     def _scrape(self, now: float) -> None:
-        for address, machine in self.machines.items():
-            engine_said(self.pipeline, machine.said(self._server, address), now)
-        self._release(now)
+        effects: list[Effect] = []
+        for address, engine in self.engines.items():
+            # all of them wake the core at the same time, and once is enough
+            effects = self.core.take_report(engine.said(self._server, address), now)
+        self._perform(effects, now)
         if self._events:  # nothing else to come: the end
             self._events.at(now + self._delays.scrape_s, self._scrape)
 
@@ -135,12 +149,12 @@ class Simulation:
 
             self._ask(session, (number, index), messages, answer, now, done)
 
-        self._events.at(session.begins_s, lambda now: turn(0, now))
+        self._events.at(session.begins_at_s, lambda now: turn(0, now))
 
     def _ask(
         self,
         session: Session,
-        place: tuple[int, int],
+        position: tuple[int, int],
         messages: list[dict[str, str]],
         answer: bytes,
         now: float,
@@ -151,7 +165,7 @@ class Simulation:
         request = Request(
             next(self._keys), prompt, answer, model=model, block_size=self._block_size, keeps_text=self._has_events
         )
-        asked = _Asked(session, place, request, now, done)
+        asked = _Asked(session, position, request, now, done)
         if count_tokens(prompt) + request.output_tokens > self._longest:
             # an engine would answer 400; one that took it would wait for blocks for ever
             self._refuse(asked, "longer than the KV cache")
@@ -160,109 +174,130 @@ class Simulation:
             {"model": session.adapter or self._asked_model, "messages": messages, "stream": True}
         )
         headers = session.headers
-        if self._onlookers:
+        if self._request_observers:
             headers = {**headers, REQUEST_KEY: str(request.key)}
-        for onlooker in self._onlookers:
-            onlooker.arrives(request, place, now)
+        for observer in self._request_observers:
+            observer.arrives(request, position, now)
         head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=True)
-        terms = Terms(tokens=tokens_of(prompt)) if self._has_events else Terms()
         try:
-            arrival = self.pipeline.intake.receive(Api.CHAT, head, body)
-            found = self.pipeline.enter(arrival, now, terms)
+            arrival = self.core.intake.receive(Api.CHAT, head, body)
         except Refusal as refusal:
             self._refuse(asked, refusal.outcome)
             return
-        if isinstance(found, Held):
-            self._held[found.ticket] = asked
-            if self._watch is not None:
-                self._watch.held(session.label, found.ticket, now)
-            self._release(now)
-        else:
-            self._send(asked, found, now)
+        own: Own | None
+        own, effects = self.core.arrive(arrival, now)
+        while isinstance(own, AskTokens | AskLimits):
+            self._perform(effects, now)
+            asked_for = tokens_of(prompt) if isinstance(own, AskTokens) else self._granted(own, now)
+            own, effects = self.core.resume(own.ticket, asked_for, now)
+        match own:
+            case Decision():
+                self._send(asked, own, now)
+            case Refused():
+                self._refuse(asked, own.refusal.outcome)
+            case Hold():
+                self._held[own.ticket] = asked
+                if self._token_observer is not None:
+                    self._token_observer.held(session.label, own.ticket, now)
+        self._perform(effects, now)
+
+    def _granted(self, ask: AskLimits, now: float) -> Grant | Refusal:
+        """By the store that all engines would share."""
+        try:
+            return msgspec.structs.replace(self._store.reserve(ask.asks, now), is_global=True)
+        except Refusal as refusal:
+            return refusal
 
     def _refuse(self, asked: _Asked, error: str) -> None:
-        due_s = asked.due_s
+        due_at_s = asked.due_at_s
         self._results.append(
-            Result(due_s, due_s, due_s, 0, 0, 0, error=error, label=asked.session.label, place=asked.place)
+            RequestResult(
+                due_at_s, due_at_s, due_at_s, 0, 0, 0, error=error, label=asked.session.label, position=asked.position
+            )
         )
 
-    def _release(self, now: float) -> None:
-        """Let go who may; and look again when something may have changed by itself."""
-        if not self.pipeline.admission.has_waiting:
-            return
-        for one in self.pipeline.release(now):
-            asked = self._held.pop(one.held.ticket)
-            if isinstance(one.result, Decision):
-                self._send(asked, one.result, now)
-            else:
-                self._refuse(asked, one.result.outcome)
-        again_s = self.pipeline.admission.look_again_s(now)
-        if again_s is not None and again_s < self._looks_again_s:
-            self._looks_again_s = again_s
-            self._events.at(again_s, self._look_again)
+    def _perform(self, effects: list[Effect], now: float) -> None:
+        """What the core asks for; a request that was not held follows its own effect itself."""
+        for effect in effects:
+            match effect:
+                case Decision() if effect.was_held:
+                    self._send(self._held.pop(effect.ticket), effect, now)
+                case Refused() if effect.was_held:
+                    self._refuse(self._held.pop(effect.ticket), effect.refusal.outcome)
+                case SettleGrant():
+                    self._store.settle(effect.grant, effect.used, now)
+                case WakeAt():
+                    self._wake_at(effect.at_s, now)
+
+    def _wake_at(self, at_s: float, now: float) -> None:
+        if at_s <= now:
+            self._perform(self.core.tick(now), now)
+        elif at_s < self._looks_again_s:
+            self._looks_again_s = at_s
+            self._events.at(at_s, self._look_again)
 
     def _look_again(self, now: float) -> None:
-        # an earlier look may have taken the place of this one
+        # an earlier look may have taken the position of this one
         if now == self._looks_again_s:
             self._looks_again_s = math.inf
-            self._release(now)
+            self._perform(self.core.tick(now), now)
 
     def _send(self, asked: _Asked, decision: Decision, now: float) -> None:
         address = decision.assignment.place.address
         request = asked.request
         self._flights[request.key] = _Flight(asked, decision.ticket, address)
-        if self._watch is not None:
-            self._watch.sent(asked.session.label, decision, request.prompt_tokens, now)
-        for onlooker in self._onlookers:
-            onlooker.sent(request, address, now)
-        machine = self.machines[address]
-        self._events.at(now + API_S, lambda later: machine.add(request, later))
+        if self._token_observer is not None:
+            self._token_observer.sent(asked.session.label, decision, request.prompt_tokens, now)
+        for observer in self._request_observers:
+            observer.sent(request, address, now)
+        engine = self.engines[address]
+        self._events.at(now + API_S, lambda later: engine.add(request, later))
 
     def _take_tokens(self, tokens: Iterable[Token], now: float) -> None:
         for token in tokens:
             flight = self._flights[token.request.key]
-            if not flight.first_token_s:
-                flight.first_token_s = now
-                for onlooker in self._onlookers:
-                    onlooker.first_token(token.request, now)
-            if self._watch is not None:
-                self._watch.token(flight.asked.session.label, now)
+            if not flight.first_token_at_s:
+                flight.first_token_at_s = now
+                for observer in self._request_observers:
+                    observer.first_token(token.request, now)
+            if self._token_observer is not None:
+                self._token_observer.token(flight.asked.session.label, now)
             if token.is_last:
                 self._finish(token.request, self._flights.pop(token.request.key), now)
 
     def _finish(self, request: Request, flight: _Flight, now: float) -> None:
         asked = flight.asked
-        if self._watch is not None:
-            self._watch.ended(asked.session.label, request.tokens, now)
-        for onlooker in self._onlookers:
-            onlooker.ended(request, now)
-        self.pipeline.finish(flight.ticket, now)
+        if self._token_observer is not None:
+            self._token_observer.ended(asked.session.label, request.tokens, now)
+        for observer in self._request_observers:
+            observer.ended(request, now)
+        effects = self.core.finish(flight.ticket, now)
         outcome = Outcome(
             ticket=flight.ticket,
             status=200,
             served=flight.address,
-            duration_s=now - asked.due_s,
-            ttfb_s=flight.first_token_s - asked.due_s,
+            duration_s=now - asked.due_at_s,
+            ttfb_s=flight.first_token_at_s - asked.due_at_s,
             prompt_tokens=request.prompt_tokens,
             completion_tokens=request.produced,
             cached_tokens=request.cached_tokens or None,
         )
         self._events.at(now + self._delays.log_s, lambda later: self._settle(outcome, later))
         self._results.append(
-            Result(
-                due_s=asked.due_s,
-                first_token_s=flight.first_token_s,
-                last_token_s=now,
+            RequestResult(
+                due_at_s=asked.due_at_s,
+                first_token_at_s=flight.first_token_at_s,
+                last_token_at_s=now,
                 prompt_tokens=request.prompt_tokens,
                 cached_tokens=request.cached_tokens or 0,
                 output_tokens=request.produced,
                 label=asked.session.label,
                 engine=flight.address,
-                place=asked.place,
+                position=asked.position,
             )
         )
-        self._release(now)
+        self._perform(effects, now)
         asked.done(now)
 
     def _settle(self, outcome: Outcome, now: float) -> None:
-        self.pipeline.settle(outcome, now)
+        self._perform(self.core.settle(outcome, now), now)

@@ -1,1 +1,1 @@
-"""What is sent: generated conversations, and public traces, as one kind of plain data."""
+"""What is sent: generated traffic and public traces as plain data; knows engine."""

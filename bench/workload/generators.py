@@ -1,4 +1,4 @@
-"""Generators by name, with their numbers: ``shared-prefix:groups=256,prefix=4096``."""
+"""Generators by name, with their parameters: ``shared-prefix:groups=256,prefix=4096``."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from bench.workload.formats.rows import Part, TraceInvalid
-from bench.workload.generate import Conversations
+from bench.workload.formats.rows import Excerpt, TraceInvalid
 from bench.workload.sessions import Session, Workload
-from bench.workload.shapes import Agents, Bursts, HeavyTail, LoraMix, Retrieval, SharedPrefix, Tenants
+from bench.workload.shapes import Agents, Bursts, Conversations, HeavyTail, LoraMix, Retrieval, SharedPrefix, Tenants
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 
 class Shape(Protocol):
-    """A kind of traffic: a struct of numbers."""
+    """A kind of traffic: a struct of parameters."""
 
     def play(self, seed: int) -> Iterator[Session]:
-        """In the order of their beginning; equal seeds give equal sessions."""
+        """Sessions in the order of their beginning. Equal seeds give equal sessions."""
         ...
 
 
@@ -39,8 +38,19 @@ GENERATORS: Final[Mapping[str, type[Shape]]] = MappingProxyType(
 )
 
 
-def generate(described: str, seed: int, part: Part) -> Workload:
-    """Sessions of a generator, ``part`` of them if its limit is not 0. Raises TraceInvalid."""
+def conversations(shape: Conversations, seed: int = 0) -> Workload:
+    """The workload of ``shape``, under a name that says what it is."""
+    name = f"{shape.sessions} generated conversations of {shape.turns} turns over {shape.system_prompts} system prompts"
+    return Workload(name, tuple(shape.play(seed)))
+
+
+def generate(described: str, seed: int, excerpt: Excerpt) -> Workload:
+    """The sessions of a generator. Raises TraceInvalid.
+
+    ``described``: its name and parameters, as in ``chat:sessions=30,turns=2``. ``excerpt``: which sessions; without a
+    limit all that the generator makes.
+    """
+
     name, _, numbers = described.partition(":")
     pairs = [one.partition("=") for one in numbers.split(",") if one]
     try:
@@ -52,10 +62,10 @@ def generate(described: str, seed: int, part: Part) -> Workload:
     if unknown:
         msg = f"{described}: {name} has no {', '.join(unknown)}; it takes {', '.join(_fields(name))}"
         raise TraceInvalid(msg)
-    stop = part.skip + part.limit if part.limit else None
-    sessions = tuple(islice(shape.play(seed), part.skip, stop))
+    stop = excerpt.skip + excerpt.limit if excerpt.limit else None
+    sessions = tuple(islice(shape.play(seed), excerpt.skip, stop))
     if not sessions:
-        msg = f"{described}: makes no sessions after the first {part.skip}; skip fewer"
+        msg = f"{described}: makes no sessions after the first {excerpt.skip}; skip fewer"
         raise TraceInvalid(msg)
     return Workload(f"{described}, seed {seed}, {len(sessions)} sessions", sessions)
 

@@ -1,4 +1,4 @@
-"""A workload as plain data: sessions that begin when they begin, each with turns that follow each other."""
+"""A workload as plain data: sessions with their arrivals and turns."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 from bench.workload.text import Piece, join
 
 
-class Turn(msgspec.Struct, frozen=True):
-    """One request: what the user adds to the conversation, and how long the answer is to be.
+class SessionTurn(msgspec.Struct, frozen=True):
+    """One request: what the user adds to the conversation, and the length of the answer.
 
-    ``think_s``: seconds between the end of the answer before and this turn. ``is_whole``: what is said is all of the prompt,
-    and not an addition to the conversation so far.
+    ``think_s``: from the end of the previous answer to this turn. ``is_whole``: the pieces are the whole prompt, and
+    not an addition to the conversation so far.
     """
 
     pieces: tuple[Piece, ...]
@@ -23,54 +23,54 @@ class Turn(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What the user says."""
+        """The user's message."""
         return join(self.pieces)
 
 
 class Session(msgspec.Struct, frozen=True):
-    """A conversation, or a single request of a trace. ``begins_s``: seconds from the start of the workload.
+    """A conversation, or a single request of a trace. ``begins_at_s``: from the start of the workload.
 
-    ``headers``: of its requests, as a trusted gateway would write them: who asks, and what for. ``label``: of its results.
-    ``adapter``: what to ask for instead of the model itself.
+    ``headers``: of its requests, such as tenant and objective, as a trusted gateway would write them. ``label``: by
+    which results are grouped. ``adapter``: the LoRA adapter to ask for; empty for the model itself.
     """
 
-    begins_s: float
-    turns: tuple[Turn, ...]
+    begins_at_s: float
+    turns: tuple[SessionTurn, ...]
     system: tuple[Piece, ...] = ()
     headers: Mapping[str, str] = {}
     label: str = ""
     adapter: str = ""
 
     def opening(self) -> list[dict[str, str]]:
-        """The messages with which the conversation begins."""
+        """The messages with which the conversation begins: the system prompt, if there is one."""
         return [{"role": "system", "content": join(self.system)}] if self.system else []
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """Sessions in the order of their beginning. ``name`` says where they are from, and which part."""
+    """Sessions in the order of their beginning. ``name``: their source, and which excerpt of it."""
 
     name: str
     sessions: tuple[Session, ...]
 
     @property
     def requests(self) -> int:
-        """How many there are in all sessions."""
+        """The number of requests of all sessions."""
         return sum(len(session.turns) for session in self.sessions)
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """All that are asked for."""
+        """All LoRA adapters that are asked for."""
         return tuple(sorted({session.adapter for session in self.sessions if session.adapter}))
 
 
-def says(key: str, tokens: int) -> tuple[Piece, ...]:
-    """A text of its own."""
+def one_piece(key: str, tokens: int) -> tuple[Piece, ...]:
+    """The beginning of the text called ``key``, as the only piece."""
     return (Piece(key, tokens),)
 
 
-def faster(workload: Workload, rate: float) -> Workload:
-    """The same sessions, beginning ``rate`` times as often. What happens within them keeps its pace."""
-    if rate == 1:
+def with_rate_scale(workload: Workload, scale: float) -> Workload:
+    """The same sessions, ``scale`` times as many a second. Think times within them stay."""
+    if scale == 1:
         return workload
-    sessions = tuple(msgspec.structs.replace(one, begins_s=one.begins_s / rate) for one in workload.sessions)
-    return Workload(f"{workload.name}, {rate:g} times as fast", sessions)
+    sessions = tuple(msgspec.structs.replace(one, begins_at_s=one.begins_at_s / scale) for one in workload.sessions)
+    return Workload(f"{workload.name}, {scale:g} times as fast", sessions)

@@ -1,6 +1,8 @@
-"""Generated traffic of several kinds, each a few numbers with defaults; lengths in tokens, times in seconds.
+"""Generated traffic of several kinds, each a struct of parameters with defaults.
 
-Equal shapes and seeds give equal workloads. Requests arrive as a Poisson process unless it is said otherwise.
+Lengths are tokens, rates are requests or sessions per second. Equal shapes and seeds give equal workloads. Arrivals
+are a Poisson process unless the shape says otherwise. "Varies by half": evenly between half and one and a half of the
+mean.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.workload.sessions import Session, Turn
+from bench.workload.sessions import Session, SessionTurn, one_piece
 from bench.workload.text import Piece
 from extproc.protocol import TENANT
 
@@ -18,10 +20,44 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class SharedPrefix(msgspec.Struct, frozen=True):
-    """Groups of prompts with a long common beginning: inference-perf's ``shared_prefix``, with which llm-d and Kthena compare.
+class Conversations(msgspec.Struct, frozen=True):
+    """Many users chat with a few assistants: shared system prompts, several turns, pauses to think.
 
-    With ``concurrency``, so many clients that each send the next when they have an answer; else ``rate`` a second.
+    User turns, answers and think times vary by half. The shape is that of inference-perf's ``shared_prefix``
+    generator, with which llm-d's published comparisons were made.
+    """
+
+    sessions: int = 240
+    sessions_per_s: float = 4.5
+    system_prompts: int = 24
+    system_tokens: int = 4000
+    turns: int = 4
+    user_tokens: int = 300
+    output_tokens: int = 80
+    think_s: float = 4.0
+
+    def play(self, seed: int) -> Iterator[Session]:
+        """Each session draws its system prompt by chance."""
+        rng = random.Random(seed)
+        systems = [one_piece(f"{seed}/system/{number}", self.system_tokens) for number in range(self.system_prompts)]
+        begins_at_s = 0.0
+        for number in range(self.sessions):
+            begins_at_s += rng.expovariate(self.sessions_per_s)
+            turns = tuple(
+                SessionTurn(
+                    pieces=one_piece(f"{seed}/{number}/{turn}", jittered(rng, self.user_tokens)),
+                    output_tokens=jittered(rng, self.output_tokens),
+                    think_s=rng.uniform(0.5, 1.5) * self.think_s if turn else 0.0,
+                )
+                for turn in range(self.turns)
+            )
+            yield Session(begins_at_s, turns, rng.choice(systems))
+
+
+class SharedPrefix(msgspec.Struct, frozen=True):
+    """Groups of prompts with a long common prefix: inference-perf's ``shared_prefix``, used by llm-d and Kthena.
+
+    ``concurrency``: clients that each send the next request when they have an answer; 0: ``rate`` requests per second.
     """
 
     groups: int = 150
@@ -33,7 +69,7 @@ class SharedPrefix(msgspec.Struct, frozen=True):
     concurrency: int = 0
 
     def play(self, seed: int) -> Iterator[Session]:
-        """The groups' prompts in any order."""
+        """The prompts of all groups in random order."""
         rng = random.Random(seed)
         order = [(group, number) for group in range(self.groups) for number in range(self.prompts)]
         rng.shuffle(order)
@@ -42,16 +78,19 @@ class SharedPrefix(msgspec.Struct, frozen=True):
             for client in range(min(self.concurrency, len(turns))):
                 yield Session(0.0, tuple(turns[client :: self.concurrency]))
             return
-        for begins_s, turn in zip(arrivals(rng, self.rate), turns, strict=False):
-            yield Session(begins_s, (turn,))
+        for begins_at_s, turn in zip(poisson_arrivals(rng, self.rate), turns, strict=False):
+            yield Session(begins_at_s, (turn,))
 
-    def _turn(self, seed: int, group: int, number: int) -> Turn:
+    def _turn(self, seed: int, group: int, number: int) -> SessionTurn:
         pieces = (Piece(f"{seed}/group/{group}", self.prefix), Piece(f"{seed}/{group}/{number}", self.question))
-        return Turn(pieces, self.output, is_whole=True)
+        return SessionTurn(pieces, self.output, is_whole=True)
 
 
 class Agents(msgspec.Struct, frozen=True):
-    """Tool loops: one long prompt of instructions and tools for all, then step after step a tool's result and a short answer."""
+    """Agents in tool loops: a long prompt of instructions that all share, then tool results and short answers in turn.
+
+    ``tool_s``: the mean time that a tool takes.
+    """
 
     sessions: int = 120
     rate: float = 0.6
@@ -63,24 +102,24 @@ class Agents(msgspec.Struct, frozen=True):
     tool_s: float = 2.0
 
     def play(self, seed: int) -> Iterator[Session]:
-        """Steps vary by half their mean, results by a long tail."""
+        """Numbers of steps vary by half, tool results by a lognormal distribution."""
         rng = random.Random(seed)
         system = (Piece(f"{seed}/tools", self.instructions),)
-        for number, begins_s in zip(range(self.sessions), arrivals(rng, self.rate), strict=False):
-            steps = around(rng, self.steps)
+        for number, begins_at_s in zip(range(self.sessions), poisson_arrivals(rng, self.rate), strict=False):
+            steps = jittered(rng, self.steps)
             yield Session(
-                begins_s, tuple(self._turn(rng, f"{seed}/{number}/{step}", step) for step in range(steps)), system
+                begins_at_s, tuple(self._turn(rng, f"{seed}/{number}/{step}", step) for step in range(steps)), system
             )
 
-    def _turn(self, rng: random.Random, key: str, step: int) -> Turn:
+    def _turn(self, rng: random.Random, key: str, step: int) -> SessionTurn:
         if not step:
-            return Turn((Piece(key, around(rng, self.task)),), around(rng, self.output))
+            return SessionTurn((Piece(key, jittered(rng, self.task)),), jittered(rng, self.output))
         tokens = max(1, round(self.result * rng.lognormvariate(-0.5, 1.0)))
-        return Turn((Piece(key, tokens),), around(rng, self.output), think_s=rng.expovariate(1 / self.tool_s))
+        return SessionTurn((Piece(key, tokens),), jittered(rng, self.output), think_s=rng.expovariate(1 / self.tool_s))
 
 
 class Retrieval(msgspec.Struct, frozen=True):
-    """Answers from documents: instructions, some of many documents by falling popularity (Zipf), and a question."""
+    """Answers from documents: instructions, ``retrieved`` of ``documents`` by popularity (Zipf), and a question."""
 
     requests: int = 1500
     rate: float = 4.0
@@ -92,21 +131,21 @@ class Retrieval(msgspec.Struct, frozen=True):
     output: int = 250
 
     def play(self, seed: int) -> Iterator[Session]:
-        """The most popular document first: whose prompts begin alike share a prefix."""
+        """The most popular document comes first, so that prompts with the same one share a prefix."""
         rng = random.Random(seed)
-        weights = [1 / (rank + 1) for rank in range(self.documents)]
-        for number, begins_s in zip(range(self.requests), arrivals(rng, self.rate), strict=False):
+        weights = [1 / (place + 1) for place in range(self.documents)]
+        for number, begins_at_s in zip(range(self.requests), poisson_arrivals(rng, self.rate), strict=False):
             found = sorted(set(rng.choices(range(self.documents), weights, k=self.retrieved)))
             pieces = (
                 Piece(f"{seed}/instructions", self.instructions),
                 *(Piece(f"{seed}/document/{one}", self.document) for one in found),
                 Piece(f"{seed}/question/{number}", self.question),
             )
-            yield Session(begins_s, (Turn(pieces, around(rng, self.output)),))
+            yield Session(begins_at_s, (SessionTurn(pieces, jittered(rng, self.output)),))
 
 
 class Bursts(msgspec.Struct, frozen=True):
-    """Quiet and loud in turn: ``burst_rate`` for ``burst_s``, then ``rate`` for ``quiet_s``. Prompts have nothing in common."""
+    """Bursts: ``burst_rate`` for ``burst_s`` seconds, then ``rate`` for ``quiet_s`` seconds. Prompts share nothing."""
 
     requests: int = 2000
     rate: float = 2.0
@@ -121,12 +160,13 @@ class Bursts(msgspec.Struct, frozen=True):
         rng = random.Random(seed)
         fastest = max(self.rate, self.burst_rate)
         number = 0
-        for begins_s in arrivals(rng, fastest):
-            is_loud = begins_s % (self.burst_s + self.quiet_s) < self.burst_s
-            if rng.random() * fastest > (self.burst_rate if is_loud else self.rate):
+        for begins_at_s in poisson_arrivals(rng, fastest):
+            is_burst = begins_at_s % (self.burst_s + self.quiet_s) < self.burst_s
+            if rng.random() * fastest > (self.burst_rate if is_burst else self.rate):
                 continue
             yield Session(
-                begins_s, (Turn((Piece(f"{seed}/{number}", around(rng, self.prompt)),), around(rng, self.output)),)
+                begins_at_s,
+                (SessionTurn((Piece(f"{seed}/{number}", jittered(rng, self.prompt)),), jittered(rng, self.output)),),
             )
             number += 1
             if number == self.requests:
@@ -134,7 +174,7 @@ class Bursts(msgspec.Struct, frozen=True):
 
 
 class HeavyTail(msgspec.Struct, frozen=True):
-    """Prompts by a lognormal distribution with the given median and sigma, at most ``longest``; nothing in common."""
+    """Lognormal prompt lengths with the given median and sigma, at most ``longest``. Prompts share nothing."""
 
     requests: int = 2000
     rate: float = 4.0
@@ -144,15 +184,18 @@ class HeavyTail(msgspec.Struct, frozen=True):
     output: int = 250
 
     def play(self, seed: int) -> Iterator[Session]:
-        """Answers vary by half their mean."""
+        """Answers vary by half."""
         rng = random.Random(seed)
-        for number, begins_s in zip(range(self.requests), arrivals(rng, self.rate), strict=False):
+        for number, begins_at_s in zip(range(self.requests), poisson_arrivals(rng, self.rate), strict=False):
             tokens = min(self.longest, max(1, round(self.median * rng.lognormvariate(0.0, self.sigma))))
-            yield Session(begins_s, (Turn((Piece(f"{seed}/{number}", tokens),), around(rng, self.output)),))
+            yield Session(begins_at_s, (SessionTurn((Piece(f"{seed}/{number}", tokens),), jittered(rng, self.output)),))
 
 
 class Tenants(msgspec.Struct, frozen=True):
-    """Tenants that ask for more or less (Zipf), each with an assistant of its own; the tenant stands in the header and the label."""
+    """Tenants with unequal shares of the requests (Zipf), each with a system prompt of its own.
+
+    The tenant is in the header and in the label.
+    """
 
     requests: int = 2000
     rate: float = 8.0
@@ -162,18 +205,18 @@ class Tenants(msgspec.Struct, frozen=True):
     output: int = 200
 
     def play(self, seed: int) -> Iterator[Session]:
-        """The first tenant asks most."""
+        """The first tenant sends most."""
         rng = random.Random(seed)
-        weights = [1 / (rank + 1) for rank in range(self.tenants)]
-        for number, begins_s in zip(range(self.requests), arrivals(rng, self.rate), strict=False):
+        weights = [1 / (place + 1) for place in range(self.tenants)]
+        for number, begins_at_s in zip(range(self.requests), poisson_arrivals(rng, self.rate), strict=False):
             tenant = f"tenant-{rng.choices(range(self.tenants), weights)[0]}"
-            turn = Turn((Piece(f"{seed}/{number}", around(rng, self.prompt)),), around(rng, self.output))
+            turn = SessionTurn((Piece(f"{seed}/{number}", jittered(rng, self.prompt)),), jittered(rng, self.output))
             system = (Piece(f"{seed}/{tenant}", self.system),)
-            yield Session(begins_s, (turn,), system, headers={TENANT: tenant}, label=tenant)
+            yield Session(begins_at_s, (turn,), system, headers={TENANT: tenant}, label=tenant)
 
 
 class LoraMix(msgspec.Struct, frozen=True):
-    """Requests for LoRA adapters by falling popularity (Zipf); adapters share no cache."""
+    """Requests for LoRA adapters by popularity (Zipf). Adapters share no cache."""
 
     requests: int = 2000
     rate: float = 8.0
@@ -185,21 +228,22 @@ class LoraMix(msgspec.Struct, frozen=True):
     def play(self, seed: int) -> Iterator[Session]:
         """The label is the adapter."""
         rng = random.Random(seed)
-        weights = [1 / (rank + 1) for rank in range(self.adapters)]
-        for number, begins_s in zip(range(self.requests), arrivals(rng, self.rate), strict=False):
+        weights = [1 / (place + 1) for place in range(self.adapters)]
+        for number, begins_at_s in zip(range(self.requests), poisson_arrivals(rng, self.rate), strict=False):
             adapter = f"adapter-{rng.choices(range(self.adapters), weights)[0]}"
-            turn = Turn((Piece(f"{seed}/{number}", around(rng, self.prompt)),), around(rng, self.output))
-            yield Session(begins_s, (turn,), (Piece(f"{seed}/system", self.system),), label=adapter, adapter=adapter)
+            turn = SessionTurn((Piece(f"{seed}/{number}", jittered(rng, self.prompt)),), jittered(rng, self.output))
+            yield Session(begins_at_s, (turn,), (Piece(f"{seed}/system", self.system),), label=adapter, adapter=adapter)
 
 
-def arrivals(rng: random.Random, rate: float) -> Iterator[float]:
-    """A Poisson process without end."""
+def poisson_arrivals(rng: random.Random, rate: float) -> Iterator[float]:
+    """Instants of a Poisson process, without end. ``rate``: per second."""
     now = 0.0
     while True:
         now += rng.expovariate(rate)
         yield now
 
 
-def around(rng: random.Random, mean: int) -> int:
-    """Within half of the mean, at least one."""
+def jittered(rng: random.Random, mean: int) -> int:
+    """A random integer between half and one and a half of ``mean``, at least 1."""
+
     return max(1, round(rng.uniform(0.5, 1.5) * mean))

@@ -1,7 +1,8 @@
-"""What of a workload's prompts could come from a cache: of one that never forgets, and of one of a given size.
+"""How much of a workload's prompts a cache could hold.
 
-Requests are taken in the order in which they would leave if every answer took no time, all against one cache (least recently used goes first). Real
-engines each have their own, so this is a bound for any picking.
+For a cache without a bound, and for caches of given sizes. Requests come in the order in which they would leave if
+answers took no time, all against one cache with LRU eviction. Real engines have a cache each, so this is an upper
+bound for any picking.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ CAPACITIES: Final = (500_000, 2_000_000, 8_000_000)
 
 
 class Reuse(msgspec.Struct, frozen=True):
-    """``reusable``: share of prompt tokens that the cache holds; ``capacity`` in tokens, None without a bound."""
+    """``reusable``: share of prompt tokens that are in the cache, 0 to 1.
+
+    ``capacity``: tokens; None without a bound.
+    """
 
     capacity: int | None
     reusable: float
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """Lengths in tokens."""
+    """Lengths in tokens. ``span_s``: from the start to the beginning of the last session."""
 
     requests: int
     span_s: float
@@ -45,8 +49,8 @@ class Statistics(msgspec.Struct, frozen=True):
 def statistics(
     workload: Workload, rng: random.Random, capacities: Sequence[int] = CAPACITIES, block: int = 64
 ) -> Statistics:
-    """Of all requests."""
-    caches = [_Cache(None), *(_Cache(capacity // block) for capacity in capacities)]
+    """Of all requests. ``capacities`` of caches and the size of a ``block`` in tokens."""
+    caches = [_LruCache(None), *(_LruCache(capacity // block) for capacity in capacities)]
     prompts: list[int] = []
     outputs = 0
     for chain, tokens, output in _prompts(workload, rng, block):
@@ -57,7 +61,7 @@ def statistics(
     total = sum(prompts) or 1
     return Statistics(
         requests=len(prompts),
-        span_s=max(session.begins_s for session in workload.sessions),
+        span_s=max(session.begins_at_s for session in workload.sessions),
         mean_prompt=total / max(1, len(prompts)),
         longest_prompt=max(prompts, default=0),
         mean_output=outputs / max(1, len(prompts)),
@@ -70,9 +74,10 @@ def statistics(
 
 def _prompts(workload: Workload, rng: random.Random, block: int) -> Iterator[tuple[list[int], int, int]]:
     """Block hashes, prompt tokens and output tokens of each request, in the order of time."""
+
     order = itertools.count()
     heap: list[tuple[float, int, int, Session, list[Message]]] = [
-        (session.begins_s, next(order), 0, session, []) for session in workload.sessions
+        (session.begins_at_s, next(order), 0, session, []) for session in workload.sessions
     ]
     heapq.heapify(heap)
     while heap:
@@ -90,7 +95,7 @@ def _prompts(workload: Workload, rng: random.Random, block: int) -> Iterator[tup
             heapq.heappush(heap, (now + session.turns[index + 1].think_s, next(order), index + 1, session, messages))
 
 
-class _Cache:
+class _LruCache:
     def __init__(self, blocks: int | None) -> None:
         self.hits = 0
         self._blocks = blocks

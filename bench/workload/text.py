@@ -1,8 +1,9 @@
-"""Text of a given length in tokens, from anywhere in an endless text: equal places are equal text, all others differ.
+"""Text of a given length in tokens, cut from endless named texts.
 
-Traces hold no text but say where prompts are alike, and prompts are long: an agent's has half a megabyte. So a workload keeps
-places and not text, and any place of a text can be made without what is before it: the text is the output of a
-counter-based generator (Philox: Salmon et al., SC 2011) in base64, three random bytes to a token of four letters.
+Traces hold no text but say where prompts are equal, and prompts are long: an agent's has half a megabyte. So a
+workload keeps names and positions instead of text. The same position of the same text is always the same; all others
+differ. Any position can be made without what precedes it: the text is the output of a counter-based generator
+(Philox: Salmon et al., SC 2011) in base64, three random bytes for a token of four letters.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _WORDS_A_COUNT: Final = 4
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """``tokens`` tokens of the text called ``key``, from its token ``first`` on."""
+    """``tokens`` tokens of the text called ``key``, beginning with its token number ``first``."""
 
     key: str
     tokens: int
@@ -41,5 +42,6 @@ def text_of(key: str, tokens: int, first: int = 0) -> str:
 
 
 def join(pieces: Iterable[Piece]) -> str:
-    """Their text, one after the other."""
+    """The text of all pieces in a row."""
+
     return "".join([text_of(piece.key, piece.tokens, piece.first) for piece in pieces])

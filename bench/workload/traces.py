@@ -1,6 +1,6 @@
-"""Public traces as workloads, plain or gzipped, by the name of their format.
+"""Public traces as workloads, by the name of their format; plain or gzipped.
 
-Traces hold lengths, not text; where they name the blocks of their prompts, equal names become equal text.
+Traces hold lengths, not text. Where they name the blocks of their prompts, equal names become equal text.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from bench.workload.formats import agentic, arena, azure, burstgpt, mooncake
-from bench.workload.formats.rows import Part, Rows, TraceInvalid, open_trace
+from bench.workload.formats.rows import Excerpt, Rows, TraceInvalid, open_trace
 from bench.workload.sessions import Session, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-__all__ = ["FORMATS", "Part", "TraceInvalid", "read_trace"]
+__all__ = ["FORMATS", "Excerpt", "TraceInvalid", "read_trace"]
 
 FORMATS: Final[Mapping[str, Callable[[Rows], list[Session]]]] = MappingProxyType(
     {
@@ -27,26 +27,29 @@ FORMATS: Final[Mapping[str, Callable[[Rows], list[Session]]]] = MappingProxyType
         "arena": arena.sessions,
     }
 )
-# By words in a file's name, where nobody says.
+# Words in a file's name that tell its format.
 _GUESSES: Final = {"agentic": "agentic", "trace_": "agentic", "arena": "arena", "vtc": "arena", "burst": "burstgpt"}
 
 
-def read_trace(path: Path, part: Part, format_name: str | None = None) -> Workload:
-    """The ``part`` of the trace in ``path``; raises TraceInvalid with file and line. Without a format it goes by the name."""
+def read_trace(path: Path, excerpt: Excerpt, format_name: str | None = None) -> Workload:
+    """An excerpt of the trace in ``path``. Raises TraceInvalid with file and line.
+
+    ``format_name``: a key of FORMATS; None: by the file name.
+    """
     name = format_name or _guess(path)
     if name not in FORMATS:
         msg = f"{path}: there is no format {name}; there are {', '.join(FORMATS)}"
         raise TraceInvalid(msg)
     try:
         with open_trace(path) as file:
-            sessions = FORMATS[name](Rows(path, file, part))
+            sessions = FORMATS[name](Rows(path, file, excerpt))
     except (OSError, UnicodeDecodeError, EOFError) as error:
         msg = f"{path}: cannot be read: {error}"
         raise TraceInvalid(msg) from None
     if not sessions:
-        msg = f"{path}: has no rows after the first {part.skip}; skip fewer"
+        msg = f"{path}: has no rows after the first {excerpt.skip}; skip fewer"
         raise TraceInvalid(msg)
-    rows = f"rows {part.skip + 1} to {part.skip + len(sessions)}"
+    rows = f"rows {excerpt.skip + 1} to {excerpt.skip + len(sessions)}"
     return Workload(f"{path.name}, {rows}", tuple(sessions))
 
 
@@ -60,4 +63,5 @@ def _guess(path: Path) -> str:
     if name.endswith(".csv"):
         return "azure"
     msg = f"{path}: its name does not say what it is; give --format {', '.join(FORMATS)}"
+
     raise TraceInvalid(msg)

@@ -6,8 +6,8 @@ import random
 from typing import TYPE_CHECKING
 
 from extproc.config.load import load_directory
+from extproc.core.core import Core
 from extproc.core.explanation import Explanation, to_text
-from extproc.core.pipeline import Pipeline
 from extproc.core.types import Head
 
 if TYPE_CHECKING:
@@ -19,6 +19,6 @@ __all__ = ["Explanation", "decide", "to_text"]
 
 def decide(directory: Path, *, path: str, headers: Mapping[str, str], body: bytes) -> Explanation:
     """What a process that has just started with this configuration would do; raises ConfigInvalid and Refusal."""
-    pipeline = Pipeline(load_directory(directory), rng=random.Random(), ticket_prefix="explain")
+    core = Core(load_directory(directory), rng=random.Random(), ticket_prefix="explain")
     head = Head("POST", path, headers, has_body=True, is_trusted=True)
-    return pipeline.explain(pipeline.intake.receive(pipeline.intake.admit(head), head, body), 0.0)
+    return core.explain(core.intake.receive(core.intake.admit(head), head, body), 0.0)

@@ -16,7 +16,7 @@ from extproc.config.units import parse_duration_s
 from extproc.config.validation import parse_address, worker_addresses
 from extproc.replication.redis_bus import RedisMissing
 from extproc.runtime import app, workers
-from extproc.streams.exchange import GatewayOptions
+from extproc.streams.context import GatewayOptions
 from extproc.streams.server import ListenFailed
 
 if TYPE_CHECKING:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.gate import Gate
-from extproc.admission.limits import NOTHING, Grant, Usage
-from extproc.admission.queued_request import QueuedRequest
-from extproc.endpoints.engine_reports import note_latency
+from extproc.admission.limits import NOTHING, Usage
+from extproc.endpoints.engine_reports import note_latency, report
 from extproc.endpoints.ledger import prefilled
 from extproc.endpoints.prefill_rate import learn_prefill_rate, note_failure, note_success, typical_rate
-from extproc.prefix.turns import Tail, Turn
-from extproc.scheduling.pool import Assignment, Pool
+from extproc.prefix.turns import Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from extproc.core.peer_events import EngineSaid
+    from extproc.core.record import Run
+    from extproc.core.types import Outcome
+    from extproc.scheduling.pool import Pool
 
 _WEIGHT: Final = 0.05
 _MIN_TOKENS_FOR_RATIO: Final = 64
@@ -29,68 +32,47 @@ _TOLERATED_TOKENS: Final = 64.0
 _PREFILL_GRACE_S: Final = 1.0
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """One access log entry. What Envoy did not see is None; ``status`` 0: the client left before there was one.
+def take_report(pools: Mapping[str, Pool], event: EngineSaid, now: float) -> None:
+    """An engine's report, whichever process asked for it."""
+    pool = pools.get(event.server)
+    row = pool.table.row_of(event.address) if pool is not None else None
+    if pool is None or row is None:
+        return
+    if event.models is not None:
+        pool.table.set_loras(row, msgspec.structs.replace(pool.table.loras[row], served=event.models))
+        return
+    report(pool.table, row, event.state, now)
+    if event.has_restarted:
+        pool.caches.lost_cache(row)
+    if event.cache is not None:
+        pool.caches.note_cache(row, event.cache)
+        pool.table.kv_tokens[row] = event.cache.total_tokens
 
-    Times count from the request's arrival, what it was held included.
+
+def learn(run: Run, outcome: Outcome, now: float, *, is_ours: bool, has_limits: bool) -> None:
+    """Correct what is known of the pool and its endpoints.
+
+    ``is_ours``: this process decided the request. ``has_limits``: its route reserves tokens, so their estimate matters.
     """
-
-    ticket: str
-    status: int
-    served: str
-    duration_s: float
-    ttfb_s: float | None
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    cached_tokens: int | None
-
-
-class Sent(msgspec.Struct):
-    """A request between its pick and its access log entry."""
-
-    pool: Pool
-    assignment: Assignment
-    chain: Sequence[int]
-    # the prompt beyond its whole blocks
-    tail: Tail
-    prompt_bytes: int
-    is_streamed: bool
-    sent_at_s: float
-    is_settled: bool = False
-    # False: another process sent it, and counts it
-    is_ours: bool = True
-    # in its server's queue, if there is one, how long it was held there, and what its flow was charged
-    gate: Gate | None = None
-    queued: QueuedRequest | None = None
-    waited_s: float = 0.0
-    charged: float = 0.0
-    reserved: Usage = NOTHING
-    # what was asked for
-    most_output: float = math.inf
-    grants: tuple[Grant, ...] = ()
-
-
-def learn(sent: Sent, outcome: Outcome, now: float) -> None:
-    """Correct what is known of the pool and its endpoints."""
-    if sent.waited_s and outcome.ttfb_s is not None:
+    if run.waited_s and outcome.ttfb_s is not None:
         # engines are judged by the time since it went
-        outcome = msgspec.structs.replace(outcome, ttfb_s=max(0.0, outcome.ttfb_s - sent.waited_s))
-    _learn_place(sent, outcome, now)
-    if outcome.ttfb_s is not None and outcome.served == sent.assignment.place.address:
-        prefilled(sent.pool.table, sent.assignment.computing, now)
+        outcome = msgspec.structs.replace(outcome, ttfb_s=max(0.0, outcome.ttfb_s - run.waited_s))
+    _learn_place(run, outcome, now)
+    if outcome.ttfb_s is not None and outcome.served == run.assignment.place.address:
+        prefilled(run.pool.table, run.assignment.computing, now)
     if not 200 <= outcome.status < 300:
         return
-    _count_tokens(sent, outcome)
-    _learn_output(sent, outcome)
-    _learn_bytes_per_token(sent, outcome)
-    _learn_turn(sent, outcome)
-    if outcome.served == sent.assignment.place.address:
-        _learn_rate(sent, outcome)
-        _learn_prefix(sent, outcome)
+    _count_tokens(run, outcome, is_ours=is_ours)
+    _learn_output(run, outcome)
+    _learn_bytes_per_token(run, outcome, has_limits=has_limits)
+    _learn_turn(run, outcome)
+    if outcome.served == run.assignment.place.address:
+        _learn_rate(run, outcome)
+        _learn_prefix(run, outcome)
 
 
-def _learn_place(sent: Sent, outcome: Outcome, now: float) -> None:
-    table, first = sent.pool.table, sent.assignment.place
+def _learn_place(run: Run, outcome: Outcome, now: float) -> None:
+    table, first = run.pool.table, run.assignment.place
     was_passed_over = bool(outcome.served) and outcome.served != first.address
     if table.holds(first):
         if was_passed_over or outcome.status in _UNAVAILABLE:
@@ -99,34 +81,34 @@ def _learn_place(sent: Sent, outcome: Outcome, now: float) -> None:
             note_success(table, first.row)
     served_row = table.row_of(outcome.served)
     if was_passed_over and served_row is not None:
-        sent.pool.caches.index.record(served_row, sent.chain, now)
+        run.pool.caches.index.record(served_row, run.chain, now)
 
 
-def _learn_turn(sent: Sent, outcome: Outcome) -> None:
+def _learn_turn(run: Run, outcome: Outcome) -> None:
     """The engine that answered now holds the answer, too."""
-    row = sent.pool.table.row_of(outcome.served)
+    row = run.pool.table.row_of(outcome.served)
     if row is not None and outcome.completion_tokens:
-        caches = sent.pool.caches
+        caches = run.pool.caches
         answer_bytes = outcome.completion_tokens * caches.bytes_per_token
-        caches.turns.ended(row, sent.chain, Turn(sent.tail, answer_bytes))
+        caches.turns.ended(row, run.chain, Turn(run.tail, answer_bytes))
 
 
-def _count_tokens(sent: Sent, outcome: Outcome) -> None:
+def _count_tokens(run: Run, outcome: Outcome, *, is_ours: bool) -> None:
     if outcome.cached_tokens is not None:
-        sent.pool.reports_cached_tokens = True
-    row = sent.pool.table.row_of(outcome.served)
-    if sent.is_ours and row is not None and outcome.prompt_tokens is not None:
-        sent.pool.table.prompt_tokens[row] += outcome.prompt_tokens
-        sent.pool.table.cached_tokens[row] += outcome.cached_tokens or 0
+        run.pool.reports_cached_tokens = True
+    row = run.pool.table.row_of(outcome.served)
+    if is_ours and row is not None and outcome.prompt_tokens is not None:
+        run.pool.table.prompt_tokens[row] += outcome.prompt_tokens
+        run.pool.table.cached_tokens[row] += outcome.cached_tokens or 0
 
 
-def _learn_output(sent: Sent, outcome: Outcome) -> None:
+def _learn_output(run: Run, outcome: Outcome) -> None:
     if outcome.completion_tokens is not None:
-        caches = sent.pool.caches
+        caches = run.pool.caches
         caches.output_tokens += _WEIGHT * (outcome.completion_tokens - caches.output_tokens)
 
 
-def usage_of(sent: Sent, outcome: Outcome) -> Usage:
+def usage_of(run: Run, outcome: Outcome) -> Usage:
     """What a request took, as reported. A request that no engine answered took nothing.
 
     Where the client hung up, nobody says what was written by then: as much as the engine writes in that time, by its time per
@@ -136,30 +118,30 @@ def usage_of(sent: Sent, outcome: Outcome) -> Usage:
     if outcome.prompt_tokens is None and not 200 <= outcome.status < 300 and not has_left:
         return NOTHING
     return Usage(
-        input_tokens=sent.reserved.input_tokens if outcome.prompt_tokens is None else outcome.prompt_tokens,
-        output_tokens=_written(sent, outcome) if outcome.completion_tokens is None else outcome.completion_tokens,
+        input_tokens=run.reserved.input_tokens if outcome.prompt_tokens is None else outcome.prompt_tokens,
+        output_tokens=_written(run, outcome) if outcome.completion_tokens is None else outcome.completion_tokens,
     )
 
 
-def _written(sent: Sent, outcome: Outcome) -> float:
-    if outcome.ttfb_s is None and sent.is_streamed:
+def _written(run: Run, outcome: Outcome) -> float:
+    if outcome.ttfb_s is None and run.is_streamed:
         return 0.0
-    row = sent.pool.table.row_of(outcome.served)
-    tpot_s = float(sent.pool.table.tpot_s[row]) if row is not None else 0.0
+    row = run.pool.table.row_of(outcome.served)
+    tpot_s = float(run.pool.table.tpot_s[row]) if row is not None else 0.0
     if not tpot_s:
-        return sent.reserved.output_tokens
-    writing_s = outcome.duration_s - (sent.waited_s if outcome.ttfb_s is None else outcome.ttfb_s)
-    return min(sent.most_output, max(0.0, writing_s) / tpot_s)
+        return run.reserved.output_tokens
+    writing_s = outcome.duration_s - (run.waited_s if outcome.ttfb_s is None else outcome.ttfb_s)
+    return min(run.most_output, max(0.0, writing_s) / tpot_s)
 
 
-def _learn_bytes_per_token(sent: Sent, outcome: Outcome) -> None:
+def _learn_bytes_per_token(run: Run, outcome: Outcome, *, has_limits: bool) -> None:
     tokens = outcome.prompt_tokens
-    caches = sent.pool.caches
-    if tokens is not None and sent.grants:
-        sent.pool.input_estimate.learn(sent.prompt_bytes, caches.bytes_per_token, tokens)
+    caches = run.pool.caches
+    if tokens is not None and has_limits:
+        run.pool.input_estimate.learn(run.prompt_bytes, caches.bytes_per_token, tokens)
     if tokens is not None and tokens >= _MIN_TOKENS_FOR_RATIO:
         low, high = _BYTES_PER_TOKEN_BOUNDS
-        ratio = min(high, max(low, sent.prompt_bytes / tokens))
+        ratio = min(high, max(low, run.prompt_bytes / tokens))
         # the first answer says more than what was assumed
         weight = max(_WEIGHT, 1 / (1.25 + caches.ratio_samples))
         caches.ratio_samples += 1
@@ -167,11 +149,11 @@ def _learn_bytes_per_token(sent: Sent, outcome: Outcome) -> None:
         caches.fit_blocks()
 
 
-def _learn_rate(sent: Sent, outcome: Outcome) -> None:
+def _learn_rate(run: Run, outcome: Outcome) -> None:
     # a plain answer's first byte comes with its last
-    if not sent.is_streamed or outcome.ttfb_s is None or not sent.pool.table.holds(sent.assignment.computing):
+    if not run.is_streamed or outcome.ttfb_s is None or not run.pool.table.holds(run.assignment.computing):
         return
-    pool, assignment = sent.pool, sent.assignment
+    pool, assignment = run.pool, run.assignment
     pool.typical_ttft_s += _WEIGHT * (outcome.ttfb_s - pool.typical_ttft_s)
     cost, row = pool.caches.prompt_cost, assignment.computing.row
     ahead = max(0.0, assignment.tokens_ahead - assignment.work)
@@ -187,19 +169,19 @@ def _learn_rate(sent: Sent, outcome: Outcome) -> None:
     learn_prefill_rate(pool.table, row, tokens_ahead=tokens_ahead, ttft_s=outcome.ttfb_s)
     if pool.table.holds(assignment.place):
         written = (outcome.completion_tokens or 0) - 1
-        tpot_s = (outcome.duration_s - sent.waited_s - outcome.ttfb_s) / written if written > 0 else None
+        tpot_s = (outcome.duration_s - run.waited_s - outcome.ttfb_s) / written if written > 0 else None
         note_latency(pool.table, assignment.place.row, ttft_s=outcome.ttfb_s, tpot_s=tpot_s)
         if tpot_s is not None and assignment.tokens_there:
             now_there = float(pool.table.in_flight_tokens[assignment.place.row]) + assignment.tokens
             pool.caches.answer_cost.learn(tokens=(assignment.tokens_there + now_there) / 2, tpot_s=tpot_s)
 
 
-def _learn_prefix(sent: Sent, outcome: Outcome) -> None:
+def _learn_prefix(run: Run, outcome: Outcome) -> None:
     """Compare the predicted cached tokens with the reported ones.
 
     vLLM leaves the field out when it is 0, so silence counts as 0 once the pool's engines are known to report it.
     """
-    pool, assignment = sent.pool, sent.assignment
+    pool, assignment = run.pool, run.assignment
     place = assignment.computing
     if not pool.reports_cached_tokens or outcome.prompt_tokens is None or assignment.cached_since_s is None:
         return
@@ -212,5 +194,5 @@ def _learn_prefix(sent: Sent, outcome: Outcome) -> None:
         expected = assignment.cached_tokens - assignment.indexed_tokens
         if not assignment.is_precise and expected >= _TOLERATED_TOKENS:
             pool.caches.turns.learn(expected=expected, found=reported - assignment.indexed_tokens)
-    elif sent.sent_at_s - assignment.cached_since_s > _PREFILL_GRACE_S + 2 * pool.typical_ttft_s:
+    elif run.sent_at_s - assignment.cached_since_s > _PREFILL_GRACE_S + 2 * pool.typical_ttft_s:
         index.correct(place.row, assignment.cached_since_s)

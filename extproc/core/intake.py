@@ -36,7 +36,8 @@ class Intake:
         self._routing = routing
         self._identities = identities
         self._pools = pools
-        self._admission = admission
+        # whose callers matter: of servers with a queue, and of routes with limits
+        self._gated, self._limited = admission.gates, admission.routes
         self._rng = rng
 
     @property
@@ -77,16 +78,12 @@ class Intake:
         return self._arrival(request, Destination(server, request.model), head, body)
 
     def _arrival(self, request: InferenceRequest, destination: Destination, head: Head, body: bytes) -> Arrival:
-        pool = self._pool(destination.server)
-        caller = NOBODY
-        if destination.server in self._admission.gates or self._admission.has_limits(destination.route):
-            caller = self._identities.caller(head.headers, is_trusted=head.is_trusted)
-        return Arrival(request, destination, pool, head, body, caller)
-
-    def _pool(self, server: str) -> Pool:
-        pool = self._pools.get(server)
+        pool = self._pools.get(destination.server)
         if pool is None:
             raise NoEndpoint(
-                f"The ModelServer '{server}' is not configured any more; add it, or start with another --pool."
+                f"The ModelServer '{destination.server}' is not configured any more; add it, or start with another --pool."
             )
-        return pool
+        caller = NOBODY
+        if destination.server in self._gated or destination.route in self._limited:
+            caller = self._identities.caller(head.headers, is_trusted=head.is_trusted)
+        return Arrival(request, destination, pool, head, body, caller)

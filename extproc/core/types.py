@@ -1,27 +1,22 @@
-"""What a request is on its way: headers, an arrival, one that is held, a decision, an outcome with its decision."""
+"""What a request is on its way: its headers, the parsed and routed request, its outcome."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import msgspec
 
 from extproc.admission.identity import NOBODY, Caller
-from extproc.admission.limits import Grant
-from extproc.admission.queued_request import QueuedRequest
-from extproc.core.explanation import Explanation
-from extproc.core.feedback import Outcome
-from extproc.errors import Refusal
 from extproc.request.model import InferenceRequest
 from extproc.routing.resolve import Destination
-from extproc.scheduling.pool import Assignment, Pool
+from extproc.scheduling.pool import Pool
 
 
 class Head(msgspec.Struct, frozen=True):
     """A request's headers. Names are lower-case; ``path`` is without its query.
 
-    ``is_trusted``: what they say of the caller was written by a gateway, and not by the client.
+    ``is_trusted``: what the headers say about the caller was written by a gateway, not by the client.
     """
 
     method: str
@@ -32,7 +27,11 @@ class Head(msgspec.Struct, frozen=True):
 
 
 class Attachment(msgspec.Struct, frozen=True):
-    """How the asking gateway is attached: how many endpoints its answers may name, and which of them this request may have."""
+    """How the asking gateway is attached.
+
+    ``choices``: the number of endpoints that an answer may name. ``subset``: the addresses that this request may go to, None
+    for all.
+    """
 
     choices: int = 4
     subset: Collection[str] | None = None
@@ -53,67 +52,39 @@ class Arrival(msgspec.Struct, frozen=True):
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether there is a precise index to ask: picking is more precise with the prompt's tokens."""
+        """Whether its pick would be more precise with the prompt's tokens: there is a precise index to ask."""
         caches = self.pool.caches
-        return caches.kv is not None and bool(caches.whole_feeds | caches.partial_feeds)
+        return caches.kv is not None and bool(caches.whole_feeds | caches.partial_feeds) and bool(self.request.prompt)
 
     @property
     def priority(self) -> int:
-        """By its objective, or else by the rule that routed it."""
+        """Of its objective, or else of the rule that routed it."""
         return self.destination.priority if self.caller.priority is None else self.caller.priority
 
-
-class Terms(msgspec.Struct, frozen=True):
-    """With what an arrival asks to go: its tokens if known, its gateway, what its limits have granted."""
-
-    tokens: Sequence[int] | None = None
-    attachment: Attachment = BUNDLE
-    wants_reasons: bool = False
-    grants: tuple[Grant, ...] = ()
-
-
-class Held(msgspec.Struct, frozen=True):
-    """A request that waits for an engine to have room."""
-
-    arrival: Arrival
-    terms: Terms
-    queued: QueuedRequest
+    @property
+    def adapter(self) -> str | None:
+        """The LoRA adapter that was asked for, if it was one."""
+        model = self.destination.model
+        return model if model not in {self.pool.spec.model, ""} else None
 
     @property
-    def ticket(self) -> str:
-        """By which ``release`` will name it."""
-        return self.queued.ticket
+    def tenant(self) -> str:
+        """The name under which it is counted."""
+        return self.caller.flow or self.caller.tenant
 
 
-class Decision(msgspec.Struct, frozen=True):
-    """Where a request goes and why. ``body``: what to send instead of the client's, if anything had to change.
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of a request, from one access log entry or from an answer that passed through here.
 
-    ``wanted``: how it stood in the queue, if its server has one.
+    What was not seen is None; ``status`` 0: the client left before there was one. ``served``: the address of the engine that
+    answered. Durations count from the request's arrival, time in the queue included.
     """
 
     ticket: str
-    server: str
-    assignment: Assignment
-    body: bytes | None
-    explanation: Explanation | None = None
-    queued: QueuedRequest | None = None
-    waited_s: float = 0.0
-    grants: tuple[Grant, ...] = ()
-
-
-class Released(msgspec.Struct, frozen=True):
-    """The end of a wait."""
-
-    held: Held
-    result: Decision | Refusal
-
-
-class Settled(msgspec.Struct, frozen=True):
-    """An outcome with the decision that led to it. ``service``: what it cost, in weighted tokens, if that is counted."""
-
-    server: str
-    assignment: Assignment
-    outcome: Outcome
-    is_ours: bool = True
-    queued: QueuedRequest | None = None
-    service: float = 0.0
+    status: int
+    served: str
+    duration_s: float
+    ttfb_s: float | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    cached_tokens: int | None

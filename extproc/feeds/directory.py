@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from extproc.config.types import ModelServer, Snapshot
-    from extproc.core.pipeline import Pipeline
+    from extproc.core.core import Core
     from extproc.metrics.registry import Metrics
 
 log = logging.getLogger(__name__)
@@ -24,32 +24,32 @@ _POLL_S: Final = 0.1
 
 
 class DirectoryFeed:
-    """Feeds a directory's snapshots to the pipeline."""
+    """Feeds a directory's snapshots to the core."""
 
     def __init__(
         self,
         directory: Path,
-        pipeline: Pipeline,
+        core: Core,
         metrics: Metrics,
         *,
         settle_s: float,
-        changed: Callable[[], None] = lambda: None,
+        apply: Callable[[Snapshot], None],
     ) -> None:
         """``settle_s``: how long a configuration with a new ModelServer, or a server's first engine, must stand before it is applied.
 
         Envoy is told of them by another process, and would have no route for the server, or nobody behind it, yet.
-        ``changed``: called when a new configuration is in use.
+        ``apply``: puts a snapshot into use; raises ConfigInvalid.
         """
-        self._changed = changed
+        self._apply = apply
         self._directory = directory
         self._settle_s = settle_s
-        self._pipeline = pipeline
+        self._core = core
         self._metrics = metrics
         self._seen: object = None
         self._version = ""
 
     def started_with(self, snapshot: Snapshot) -> None:
-        """The pipeline was made with ``snapshot``."""
+        """The core was made with ``snapshot``."""
         self._version = snapshot.version
         self._metrics.config_applied()
 
@@ -79,13 +79,12 @@ class DirectoryFeed:
             if signature(self._directory) != before:
                 return  # and begin again with what is there now
         try:
-            self._pipeline.apply(snapshot)
+            self._apply(snapshot)
         except ConfigInvalid as error:
             self._refuse(error)
             return
         self._version = snapshot.version
         self._metrics.config_applied()
-        self._changed()
         log.info(
             "configuration %s applied: %d routes, %d servers",
             snapshot.version,
@@ -94,7 +93,7 @@ class DirectoryFeed:
         )
 
     def _is_new(self, server: ModelServer) -> bool:
-        pool = self._pipeline.pools.get(server.metadata.name)
+        pool = self._core.pools.get(server.metadata.name)
         return pool is None or (bool(server.spec.endpoints) and not len(pool.table))
 
     def _refuse(self, error: Exception) -> None:

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.config.validation import parse_address
+from extproc.core.peer_events import EngineSaid
 from extproc.endpoints.engine_reports import EngineState
 from extproc.endpoints.metrics_text import NAMES, MetricsReader
 from extproc.feeds.http_get import KeptConnection, get_request
-from extproc.replication.messages import EngineSaid, engine_said
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-    from extproc.core.pipeline import Pipeline
+    from extproc.core.core import Core
     from extproc.metrics.registry import Metrics
     from extproc.scheduling.pool import Pool
 
@@ -56,16 +56,16 @@ class EngineScraper:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        core: Core,
         metrics: Metrics,
         *,
         clock: Callable[[], float],
         rng: random.Random,
-        share: Callable[[EngineSaid], None] | None = None,
+        said: Callable[[EngineSaid], object],
     ) -> None:
-        """``share`` is told what every engine says, so that others need not ask."""
-        self._share = share
-        self._pipeline = pipeline
+        """``said``: takes what every engine reports."""
+        self._said = said
+        self._core = core
         self._metrics = metrics
         self._clock = clock
         self._rng = rng
@@ -77,8 +77,8 @@ class EngineScraper:
         async with asyncio.TaskGroup() as group:
             try:
                 while True:
-                    if seen is not self._pipeline.snapshot:
-                        seen = self._pipeline.snapshot
+                    if seen is not self._core.snapshot:
+                        seen = self._core.snapshot
                         self._follow(polls, group)
                     now = self._clock()
                     for poll in polls.values():
@@ -90,7 +90,7 @@ class EngineScraper:
 
     def _follow(self, polls: dict[tuple[str, str, str, str], _Poll], group: asyncio.TaskGroup) -> None:
         queued = {}
-        for pool in self._pipeline.pools.values():
+        for pool in self._core.pools.values():
             if pool.spec.scrape_interval_s > 0:
                 for address in pool.table.active_addresses:
                     queued[pool.name, address, pool.spec.engine, pool.spec.scrape_interval] = pool
@@ -100,11 +100,6 @@ class EngineScraper:
             polls[key] = _Poll(
                 queued[key], key[1], self._metrics, group, clock=self._clock, rng=self._rng, said=self._said
             )
-
-    def _said(self, event: EngineSaid) -> None:
-        engine_said(self._pipeline, event, self._clock())
-        if self._share is not None:
-            self._share(event)
 
 
 class _Poll:
@@ -119,7 +114,7 @@ class _Poll:
         *,
         clock: Callable[[], float],
         rng: random.Random,
-        said: Callable[[EngineSaid], None],
+        said: Callable[[EngineSaid], object],
     ) -> None:
         self._said = said
         self._pool, self._address = pool, address

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from extproc.config.types import StaticEndpoint
-    from extproc.core.pipeline import Pipeline
+    from extproc.core.core import Core
     from extproc.metrics.registry import Metrics
     from extproc.scheduling.pool import Pool
 
@@ -51,8 +51,8 @@ class Publisher(msgspec.Struct, frozen=True):
 class KvEventFeed:
     """Owns one subscription for each publisher that the configuration names."""
 
-    def __init__(self, pipeline: Pipeline, metrics: Metrics) -> None:
-        self._pipeline = pipeline
+    def __init__(self, core: Core, metrics: Metrics) -> None:
+        self._core = core
         self._metrics = metrics
 
     async def run(self) -> None:
@@ -64,9 +64,9 @@ class KvEventFeed:
         try:
             async with asyncio.TaskGroup() as group:
                 while True:
-                    if seen is not self._pipeline.snapshot:
-                        seen = self._pipeline.snapshot
-                        queued = {one: pool for pool in self._pipeline.pools.values() for one in publishers_of(pool)}
+                    if seen is not self._core.snapshot:
+                        seen = self._core.snapshot
+                        queued = {one: pool for pool in self._core.pools.values() for one in publishers_of(pool)}
                         for gone in tasks.keys() - queued.keys():
                             tasks.pop(gone).cancel()
                         for new in queued.keys() - tasks.keys():

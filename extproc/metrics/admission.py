@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from extproc.core.types import Decision
 from extproc.metrics.collectors import Counters, DeferredHistogram, DeferredHistograms
 
 if TYPE_CHECKING:
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 
     from extproc.admission.gate import Gate
     from extproc.admission.queued_request import QueuedRequest
-    from extproc.core.types import Arrival, Held, Released, Settled
-    from extproc.errors import Refusal
+    from extproc.core.effects import Decision, Left, Refused, Settled
 
 MOST_TENANTS: Final = 500
 OTHERS: Final = "(others)"
@@ -57,31 +55,27 @@ class AdmissionMetrics:
         )
         registry.register(_QueueSeries(gates))
 
-    def sent(self, decision: Decision) -> None:
-        """A request goes, at once or after a wait."""
-        queued = decision.queued
-        if queued is None:
-            return
+    def sent(self, decision: Decision, queued: QueuedRequest) -> None:
+        """A request goes to an engine, at once or after a wait."""
         tenant = self._tenant(queued.flow.tenant)
+        band = self._band(decision.server, queued)
         self._requests.add(tenant, "picked")
-        self._waits.observe(decision.waited_s, decision.server, self._band(decision.server, queued))
+        self._waits.observe(decision.waited_s, decision.server, band)
         if decision.waited_s:
             self._tenant_wait.add_amount(decision.waited_s, decision.server, tenant)
+        if decision.was_held:
+            self._ends.add(decision.server, band, "sent")
 
-    def released(self, one: Released) -> None:
-        """A wait has ended."""
-        outcome = "sent" if isinstance(one.result, Decision) else one.result.outcome
-        server = one.held.arrival.pool.name
-        self._ends.add(server, self._band(server, one.held.queued), outcome)
-
-    def left(self, held: Held) -> None:
-        """A client did not wait for the end."""
-        server = held.arrival.pool.name
-        self._ends.add(server, self._band(server, held.queued), "left")
-
-    def refused(self, refusal: Refusal, arrival: Arrival) -> None:
+    def refused(self, refused: Refused) -> None:
         """Limits, the queue or the pool did not take a request."""
-        self._requests.add(self._tenant(arrival.caller.flow or arrival.caller.tenant), refusal.outcome)
+        arrival, outcome = refused.arrival, refused.refusal.outcome
+        self._requests.add(self._tenant(arrival.tenant), outcome)
+        if refused.was_held and refused.queued is not None:
+            self._ends.add(arrival.pool.name, self._band(arrival.pool.name, refused.queued), outcome)
+
+    def left(self, left: Left) -> None:
+        """A client did not wait for the end."""
+        self._ends.add(left.server, self._band(left.server, left.queued), "left")
 
     def settled(self, settled: Settled) -> None:
         """What a request cost is known."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-    from extproc.core.types import Decision, Settled
+    from extproc.core.effects import Decision, Settled
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +22,8 @@ _MOST_OPEN: Final = 65_536
 class DecisionLog:
     """Writes to ``file``; ``share`` of all requests, 0 to 1. A disk that is full ends the log, not the requests."""
 
-    def __init__(
-        self, file: TextIO | None, *, share: float, rng: random.Random, wall_clock: Callable[[], float]
-    ) -> None:
-        self._file = file
+    def __init__(self, file: TextIO, *, share: float, rng: random.Random, wall_clock: Callable[[], float]) -> None:
+        self._file: TextIO | None = file
         self._share = share
         self._rng = rng
         self._wall_clock = wall_clock

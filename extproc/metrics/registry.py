@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from extproc.core.effects import Decision, Left, Refused, Settled
 from extproc.metrics.admission import AdmissionMetrics
 from extproc.metrics.collectors import Counters, DeferredHistogram
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from extproc.admission.gate import Gate
-    from extproc.core.types import Arrival, Decision, Settled
+    from extproc.core.effects import Effect
     from extproc.errors import Refusal
     from extproc.metrics.decision_log import DecisionLog
     from extproc.scheduling.pool import Pool
@@ -43,7 +44,7 @@ class Metrics:
         gates: Callable[[], Mapping[str, Gate]] = dict,
     ) -> None:
         """``clock``: the one that endpoint tables go by. ``gates``: by ModelServer, where there is flow control."""
-        self._log = log
+        self.decision_log = log
         self.registry = CollectorRegistry()
         self.admission = AdmissionMetrics(self.registry, gates)
         self._wall_clock = wall_clock
@@ -120,52 +121,50 @@ class Metrics:
         self._open -= 1
         self._stream_seconds.observe(seconds)
 
-    def wants_reasons(self) -> bool:
-        """Whether the next decision is to be explained, for the log."""
-        return self._log is not None and self._log.samples()
+    def count(self, effect: Effect) -> None:
+        """What the core decided or learned; effects of other kinds count nothing."""
+        match effect:
+            case Decision():
+                if self.decision_log is not None:
+                    self.decision_log.decided(effect)
+                self._requests.add("picked")
+                self._picks.add(effect.server)
+                if effect.queued is not None:
+                    self.admission.sent(effect, effect.queued)
+            case Refused():
+                self._requests.add(effect.refusal.outcome)
+                self.admission.refused(effect)
+            case Settled():
+                if effect.is_ours:
+                    self._count_answer(effect)
+            case Left():
+                self.admission.left(effect)
 
-    def decided(self, decision: Decision, seconds: float | None) -> None:
-        """A request was sent on its way; None: it had to wait for that."""
-        if self._log is not None:
-            self._log.decided(decision)
-        self._requests.add("picked")
-        self._picks.add(decision.server)
-        if seconds is not None:
-            self._pick_seconds.observe(seconds)
-        self.admission.sent(decision)
+    def picked_within(self, seconds: float) -> None:
+        """A decision was made at once, within this time of the whole body."""
+        self._pick_seconds.observe(seconds)
 
     def answered_models(self) -> None:
         """The list of models was given."""
         self._requests.add("models_listed")
 
-    def refused(self, refusal: Refusal, arrival: Arrival | None = None) -> None:
-        """A client was told why not; ``arrival``: if its request came so far."""
+    def refused(self, refusal: Refusal) -> None:
+        """A client was told why not, before its request came to the core."""
         self._requests.add(refusal.outcome)
-        if arrival is not None:
-            self.admission.refused(refusal, arrival)
 
-    def failed(self) -> None:
-        """A decision ended in an error of ours; Envoy goes on by its failure mode."""
-        self._requests.add("internal_error")
-
-    def settled(self, settled: Settled, ended_at: float) -> None:
-        """An access log entry found its decision. ``ended_at``: wall clock."""
+    def matched_entry(self, ended_at_s: float) -> None:
+        """An access log entry found its decision; ``ended_at_s``: when the request ended, wall clock."""
         self._log_entries.add("settled")
-        self._log_lag.observe(max(0.0, self._wall_clock() - ended_at))
-        self._count_answer(settled)
+        self._log_lag.observe(max(0.0, self._wall_clock() - ended_at_s))
 
     def _count_answer(self, settled: Settled) -> None:
-        if self._log is not None:
-            self._log.settled(settled)
+        if self.decision_log is not None:
+            self.decision_log.settled(settled)
         self.admission.settled(settled)
         outcome = settled.outcome
         status_class = f"{outcome.status // 100}xx" if 100 <= outcome.status < 600 else "none"
         first = "yes" if outcome.served == settled.assignment.place.address else "no"
         self._answers.add(settled.server, status_class, first)
-
-    def settled_here(self, settled: Settled) -> None:
-        """An answer passed through here, so its outcome is known at once."""
-        self._count_answer(settled)
 
     def kv_events(self, server: str, result: str) -> None:
         """A message with KV events, or a replay of them."""

@@ -1,1 +1,1 @@
-"""Requests of the APIs that are served."""
+"""Bodies of the OpenAI APIs: parsed into what decisions need, and changed where the engine needs other fields."""

@@ -1,4 +1,4 @@
-"""What the gateway knows of a request, whatever API it came by."""
+"""A parsed request, the same for every API."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ class Api(enum.Enum):
     COMPLETIONS = "completions"
     EMBEDDINGS = "embeddings"
     RESPONSES = "responses"
-    # something else that a gateway sends to its engines
+    # any other path, from a gateway whose requests all go to one pool
     UNKNOWN = "unknown"
 
 
 class InferenceRequest(msgspec.Struct, frozen=True):
     """A parsed request body.
 
-    ``prompt`` is the text whose prefixes an engine caches, in the order in which a chat template writes it: a longer
-    conversation extends the prompt of a shorter one. ``stream_options`` are the client's, undecoded.
+    ``prompt``: the text whose prefixes an engine caches, in the order in which a chat template writes it, so that the prompt
+    of a longer conversation begins with the prompt of the shorter one. ``stream_options``: the client's, values undecoded.
+    ``cache_salt``: vLLM's field; only prompts with the same salt share cached blocks. ``contents``: the byte span of a large
+    body that holds its messages, prompt or input, for ``rewrite.with_changes``.
     """
 
     api: Api
@@ -32,11 +34,11 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     is_streamed: bool
     stream_options: Mapping[str, msgspec.Raw]
     max_output_tokens: int | None
-    # vLLM's field of that name: only prompts with the same salt share cached blocks
     cache_salt: str | None = None
+    contents: tuple[int, int] | None = None
 
     @property
     def leaves_usage_out(self) -> bool:
-        """Whether a streamed answer will carry no usage because nobody asked; an explicit no is the client's word."""
+        """Whether a streamed answer will lack token usage because the client did not say whether it wants it."""
         asks = self.api is Api.RESPONSES or "include_usage" in self.stream_options
         return self.is_streamed and not asks

@@ -1,4 +1,7 @@
-"""OpenAI request bodies to an InferenceRequest. Only the fields that decide something are read; the engine checks the rest."""
+"""OpenAI request bodies to an InferenceRequest.
+
+Only the fields on which a decision depends are read and checked; the engine checks the others.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,13 @@ import msgspec
 from extproc.errors import BadRequest
 from extproc.protocol import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH
 from extproc.request.model import Api, InferenceRequest
+from extproc.request.rewrite import span_of
+from extproc.request.rewrite import with_changes as with_changes  # noqa: PLC0414 - the core imports it from here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
+
+    from extproc.request.rewrite import Span
 
 INFERENCE_PATHS: Final = {
     CHAT_PATH: Api.CHAT,
@@ -19,17 +26,19 @@ INFERENCE_PATHS: Final = {
     EMBEDDINGS_PATH: Api.EMBEDDINGS,
     RESPONSES_PATH: Api.RESPONSES,
 }
-_NOTHING: Final = msgspec.Raw(b"")
+_ABSENT: Final = msgspec.Raw(b"")
+# Shorter bodies are rewritten as a whole: finding the span of the content would cost more than it saves.
+_LARGE_BYTES: Final = 32 * 1024
 
 
-class _Message(msgspec.Struct):
+class _Message(msgspec.Struct, gc=False):
     role: str
-    content: msgspec.Raw = _NOTHING
-    tool_calls: msgspec.Raw = _NOTHING
+    content: msgspec.Raw = _ABSENT
+    tool_calls: msgspec.Raw = _ABSENT
     tool_call_id: str | None = None
 
 
-class _Common(msgspec.Struct):
+class _Common(msgspec.Struct, gc=False):
     model: str
     stream: bool | None = None
     stream_options: dict[str, msgspec.Raw] | None = None
@@ -37,33 +46,33 @@ class _Common(msgspec.Struct):
     cache_salt: str | None = None
 
 
-class _Chat(_Common, kw_only=True):
+class _Chat(_Common, kw_only=True, gc=False):
     messages: list[_Message]
-    tools: msgspec.Raw = _NOTHING
+    tools: msgspec.Raw = _ABSENT
     max_completion_tokens: int | float | None = None
 
 
-class _Completion(_Common, kw_only=True):
+class _Completion(_Common, kw_only=True, gc=False):
     prompt: msgspec.Raw
 
 
-class _Embeddings(_Common, kw_only=True):
+class _Embeddings(_Common, kw_only=True, gc=False):
     input: msgspec.Raw
 
 
-class _Responses(_Common, kw_only=True):
+class _Responses(_Common, kw_only=True, gc=False):
     input: msgspec.Raw
-    instructions: msgspec.Raw = _NOTHING
-    tools: msgspec.Raw = _NOTHING
+    instructions: msgspec.Raw = _ABSENT
+    tools: msgspec.Raw = _ABSENT
     max_output_tokens: int | float | None = None
 
 
 def parse(api: Api, body: bytes) -> InferenceRequest:
-    """The request in ``body``; raises BadRequest with what to mend."""
+    """Read the request in ``body``. Raises BadRequest, which says what to correct."""
     if not body:
         raise BadRequest("The request has no body; send a JSON object with at least 'model'.")
     try:
-        # Fields that are passed over are not checked by the decoder.
+        # msgspec does not check the text of fields that it skips
         if not body.isascii():
             body.decode()
         return _PARSERS[api](body)
@@ -77,15 +86,8 @@ def parse(api: Api, body: bytes) -> InferenceRequest:
         raise BadRequest(f"The body is not JSON: {error}.") from None
 
 
-def with_changes(body: bytes, changes: dict[str, object]) -> bytes:
-    """The JSON object ``body`` with top-level fields replaced or added; all other values byte for byte."""
-    fields: dict[str, object] = dict(_fields_decoder.decode(body))
-    fields.update(changes)
-    return msgspec.json.encode(fields)
-
-
 def _refuse_shape(problem: str) -> NoReturn:
-    """msgspec says ``Expected `str`, got `int` - at `$.model```; OpenAI's clients look for the field in ``param``."""
+    """Raise what msgspec reports, ``Expected `str`, got `int` - at `$.model```, with the field in OpenAI's ``param``."""
     what, _, where = problem.partition(" - at `")
     param = where.rstrip("`").removeprefix("$").lstrip(".") or None
     if "missing required field" in what:
@@ -97,14 +99,15 @@ def _refuse_shape(problem: str) -> NoReturn:
 
 def _chat(body: bytes) -> InferenceRequest:
     chat = _chat_decoder.decode(body)
-    limit = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
-    return _request(Api.CHAT, chat, _chat_prompt(chat), limit)
+    limit = chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
+    contents = _chat_contents(chat, body) if len(body) >= _LARGE_BYTES else None
+    return _request(Api.CHAT, chat, _chat_prompt(chat), limit, contents)
 
 
 def _chat_prompt(chat: _Chat) -> bytes:
     parts: list[bytes | msgspec.Raw] = [chat.tools]
     for message in chat.messages:
-        parts += (b"\n", message.role.encode(), b"\n", message.content)
+        parts += (_HEADINGS.get(message.role) or f"\n{message.role}\n".encode(), message.content)
         if message.tool_calls:
             parts.append(message.tool_calls)
         if message.tool_call_id is not None:
@@ -112,50 +115,60 @@ def _chat_prompt(chat: _Chat) -> bytes:
     return b"".join(parts)
 
 
+def _chat_contents(chat: _Chat, body: bytes) -> Span | None:
+    """From the first message's content to the last one's."""
+    contents = [message.content for message in chat.messages if message.content]
+    return span_of(body, contents[0], contents[-1]) if contents else None
+
+
 def _completion(body: bytes) -> InferenceRequest:
     completion = _completion_decoder.decode(body)
-    return _request(Api.COMPLETIONS, completion, _open(completion.prompt), completion.max_tokens)
+    prompt = bytes(_open(completion.prompt))
+    return _request(Api.COMPLETIONS, completion, prompt, completion.max_tokens, _contents(completion.prompt, body))
 
 
 def _embeddings(body: bytes) -> InferenceRequest:
     embeddings = _embeddings_decoder.decode(body)
-    return _request(Api.EMBEDDINGS, embeddings, _open(embeddings.input), None)
+    return _request(Api.EMBEDDINGS, embeddings, bytes(_open(embeddings.input)), None, _contents(embeddings.input, body))
 
 
 def _responses(body: bytes) -> InferenceRequest:
     responses = _responses_decoder.decode(body)
-    prompt = _join((responses.tools, responses.instructions, _open(responses.input)))
-    return _request(Api.RESPONSES, responses, prompt, responses.max_output_tokens)
+    prompt = b"\n".join((responses.tools, responses.instructions, _open(responses.input)))
+    return _request(Api.RESPONSES, responses, prompt, responses.max_output_tokens, _contents(responses.input, body))
 
 
-def _join(parts: Iterable[bytes | msgspec.Raw]) -> bytes:
-    return b"\n".join(parts)
-
-
-def _open(value: msgspec.Raw) -> bytes:
+def _open(value: msgspec.Raw) -> memoryview:
     """A JSON string or list without its closing mark, so that a longer one extends it."""
-    return bytes(value)[:-1]
+    return memoryview(value)[:-1]
 
 
-def _request(api: Api, fields: _Common, prompt: bytes, max_tokens: float | None) -> InferenceRequest:
+def _contents(value: msgspec.Raw, body: bytes) -> Span | None:
+    return span_of(body, value, value) if len(body) >= _LARGE_BYTES else None
+
+
+def _request(
+    api: Api, fields: _Common, prompt: bytes, max_tokens: float | None, contents: Span | None
+) -> InferenceRequest:
     if not fields.model:
         raise BadRequest("The field 'model' is empty; name a model (GET /v1/models lists them).", param="model")
     return InferenceRequest(
-        api=api,
-        model=fields.model,
-        prompt=prompt,
-        is_streamed=bool(fields.stream),
-        stream_options=fields.stream_options or {},
-        max_output_tokens=None if max_tokens is None else int(max_tokens),
-        cache_salt=fields.cache_salt,
+        api,
+        fields.model,
+        prompt,
+        bool(fields.stream),
+        fields.stream_options or {},
+        None if max_tokens is None else int(max_tokens),
+        fields.cache_salt,
+        contents,
     )
 
 
+_HEADINGS: Final = {role: f"\n{role}\n".encode() for role in ("user", "assistant", "system", "tool", "developer")}
 _chat_decoder: Final = msgspec.json.Decoder(_Chat)
 _completion_decoder: Final = msgspec.json.Decoder(_Completion)
 _embeddings_decoder: Final = msgspec.json.Decoder(_Embeddings)
 _responses_decoder: Final = msgspec.json.Decoder(_Responses)
-_fields_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _PARSERS: Final[dict[Api, Callable[[bytes], InferenceRequest]]] = {
     Api.CHAT: _chat,
     Api.COMPLETIONS: _completion,

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from extproc.config.types import ModelMatch, StringMatch
 
-Condition = Callable[[Mapping[str, str], str], bool]
+# Over headers (lower-case names) and path; None always holds.
+Condition = Callable[[Mapping[str, str], str], bool] | None
 
 
 def compile_match(match: ModelMatch | None) -> Condition:
-    """A predicate over headers (lower-case names) and path; without conditions it always holds."""
+    """The condition that a rule states."""
     if match is None:
-        return lambda _headers, _path: True
+        return None
     headers = [(name.lower(), compile_string(condition)) for name, condition in match.headers.items()]
     uri = compile_string(match.uri) if match.uri is not None else None
 

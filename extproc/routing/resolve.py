@@ -86,7 +86,7 @@ class RoutingTable:
             message = f"The model '{shown}' does not exist; GET /v1/models lists those that do."
             raise UnknownModel(message, param="model")
         for rule in route.rules:
-            if rule.holds(headers, path):
+            if rule.holds is None or rule.holds(headers, path):
                 return _choose(rule, rng)
         raise UnknownModel(f"No rule of the route '{route.name}' takes this request's headers and path.", param="model")
 

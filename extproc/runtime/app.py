@@ -1,4 +1,4 @@
-"""Puts the parts together and runs them until a signal: pipeline, gRPC server, directory feed, metrics page."""
+"""Puts the parts of one process together, and runs them until a signal."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from aiohttp import web
 from prometheus_client import disable_created_metrics, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from extproc.core.pipeline import Pipeline
-from extproc.core.types import Held
+from extproc.core.core import Core
 from extproc.feeds.directory import DirectoryFeed
 from extproc.feeds.engines import EngineScraper
 from extproc.feeds.kv_events import KvEventFeed
@@ -30,20 +29,17 @@ from extproc.replication.local_bus import LocalBus
 from extproc.replication.peers import Bus, Peers
 from extproc.replication.redis_bus import RedisBus
 from extproc.runtime.explain_page import ExplainPage
+from extproc.runtime.performer import Performer
+from extproc.streams.context import GatewayOptions, StreamContext
 from extproc.streams.duplex import Duplex
-from extproc.streams.entry import GrantWanted, TokensWanted
-from extproc.streams.exchange import Desk, Exchange, GatewayOptions
+from extproc.streams.exchange import Exchange
 from extproc.streams.server import GrpcServer
-from extproc.streams.waiting_room import WaitingRoom
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from extproc.admission.limits import Ask, Grant, Usage
     from extproc.config.types import Snapshot
-    from extproc.core.types import Released
-    from extproc.replication.messages import EngineSaid
-    from extproc.streams.entry import Answer, Pending
+
 
 log = logging.getLogger(__name__)
 
@@ -88,78 +84,44 @@ class App:
         clock = self._clock = time.monotonic  # noqa: TID251 - the edge
         wall_clock = time.time  # noqa: TID251 - the edge
         self._is_ready = False
-        origin = secrets.token_hex(6)
-        self._pipeline = Pipeline(snapshot, rng=random.Random(), ticket_prefix=origin, elsewhere=self)
-        self._log_file = None if settings.decision_log is None else settings.decision_log.open("a")
-        decisions = DecisionLog(
-            self._log_file, share=settings.decision_share, rng=random.Random(), wall_clock=wall_clock
-        )
-        self._metrics = Metrics(
-            lambda: list(self._pipeline.pools.values()),
-            wall_clock,
-            clock,
-            decisions,
-            lambda: self._pipeline.admission.gates,
-        )
-        self._room = WaitingRoom(self._pipeline, clock, self._released)
-        changed = self._room.notify
-        self._feed = DirectoryFeed(
-            settings.config, self._pipeline, self._metrics, settle_s=settings.settle_s, changed=changed
-        )
-        self._feed.started_with(snapshot)
-        self._kv_events = KvEventFeed(self._pipeline, self._metrics)
-        self._tokenizers = Tokenizers(self._metrics)
-        self._limits: RedisLimits | None = None
-        if settings.redis is not None:
-            self._limits = RedisLimits(settings.redis, settings.redis_channel, self._metrics, clock)
+        origin, buses = secrets.token_hex(6), _buses(settings)
         # workers of one start have their sockets in one directory
         machine = origin if settings.worker is None else str(settings.worker.directory)
-        self._peers = Peers(
-            self._pipeline,
-            self._metrics,
-            _buses(settings),
-            origin=origin,
+        core = self._core = Core(
+            snapshot, rng=random.Random(), ticket_prefix=origin, machine=machine if buses else None
+        )
+        self._log_file = None if settings.decision_log is None else settings.decision_log.open("a")
+        decisions = None
+        if self._log_file is not None:
+            decisions = DecisionLog(
+                self._log_file, share=settings.decision_share, rng=random.Random(), wall_clock=wall_clock
+            )
+        metrics = self._metrics = Metrics(
+            lambda: list(core.pools.values()), wall_clock, clock, decisions, lambda: core.admission.gates
+        )
+        self._tokenizers = Tokenizers(metrics)
+        self._limits: RedisLimits | None = None
+        if settings.redis is not None:
+            self._limits = RedisLimits(settings.redis, settings.redis_channel, metrics, clock)
+        self._peers = Peers(buses, metrics, origin=origin)
+        performer = self._performer = Performer(
+            core,
+            metrics,
             clock=clock,
-            machine=machine,
-            changed=changed,
+            tokenizers=self._tokenizers,
+            limits=self._limits,
+            tell=self._peers.tell,
         )
-        self._scraper = EngineScraper(
-            self._pipeline, self._metrics, clock=clock, rng=random.Random(), share=self._engine_said
-        )
-        desk = self._desk = Desk(
-            self._pipeline, self._metrics, clock, int(wall_clock()), settings.gateway, self._peers, changed
-        )
+        self._feed = DirectoryFeed(settings.config, core, metrics, settle_s=settings.settle_s, apply=performer.apply)
+        self._feed.started_with(snapshot)
+        self._kv_events = KvEventFeed(core, metrics)
+        self._scraper = EngineScraper(core, metrics, clock=clock, rng=random.Random(), said=performer.take_report)
+        streams = StreamContext(core, metrics, clock, performer.perform, int(wall_clock()), settings.gateway)
         self._server = GrpcServer(
-            desk,
-            new_exchange=lambda is_trusted: Exchange(desk, Duplex, is_trusted=is_trusted),
-            answer_to=self._answer_to,
+            streams,
+            new_exchange=lambda is_trusted: Exchange(streams, Duplex, is_trusted=is_trusted),
+            answer_to=performer.answer_to,
         )
-
-    def settle(self, grant: Grant, used: Usage | None) -> None:
-        """To the store of global limits."""
-        if self._limits is not None:
-            self._limits.settle(grant, used)
-
-    def spent(self, ask: Ask, amount: float) -> None:
-        """To the other workers."""
-        self._peers.spent(ask, amount)
-
-    async def _answer_to(self, pending: Pending) -> Answer:
-        """What a request waits for."""
-        match pending:
-            case TokensWanted():
-                return await self._tokenizers.tokens_of(pending.arrival)
-            case GrantWanted():
-                return None if self._limits is None else await self._limits.reserve(pending.asks)
-            case Held():
-                return await self._room.wait(pending)
-
-    def _released(self, one: Released) -> None:
-        self._desk.released(one)
-
-    def _engine_said(self, event: EngineSaid) -> None:
-        self._peers.tell(event)
-        self._room.notify()
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain. A second signal ends the drain."""
@@ -188,7 +150,11 @@ class App:
 
     def _feeds(self) -> list[Coroutine[None, None, None]]:
         """What runs beside the server. Of several workers the first asks the engines, for all."""
-        feeds = [self._feed.watch(), self._kv_events.run(), self._peers.run()]
+        feeds = [
+            self._feed.watch(),
+            self._kv_events.run(),
+            self._peers.run(hear=self._performer.hear, beat=self._performer.beat),
+        ]
         if self._limits is not None:
             feeds.append(self._limits.run())
         worker = self._settings.worker
@@ -206,7 +172,7 @@ class App:
         app = web.Application()
         app.add_routes([web.get("/metrics", self._show_metrics), web.get("/readyz", self._show_readiness)])
         if self._settings.shows_reasons:
-            page = ExplainPage(self._pipeline, self._tokenizers.tokens_of, self._clock)
+            page = ExplainPage(self._core, self._tokenizers.tokens_of, self._clock)
             app.add_routes([web.post("/debug/explain/{path:.*}", page.show)])
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()

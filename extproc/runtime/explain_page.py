@@ -13,7 +13,7 @@ from extproc.errors import Refusal, to_openai_body
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from extproc.core.pipeline import Pipeline
+    from extproc.core.core import Core
     from extproc.core.types import Arrival
 
 
@@ -22,11 +22,11 @@ class ExplainPage:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        core: Core,
         tokens_of: Callable[[Arrival], Awaitable[Sequence[int] | None]],
         clock: Callable[[], float],
     ) -> None:
-        self._pipeline = pipeline
+        self._core = core
         self._tokens_of = tokens_of
         self._clock = clock
 
@@ -36,9 +36,9 @@ class ExplainPage:
         # for trusted networks only: whoever asks here is the operator
         head = Head("POST", "/" + http.match_info["path"], headers, has_body=True, is_trusted=True)
         try:
-            arrival = self._pipeline.intake.receive(self._pipeline.intake.admit(head), head, await http.read())
+            arrival = self._core.intake.receive(self._core.intake.admit(head), head, await http.read())
             tokens = await self._tokens_of(arrival) if arrival.wants_tokens else None
-            explanation = self._pipeline.explain(arrival, self._clock(), tokens=tokens)
+            explanation = self._core.explain(arrival, self._clock(), tokens=tokens)
         except Refusal as refusal:
             return web.Response(status=refusal.status, body=to_openai_body(refusal), content_type="application/json")
         return web.Response(body=msgspec.json.encode(explanation), content_type="application/json")

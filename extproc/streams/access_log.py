@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.core.feedback import Outcome
+from extproc.core.effects import Settled
+from extproc.core.types import Outcome
 from extproc.protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
@@ -19,7 +20,7 @@ from extproc.protocol import (
 from extproc.streams.http_headers import metadata_value
 
 if TYPE_CHECKING:
-    from extproc.streams.exchange import Desk
+    from extproc.streams.context import StreamContext
     from extproc.streams.messages import (
         AccessLogCommon,
         Duration,
@@ -29,23 +30,21 @@ if TYPE_CHECKING:
     )
 
 
-def receive_entries(message: StreamAccessLogsMessage, desk: Desk, now: float) -> None:
+def receive_entries(message: StreamAccessLogsMessage, context: StreamContext, now: float) -> None:
     """Settle every entry of a batch. Entries without a ticket (refusals, balanced without us) teach nothing.
 
-    Envoy sends its log to one of several processes: the others are told.
+    Envoy sends its log to one of several processes, whichever decided the request.
     """
-    metrics = desk.metrics
     for entry in message.http_logs.log_entry:
         outcome = read_outcome(entry)
-        settled = desk.pipeline.settle(outcome, now) if outcome.ticket else None
-        if desk.peers is not None and outcome.ticket:
-            desk.peers.learned(outcome)
+        effects = context.core.settle(outcome, now) if outcome.ticket else []
+        context.perform(effects)
+        settled = next((one for one in effects if isinstance(one, Settled)), None)
         if settled is None:
-            metrics.unmatched_entry(has_ticket=bool(outcome.ticket))
+            context.metrics.unmatched_entry(has_ticket=bool(outcome.ticket))
         elif settled.is_ours:
             start = entry.common_properties.start_time
-            ended_at = start.seconds + start.nanos * 1e-9 + outcome.duration_s
-            metrics.settled(settled, ended_at)
+            context.metrics.matched_entry(start.seconds + start.nanos * 1e-9 + outcome.duration_s)
 
 
 def read_outcome(entry: HttpAccessLogEntry) -> Outcome:

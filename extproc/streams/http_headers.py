@@ -16,18 +16,24 @@ if TYPE_CHECKING:
 
 
 def read_head(message: HttpHeaders, *, is_trusted: bool = False) -> Head:
-    """A request's method, path and headers; ``is_trusted``: a gateway vouches for what they say of the caller."""
+    """A request's method, path and headers. ``is_trusted``: a gateway wrote what they say of the caller."""
     method = path = ""
     for header in message.headers.headers:
-        if header.key == ":path":
+        key = header.key
+        if key == ":path":
             path, _, _ = _value(header).partition("?")
-        elif header.key == ":method":
+        elif key == ":method":
             method = _value(header)
-    return Head(method, path, _Headers(message), has_body=not message.end_of_stream, is_trusted=is_trusted)
+        else:
+            continue
+        # both are among the first, and reading a header costs as much as reading a field of the body
+        if method and path:
+            break
+    return Head(method, path, _Headers(message), not message.end_of_stream, is_trusted)
 
 
 def read_status(message: HttpHeaders) -> int:
-    """An answer's status; 0 if it has none."""
+    """The HTTP status of an answer; 0 if it has none."""
     for header in message.headers.headers:
         if header.key == ":status":
             text = _value(header)
@@ -36,7 +42,7 @@ def read_status(message: HttpHeaders) -> int:
 
 
 def read_subset(message: ProcessingRequest) -> list[str] | None:
-    """The endpoints that the gateway allows, as a list or in one string; None: it does not say."""
+    """The endpoints that the gateway allows, which it writes as a list or as one string; None: it does not restrict them."""
     value = metadata_value(message.metadata_context, SUBSET_NAMESPACE, SUBSET)
     if value is None:
         return None
@@ -46,21 +52,23 @@ def read_subset(message: ProcessingRequest) -> list[str] | None:
 
 
 def read_served(message: ProcessingRequest) -> str:
-    """The endpoint that answered, as the gateway says; empty: it does not."""
+    """The endpoint that answered, or an empty string if the gateway does not report it."""
     value = metadata_value(message.metadata_context, LB_NAMESPACE, SERVED)
     return value.string_value if value is not None else ""
 
 
 def metadata_value(metadata: Metadata, namespace: str, key: str) -> _Value | None:
-    """One value of dynamic metadata, if it is there."""
-    # reading a missing key of a protobuf map would add it
+    """One value of dynamic metadata, or None if there is none."""
+    # reading a missing key of a protobuf map adds it
     if namespace not in metadata.filter_metadata:
         return None
     return metadata.filter_metadata[namespace].fields.get(key)
 
 
 class _Headers(Mapping[str, str]):
-    """Decoded when a route has a condition on one: most have none, and decoding all costs as much as parsing the body."""
+    """Decoded on first use: most requests are decided without, and decoding all costs as much as parsing the body."""
+
+    __slots__ = ("_decoded", "_message")
 
     def __init__(self, message: HttpHeaders) -> None:
         self._message = message
@@ -82,5 +90,5 @@ class _Headers(Mapping[str, str]):
 
 
 def _value(header: HeaderValue) -> str:
-    # Header values are bytes to Envoy; those that conditions are written for are ASCII.
+    # Envoy does not check the encoding of header values; latin-1 reads any bytes, and ASCII as it is.
     return header.raw_value.decode("latin-1") if header.raw_value else header.value

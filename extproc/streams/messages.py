@@ -1,34 +1,45 @@
-"""Envoy's messages on the request path, at C speed. The types in ``messages.pyi`` are generated: `make generate`."""
+"""Classes of the Envoy messages on the request path, in protobuf's C implementation (upb).
+
+Their schema is ``messages.binpb``, a FileDescriptorSet that ``make generate`` writes from envoy-data-plane together with the
+types in ``messages.pyi``. It is loaded into a pool of its own, where it cannot clash with other users of Envoy's protos.
+"""
 
 from __future__ import annotations
 
-from envoy_data_plane.envoy.service.accesslog.v3 import StreamAccessLogsMessage as _StreamAccessLogsMessage
-from envoy_data_plane.envoy.service.accesslog.v3 import StreamAccessLogsResponse as _StreamAccessLogsResponse
-from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest as _ProcessingRequest
-from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse as _ProcessingResponse
+from pathlib import Path
+from typing import Final
 
-from extproc.streams.derive import derive
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClassesForFiles
 
-ROOTS = (_ProcessingRequest, _ProcessingResponse, _StreamAccessLogsMessage, _StreamAccessLogsResponse)
+_described = FileDescriptorSet.FromString(Path(__file__).with_name("messages.binpb").read_bytes())
+_pool: Final = DescriptorPool()
+for _file in _described.file:
+    _pool.Add(_file)
+_classes: Final = GetMessageClassesForFiles([_file.name for _file in _described.file], _pool)
 
-_derived = derive(ROOTS)
-
-ProcessingRequest = _derived["ProcessingRequest"]
-ProcessingResponse = _derived["ProcessingResponse"]
-AccessLogCommon = _derived["AccessLogCommon"]
-Duration = _derived["Duration"]
-HeadersResponse = _derived["HeadersResponse"]
-HttpBody = _derived["HttpBody"]
-HttpHeaders = _derived["HttpHeaders"]
-HeaderMap = _derived["HeaderMap"]
-ImmediateResponse = _derived["ImmediateResponse"]
-HttpAccessLogEntry = _derived["HttpAccessLogEntry"]
-Metadata = _derived["Metadata"]
-StreamAccessLogsMessage = _derived["StreamAccessLogsMessage"]
-StreamAccessLogsResponse = _derived["StreamAccessLogsResponse"]
-Struct = _derived["Struct"]
-BodyResponse = _derived["BodyResponse"]
-CommonResponse = _derived["CommonResponse"]
-HeaderValue = _derived["HeaderValue"]
-TrailersResponse = _derived["TrailersResponse"]
-Value = _derived["Value"]
+AccessLogCommon = _classes["AccessLogCommon"]
+BodyMutation = _classes["BodyMutation"]
+BodyResponse = _classes["BodyResponse"]
+CommonResponse = _classes["CommonResponse"]
+Duration = _classes["Duration"]
+HeaderMap = _classes["HeaderMap"]
+HeaderMutation = _classes["HeaderMutation"]
+HeaderValue = _classes["HeaderValue"]
+HeaderValueOption = _classes["HeaderValueOption"]
+HeadersResponse = _classes["HeadersResponse"]
+HttpAccessLogEntry = _classes["HttpAccessLogEntry"]
+HttpBody = _classes["HttpBody"]
+HttpHeaders = _classes["HttpHeaders"]
+ImmediateResponse = _classes["ImmediateResponse"]
+Metadata = _classes["Metadata"]
+ProcessingMode = _classes["ProcessingMode"]
+ProcessingRequest = _classes["ProcessingRequest"]
+ProcessingResponse = _classes["ProcessingResponse"]
+StreamAccessLogsMessage = _classes["StreamAccessLogsMessage"]
+StreamAccessLogsResponse = _classes["StreamAccessLogsResponse"]
+StreamedBodyResponse = _classes["StreamedBodyResponse"]
+Struct = _classes["Struct"]
+TrailersResponse = _classes["TrailersResponse"]
+Value = _classes["Value"]

@@ -3,11 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-import betterproto2
 from google.protobuf.internal.containers import MessageMap, RepeatedCompositeFieldContainer, RepeatedScalarFieldContainer, ScalarMap
 from google.protobuf.message import Message
-
-ROOTS: tuple[type[betterproto2.Message], ...]
 
 
 class AccessLogCommon(Message):

@@ -1,4 +1,4 @@
-"""Decisions and refusals as ext_proc answers."""
+"""Decisions and refusals as serialized ext_proc answers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,33 @@ from extproc.protocol import (
     SUBSET,
     TICKET,
 )
-from extproc.streams.messages import HeadersResponse, ProcessingResponse, TrailersResponse
+from extproc.streams.messages import (
+    BodyMutation,
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    HeaderValue,
+    HeaderValueOption,
+    ProcessingMode,
+    ProcessingResponse,
+    StreamedBodyResponse,
+    Struct,
+    TrailersResponse,
+    Value,
+)
+from extproc.streams.wire import MARK, Template, field, tag
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from extproc.core.types import Decision
+    from extproc.core.effects import Decision
     from extproc.errors import Refusal
     from extproc.routing.resolve import ListedModel
-    from extproc.streams.messages import BodyResponse, CommonResponse
 
-_OVERWRITE: Final = 2  # HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
-# Of ProcessingMode, as numbers: header and trailer modes SEND and SKIP, body modes NONE and FULL_DUPLEX_STREAMED.
+# HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+_OVERWRITE: Final = 2
+# ProcessingMode: header and trailer modes SEND and SKIP, body modes NONE and FULL_DUPLEX_STREAMED.
 _SEND, _SKIP, _NONE = 1, 2, 0
 FULL_DUPLEX: Final = 4
 # Envoy takes streamed bodies in messages of up to 64 KB.
@@ -40,99 +55,135 @@ CONTINUE_HEADERS: Final = ProcessingResponse(request_headers=HeadersResponse()).
 CONTINUE_REQUEST_TRAILERS: Final = ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString()
 CONTINUE_RESPONSE_HEADERS: Final = ProcessingResponse(response_headers=HeadersResponse()).SerializeToString()
 CONTINUE_RESPONSE_TRAILERS: Final = ProcessingResponse(response_trailers=TrailersResponse()).SerializeToString()
-# Headers of the gateway's that a client may have forged: removed, unless we set them ourselves.
-_CONTROL_HEADERS: Final = (*SIDECAR_HEADERS, SUBSET, SERVER_HEADER)
+
+
+def _header(name: str) -> Template:
+    """Of a HeaderMutation: set ``name`` to a value that varies."""
+    header = HeaderValue(key=name, raw_value=MARK.encode())
+    return Template(HeaderMutation(set_headers=[HeaderValueOption(header=header, append_action=_OVERWRITE)]))
+
+
+def _metadata_of(namespace: str, values: Mapping[str, str]) -> Struct:
+    fields = {name: Value(string_value=value) for name, value in values.items()}
+    return Struct(fields={namespace: Value(struct_value=Struct(fields=fields))})
+
+
+def _streamed(*, is_end: bool) -> BodyResponse:
+    streamed = StreamedBodyResponse(body=MARK.encode(), end_of_stream=is_end)
+    return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=streamed)))
+
+
+_SERVER: Final = _header(SERVER_HEADER)
+_DESTINATION: Final = _header(DESTINATION)
+_PREFILLER: Final = _header(PREFILLER)
+_CONTENT_LENGTH: Final = _header("content-length")
+_DESTINATION_METADATA: Final = Template(_metadata_of(LB_NAMESPACE, {DESTINATION: MARK}))
+_TICKET_METADATA: Final = Template(_metadata_of(NAMESPACE, {TICKET: MARK}))
+# by whether the body ends with the piece
+_REQUEST_PIECE: Final = {end: Template(ProcessingResponse(request_body=_streamed(is_end=end))) for end in (False, True)}
+_RESPONSE_PIECE: Final = {
+    end: Template(ProcessingResponse(response_body=_streamed(is_end=end))) for end in (False, True)
+}
+
+_CLEAR_ROUTE_CACHE: Final = CommonResponse(clear_route_cache=True).SerializeToString()
+_MODE_OVERRIDE: Final = ProcessingResponse(
+    mode_override=ProcessingMode(
+        request_header_mode=_SEND,
+        request_trailer_mode=_SEND,
+        request_body_mode=FULL_DUPLEX,
+        response_header_mode=_SEND,
+        response_body_mode=_NONE,
+        response_trailer_mode=_SKIP,
+    )
+).SerializeToString()
+# Control headers that a client may have forged: removed unless the answer sets them. By whether it names a prefiller.
+_REMOVE_FORGED: Final = {
+    has_prefiller: HeaderMutation(
+        remove_headers=[
+            name for name in (*SIDECAR_HEADERS, SUBSET, SERVER_HEADER) if not (has_prefiller and name == PREFILLER)
+        ]
+    ).SerializeToString()
+    for has_prefiller in (False, True)
+}
+
+_REQUEST_HEADERS_TAG: Final = tag(ProcessingResponse, "request_headers")
+_REQUEST_BODY_TAG: Final = tag(ProcessingResponse, "request_body")
+_METADATA_TAG: Final = tag(ProcessingResponse, "dynamic_metadata")
+_RESPONSE_TAG: Final = tag(BodyResponse, "response")
+_HEADERS_RESPONSE_TAG: Final = tag(HeadersResponse, "response")
+_HEADER_MUTATION_TAG: Final = tag(CommonResponse, "header_mutation")
+_BODY_MUTATION_TAG: Final = tag(CommonResponse, "body_mutation")
+_BODY_TAG: Final = tag(BodyMutation, "body")
 
 
 def decision_answer(decision: Decision) -> bytes:
-    """To a whole body: the endpoints in order as header and ``envoy.lb`` metadata, the server to route by, the ticket, the body."""
-    answer = ProcessingResponse()
-    common = answer.request_body.response
-    common.clear_route_cache = True
-    headers = {SERVER_HEADER: decision.server, **_routing_headers(decision)}
+    """Answer a whole body: endpoints in order as header and ``envoy.lb`` metadata, server, ticket, and the changed body."""
+    destination = ",".join(decision.assignment.addresses).encode()
+    headers = [*_SERVER.filled(decision.server.encode()), *_routing_headers(decision, destination)]
+    common = field(_HEADER_MUTATION_TAG, headers)
     if decision.body is not None:
-        common.body_mutation.body = decision.body
-    _set_headers(common, headers)
-    _set_metadata(answer, decision)
-    return answer.SerializeToString()
+        common += field(_BODY_MUTATION_TAG, field(_BODY_TAG, [decision.body]))
+    common.append(_CLEAR_ROUTE_CACHE)
+    answer = field(_REQUEST_BODY_TAG, field(_RESPONSE_TAG, common))
+    answer += _metadata(decision, destination)
+    return b"".join(answer)
 
 
 def duplex_decision_answer(decision: Decision, *, overrides_mode: bool) -> bytes:
-    """To headers whose body follows in pieces: the endpoints as header and metadata, and nothing left that a client forged."""
-    answer = ProcessingResponse()
-    common = answer.request_headers.response
-    headers = _routing_headers(decision)
-    _set_headers(common, headers)
-    common.header_mutation.remove_headers.extend([name for name in _CONTROL_HEADERS if name not in headers])
-    _set_metadata(answer, decision)
+    """Answer headers whose body follows in pieces: endpoints as header and metadata; headers that a client forged removed."""
+    destination = ",".join(decision.assignment.addresses).encode()
+    headers = _routing_headers(decision, destination)
+    headers.append(_REMOVE_FORGED[decision.assignment.prefill is not None])
+    common = field(_HEADER_MUTATION_TAG, headers)
+    answer = field(_REQUEST_HEADERS_TAG, field(_HEADERS_RESPONSE_TAG, common))
+    answer += _metadata(decision, destination)
     if overrides_mode:
-        mode = answer.mode_override
-        mode.request_header_mode = mode.request_trailer_mode = mode.response_header_mode = _SEND
-        mode.request_body_mode, mode.response_body_mode = FULL_DUPLEX, _NONE
-        mode.response_trailer_mode = _SKIP
-    return answer.SerializeToString()
+        answer.append(_MODE_OVERRIDE)
+    return b"".join(answer)
 
 
 def request_body_answers(body: bytes, *, is_end: bool) -> Iterator[bytes]:
-    """A request's body in pieces that the gateway takes."""
+    """A request's body in pieces that the gateway takes. ``is_end``: no trailers follow."""
     for piece, is_last in _pieces(body):
-        answer = ProcessingResponse()
-        _stream(answer.request_body, piece, is_end=is_end and is_last)
-        yield answer.SerializeToString()
+        yield b"".join(_REQUEST_PIECE[is_end and is_last].filled(piece))
 
 
 def response_body_answers(body: bytes, *, is_end: bool) -> Iterator[bytes]:
-    """A piece of an answer, sent on as it came, in pieces that the gateway takes."""
+    """One message's part of an answer, passed on unchanged in pieces that the gateway takes. ``is_end``: it is the last."""
     for piece, is_last in _pieces(body):
-        answer = ProcessingResponse()
-        _stream(answer.response_body, piece, is_end=is_end and is_last)
-        yield answer.SerializeToString()
+        yield b"".join(_RESPONSE_PIECE[is_end and is_last].filled(piece))
 
 
 def _pieces(body: bytes) -> Iterator[tuple[bytes, bool]]:
-    """At least one, and which is the last."""
+    """At least one piece, each with whether it is the last."""
     for start in range(0, max(len(body), 1), MOST_BODY_BYTES):
         # slicing all of it copies nothing
         yield body[start : start + MOST_BODY_BYTES], start + MOST_BODY_BYTES >= len(body)
 
 
-def _stream(side: BodyResponse, piece: bytes, *, is_end: bool) -> None:
-    streamed = side.response.body_mutation.streamed_response
-    streamed.body, streamed.end_of_stream = piece, is_end
-
-
-def _routing_headers(decision: Decision) -> dict[str, str]:
-    assignment = decision.assignment
-    headers = {DESTINATION: ",".join(assignment.addresses)}
-    if assignment.prefill is not None:
-        headers[PREFILLER] = assignment.prefill.address
+def _routing_headers(decision: Decision, destination: bytes) -> list[bytes]:
+    """Of a HeaderMutation: where the request goes, in parts."""
+    headers = [*_DESTINATION.filled(destination)]
+    if decision.assignment.prefill is not None:
+        headers += _PREFILLER.filled(decision.assignment.prefill.address.encode())
     if decision.body is not None:
         # Envoy refuses a changed body whose length is not the header's
-        headers["content-length"] = str(len(decision.body))
+        headers += _CONTENT_LENGTH.filled(str(len(decision.body)).encode())
     return headers
 
 
-def _set_headers(common: CommonResponse, headers: Mapping[str, str]) -> None:
-    set_headers = common.header_mutation.set_headers
-    for name, value in headers.items():
-        option = set_headers.add(append_action=_OVERWRITE)
-        option.header.key, option.header.raw_value = name, value.encode()
-
-
-def _set_metadata(answer: ProcessingResponse, decision: Decision) -> None:
-    metadata = answer.dynamic_metadata.fields
-    destination = ",".join(decision.assignment.addresses)
-    metadata[LB_NAMESPACE].struct_value.fields[DESTINATION].string_value = destination
-    own = metadata[NAMESPACE].struct_value.fields
-    own[TICKET].string_value = decision.ticket
+def _metadata(decision: Decision, destination: bytes) -> list[bytes]:
+    """Of a ProcessingResponse: where the request goes, its ticket, and what its rate limits granted, in parts."""
+    own: Iterable[bytes] = _TICKET_METADATA.filled(decision.ticket.encode())
     if decision.grants:
         # the bundle's routes write them into the answer's headers
-        for name, value in granted_headers(decision.grants).items():
-            own[name].string_value = value
+        values = {TICKET: decision.ticket, **granted_headers(decision.grants)}
+        own = (_metadata_of(NAMESPACE, values).SerializeToString(),)
+    return field(_METADATA_TAG, [*_DESTINATION_METADATA.filled(destination), *own])
 
 
 def refusal_answer(refusal: Refusal) -> bytes:
-    """An OpenAI error object instead of an answer from an engine."""
+    """Answer the client with an OpenAI error object; no engine is asked."""
     headers = dict(refusal.headers)
     if refusal.retry_after_s is not None:
         headers["retry-after"] = str(refusal.retry_after_s)

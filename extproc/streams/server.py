@@ -18,8 +18,10 @@ from extproc.streams.messages import ProcessingRequest, StreamAccessLogsMessage
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from extproc.streams.entry import Answer, Pending
-    from extproc.streams.exchange import Desk, Exchange
+    from extproc.core.effects import Decision, Pending, Refused
+    from extproc.core.entering import Answer
+    from extproc.streams.context import StreamContext
+    from extproc.streams.exchange import Exchange
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +49,15 @@ class GrpcServer:
 
     def __init__(
         self,
-        desk: Desk,
+        context: StreamContext,
         *,
         new_exchange: Callable[[Callable[[], bool]], Exchange],
-        answer_to: Callable[[Pending], Awaitable[Answer]],
+        answer_to: Callable[[Pending], Awaitable[Answer | Decision | Refused]],
     ) -> None:
         """``new_exchange``: given who knows whether headers are to be trusted. ``answer_to``: waits for what a request waits for."""
-        self._desk = desk
+        self._streams = context
         self._answer_to = answer_to
-        self._metrics = desk.metrics
+        self._metrics = context.metrics
         self._new_exchange = new_exchange
         self._open = 0
         self._is_idle = asyncio.Event()
@@ -107,7 +109,7 @@ class GrpcServer:
         return grpc.method_handlers_generic_handler(ACCESS_LOG, {"StreamAccessLogs": handler})
 
     async def _process(self, _: object, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> None:
-        exchange = self._new_exchange(lambda: self._desk.options.trusts_headers or _is_bundle(context))
+        exchange = self._new_exchange(lambda: self._streams.options.trusts_headers or _is_bundle(context))
         self._open += 1
         self._is_idle.clear()
         try:
@@ -119,9 +121,9 @@ class GrpcServer:
                 for answer in answers:
                     await context.write(answer)
         except Exception:
-            self._metrics.failed()
-            log.exception("a request could not be decided; Envoy goes on by its failure mode")
-            raise
+            # refused rather than left to the gateway's failure mode: no request gets round its decision by making us fail
+            log.exception("a request could not be decided, and is refused")
+            await context.write(exchange.fail())
         finally:
             exchange.close()
             self._open -= 1
@@ -133,7 +135,7 @@ class GrpcServer:
     ) -> bytes:
         while not is_end(message := await context.read()):
             try:
-                receive_entries(message, self._desk, self._desk.clock())
+                receive_entries(message, self._streams, self._streams.clock())
             except Exception:
                 # one odd entry must not cut off the log stream and with it all learning
                 log.exception("access log entries could not be read")

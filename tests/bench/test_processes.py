@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from bench.processes import Processes, StartFailed, free_ports
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.waiting import eventually
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 # ignores SIGTERM, and says when it does
@@ -21,14 +20,20 @@ STUBBORN = [
     "-c",
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)",
 ]
+# starts a process of its own and prints its id
+PARENT = [
+    sys.executable,
+    "-c",
+    f"import subprocess, time; print(subprocess.Popen({SLEEP!r}).pid, flush=True); time.sleep(60)",
+]
 
 
 def is_running(pid: int) -> bool:
+    """Not if it has ended and waits for a parent to ask how."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
         return False
-    return True
 
 
 async def never() -> bool:
@@ -68,12 +73,36 @@ async def test_they_end_when_the_task_is_cancelled(tmp_path: Path) -> None:
 
 
 async def test_sigterm_ends_them_too(tmp_path: Path) -> None:
+    outer, pids = await start_runner(tmp_path, SLEEP)
+    assert all(map(is_running, pids))
+    outer.terminate()
+    await asyncio.wait_for(outer.wait(), 20)
+    assert not any(map(is_running, pids))
+
+
+async def test_they_end_when_the_program_that_started_them_is_killed(tmp_path: Path) -> None:
+    outer, pids = await start_runner(tmp_path, SLEEP, STUBBORN, PARENT)
+    log = tmp_path / "2.log"
+    await eventually(lambda: log.read_text().endswith("\n"))
+    pids.append(int(log.read_text()))
+    os.kill(pids[0], signal.SIGSTOP)
+    await eventually(lambda: "deaf" in (tmp_path / "1.log").read_text())
+    assert len(pids) == 4
+    assert all(map(is_running, pids))
+    outer.kill()
+    await outer.wait()
+    await eventually(lambda: not any(map(is_running, pids)), timeout_s=30)
+
+
+async def start_runner(logs: Path, *commands: list[str]) -> tuple[asyncio.subprocess.Process, list[int]]:
+    """A program that starts these processes and sleeps, and their process ids."""
     script = (
-        "import asyncio, pathlib, sys\n"
+        "import asyncio, pathlib\n"
         "from bench.processes import Processes\n"
         "async def main():\n"
-        f"    async with Processes(pathlib.Path({str(tmp_path)!r})) as processes:\n"
-        "        print(await processes.start('one', [sys.executable, '-c', 'import time; time.sleep(60)']), flush=True)\n"
+        f"    async with Processes(pathlib.Path({str(logs)!r})) as processes:\n"
+        f"        for number, command in enumerate({commands!r}):\n"
+        "            print(await processes.start(str(number), command), flush=True)\n"
         "        await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )
@@ -81,11 +110,7 @@ async def test_sigterm_ends_them_too(tmp_path: Path) -> None:
         sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
     assert outer.stdout is not None
-    pid = int(await outer.stdout.readline())
-    assert is_running(pid)
-    outer.terminate()
-    await asyncio.wait_for(outer.wait(), 20)
-    assert not is_running(pid)
+    return outer, [int(await outer.stdout.readline()) for _ in commands]
 
 
 async def test_one_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.engine.hardware import PER_REQUEST_S, PER_STEP_S
-from bench.engine.scheduler import Limits
+from bench.engine.scheduler import EngineLimits
 from bench.engine.step_time import Work, batch_of
-from bench.validation.measured import Curve, Measured, Surface
-from bench.validation.runs import Served, modelled, real
-from bench.virtual.engines import Kind
+from bench.validation.measured_kernels import Curve, MeasuredKernels, Surface
+from bench.validation.recorded_runs import RecordedRequest, modelled, real
+from bench.virtual.engines import EngineKind
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +44,7 @@ def profiles(tmp_path: Path) -> Path:
 
 
 def test_a_step_is_its_kernels_layer_by_layer_and_once(profiles: Path) -> None:
-    model = Measured(profiles, "x", layers=2)
+    model = MeasuredKernels(profiles, "x", layers=2)
     # 8 dense kernels a layer and 2 once, each tokens + 9 us; lm_head and sampler; attention of two layers
     decodes = model.seconds(batch_of([Work(1, 500)] * 10))
     assert decodes == pytest.approx((18 * 19 + 509 + 20 + 2 * 50) / 1e6 + PER_STEP_S + 10 * PER_REQUEST_S)
@@ -55,18 +55,18 @@ def test_a_step_is_its_kernels_layer_by_layer_and_once(profiles: Path) -> None:
 
 
 def test_chunks_of_several_requests_are_taken_one_by_one(profiles: Path) -> None:
-    model = Measured(profiles, "x", layers=1)
+    model = MeasuredKernels(profiles, "x", layers=1)
     two = model.seconds(batch_of([Work(200, 0), Work(200, 0)]))
     # the kernel of 200 twice: 2 * 200 us
     assert two == pytest.approx((10 * 409 + 501 + 20 + 400) / 1e6 + PER_STEP_S + 2 * PER_REQUEST_S)
 
 
 def test_a_run_is_played_at_its_own_times(profiles: Path) -> None:
-    run = [Served(100, 5, 50.0, 50.2, 51.0), Served(300, 3, 60.0, 60.5, 62.5)]
+    run = [RecordedRequest(100, 5, 50.0, 50.2, 51.0), RecordedRequest(300, 3, 60.0, 60.5, 62.5)]
     was = real(run)
     assert was.ttft_s.mean == pytest.approx(0.35)
     assert was.tpot_s.mean == pytest.approx((0.2 + 1.0) / 2)
     assert was.makespan_s == 12.5
-    found = modelled(run, Kind(Measured(profiles, "x", layers=2), Limits(num_gpu_blocks=100)))
+    found = modelled(run, EngineKind(MeasuredKernels(profiles, "x", layers=2), EngineLimits(num_gpu_blocks=100)))
     assert 10.0 < found.makespan_s < 10.1
     assert 0 < found.tpot_s.mean < found.ttft_s.mean < 0.02

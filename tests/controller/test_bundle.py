@@ -20,6 +20,7 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from bench.guard import Guard
     from extproc.config.types import Snapshot
 
 ENVOY = Path(__file__).parent.parent.parent / "envoy"
@@ -255,14 +256,17 @@ def test_the_command_says_every_mistake_and_writes_nothing(tmp_path: Path, capsy
     assert "write --config DIR and --out DIR" in capsys.readouterr().err
 
 
-async def test_a_bundle_that_is_followed_says_what_it_refuses_and_keeps_the_last_good_one(tmp_path: Path) -> None:
+async def test_a_bundle_that_is_followed_says_what_it_refuses_and_keeps_the_last_good_one(
+    tmp_path: Path, guard: Guard
+) -> None:
     config, out, log = tmp_path / "config", tmp_path / "out", tmp_path / "log"
     config.mkdir()
     good = SERVER.replace("NAME", "one") + ROUTE.replace("SECOND", "one")
     (config / "a.yaml").write_text(good)
     command = ["-m", "controller", "bundle", "--config", str(config), "--out", str(out), "--watch"]
     with log.open("wb") as file:
-        writer = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=file)
+        writer = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=file, start_new_session=True)
+    guard.add(writer.pid)
 
     async def until(holds: Callable[[], bool]) -> None:
         async def answer() -> bool:
@@ -286,6 +290,7 @@ async def test_a_bundle_that_is_followed_says_what_it_refuses_and_keeps_the_last
     finally:
         writer.terminate()
         await writer.wait()
+        guard.remove(writer.pid)
 
 
 def test_an_output_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""A small configuration and a pipeline over it."""
+"""A small configuration, a core over it, and the steps that most tests take."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.config.load import load
-from extproc.core.pipeline import Pipeline
+from extproc.core.core import Core
+from extproc.core.effects import Decision, Refused, Settled
+from extproc.core.states import State
+from extproc.request.model import Api
+from extproc.streams.context import GatewayOptions, StreamContext
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from extproc.config.types import Snapshot
+    from extproc.core.effects import Effect
+    from extproc.core.types import Head, Outcome
+    from extproc.metrics.registry import Metrics
 
 CONFIG = b"""
 apiVersion: attache.dev/v1alpha1
@@ -38,5 +47,34 @@ def snapshot() -> Snapshot:
 
 
 @pytest.fixture
-def pipeline(snapshot: Snapshot) -> Pipeline:
-    return Pipeline(snapshot, rng=random.Random(0), ticket_prefix="t")
+def core(snapshot: Snapshot) -> Core:
+    return Core(snapshot, rng=random.Random(0), ticket_prefix="t")
+
+
+def decide(core: Core, head: Head, body: bytes, now: float = 0.0, *, api: Api = Api.CHAT) -> Decision:
+    """The decision on a request that goes at once; raises the Refusal that its client would get."""
+    own, _ = core.arrive(core.intake.receive(api, head, body), now)
+    if isinstance(own, Refused):
+        raise own.refusal
+    assert isinstance(own, Decision)
+    return own
+
+
+def settle(core: Core, outcome: Outcome, now: float) -> Settled | None:
+    """What the outcome was joined with; None if nothing."""
+    return next((one for one in core.settle(outcome, now) if isinstance(one, Settled)), None)
+
+
+def in_some_state(core: Core) -> int:
+    """How many requests the core knows of."""
+    return core.count(*State)
+
+
+def shell(core: Core, metrics: Metrics, now: Callable[[], float] = lambda: 5.0, **options: object) -> StreamContext:
+    """What streams work with, where effects are counted and not performed."""
+
+    def perform(effects: list[Effect]) -> None:
+        for effect in effects:
+            metrics.count(effect)
+
+    return StreamContext(core, metrics, now, perform, 77, GatewayOptions(**options))  # type: ignore[arg-type]

@@ -6,14 +6,14 @@ import hashlib
 import json
 import sys
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
-from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -108,16 +108,40 @@ def _cluster(kind: str, addresses: Sequence[str]) -> dict[str, Any]:
     }
 
 
+NO_HINT: Final = object()
+
+
 def bootstrap(
     *,
-    listen: int,
+    listeners: Sequence[tuple[int, object]],
     admin: int,
     extproc: int,
     cluster: dict[str, Any],
-    subset: object = None,
     mode_override: bool = False,
 ) -> dict[str, Any]:
-    """An Envoy as the inference extension's gateways set it up."""
+    """An Envoy as the inference extension's gateways set it up. ``listeners``: a port and the subset hint given there."""
+    http2 = {
+        "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
+        "explicit_http_config": {"http2_protocol_options": {}},
+    }
+    at = {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": extproc}}}}
+    picker = {
+        "name": "extproc",
+        "type": "STATIC",
+        "connect_timeout": "1s",
+        "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2},
+        "load_assignment": {"cluster_name": "extproc", "endpoints": [{"lb_endpoints": [at]}]},
+    }
+    return {
+        "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": admin}}},
+        "static_resources": {
+            "listeners": [_listener(port, hint, cluster, mode_override=mode_override) for port, hint in listeners],
+            "clusters": [picker, cluster],
+        },
+    }
+
+
+def _listener(port: int, hint: object, cluster: dict[str, Any], *, mode_override: bool) -> dict[str, Any]:
     ext_proc = {
         "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {"envoy_grpc": {"cluster_name": "extproc"}},
@@ -138,8 +162,8 @@ def bootstrap(
         },
     }
     filters: list[dict[str, Any]] = [{"name": "envoy.filters.http.ext_proc", "typed_config": ext_proc}]
-    if subset is not None:
-        value = {"x-gateway-destination-endpoint-subset": subset}
+    if hint is not NO_HINT:
+        value = {"x-gateway-destination-endpoint-subset": hint}
         filters.insert(
             0,
             {
@@ -167,27 +191,11 @@ def bootstrap(
         "http_protocol_options": {"enable_trailers": True},
         "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
     }
-    http2 = {
-        "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
-        "explicit_http_config": {"http2_protocol_options": {}},
-    }
-    at = {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": extproc}}}}
-    picker = {
-        "name": "extproc",
-        "type": "STATIC",
-        "connect_timeout": "1s",
-        "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2},
-        "load_assignment": {"cluster_name": "extproc", "endpoints": [{"lb_endpoints": [at]}]},
-    }
     chain = {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}
-    listener = {
-        "name": "gateway",
-        "address": {"socket_address": {"address": "127.0.0.1", "port_value": listen}},
-        "filter_chains": [{"filters": [chain]}],
-    }
     return {
-        "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": admin}}},
-        "static_resources": {"listeners": [listener], "clusters": [picker, cluster]},
+        "name": f"gateway-{port}",
+        "address": {"socket_address": {"address": "127.0.0.1", "port_value": port}},
+        "filter_chains": [{"filters": [chain]}],
     }
 
 
@@ -202,6 +210,19 @@ spec: {{model: base, scrapeInterval: 0s, endpoints: [{endpoints}]}}
 """
 
 
+class Gateway(msgspec.Struct, frozen=True):
+    """URLs of Envoy, one for each subset hint, and of extproc's metrics; the address of extproc."""
+
+    urls: tuple[str, ...]
+    metrics: str
+    extproc: str
+
+    @property
+    def url(self) -> str:
+        """The first, or only, one."""
+        return self.urls[0]
+
+
 @asynccontextmanager
 async def gateway(
     directory: Path,
@@ -209,27 +230,24 @@ async def gateway(
     *,
     kind: str = "original_dst",
     flags: Sequence[str] = (),
-    subset: object = None,
+    hints: Sequence[object] = (NO_HINT,),
     mode_override: bool = False,
-) -> AsyncIterator[tuple[str, str]]:
-    """The URLs of Envoy and of extproc's metrics."""
-    listen, admin, extproc, metrics = free_ports(4)
+) -> AsyncIterator[Gateway]:
+    """extproc and an Envoy that listens once for each of ``hints``."""
+    admin, extproc, metrics, *listen = free_ports(3 + len(hints))
     config = directory / "config"
     config.mkdir(parents=True)
     (config / "pool.yaml").write_text(pool_config(addresses))
     bundle = directory / "envoy"
     bundle.mkdir()
-    text = json.dumps(
-        bootstrap(
-            listen=listen,
-            admin=admin,
-            extproc=extproc,
-            cluster=_cluster(kind, addresses),
-            subset=subset,
-            mode_override=mode_override,
-        )
+    configured = bootstrap(
+        listeners=list(zip(listen, hints, strict=True)),
+        admin=admin,
+        extproc=extproc,
+        cluster=_cluster(kind, addresses),
+        mode_override=mode_override,
     )
-    (bundle / "bootstrap.json").write_text(text)
+    (bundle / "bootstrap.json").write_text(json.dumps(configured))
     command = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", f"127.0.0.1:{extproc}"]
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
 
@@ -241,7 +259,8 @@ async def gateway(
                 return False
 
         await processes.start("extproc", [*command, "--metrics", f"127.0.0.1:{metrics}", "--pool", "pool", *flags])
-        await eventually(lambda: answers(f"http://127.0.0.1:{metrics}/readyz"))
         await processes.start("envoy", envoy_command(bundle))
-        await eventually(lambda: answers(f"http://127.0.0.1:{admin}/ready"))
-        yield f"http://127.0.0.1:{listen}", f"http://127.0.0.1:{metrics}"
+        await processes.wait_ready("extproc", lambda: answers(f"http://127.0.0.1:{metrics}/readyz"))
+        await processes.wait_ready("envoy", lambda: answers(f"http://127.0.0.1:{admin}/ready"))
+        urls = tuple(f"http://127.0.0.1:{port}" for port in listen)
+        yield Gateway(urls, f"http://127.0.0.1:{metrics}", f"127.0.0.1:{extproc}")

@@ -8,11 +8,13 @@ import hmac
 import itertools
 import json
 import sys
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 import yaml
 
 from bench.stack import ALIAS, EngineFlags, Stack, running_stack
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 ONE_AT_A_TIME = {"queueDepth": None, "kvUsage": None, "maxWait": None, "maxRequests": 1}
 OBJECTIVE = {
     "apiVersion": "inference.networking.x-k8s.io/v1alpha2",
@@ -30,8 +34,8 @@ OBJECTIVE = {
     "spec": {"priority": 100, "poolRef": {"name": "llama"}},
 }
 KEYS = [
-    {"name": "acme-1", "key": "sk-acme-secret", "tenant": "acme"},
-    {"name": "bell-1", "key": "sk-bell-secret", "tenant": "bell"},
+    {"name": f"{tenant}-1", "key": f"sk-{tenant}-secret", "tenant": tenant}
+    for tenant in ("acme", "bell", "cord", "dent")
 ]
 
 
@@ -66,6 +70,19 @@ def edit(stack: Stack, kind: str, **spec: object) -> None:
     new.rename(file)
 
 
+def spec_of(stack: Stack, kind: str) -> dict[str, object]:
+    documents = yaml.safe_load_all((stack.config / "attache.yaml").read_text())
+    spec: dict[str, object] = next(one["spec"] for one in documents if one["kind"] == kind)
+    return spec
+
+
+async def change(stack: Stack, kind: str, **spec: object) -> None:
+    """The same, and wait until extproc has taken it over."""
+    before = await metric(stack, "attache_config_reloads_total", result="applied")
+    edit(stack, kind, **spec)
+    await eventually(lambda: metric_is(stack, "attache_config_reloads_total", before + 1, result="applied"))
+
+
 class Scene:
     """A stack whose only engine takes one request at a time, and clients of it."""
 
@@ -82,23 +99,49 @@ class Scene:
     async def waiting(self) -> float:
         return await metric(self.stack, "attache_queue_waiting")
 
+    @asynccontextmanager
+    async def busy(self, headers: Mapping[str, str] | None = None) -> AsyncIterator[None]:
+        """A client has the engine, and leaves at the end of the block."""
+        blocker = asyncio.create_task(self.ask("blocker", headers or {}, max_tokens=100_000))
+        await eventually(lambda: metric_is(self.stack, "attache_in_flight", 1))
+        yield
+        blocker.cancel()
+        await asyncio.wait([blocker])
+        assert blocker.cancelled(), "its answer ended before the block did"
 
-@pytest.fixture
-async def held(tmp_path: Path) -> AsyncIterator[Scene]:
-    """Clients are trusted here: they are the gateway that says who asks."""
-    control = {"saturation": ONE_AT_A_TIME, "sharing": "Strict", "fairness": "RoundRobin", "timeout": "40s"}
+
+# what Envoy then waits for extproc: the time without an engine, which is 60s by default, and its own second
+LONGEST_HOLD = "61s"
+CONTROL = {"saturation": ONE_AT_A_TIME, "sharing": "Strict", "fairness": "RoundRobin", "timeout": "40s"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def queueing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """One engine that takes one request at a time. Clients are trusted: they are the gateway that says who asks."""
     async with running_stack(
-        tmp_path / "stack",
+        tmp_path_factory.mktemp("queueing") / "stack",
         EngineFlags(count=1, speed=10.0, stream_headers="first-token"),
         watch=True,
         gateway={"clients": "Trusted", "messageTimeout": "1s"},
-        more={"flowControl": control},
+        more={"flowControl": CONTROL},
     ) as stack:
         (stack.config / "urgent.yaml").write_text(yaml.safe_dump(OBJECTIVE))
         await eventually(lambda: metric_is(stack, "attache_config_reloads_total", 2, result="applied"))
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=stack.url, timeout=60, limits=limits) as http:
-            yield Scene(stack, http)
+        yield stack
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def held(queueing: Stack) -> AsyncIterator[Scene]:
+    """The stack as it was started, whatever the test before has changed, with nothing in it."""
+    if spec_of(queueing, "ModelServer")["flowControl"] != CONTROL:
+        await change(queueing, "ModelServer", flowControl=CONTROL)
+        # Envoy follows by itself; until then it waits for extproc as long as the test before wanted
+        await eventually(lambda: listener_waits(queueing, LONGEST_HOLD))
+    await eventually(lambda: metric_is(queueing, "attache_in_flight", 0))
+    await eventually(lambda: metric_is(queueing, "attache_queue_waiting", 0))
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=queueing.url, timeout=60, limits=limits) as http:
+        yield Scene(queueing, http)
 
 
 async def metric_is(stack: Stack, name: str, value: float, **labels: str) -> bool:
@@ -109,10 +152,11 @@ async def test_of_two_hundred_held_clients_fifty_leave_and_the_rest_are_served_i
     stack = held.stack
     engine = stack.engines[0].removeprefix("http://")
     sent_before = await envoy_stat(stack, "cluster.server/llama.upstream_rq_total")
+    waits_before = {one: await metric(stack, "attache_queue_waits_total", outcome=one) for one in ("left", "sent")}
+    resets_before = await envoy_stat(stack, "http.attache.downstream_rq_rx_reset")
     # without an engine everybody is held, for as long as the test needs
     control = {"saturation": ONE_AT_A_TIME, "sharing": "Strict", "fairness": "RoundRobin", "noEndpointTimeout": "5m"}
-    edit(stack, "ModelServer", endpoints=[], flowControl=control)
-    await eventually(lambda: metric_is(stack, "attache_config_reloads_total", 3, result="applied"))
+    await change(stack, "ModelServer", endpoints=[], flowControl=control)
     await eventually(lambda: listener_waits(stack, "301s"))
     clients: dict[str, asyncio.Task[httpx.Response]] = {}
     for number in range(200):
@@ -142,9 +186,9 @@ async def test_of_two_hundred_held_clients_fifty_leave_and_the_rest_are_served_i
     # Envoy and extproc agree on what happened
     assert await metric(stack, "attache_picks_total") - picked_before == 150
     assert await envoy_stat(stack, "cluster.server/llama.upstream_rq_total") - sent_before == 150
-    assert await metric(stack, "attache_queue_waits_total", outcome="left") == 50
-    assert await metric(stack, "attache_queue_waits_total", outcome="sent") == 150
-    assert await envoy_stat(stack, "http.attache.downstream_rq_rx_reset") == 50
+    waits = {one: await metric(stack, "attache_queue_waits_total", outcome=one) for one in ("left", "sent")}
+    assert {one: waits[one] - waits_before[one] for one in waits} == {"left": 50, "sent": 150}
+    assert await envoy_stat(stack, "http.attache.downstream_rq_rx_reset") - resets_before == 50
     await eventually(lambda: metric_is(stack, "attache_in_flight", 0))
     assert await metric(stack, "attache_open_streams") == 0
 
@@ -177,20 +221,26 @@ LIMITED = {
 }
 
 
-@pytest.fixture
-async def keyed(tmp_path: Path) -> AsyncIterator[Stack]:
-    """Clients are told apart by API keys; every tenant has three requests an hour."""
+@asynccontextmanager
+async def with_keys(directory: Path, limits: Mapping[str, object]) -> AsyncIterator[Stack]:
+    """Clients are told apart by API keys."""
     async with running_stack(
-        tmp_path / "stack",
+        directory,
         EngineFlags(count=1, speed=20.0, stream_headers="first-token"),
-        watch=True,
         gateway={"authentication": {"apiKeys": KEYS}},
         more={"flowControl": {"saturation": ONE_AT_A_TIME}},
-        route=LIMITED,
+        route=limits,
         headers={"authorization": f"Bearer {KEYS[0]['key']}"},
     ) as stack:
         (stack.config / "urgent.yaml").write_text(yaml.safe_dump(OBJECTIVE))
         await eventually(lambda: metric_is(stack, "attache_config_reloads_total", 2, result="applied"))
+        yield stack
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def keyed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """Every tenant has three requests an hour; each test takes tenants of its own."""
+    async with with_keys(tmp_path_factory.mktemp("keyed") / "stack", LIMITED) as stack:
         yield stack
 
 
@@ -206,6 +256,8 @@ async def ask_as(client: openai.AsyncOpenAI, **headers: str) -> httpx.Headers:
 
 
 async def test_forged_headers_change_nothing(keyed: Stack) -> None:
+    waits, standard = "attache_queue_wait_seconds_count", {"band": "standard"}
+    waits_before = [await metric(keyed, waits), await metric(keyed, waits, **standard)]
     async with client_of(keyed, "sk-acme-secret") as acme, client_of(keyed, "sk-bell-secret") as bell:
         for _ in range(3):
             await ask_as(acme, **FORGED)
@@ -217,8 +269,8 @@ async def test_forged_headers_change_nothing(keyed: Stack) -> None:
     assert await metric(keyed, "attache_tenant_requests_total", outcome="rate_limited", tenant="acme") == 1
     assert await metric(keyed, "attache_tenant_requests_total", tenant="bell") == 1
     # and nobody was urgent
-    assert await metric(keyed, "attache_queue_wait_seconds_count", band="standard") == 4
-    assert await metric(keyed, "attache_queue_wait_seconds_count") == 4
+    waits_after = [await metric(keyed, waits), await metric(keyed, waits, **standard)]
+    assert [after - before for after, before in zip(waits_after, waits_before, strict=True)] == [4, 4]
 
 
 async def test_who_has_no_key_is_told_so(keyed: Stack) -> None:
@@ -229,15 +281,15 @@ async def test_who_has_no_key_is_told_so(keyed: Stack) -> None:
 
 
 async def test_limits_are_told_in_the_headers_and_errors_that_openais_clients_read(keyed: Stack) -> None:
-    async with client_of(keyed, "sk-acme-secret") as acme:
-        headers = [await ask_as(acme) for _ in range(3)]
+    async with client_of(keyed, "sk-cord-secret") as cord:
+        headers = [await ask_as(cord) for _ in range(3)]
         assert [one["x-ratelimit-remaining-requests"] for one in headers] == ["2", "1", "0"]
         assert headers[0]["x-ratelimit-limit-requests"] == "3"
         assert headers[0]["x-ratelimit-reset-requests"] == "20m0s"
         assert headers[0]["x-ratelimit-limit-tokens"] == "100000"
         assert 99_900 < int(headers[0]["x-ratelimit-remaining-tokens"]) < 100_000
         with pytest.raises(openai.RateLimitError) as caught:
-            await ask_as(acme)
+            await ask_as(cord)
     error = caught.value
     assert (error.code, error.type) == ("rate_limit_exceeded", "requests")
     assert "Please try again in 20m0s" in error.message
@@ -245,11 +297,9 @@ async def test_limits_are_told_in_the_headers_and_errors_that_openais_clients_re
     assert 1150 <= int(error.response.headers["retry-after"]) <= 1200
 
 
-async def test_tokens_are_reserved_by_what_is_asked_for_and_settled_by_what_was_written(keyed: Stack) -> None:
-    edit(keyed, "ModelRoute", rateLimits=[{"per": "Tenant", "unit": "hour", "outputTokens": 1000}])
-    await eventually(lambda: metric_is(keyed, "attache_config_reloads_total", 3, result="applied"))
-
-    async with client_of(keyed, "sk-acme-secret") as acme:
+async def test_tokens_are_reserved_by_what_is_asked_for_and_settled_by_what_was_written(tmp_path: Path) -> None:
+    limits = {"rateLimits": [{"per": "Tenant", "unit": "hour", "outputTokens": 1000}]}
+    async with with_keys(tmp_path / "stack", limits) as stack, client_of(stack, "sk-acme-secret") as acme:
 
         async def remaining(most: int | None) -> int:
             answer = await acme.chat.completions.with_raw_response.create(
@@ -259,7 +309,7 @@ async def test_tokens_are_reserved_by_what_is_asked_for_and_settled_by_what_was_
 
         # nothing said: as many as answers have had, which is 200 before any has; the engine writes 256
         assert await remaining(None) == 800
-        await eventually(lambda: metric_is(keyed, "attache_access_log_entries_total", 1, result="settled"))
+        await eventually(lambda: metric_is(stack, "attache_access_log_entries_total", 1, result="settled"))
         assert await remaining(700) == 44
         with pytest.raises(openai.RateLimitError) as caught:
             await remaining(2000)
@@ -267,58 +317,53 @@ async def test_tokens_are_reserved_by_what_is_asked_for_and_settled_by_what_was_
 
 
 async def test_who_waits_too_long_is_told_when_to_come_back(held: Scene) -> None:
-    edit(held.stack, "ModelServer", flowControl={"saturation": ONE_AT_A_TIME, "timeout": "300ms"})
-    await eventually(lambda: metric_is(held.stack, "attache_config_reloads_total", 3, result="applied"))
-    blocker = asyncio.create_task(held.ask("blocker", {}, max_tokens=8000))
-    await eventually(lambda: metric_is(held.stack, "attache_in_flight", 1))
-    answer = await held.ask("late", {})
+    await change(held.stack, "ModelServer", flowControl={"saturation": ONE_AT_A_TIME, "timeout": "300ms"})
+    async with held.busy():
+        answer = await held.ask("late", {})
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "queue_timeout"
     assert int(answer.headers["retry-after"]) >= 1
-    assert (await blocker).status_code == 200
 
 
 async def test_top_shows_who_waits(held: Scene) -> None:
-    blocker = asyncio.create_task(held.ask("blocker", {"x-attache-tenant": "acme"}, max_tokens=8000))
-    await eventually(lambda: metric_is(held.stack, "attache_in_flight", 1))
-    waiting = [asyncio.create_task(held.ask("b", {"x-attache-tenant": "bell"})) for _ in range(3)]
-    await eventually(lambda: metric_is(held.stack, "attache_queue_waiting", 3))
-    page = held.stack.metrics.removeprefix("http://")
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "extproc", "top", "--once", "--interval", "200ms", page),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    out, _ = await process.communicate()
+    async with held.busy({"x-attache-tenant": "acme"}):
+        waiting = [asyncio.create_task(held.ask("b", {"x-attache-tenant": "bell"})) for _ in range(3)]
+        await eventually(lambda: metric_is(held.stack, "attache_queue_waiting", 3))
+        page = held.stack.metrics.removeprefix("http://")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "extproc", "top", "--once", "--interval", "200ms", page),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        out, _ = await process.communicate()
     rows = [line.split() for line in out.decode().splitlines()]
     assert ["llama", "standard", "3"] in [row[:3] for row in rows]
     assert "acme" in [row[0] for row in rows if row]
-    await asyncio.gather(blocker, *waiting)
+    assert [one.status_code for one in await asyncio.gather(*waiting)] == [200] * 3
 
 
 async def test_a_full_queue_refuses_the_lowest_first(held: Scene) -> None:
-    edit(held.stack, "ModelServer", flowControl={"saturation": ONE_AT_A_TIME, "maxRequests": 2})
-    await eventually(lambda: metric_is(held.stack, "attache_config_reloads_total", 3, result="applied"))
-    blocker = asyncio.create_task(held.ask("blocker", {}, max_tokens=8000))
-    await eventually(lambda: metric_is(held.stack, "attache_in_flight", 1))
-    waiting = [asyncio.create_task(held.ask(f"waiting-{number}", {})) for number in range(2)]
-    await eventually(lambda: metric_is(held.stack, "attache_queue_waiting", 2))
-    refused = await held.ask("one too many", {})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
-    urgent = asyncio.create_task(held.ask("urgent", {"x-llm-d-inference-objective": "urgent"}))
-    answers = await asyncio.gather(blocker, *waiting, urgent)
-    assert sorted(one.status_code for one in answers) == [200, 200, 200, 429]
+    await change(held.stack, "ModelServer", flowControl={"saturation": ONE_AT_A_TIME, "maxRequests": 2})
+    async with held.busy():
+        waiting = [asyncio.create_task(held.ask(f"waiting-{number}", {})) for number in range(2)]
+        await eventually(lambda: metric_is(held.stack, "attache_queue_waiting", 2))
+        refused = await held.ask("one too many", {})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        urgent = asyncio.create_task(held.ask("urgent", {"x-llm-d-inference-objective": "urgent"}))
+        # the urgent one has pushed one of the others out
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    answers = await asyncio.gather(*waiting, urgent)
+    assert sorted(one.status_code for one in answers) == [200, 200, 429]
     assert answers[-1].status_code == 200
     assert held.order[-2] == "urgent"
 
 
 async def test_changing_the_queue_keeps_those_who_wait_and_taking_it_away_lets_them_go(held: Scene) -> None:
     stack = held.stack
-    blocker = asyncio.create_task(held.ask("blocker", {}, max_tokens=8000))
+    blocker = asyncio.create_task(held.ask("blocker", {}, max_tokens=6000))
     await eventually(lambda: metric_is(stack, "attache_in_flight", 1))
     waiting = [asyncio.create_task(held.ask(f"waiting-{number}", {})) for number in range(5)]
     await eventually(lambda: metric_is(stack, "attache_queue_waiting", 5))
-    edit(stack, "ModelServer", flowControl={"saturation": ONE_AT_A_TIME, "fairness": "SlidingWindow"})
-    await eventually(lambda: metric_is(stack, "attache_config_reloads_total", 3, result="applied"))
+    await change(stack, "ModelServer", flowControl={"saturation": ONE_AT_A_TIME, "fairness": "SlidingWindow"})
     assert await held.waiting() == 5
     edit(stack, "ModelServer", flowControl=None)
     answers = await asyncio.gather(*waiting)
@@ -331,8 +376,7 @@ async def test_a_model_without_engines_holds_its_requests_until_the_first_is_the
     stack = held.stack
     engine = stack.engines[0].removeprefix("http://")
     control = {"saturation": ONE_AT_A_TIME, "fairness": "RoundRobin", "noEndpointTimeout": "30s"}
-    edit(stack, "ModelServer", endpoints=[], flowControl=control)
-    await eventually(lambda: metric_is(stack, "attache_config_reloads_total", 3, result="applied"))
+    await change(stack, "ModelServer", endpoints=[], flowControl=control)
     clients = []
     for number in range(6):
         headers = {"x-attache-tenant": "a" if number < 3 else "b"}
@@ -350,8 +394,7 @@ async def test_a_model_without_engines_holds_its_requests_until_the_first_is_the
 
 async def test_a_model_that_gets_no_engine_in_time_says_so(held: Scene) -> None:
     stack = held.stack
-    edit(stack, "ModelServer", endpoints=[], flowControl={"noEndpointTimeout": "200ms"})
-    await eventually(lambda: metric_is(stack, "attache_config_reloads_total", 3, result="applied"))
+    await change(stack, "ModelServer", endpoints=[], flowControl={"noEndpointTimeout": "200ms"})
     answer = await held.ask("nobody there", {})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_endpoint")
     assert answer.headers["retry-after"]

@@ -1,17 +1,17 @@
-"""Under load: engines die, extproc restarts or hangs, the configuration is replaced again and again."""
+"""Engines die, extproc restarts or hangs; clients ask all the while."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+import pytest_asyncio
 
-from bench.stack import ALIAS, MODEL, EngineFlags, Stack, documents, running_stack
+from bench.stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
 from tests.waiting import eventually
 from tests.with_envoy.load import Load
 
@@ -20,17 +20,36 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 FLAGS = EngineFlags(count=3, speed=5.0, stream_headers="first-token")
+APART = EngineFlags(count=3, speed=5.0, stream_headers="first-token", apart=True)
 
 
-@pytest.fixture
-async def fresh(tmp_path: Path) -> AsyncIterator[Stack]:
-    """A stack of this test's own, to break."""
-    async with running_stack(tmp_path / "stack", FLAGS, watch=True) as running:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sturdy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """For tests that leave engines and configuration as they were, and extproc to be started again."""
+    async with running_stack(tmp_path_factory.mktemp("sturdy") / "stack", FLAGS, watch=True) as running:
         yield running
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
+async def mended(sturdy: Stack) -> AsyncIterator[Stack]:
+    """A stack that serves, whatever the test does to its extproc."""
+    yield sturdy
+    if not sturdy.processes.is_running("extproc"):
+        await sturdy.processes.start_again("extproc")
+    await eventually(lambda: is_picking(sturdy), timeout_s=30)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def apart(tmp_path: Path) -> AsyncIterator[Stack]:
+    """A stack of this test's own whose engines can be killed one by one."""
+    async with running_stack(tmp_path / "stack", APART, watch=True) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def closed(tmp_path: Path) -> AsyncIterator[Stack]:
     """The same for those who prefer errors."""
     gateway = {"failureMode": "Close", "messageTimeout": "1s"}
@@ -58,20 +77,20 @@ async def is_picking(stack: Stack) -> bool:
     return counts[0] != counts[1]
 
 
-async def test_an_engine_that_is_killed_costs_no_client_whose_answer_had_not_begun(fresh: Stack) -> None:
-    async with Load(fresh.url) as load:
+async def test_an_engine_that_is_killed_costs_no_client_whose_answer_had_not_begun(apart: Stack) -> None:
+    async with Load(apart.url) as load:
         await load.more(100)
-        await fresh.processes.end("engine-1", signal.SIGKILL)
+        await apart.processes.end("engine-1", signal.SIGKILL)
         await load.more(300)
     assert load.tally.lost == []
     # streams that had begun on the dead engine cannot be saved; there were at most as many as clients
     assert load.tally.cut <= 24
 
 
-async def test_an_engine_that_comes_back_is_used_again(fresh: Stack) -> None:
-    engine = fresh.engines[0]
-    async with Load(fresh.url) as load:
-        await fresh.processes.restart("engine-0", signal.SIGKILL)
+async def test_an_engine_that_comes_back_is_used_again(apart: Stack) -> None:
+    engine = apart.engines[0]
+    async with Load(apart.url) as load:
+        await apart.processes.restart("engine-0", signal.SIGKILL)
 
         async def is_serving_again() -> bool:
             try:
@@ -86,13 +105,13 @@ async def test_an_engine_that_comes_back_is_used_again(fresh: Stack) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_a_restart_of_extproc_costs_no_client_anything(fresh: Stack, number: signal.Signals) -> None:
-    async with Load(fresh.url) as load:
+async def test_a_restart_of_extproc_costs_no_client_anything(mended: Stack, number: signal.Signals) -> None:
+    async with Load(mended.url) as load:
         await load.more(100)
-        await fresh.processes.restart("extproc", number)
+        await mended.processes.restart("extproc", number)
 
         async def picks_again() -> bool:
-            return await is_picking(fresh)
+            return await is_picking(mended)
 
         await eventually(picks_again, timeout_s=30)
         await load.more(100)
@@ -100,26 +119,27 @@ async def test_a_restart_of_extproc_costs_no_client_anything(fresh: Stack, numbe
     assert load.tally.cut == 0
 
 
-async def test_without_extproc_the_right_engines_still_serve(fresh: Stack) -> None:
-    await fresh.processes.end("extproc", signal.SIGKILL)
-    served = await ask(fresh)
+async def test_without_extproc_the_right_engines_still_serve(mended: Stack) -> None:
+    await mended.processes.end("extproc", signal.SIGKILL)
+    served = await ask(mended)
     assert served.status_code == 200
     assert served.json()["model"] == MODEL
-    steered = await ask(fresh, **{"x-attache-server": "nowhere", "x-gateway-destination-endpoint": "127.0.0.1:1"})
+    steered = await ask(mended, **{"x-attache-server": "nowhere", "x-gateway-destination-endpoint": "127.0.0.1:1"})
     assert steered.status_code == 200
     async with httpx.AsyncClient() as http:
-        listed = (await http.get(f"{fresh.url}/v1/models")).json()
+        listed = (await http.get(f"{mended.url}/v1/models")).json()
         assert [one["id"] for one in listed["data"]] == [ALIAS]
-        assert (await http.get(f"{fresh.url}/metrics")).status_code == 404
+        assert (await http.get(f"{mended.url}/metrics")).status_code == 404
 
 
-async def test_an_extproc_that_hangs_is_passed_over_after_a_while(fresh: Stack) -> None:
-    os.kill(fresh.pids["extproc"], signal.SIGSTOP)
+async def test_an_extproc_that_hangs_is_passed_over_after_a_while(mended: Stack) -> None:
+    pid = mended.processes.pid("extproc")
+    os.kill(pid, signal.SIGSTOP)
     try:
-        answers = await asyncio.gather(*(ask(fresh) for _ in range(10)))
+        answers = await asyncio.gather(*(ask(mended) for _ in range(10)))
         assert [answer.status_code for answer in answers] == [200] * 10
     finally:
-        os.kill(fresh.pids["extproc"], signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
 
 
 async def test_closed_means_an_error_that_says_so(closed: Stack) -> None:
@@ -131,68 +151,48 @@ async def test_closed_means_an_error_that_says_so(closed: Stack) -> None:
     assert (error["type"], error["code"]) == ("service_unavailable_error", "no_picker")
 
 
-async def test_with_no_engine_left_the_error_has_openais_shape(fresh: Stack) -> None:
+async def test_with_no_engine_left_the_error_has_openais_shape(apart: Stack) -> None:
     for index in range(3):
-        await fresh.processes.end(f"engine-{index}", signal.SIGKILL)
-    refused = await ask(fresh)
+        await apart.processes.end(f"engine-{index}", signal.SIGKILL)
+    refused = await ask(apart)
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "no_engine"
 
 
-async def test_an_overloaded_engine_is_passed_over_on_the_list(fresh: Stack) -> None:
+async def test_an_overloaded_engine_is_passed_over_on_the_list(mended: Stack) -> None:
+    favourite = await who_answers(mended)
+    overloaded = [favourite, next(engine for engine in mended.engines if engine != favourite)]
+    retries_before = await retries(mended)
     async with httpx.AsyncClient() as http:
-        for engine in fresh.engines[:2]:
+        for engine in overloaded:
             await http.post(f"{engine}/faults", json={"fault": "unavailable", "times": 1000})
-    answers = [await ask(fresh) for _ in range(10)]
+        answers = [await ask(mended) for _ in range(10)]
+        for engine in overloaded:
+            await http.post(f"{engine}/faults", json={"fault": "unavailable", "times": 0})
     assert [answer.status_code for answer in answers] == [200] * 10
+    assert await retries(mended) > retries_before
 
 
-def replace(stack: Stack, text: str) -> None:
-    fresh = stack.config / "attache.new"
-    fresh.write_text(text)
-    fresh.replace(stack.config / "attache.yaml")
+async def who_answers(stack: Stack) -> str:
+    """The engine that gets this prompt: the one that has it in its cache, from the second time on."""
+
+    async def answered() -> list[float]:
+        async with httpx.AsyncClient() as http:
+            pages = [(await http.get(f"{engine}/metrics")).text for engine in stack.engines]
+        name = "vllm:request_success_total"
+        return [sum(float(n.split()[-1]) for n in page.splitlines() if n.startswith(name)) for page in pages]
+
+    await ask(stack)
+    before = await answered()
+    await ask(stack)
+    gained = [after - earlier for after, earlier in zip(await answered(), before, strict=True)]
+    return stack.engines[gained.index(1)]
 
 
-async def test_a_hundred_replacements_of_the_configuration_lose_no_request(fresh: Stack) -> None:
-    addresses = [engine.removeprefix("http://") for engine in fresh.engines]
-    rng = random.Random(0)
-
-    def variant(number: int) -> str:
-        if number % 5 == 4:
-            return rng.choice(["kind: [", "kind: ModelServer\n", ""])
-        engines = rng.sample(addresses, rng.randint(1, 3))
-        return documents(engines, gateway=fresh.gateway, server=rng.choice(["llama", "llama-b", "llama-c"]))
-
-    async with Load(fresh.url) as load:
-        for number in range(100):
-            replace(fresh, variant(number))
-            await asyncio.sleep(rng.choice([0.02, 0.05, 0.3]))
-        final = documents(addresses[:1], gateway=fresh.gateway, server="llama-final")
-        replace(fresh, final)
-
-        async def is_applied() -> bool:
-            async with httpx.AsyncClient() as http:
-                text = (await http.get(f"{fresh.metrics}/metrics")).text
-            return f'attache_in_flight{{endpoint="{addresses[0]}",server="llama-final"}}' in text
-
-        await eventually(is_applied, timeout_s=30)
-        await load.more(200)
-    assert load.tally.lost == []
-    assert load.tally.cut == 0
-
-
-async def test_a_server_under_a_new_name_takes_over_without_a_lost_request(fresh: Stack) -> None:
-    addresses = [engine.removeprefix("http://") for engine in fresh.engines]
-    async with Load(fresh.url) as load:
-        for name in ("first", "second"):
-            replace(fresh, documents(addresses, gateway=fresh.gateway, server=name))
-
-            async def is_gone_from_envoy(name: str = name) -> bool:
-                async with httpx.AsyncClient() as http:
-                    clusters = (await http.get(f"{fresh.admin}/clusters")).text
-                others = {"first", "second", "llama"} - {name}
-                return f"server/{name}::" in clusters and not any(f"server/{one}::" in clusters for one in others)
-
-            await eventually(is_gone_from_envoy, timeout_s=30)
-    assert load.tally.lost == []
-    assert load.tally.cut == 0
+async def retries(stack: Stack) -> int:
+    """Requests that Envoy has sent on to the next engine of the list."""
+    async with httpx.AsyncClient() as http:
+        text = (
+            await http.get(f"{stack.admin}/stats", params={"filter": "^cluster.server/llama.upstream_rq_retry$"})
+        ).text
+    return int(text.rpartition(":")[2])

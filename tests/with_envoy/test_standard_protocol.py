@@ -19,7 +19,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.waiting import eventually
-from tests.with_envoy.gateways import engines, gateway
+from tests.with_envoy.gateways import Gateway, engines, gateway
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -36,8 +36,9 @@ def chat(size: int, *, stream: bool = False) -> bytes:
 class Standard:
     """A gateway of each kind over the same two engines."""
 
-    def __init__(self, addresses: list[str], url: str, metrics: str) -> None:
-        self.addresses, self.url, self.metrics = addresses, url, metrics
+    def __init__(self, addresses: list[str], made: Gateway) -> None:
+        self.addresses, self.url, self.metrics = addresses, made.url, made.metrics
+        self.extproc = made.extproc
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["original_dst", "override_host"])
@@ -46,8 +47,8 @@ async def standard(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     flags = ["--duplex-choices", "3"] if request.param == "override_host" else []
     async with engines(2) as addresses:
         directory = tmp_path_factory.mktemp(request.param)
-        async with gateway(directory, addresses, kind=request.param, flags=flags) as (url, metrics):
-            yield Standard(addresses, url, metrics)
+        async with gateway(directory, addresses, kind=request.param, flags=flags) as made:
+            yield Standard(addresses, made)
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -154,15 +155,31 @@ async def test_a_client_that_leaves_frees_its_engine(standard: Standard) -> None
     await eventually(is_idle)
 
 
-@pytest.mark.parametrize(
-    ("subset", "expected"),
-    [("{1}", 200), (["{1}"], 200), (["127.0.0.1:1", "{1}"], 200), ([], 503), ("", 503), (["127.0.0.1:1"], 503)],
-)
-async def test_the_subset_hint_is_obeyed(tmp_path: Path, subset: object, expected: int) -> None:
+SUBSETS = {
+    "the second engine": ("{1}", 200),
+    "a list with the second engine": (["{1}"], 200),
+    "an unknown one and the second engine": (["127.0.0.1:1", "{1}"], 200),
+    "an empty list": ([], 503),
+    "an empty text": ("", 503),
+    "an unknown one": (["127.0.0.1:1"], 503),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def hinting(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[list[str], Gateway]]:
+    """Three engines behind a gateway that has a URL for each of the subset hints."""
     async with engines(3) as addresses:
-        hint = json.loads(json.dumps(subset).replace("{1}", addresses[1]))
-        async with gateway(tmp_path, addresses, subset=hint) as (url, _), httpx.AsyncClient() as http:
-            answers = [await http.post(url + CHAT, content=chat(10)) for _ in range(6)]
+        hints = [json.loads(json.dumps(hint).replace("{1}", addresses[1])) for hint, _ in SUBSETS.values()]
+        async with gateway(tmp_path_factory.mktemp("hinting"), addresses, hints=hints) as made:
+            yield addresses, made
+
+
+@pytest.mark.parametrize("subset", SUBSETS)
+async def test_the_subset_hint_is_obeyed(hinting: tuple[list[str], Gateway], subset: str) -> None:
+    addresses, made = hinting
+    url, expected = made.urls[list(SUBSETS).index(subset)], SUBSETS[subset][1]
+    async with httpx.AsyncClient() as http:
+        answers = [await http.post(url + CHAT, content=chat(10)) for _ in range(6)]
     assert {answer.status_code for answer in answers} == {expected}
     if expected == 200:
         assert {answer.json()["served"] for answer in answers} == {addresses[1]}
@@ -171,8 +188,8 @@ async def test_the_subset_hint_is_obeyed(tmp_path: Path, subset: object, expecte
 
 
 async def test_without_endpoints_there_is_a_503(tmp_path: Path) -> None:
-    async with gateway(tmp_path, []) as (url, _), httpx.AsyncClient() as http:
-        answer = await http.post(url + CHAT, content=chat(10))
+    async with gateway(tmp_path, []) as made, httpx.AsyncClient() as http:
+        answer = await http.post(made.url + CHAT, content=chat(10))
     assert answer.status_code == 503
     assert answer.json()["error"]["type"] == "service_unavailable_error"
 
@@ -181,33 +198,33 @@ async def test_a_dead_first_choice_costs_a_retry_where_the_gateway_goes_down_the
     async with engines(1) as addresses:
         both = [*addresses, "127.0.0.1:1"]
         flags = ["--duplex-choices", "2"]
-        async with gateway(tmp_path, both, kind="override_host", flags=flags) as (url, _), httpx.AsyncClient() as http:
-            served = [(await http.post(url + CHAT, content=chat(10))).json()["served"] for _ in range(12)]
+        async with gateway(tmp_path, both, kind="override_host", flags=flags) as made, httpx.AsyncClient() as http:
+            served = [(await http.post(made.url + CHAT, content=chat(10))).json()["served"] for _ in range(12)]
     assert set(served) == set(addresses)
 
 
 async def test_conformance_tests_choose_by_header(tmp_path: Path) -> None:
     async with (
         engines(3) as addresses,
-        gateway(tmp_path, addresses, flags=["--conformance"]) as (url, _),
+        gateway(tmp_path, addresses, flags=["--conformance"]) as made,
         httpx.AsyncClient() as http,
     ):
         for address in addresses * 2:
             headers = {"test-epp-endpoint-selection": address}
-            answer = await http.post(url + CHAT, content=chat(10), headers=headers)
+            answer = await http.post(made.url + CHAT, content=chat(10), headers=headers)
             assert answer.json()["served"] == address
 
 
 async def test_answers_need_not_pass_where_the_mode_may_be_overridden(tmp_path: Path) -> None:
     async with (
         engines(2) as addresses,
-        gateway(tmp_path, addresses, flags=["--mode-override"], mode_override=True) as (url, metrics),
+        gateway(tmp_path, addresses, flags=["--mode-override"], mode_override=True) as made,
         httpx.AsyncClient() as http,
     ):
         headers = {"x-pieces": "300"}
-        answer = await http.post(url + CHAT, content=chat(10, stream=True), headers=headers)
+        answer = await http.post(made.url + CHAT, content=chat(10, stream=True), headers=headers)
         assert answer.content.count(b"data: ") == 302
-        standard = Standard(addresses, url, metrics)
+        standard = Standard(addresses, made)
 
         async def is_idle() -> bool:
             return await metric(standard, "attache_in_flight") == 0
@@ -215,11 +232,11 @@ async def test_answers_need_not_pass_where_the_mode_may_be_overridden(tmp_path: 
         await eventually(is_idle)
 
 
-async def test_a_body_that_ends_with_trailers_arrives_whole(tmp_path: Path) -> None:
-    # without retries: with them, Envoy 1.40 sends a body that ends with trailers twice, whoever the ext_proc server is
+# with retries, Envoy 1.40 sends a body that ends with trailers twice, whatever the ext_proc server is
+@pytest.mark.parametrize("standard", ["original_dst"], indirect=True)
+async def test_a_body_that_ends_with_trailers_arrives_whole(standard: Standard) -> None:
     body = chat(100_000)
-    async with engines(2) as addresses, gateway(tmp_path, addresses) as (url, _):
-        answer = await ask_with_trailers(url, body)
+    answer = await ask_with_trailers(standard.url, body)
     assert answer.startswith(b"HTTP/1.1 200")
     told = json.loads(answer[answer.index(b"{") : answer.rindex(b"}") + 1])
     assert told["digest"] == hashlib.sha256(body).hexdigest()
@@ -243,16 +260,12 @@ async def ask_with_trailers(url: str, body: bytes) -> bytes:
         await writer.wait_closed()
 
 
-async def test_health_services_answer_as_the_protocol_says(tmp_path: Path) -> None:
-    async with engines(1) as addresses, gateway(tmp_path, addresses):
-        text = (tmp_path / "envoy" / "bootstrap.json").read_text()
-        clusters = json.loads(text)["static_resources"]["clusters"]
-        at = clusters[0]["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]["address"]["socket_address"]
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{at['port_value']}") as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            for service in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
-                answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
-                assert answer.status == health_pb2.HealthCheckResponse.SERVING
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Check(health_pb2.HealthCheckRequest(service="other"))
-            assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+async def test_health_services_answer_as_the_protocol_says(standard: Standard) -> None:
+    async with grpc.aio.insecure_channel(standard.extproc) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(health_pb2.HealthCheckRequest(service="other"))
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND

@@ -79,6 +79,7 @@ async def test_a_request_that_never_went_gives_everything_back(limits: list[Redi
     await until(limits[1], ask(0), 100)
 
 
+@pytest.mark.real_time
 async def test_what_would_have_run_over_meanwhile_does_not_come_back(limits: list[RedisLimits]) -> None:
     fast = ask(100, rate=1000.0)
     old = await reserve(limits[0], fast)
@@ -120,6 +121,7 @@ async def test_four_processes_never_grant_more_than_one_would(limits: list[Redis
     assert sum(used for _, _, used in granted) > 0.5 * 2.0 * rate
 
 
+@pytest.mark.real_time
 async def test_a_redis_that_begins_anew_is_used_again_with_full_buckets(
     redis: Redis, limits: list[RedisLimits]
 ) -> None:

@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from extproc.config.load import load
-from extproc.core.pipeline import Pipeline
-from extproc.core.types import Decision, Head
+from extproc.core.core import Core
+from extproc.core.effects import Decision, Effect, Tell
+from extproc.core.types import Head
 from extproc.metrics.registry import Metrics
 from extproc.replication.local_bus import LocalBus
 from extproc.replication.peers import Bus, Peers
@@ -29,28 +30,39 @@ HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
 
 
 class Process:
-    """A pipeline that tells others and hears them."""
+    """A core that tells others and hears them."""
 
     def __init__(self, name: str, bus: Bus) -> None:
-        self.pipeline = Pipeline(load({"a.yaml": CONFIG}), rng=random.Random(0), ticket_prefix=name)
+        self.core = Core(load({"a.yaml": CONFIG}), rng=random.Random(0), ticket_prefix=name, machine=name)
         clock = asyncio.get_running_loop().time
-        metrics = Metrics(self.pipeline.pools.values, lambda: 0.0, clock)
-        self.peers = Peers(self.pipeline, metrics, [bus], origin=name, clock=clock)
-        self.task = asyncio.create_task(self.peers.run())
+        metrics = Metrics(self.core.pools.values, lambda: 0.0, clock)
+        self.clock = clock
+        self.peers = Peers([bus], metrics, origin=name)
+        self.task = asyncio.create_task(
+            self.peers.run(
+                hear=lambda batch: self.perform(self.core.hear(batch, clock())),
+                beat=lambda: self.perform(self.core.beat(clock())),
+            )
+        )
+
+    def perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Tell):
+                self.peers.tell(effect.event)
 
     @property
     def in_flight(self) -> int:
-        return int(self.pipeline.pools["llama"].table.in_flight.sum())
+        return int(self.core.pools["llama"].table.in_flight.sum())
 
     def send(self, text: str) -> Decision:
         body = json.dumps({"model": "chat", "messages": [{"role": "user", "content": text}]}).encode()
-        decision = self.pipeline.arrive(Api.CHAT, HEAD, body, asyncio.get_running_loop().time())
-        self.peers.sent(decision)
+        decision, effects = self.core.arrive(self.core.intake.receive(Api.CHAT, HEAD, body), self.clock())
+        assert isinstance(decision, Decision)
+        self.perform(effects)
         return decision
 
     def end(self, decision: Decision) -> None:
-        self.pipeline.finish(decision.ticket)
-        self.peers.ended(decision.ticket)
+        self.perform(self.core.finish(decision.ticket, self.clock()))
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.prediction import Prediction, read_outcomes
+from bench.live.prediction import LoggedOutcome, read_outcomes
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
 from extproc.config.types import API_VERSION
@@ -127,7 +127,7 @@ class Gateway(msgspec.Struct, frozen=True):
     metrics: str
     log: Path
 
-    async def outcomes(self, count: int) -> Sequence[Prediction]:
+    async def outcomes(self, count: int) -> Sequence[LoggedOutcome]:
         """What came of the first ``count`` requests."""
 
         async def are_there() -> bool:

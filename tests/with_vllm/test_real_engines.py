@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from extproc.config.load import load
-from extproc.core.pipeline import Pipeline
+from extproc.core.core import Core
 from extproc.core.types import Head
 from extproc.feeds.tokens import LocalTokenizer
 from extproc.request.model import Api
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from bench.prediction import Prediction
+    from bench.live.prediction import LoggedOutcome
     from extproc.core.types import Arrival
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -69,7 +69,7 @@ def text_of(answer: httpx.Response) -> str:
     return "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
 
 
-def share_within_a_block(outcomes: Sequence[Prediction]) -> float:
+def share_within_a_block(outcomes: Sequence[LoggedOutcome]) -> float:
     near = [abs(one.predicted_cached_tokens - (one.cached_tokens or 0)) <= BLOCK for one in outcomes]
     return sum(near) / len(near)
 
@@ -175,5 +175,5 @@ kind: ModelRoute
 metadata: {{name: tiny}}
 spec: {{modelName: {NAME}, rules: [{{targetModels: [{{modelServerName: tiny}}]}}]}}
 """
-    pipeline = Pipeline(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
-    return pipeline.intake.receive(Api.CHAT, Head("POST", "/v1/chat/completions", {}, has_body=True), body)
+    core = Core(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
+    return core.intake.receive(Api.CHAT, Head("POST", "/v1/chat/completions", {}, has_body=True), body)

@@ -36,7 +36,7 @@ def _section(command: Command) -> Iterator[str]:
     parser = command.load().parser(f"attache {command.name}")
     yield from (f"### attache {command.name}", "", wrapped(_text(parser.description or "")), "")
     if command.extra:
-        yield from (f"Needs `pip install 'attache[{command.extra}]'`.", "")
+        yield from (f"It needs `pip install 'attache[{command.extra}]'`.", "")
     yield from ("| argument | meaning |", "|---|---|")
     for action in parser._actions:  # noqa: SLF001 - argparse has no public way to list arguments
         if action.help is not argparse.SUPPRESS and action.dest != "help":

@@ -1,1 +1,1 @@
-"""Public formats of traces: each module reads rows of one, and makes sessions of them."""
+"""Public formats of traces: each module turns the rows of one into sessions."""

@@ -1,8 +1,8 @@
-"""Sessions of coding agents (callanjfox/kv-cache-tester): one a line, with think times and an id for each 64 prompt tokens.
+"""Sessions of coding agents (callanjfox/kv-cache-tester), with ids of blocks.
 
-Replayed in a closed loop: a request leaves ``think_time`` after its predecessor's answer. Each request's prompt is given whole.
-Sub-agents take their turn where they stand: the parent waits for them. The file does not say when sessions begin; here they do
-so as a Poisson process.
+A line is a session; an id names a block of prompt tokens, 64 in the published files. Replayed in a closed loop: a
+request leaves ``think_time`` seconds after the previous answer, with a whole prompt. Sub-agents run in their place
+while the parent waits. The file does not say when sessions begin; here they arrive as a Poisson process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from bench.workload.formats.mooncake import pieces_of
 from bench.workload.formats.rows import Count
-from bench.workload.sessions import Session, Turn
+from bench.workload.sessions import Session, SessionTurn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -25,7 +25,7 @@ SESSIONS_PER_S: Final = 0.05
 
 
 class AgentRequest(msgspec.Struct, frozen=True, tag_field="type", tag="s"):
-    """A streamed request. Lengths in tokens; ``hash_runs``: first id and number of blocks."""
+    """A streamed request. Lengths in tokens. ``hash_runs``: ids in a row, as the first id and their number."""
 
     hash_runs: list[tuple[int, int]]
     tokens: Count = msgspec.field(name="in")
@@ -34,7 +34,7 @@ class AgentRequest(msgspec.Struct, frozen=True, tag_field="type", tag="s"):
 
 
 class PlainRequest(msgspec.Struct, frozen=True, tag_field="type", tag="n"):
-    """One that was not streamed."""
+    """A request that was not streamed."""
 
     hash_runs: list[tuple[int, int]]
     tokens: Count = msgspec.field(name="in")
@@ -43,13 +43,13 @@ class PlainRequest(msgspec.Struct, frozen=True, tag_field="type", tag="n"):
 
 
 class SubAgent(msgspec.Struct, frozen=True, tag_field="type", tag="subagent"):
-    """Requests of a sub-agent, whose ids are the parent's."""
+    """Requests of a sub-agent. Their ids are in the scope of the parent."""
 
     requests: list[AgentRequest | PlainRequest]
 
 
 class AgentSession(msgspec.Struct, frozen=True):
-    """One line. ``tool_tokens`` and ``system_tokens``: of the prompt that many sessions share in reality."""
+    """One line. ``tool_tokens`` and ``system_tokens``: the part of the prompt that many real sessions share."""
 
     id: str
     block_size: Count
@@ -60,23 +60,24 @@ class AgentSession(msgspec.Struct, frozen=True):
 
 
 def sessions(rows: Rows) -> list[Session]:
-    """Each line a session, each of its requests a turn."""
+    """Each line is a session, and each of its requests a turn."""
+
     rng = random.Random(0)
-    begins_s = 0.0
+    begins_at_s = 0.0
     found = []
     for one in rows.decoded(AgentSession):
         turns = tuple(_turns(one))
         if turns:
-            found.append(Session(begins_s, turns, label=one.id))
-            begins_s += rng.expovariate(SESSIONS_PER_S)
+            found.append(Session(begins_at_s, turns, label=one.id))
+            begins_at_s += rng.expovariate(SESSIONS_PER_S)
     return found
 
 
-def _turns(session: AgentSession) -> Iterator[Turn]:
+def _turns(session: AgentSession) -> Iterator[SessionTurn]:
     key = f"agent/{session.id}" if session.hash_id_scope == "local" else "agent"
     for request in _flat(session.requests):
         pieces = tuple(pieces_of(key, request.hash_runs, session.block_size, request.tokens))
-        yield Turn(pieces, max(1, request.output_tokens), max(0.0, request.think_time), is_whole=True)
+        yield SessionTurn(pieces, max(1, request.output_tokens), max(0.0, request.think_time), is_whole=True)
 
 
 def _flat(requests: Iterable[AgentRequest | PlainRequest | SubAgent]) -> Iterator[AgentRequest | PlainRequest]:

@@ -1,4 +1,4 @@
-"""The Chatbot Arena log of VTC's artifact (OSDI 2024): requests of 27 clients, with what each scheduler made of them."""
+"""The Chatbot Arena log of VTC's artifact (OSDI 2024): requests of 27 clients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.workload.formats.rows import Count
-from bench.workload.sessions import Session, Turn, says
+from bench.workload.sessions import Session, SessionTurn, one_piece
 from extproc.protocol import TENANT
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ COLUMNS = (
 
 
 class ArenaRow(msgspec.Struct, frozen=True):
-    """``at_s`` from the start; lengths in tokens; measured seconds to the first token under two schedulers."""
+    """``at_s``: arrival, from the start. Lengths in tokens. TTFT as measured under two schedulers, FCFS and VTC."""
 
     at_s: float
     client: str
@@ -35,19 +35,20 @@ class ArenaRow(msgspec.Struct, frozen=True):
 
 
 def read(rows: Rows) -> list[ArenaRow]:
-    """The rows with what was measured."""
+    """The rows with their measurements."""
     return rows.table(ArenaRow, COLUMNS)
 
 
 def sessions(rows: Rows) -> list[Session]:
-    """Each row a request of its own; the client is the tenant."""
+    """Each row is a session of one request; the client is the tenant."""
+
     found = read(rows)
     return [
         Session(
             row.at_s - found[0].at_s,
-            (Turn(says(f"arena/{number}", row.input_tokens), max(1, row.output_tokens)),),
+            (SessionTurn(one_piece(f"arena/{number}", row.input_tokens), max(1, row.output_tokens)),),
             headers={TENANT: row.client},
             label=row.client,
         )
-        for number, row in enumerate(found, rows.part.skip)
+        for number, row in enumerate(found, rows.excerpt.skip)
     ]

@@ -1,4 +1,7 @@
-"""Azure's traces of 2023 (Splitwise, ISCA 2024): times and lengths. They say nothing of prefixes: all prompts differ."""
+"""Azure's traces of 2023 (Splitwise, ISCA 2024): times and lengths.
+
+They say nothing about prefixes, so all prompts differ.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.workload.formats.rows import Count
-from bench.workload.sessions import Session, Turn, says
+from bench.workload.sessions import Session, SessionTurn, one_piece
 
 if TYPE_CHECKING:
     from bench.workload.formats.rows import Rows
@@ -17,14 +20,14 @@ COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 class AzureRow(msgspec.Struct, frozen=True):
-    """Lengths in tokens."""
+    """``at``: arrival as ISO 8601 without a zone. Lengths in tokens."""
 
     at: str
     input_tokens: Count
     output_tokens: Count
 
     def at_s(self) -> float:
-        """Seven digits of a second; Python reads six."""
+        """The arrival in Unix seconds, the machine's zone assumed. The trace has seven decimals; Python reads six."""
         return datetime.fromisoformat(self.at[:26]).timestamp()
 
     def __post_init__(self) -> None:
@@ -32,11 +35,13 @@ class AzureRow(msgspec.Struct, frozen=True):
 
 
 def sessions(rows: Rows) -> list[Session]:
-    """Each row a request of its own."""
+    """Each row is a session of one request."""
+
     read = rows.table(AzureRow, COLUMNS)
     return [
         Session(
-            row.at_s() - read[0].at_s(), (Turn(says(f"azure/{number}", row.input_tokens), max(1, row.output_tokens)),)
+            row.at_s() - read[0].at_s(),
+            (SessionTurn(one_piece(f"azure/{number}", row.input_tokens), max(1, row.output_tokens)),),
         )
-        for number, row in enumerate(read, rows.part.skip)
+        for number, row in enumerate(read, rows.excerpt.skip)
     ]

@@ -1,6 +1,7 @@
-"""BurstGPT's traces (Wang et al., KDD 2025): times and lengths of requests to an Azure OpenAI service, by model.
+"""BurstGPT's traces (Wang et al., KDD 2025): times and lengths by model.
 
-Rows without an answer are requests that failed there, and are left out. Of prefixes they say nothing: all prompts differ.
+The requests went to an Azure OpenAI service. Rows without an answer are requests that failed there; they are left
+out. The traces say nothing about prefixes, so all prompts differ.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.workload.formats.rows import Count
-from bench.workload.sessions import Session, Turn, says
+from bench.workload.sessions import Session, SessionTurn, one_piece
 
 if TYPE_CHECKING:
     from bench.workload.formats.rows import Rows
@@ -19,7 +20,7 @@ COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens")
 
 
 class BurstRow(msgspec.Struct, frozen=True):
-    """``at_s`` from the start of the trace; lengths in tokens."""
+    """``at_s``: arrival, from the start of the trace. Lengths in tokens."""
 
     at_s: float
     model: str
@@ -28,14 +29,15 @@ class BurstRow(msgspec.Struct, frozen=True):
 
 
 def sessions(rows: Rows) -> list[Session]:
-    """Each row a request of its own, labelled with the model that it was for."""
+    """Each row is a session of one request, labelled with its model."""
+
     read = rows.table(BurstRow, COLUMNS)
     return [
         Session(
             row.at_s - read[0].at_s,
-            (Turn(says(f"burstgpt/{number}", row.input_tokens), row.output_tokens),),
+            (SessionTurn(one_piece(f"burstgpt/{number}", row.input_tokens), row.output_tokens),),
             label=row.model,
         )
-        for number, row in enumerate(read, rows.part.skip)
+        for number, row in enumerate(read, rows.excerpt.skip)
         if row.output_tokens
     ]

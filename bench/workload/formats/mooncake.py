@@ -1,6 +1,7 @@
-"""Mooncake's traces (FAST 2025): times, lengths, and an id for each block of 512 prompt tokens.
+"""Mooncake's traces (FAST 2025): times, lengths, and ids of 512-token blocks.
 
-Equal ids become equal text, so that prompts share prefixes exactly where the real ones did.
+An id names a block of prompt tokens. Equal ids become equal text, so that prompts share prefixes exactly where the
+recorded ones did.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 
 from bench.workload.formats.rows import Count
-from bench.workload.sessions import Session, Turn
+from bench.workload.sessions import Session, SessionTurn
 from bench.workload.text import Piece
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _BLOCK: Final = 512
 
 
 class MooncakeRow(msgspec.Struct, frozen=True):
-    """``timestamp`` in milliseconds, lengths in tokens."""
+    """``timestamp``: arrival in milliseconds. Lengths in tokens."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: Count
@@ -31,12 +32,12 @@ class MooncakeRow(msgspec.Struct, frozen=True):
 
 
 def sessions(rows: Rows) -> list[Session]:
-    """Each row a request of its own."""
+    """Each row is a session of one request."""
     read = rows.decoded(MooncakeRow)
     return [
         Session(
             (row.timestamp - read[0].timestamp) / 1000,
-            (Turn(_prompt(row), max(1, row.output_length)),),
+            (SessionTurn(_prompt(row), max(1, row.output_length)),),
         )
         for row in read
     ]
@@ -47,7 +48,7 @@ def _prompt(row: MooncakeRow) -> tuple[Piece, ...]:
 
 
 def runs_of(ids: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Ids that follow each other, as the first of them and their number."""
+    """Consecutive ids, as the first of them and their number."""
     first = count = 0
     for one in ids:
         if count and one == first + count:
@@ -61,7 +62,11 @@ def runs_of(ids: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def pieces_of(key: str, runs: Iterable[tuple[int, int]], block: int, tokens: int) -> Iterator[Piece]:
-    """The text of runs of blocks, of which the last may be partial: ``tokens`` in all."""
+    """The text of runs of blocks, ``tokens`` in all: the last block may be partial.
+
+    ``key``: the name of the text. ``runs``: first id and number of blocks. ``block``: tokens of a block.
+    """
+
     for first, count in runs:
         length = min(tokens, count * block)
         if length > 0:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from bench.engine.blocks import BlockPool
+from tests.examples import examples
 
 
 def filled(pool: BlockPool, hashes: list[int]) -> list[int]:
@@ -110,5 +111,5 @@ class BlockAccounting(RuleBasedStateMachine):
         assert self.pool.in_use + self.pool.free == TOTAL
 
 
-BlockAccounting.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+BlockAccounting.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40)
 test_in_use_and_free_are_all_at_every_step = BlockAccounting.TestCase

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from bench.engine.hardware import PRESETS
 from bench.engine.request import Request, Token
-from bench.engine.scheduler import Limits, Scheduler
+from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import Roofline
 from bench.engine.text import Message, answer_text, render_chat
-from bench.virtual.engines import Kind, Machine
-from bench.virtual.events import Events
+from bench.virtual.engines import EngineKind, VirtualEngine
+from bench.virtual.event_queue import EventQueue
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,7 +32,7 @@ class Engine:
     """A scheduler driven to its end, with all that came of it."""
 
     def __init__(self, **limits: int) -> None:
-        self.limits = Limits(**limits)
+        self.limits = EngineLimits(**limits)
         self.scheduler = Scheduler(Roofline(HARDWARE), self.limits)
         self.now = 0.0
         self.keys = 0
@@ -49,7 +50,7 @@ class Engine:
             return None
         assert sum(count for _, count in step.parts) <= self.limits.max_num_batched_tokens
         assert len(step.parts) <= self.limits.max_num_seqs
-        self.now += step.seconds
+        self.now += step.duration_s
         tokens = self.scheduler.end_step(step)
         pool = self.scheduler.pool
         assert pool.in_use + pool.free == pool.total
@@ -141,7 +142,7 @@ def test_a_request_that_is_aborted_frees_its_blocks_wherever_it_was() -> None:
     assert engine.run() == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     jobs=st.lists(
         st.tuples(st.floats(0.0, 0.5), st.integers(1, 200), st.integers(1, 60), st.sampled_from("abc")),
@@ -154,15 +155,15 @@ def test_a_request_that_is_aborted_frees_its_blocks_wherever_it_was() -> None:
 def test_many_steps_at_once_come_to_the_same_as_one_after_the_other(
     jobs: list[tuple[float, int, int, str]], blocks: int, budget: int
 ) -> None:
-    limits = Limits(num_gpu_blocks=blocks, block_size=16, max_num_batched_tokens=budget, max_num_seqs=4)
+    limits = EngineLimits(num_gpu_blocks=blocks, block_size=16, max_num_batched_tokens=budget, max_num_seqs=4)
 
     def play(*, leaps: bool) -> list[tuple[float, int, int | None]]:
-        events, ends = Events(), []
+        events, ends = EventQueue(), []
 
         def note(tokens: Iterable[Token], now: float) -> None:
             ends.extend((now, one.request.key, one.request.cached_tokens) for one in tokens if one.is_last)
 
-        machine = Machine(Kind(Roofline(HARDWARE), limits), events, note, leaps=leaps)
+        machine = VirtualEngine(EngineKind(Roofline(HARDWARE), limits), events, note, leaps=leaps)
         now = 0.0
         for key, (pause, tokens, output, text) in enumerate(jobs):
             now += pause
@@ -179,7 +180,7 @@ def test_many_steps_at_once_come_to_the_same_as_one_after_the_other(
     assert len(slow) == len(jobs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     jobs=st.lists(st.tuples(st.integers(1, 120), st.integers(1, 40), st.sampled_from("abc")), min_size=1, max_size=12),
     blocks=st.integers(12, 40),

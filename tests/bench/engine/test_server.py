@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from bench.engine.hardware import PRESETS
-from bench.engine.scheduler import Limits
-from bench.engine.server import EngineServer, Settings
+from bench.engine.scheduler import EngineLimits
+from bench.engine.server import EngineServer, EngineSettings
 from bench.processes import free_ports
 from tests.waiting import eventually
 
@@ -40,13 +40,13 @@ class Engine:
 @pytest.fixture(params=[True])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     (port,) = free_ports(1)
-    settings = Settings(
+    settings = EngineSettings(
         host="127.0.0.1",
         port=port,
         model=MODEL,
         adapters=("sql",),
         hardware=PRESETS["h100-llama-3.1-8b"],
-        limits=Limits(num_gpu_blocks=1000),
+        limits=EngineLimits(num_gpu_blocks=1000),
         max_model_len=4000,
         default_max_tokens=8,
         speed=20.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.engine.hardware import PRESETS, Gpu, Hardware, ModelShape
-from bench.engine.step_time import Work, step_seconds
+from bench.engine.step_time import Roofline, StepBatch, Work, prefill_s, step_seconds
 
 # Round numbers: 1e9 parameters, 2e9 bytes; 10 layers; 2 * 10 * 1 * 50 * 2 = 2,000 bytes of KV a token.
 SHAPE = ModelShape(parameters=1e9, layers=10, hidden=100, heads=2, kv_heads=1, head_dim=50)
@@ -51,3 +51,16 @@ def test_kv_capacities_are_those_that_memory_leaves() -> None:
     # 72 GB less 2 GiB less 16.06 GB of weights, at 131,072 bytes a token
     assert PRESETS["h100-llama-3.1-8b"].kv_tokens() == pytest.approx(410_000, rel=0.01)
     assert PRESETS["h100x4-llama-3.1-70b"].model.kv_bytes_per_token == 327_680
+
+
+def test_a_long_prefill_goes_in_chunks_of_the_budget_beside_decodes() -> None:
+    speed = Roofline(ONE)
+    alone = [Work(400, 100), Work(400, 500), Work(200, 900)]
+    expected = sum(step_seconds(ONE, [chunk]) for chunk in alone)
+    assert prefill_s(speed, 1000, 100, budget=400) == pytest.approx(expected)
+    # two decodes take two tokens of each step's budget, and read 300 tokens of history again in each
+    first = StepBatch(requests=3, tokens=400, pairs=398 * (100 + 199), read=300, decodes=2)
+    second = StepBatch(requests=3, tokens=104, pairs=102 * (498 + 51), read=300, decodes=2)
+    beside = prefill_s(speed, 500, 100, budget=400, decodes=2, decodes_read=300)
+    assert beside == pytest.approx(speed.seconds(first) + speed.seconds(second))
+    assert prefill_s(speed, 0, 100, budget=400) == 0.0

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.__main__ import main
 from bench.lab import runner
+from bench.policies import registry
 from bench.validation import check
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SMALL = [
     "--trace",
@@ -59,6 +58,61 @@ def test_a_replay_writes_what_is_asked_for_under_the_names_that_are_promised(tmp
     assert page.read_text().count("<img") == 1 or "dynamo" in page.read_text()
 
 
+def written_trace(file: Path, rows: list[dict[str, object]]) -> str:
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return str(file)
+
+
+def play_rows(directory: Path, rows: list[dict[str, object]], *more: str) -> dict[str, Any]:
+    """The measures of the policies on four small engines."""
+    out = directory / "out.json"
+    trace = written_trace(directory / "trace.jsonl", rows)
+    engines = ["--engines", "4", "--hardware", "h100", "--model", "8b", "--block-size", "16", "--jobs", "1"]
+    assert main(["replay", "--trace", trace, *engines, "--json", str(out), *more]) == 0
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def test_a_replay_finds_a_repeated_prompt_in_the_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"input_length": 1000, "output_length": 5, "hash_ids": [1, 2]}
+    rows = [{"timestamp": 500 * number, **row} for number in range(40)]
+    found = play_rows(tmp_path, rows, "--limit", "30", "--policies", "attache,round-robin")
+    said = capsys.readouterr().out
+    assert "attache" in said
+    assert found["trials"][0]["workload"] == "trace.jsonl, rows 1 to 30"
+    aware, round_robin = found["policies"]["attache"], found["policies"]["round-robin"]
+    assert aware["requests"] == len(found["trials"][0]["requests"]["ttft_s"]) == 30
+    # the same prompt 30 times: all but the first find its full blocks, less the one with the last token
+    assert aware["cached_token_ratio"] > round_robin["cached_token_ratio"] > 0.8
+
+
+def test_what_no_engine_could_hold_fails_instead_of_being_lost(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "output_length": 50, "hash_ids": [1, 2]}
+    rows = [{**row, "input_length": length} for length in (100, 1000)]
+    found = play_rows(tmp_path, rows, "--kv-blocks", "20", "--policies", "attache,round-robin")
+    assert [one["errors"] for one in found["policies"].values()] == [1, 1]
+    assert all(trial["requests"]["errors"] == ["", "longer than the KV cache"] for trial in found["trials"])
+
+
+CONFIGS = sorted((Path(registry.__file__).parent / "configs").iterdir())
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda file: file.stem)
+def test_a_policy_of_llm_ds_can_be_compared_with_ours(tmp_path: Path, config: Path) -> None:
+    # three long prefixes in turn over four engines: round robin brings every prefix to every engine
+    rows = [
+        {
+            "timestamp": 300 * number,
+            "input_length": 4000,
+            "output_length": 5,
+            "hash_ids": [10 * (number % 3) + part for part in range(8)],
+        }
+        for number in range(40)
+    ]
+    found = play_rows(tmp_path, rows, "--policies", f"{config},round-robin")["policies"]
+    assert found[str(config)]["cached_token_ratio"] > found["round-robin"]["cached_token_ratio"] > 0
+
+
 def test_the_same_command_gives_the_same_numbers(tmp_path: Path) -> None:
     first, second = tmp_path / "1.json", tmp_path / "2.json"
     assert replay("--policies", "attache", "--json", str(first)) == 0
@@ -102,6 +156,7 @@ def test_two_policies_of_one_replay_are_compared_request_by_request(
         (["replay", "--trace", "chat:turns=many"], "Expected `int`"),
         (["replay", "--trace", "chat", "--skip", "9999"], "skip fewer"),
         (["replay", *SMALL, "--policies", "best"], "or one of attache,"),
+        (["replay", *SMALL, "--policies", "none.yaml"], "none.yaml: cannot be read"),
         (["replay", "--trace", "chat", "--hardware", "h101"], "with one of h100,"),
         (["replay", "--trace", "chat", "--hardware", "l40s"], "70b does not fit"),
         (["replay", "--trace", "chat", "--model", "9b"], "there are 7b,"),

@@ -7,12 +7,15 @@ import random
 import pytest
 
 from bench.lab.intervals import mean_interval, ratio_interval, windows
-from bench.lab.measures import Objective, measure, spread
-from bench.lab.trial import Row
+from bench.lab.measures import LatencyObjective, measure
+from bench.lab.trial import RequestRow
+from bench.reporting.distribution import distribution
 
 
-def row(number: int, ttft_s: float, tpot_s: float = 0.05, *, engine: int = 0, error: str = "", label: str = "") -> Row:
-    return Row((number, 0), 0.0, ttft_s, tpot_s, ttft_s + 1, 100, 40, 21, engine, 0.5, label, error)
+def row(
+    number: int, ttft_s: float, tpot_s: float = 0.05, *, engine: int = 0, error: str = "", label: str = ""
+) -> RequestRow:
+    return RequestRow((number, 0), 0.0, ttft_s, tpot_s, ttft_s + 1, 100, 40, 21, engine, 0.5, label, error)
 
 
 def test_what_is_measured_of_good_answers_and_of_errors() -> None:
@@ -23,7 +26,7 @@ def test_what_is_measured_of_good_answers_and_of_errors() -> None:
         row(3, 0.4, 0.2, engine=1),
         row(4, 0.0, error="refused"),
     ]
-    found = measure(rows, 10.0, Objective(ttft_s=5.0, tpot_s=0.1))
+    found = measure(rows, 10.0, LatencyObjective(ttft_s=5.0, tpot_s=0.1))
     assert (found.requests, found.errors) == (5, 1)
     assert found.ttft_s.mean == pytest.approx(3.1)
     assert (found.ttft_s.p50, found.ttft_s.p99) == (1.0, 8.0)
@@ -39,13 +42,13 @@ def test_what_is_measured_of_good_answers_and_of_errors() -> None:
 def test_fairness_is_one_where_all_labels_wait_alike_and_falls_with_one_that_waits_alone() -> None:
     alike = [row(0, 2.0, label="a"), row(1, 2.0, label="b")]
     apart = [row(0, 0.0, label="a"), row(1, 2.0, label="b")]
-    assert measure(alike, 1.0, Objective()).fairness == 1.0
-    assert measure(apart, 1.0, Objective()).fairness == 0.5
+    assert measure(alike, 1.0, LatencyObjective()).fairness == 1.0
+    assert measure(apart, 1.0, LatencyObjective()).fairness == 0.5
 
 
 def test_nothing_measured_is_nothing_and_no_error() -> None:
-    found = measure([], 0.0, Objective())
-    assert (found.requests, found.goodput, found.imbalance, found.ttft_s) == (0, 0.0, 0.0, spread([]))
+    found = measure([], 0.0, LatencyObjective())
+    assert (found.requests, found.goodput, found.imbalance, found.ttft_s) == (0, 0.0, 0.0, distribution([]))
 
 
 def test_windows_hold_all_values_in_their_order() -> None:

@@ -6,15 +6,15 @@ import time
 
 import pytest
 
-from bench.lab.hardware import HardwareUnknown, kinds_of
-from bench.lab.measures import Objective, measure
-from bench.lab.trial import Conditions, Report, Trial, run
+from bench.lab.engine_kinds import HardwareUnknown, engine_kinds
+from bench.lab.measures import LatencyObjective, measure
+from bench.lab.trial import Conditions, Trial, TrialReport, run
 from bench.policies.registry import POLICIES
 
 CHAT = "chat:sessions=60,sessions_per_s=12,system_prompts=6,system_tokens=3000,turns=2"
 
 
-def play(policy: str, trace: str = CHAT, **conditions: object) -> Report:
+def play(policy: str, trace: str = CHAT, **conditions: object) -> TrialReport:
     known = {"engines": 3, "hardware": "h100", "model": "8b", "block_size": 16, **conditions}
     return run(Trial(policy, Conditions(trace, **known)), time.perf_counter)  # type: ignore[arg-type]
 
@@ -30,7 +30,7 @@ def test_a_policy_serves_everybody_and_can_be_repeated(policy: str) -> None:
 
 
 def test_policies_that_know_prefixes_find_more_of_them_than_chance_does() -> None:
-    objective = Objective()
+    objective = LatencyObjective()
     ratios = {
         name: measure(found.rows, 1.0, objective).cached_token_ratio
         for name in ("attache", "attache-precise", "sglang", "dynamo", "random")
@@ -66,14 +66,14 @@ def test_prompts_that_fit_no_cache_are_errors_and_not_waits() -> None:
     [("h100", 3, [1, 1, 1]), ("h100x4", 2, [4, 4]), ("h100*1+l40sx2*2", 8, [1, 2, 2]), ("h100+l40s", 3, [1, 1, 1])],
 )
 def test_engines_by_words(words: str, count: int, gpus: list[int]) -> None:
-    kinds = kinds_of(words, "8b", count, 16)
+    kinds = engine_kinds(words, "8b", count=count, block_size=16)
     assert len(kinds) == len(gpus)
     with pytest.raises(HardwareUnknown, match="h200"):
-        kinds_of(words + "!", "8b", count, 16)
+        engine_kinds(words + "!", "8b", count=count, block_size=16)
 
 
 def test_dynamos_mocked_engines_take_its_polynomials_times() -> None:
-    (kind,) = kinds_of("dynamo-mocker", "8b", 1, 64)
+    (kind,) = engine_kinds("dynamo-mocker", "8b", count=1, block_size=64)
     from bench.engine.step_time import Work, batch_of  # noqa: PLC0415
 
     # 16.5 + 15.18 + 0.421 ms; and half of the cache in use: 5.74 + 27.005 - 6.435 ms

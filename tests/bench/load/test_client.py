@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 
-from bench.load.client import Client, Result
-from bench.workload.sessions import Session, Turn, Workload, says
+from bench.load.client import Client, read_stream
+from bench.workload.sessions import Session, SessionTurn, Workload, one_piece
 from bench.workload.text import text_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from bench.reporting.results import RequestResult
 
 Handler = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 
@@ -45,7 +47,7 @@ class StandIn:
 
 
 @pytest.fixture
-async def stand_in() -> AsyncIterator[tuple[StandIn, Client, list[Result]]]:
+async def stand_in() -> AsyncIterator[tuple[StandIn, Client, list[RequestResult]]]:
     one = StandIn()
     app = web.Application()
     app.add_routes([web.post("/v1/chat/completions", one.handle)])
@@ -54,16 +56,18 @@ async def stand_in() -> AsyncIterator[tuple[StandIn, Client, list[Result]]]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    seen: list[Result] = []
+    seen: list[RequestResult] = []
     yield one, Client(f"http://127.0.0.1:{port}", "m", speed=1.0, on_result=seen.append), seen
     await runner.cleanup()
 
 
 def talk(*texts: str) -> Workload:
-    return Workload("w", (Session(0.0, tuple(Turn(says(text, 2), 5) for text in texts), says("be brief", 2)),))
+    return Workload(
+        "w", (Session(0.0, tuple(SessionTurn(one_piece(text, 2), 5) for text in texts), one_piece("be brief", 2)),)
+    )
 
 
-async def test_a_turn_follows_the_answer_before_it(stand_in: tuple[StandIn, Client, list[Result]]) -> None:
+async def test_a_turn_follows_the_answer_before_it(stand_in: tuple[StandIn, Client, list[RequestResult]]) -> None:
     server, client, seen = stand_in
     server.wait_s = 0.2
     results = await client.send(talk("one", "two"))
@@ -78,12 +82,12 @@ async def test_a_turn_follows_the_answer_before_it(stand_in: tuple[StandIn, Clie
         (10, 4, 1, "")
     ] * 2
     first, second = results
-    assert first.first_token_s - first.due_s >= 0.2
-    assert second.due_s >= first.last_token_s
+    assert first.first_token_at_s - first.due_at_s >= 0.2
+    assert second.due_at_s >= first.last_token_at_s
 
 
 async def test_a_refusal_and_a_cut_stream_are_errors_and_end_their_conversation(
-    stand_in: tuple[StandIn, Client, list[Result]],
+    stand_in: tuple[StandIn, Client, list[RequestResult]],
 ) -> None:
     server, client, _ = stand_in
     server.status = 503
@@ -97,3 +101,14 @@ async def test_a_refusal_and_a_cut_stream_are_errors_and_end_their_conversation(
 async def test_nobody_there_is_an_error_too() -> None:
     (result,) = await Client("http://127.0.0.1:9", "m", speed=1.0, on_result=lambda _: None).send(talk("one"))
     assert "ClientConnectorError" in result.error
+
+
+def test_a_stream_is_read_whole_or_known_to_be_cut() -> None:
+    events = (
+        b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
+        b'data: {"choices":[{"delta":{"content":"ab "}}]}\n\ndata: {"choices":[{"delta":{"content":"cd"}}]}\n\n'
+        b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":2,"prompt_tokens_details":null}}\n\n'
+    )
+    cut = read_stream(events)
+    assert (cut.text, cut.usage.prompt_tokens, cut.is_complete) == ("ab cd", 5, False)
+    assert read_stream(events + b"data: [DONE]\n\n").is_complete

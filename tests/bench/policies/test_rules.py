@@ -16,12 +16,12 @@ from bench.policies.kthena import KthenaDefault
 from bench.policies.llm_d import AffinityWithTokenLoad
 from bench.policies.lmetric import LMetric
 from bench.policies.preble import ExploitExplore
-from bench.policies.prefix_memory import Index, Remembering
+from bench.policies.prefix_memory import MemoryRule, WithPrefixMemory
 from bench.policies.ray_serve import PrefixAffinity
-from bench.policies.registry import POLICIES, Calibration, policy_named
+from bench.policies.registry import POLICIES, EngineCalibration, policy_named
 from bench.policies.sglang import CacheAware
-from bench.policies.simple import ByChance, LeastRequest, PowerOfTwo
-from bench.virtual.observer import REQUEST_KEY
+from bench.policies.simple import LeastRequest, PowerOfTwo, RandomPick
+from bench.virtual.observers import REQUEST_KEY
 from extproc.config.errors import ConfigInvalid
 from extproc.endpoints.ledger import charge
 from extproc.endpoints.table import EndpointTable
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from extproc.scheduling.picker import Picker
 
 BLOCK = 64
-KNOWN = Calibration(prefill=10_000.0, decode_s=0.001, block_size=BLOCK)
+KNOWN = EngineCalibration(prefill_tokens_per_s=10_000.0, decode_s_per_token=0.001, block_size=BLOCK)
 
 
 class Scene:
@@ -40,7 +40,7 @@ class Scene:
     def __init__(self, engines: int = 3) -> None:
         self.table = EndpointTable()
         self.table.replace([f"e{number}" for number in range(engines)])
-        self.books = InFlightTracker()
+        self.tracker = InFlightTracker()
         self.rng = random.Random(0)
         self.keys = 0
         self.now = 0.0
@@ -61,22 +61,22 @@ class Scene:
         for address, tokens in cached.items():
             column[self.table.row_of(address)] = tokens
         facts = RequestFacts("m", float(request.prompt_tokens), headers={REQUEST_KEY: str(request.key)})
-        self.books.arrives(request, (0, 0), self.now)
+        self.tracker.arrives(request, (0, 0), self.now)
         return View(self.table, Demand(column, request.prompt_tokens - column), facts, self.now)
 
     def pick(self, picker: Picker, request: Request | None = None, **cached: float) -> str:
         """The first choice; the request counts as sent there."""
         asked = request or self.request()
         address = self.table.addresses[picker.pick(self.view(asked, **cached), rng=self.rng).rows[0]]
-        if isinstance(picker, AffinityWithTokenLoad | KvRouter | LMetric | ExploitExplore | Remembering):
-            self.books.sent(asked, address, self.now)
+        if isinstance(picker, AffinityWithTokenLoad | KvRouter | LMetric | ExploitExplore | WithPrefixMemory):
+            self.tracker.sent(asked, address, self.now)
         return address
 
 
 def test_simple_ones() -> None:
     scene = Scene().loaded(2, 0, 1)
     assert scene.pick(LeastRequest()) == "e1"
-    assert {scene.pick(ByChance()) for _ in range(50)} == {"e0", "e1", "e2"}
+    assert {scene.pick(RandomPick()) for _ in range(50)} == {"e0", "e1", "e2"}
     drawn = [scene.pick(PowerOfTwo()) for _ in range(300)]
     # e0 is never the better of two; e1 is in two of three pairs
     assert "e0" not in drawn
@@ -85,44 +85,44 @@ def test_simple_ones() -> None:
 
 def test_llm_d_stays_with_the_prompt_until_the_gap_is_its_throughput_times_eighteen_seconds() -> None:
     scene = Scene()
-    picker = AffinityWithTokenLoad(scene.books, peak_prefill=10_000.0)
+    picker = AffinityWithTokenLoad(scene.tracker, prefill_tokens_per_s=10_000.0)
     assert scene.pick(picker, e2=6000) == "e2"
-    scene.books.prefill_tokens[2] = 179_000
+    scene.tracker.prefill_tokens[2] = 179_000
     assert scene.pick(picker, e2=6000) == "e2"
-    scene.books.prefill_tokens[2] = 181_000
+    scene.tracker.prefill_tokens[2] = 181_000
     assert scene.pick(picker, e2=6000) != "e2"
 
 
 def test_llm_d_without_a_match_of_four_fifths_takes_the_least_uncached_tokens() -> None:
     scene = Scene()
-    picker = AffinityWithTokenLoad(scene.books, peak_prefill=10_000.0)
-    scene.books.sees(scene.view(scene.request()))
-    scene.books.prefill_tokens[:3] = [1000, 500, 4000]
+    picker = AffinityWithTokenLoad(scene.tracker, prefill_tokens_per_s=10_000.0)
+    scene.tracker.observe(scene.view(scene.request()))
+    scene.tracker.prefill_tokens[:3] = [1000, 500, 4000]
     # 1000 + 6400, 500 + 6400, 4000 + 6400 - 5000
     assert scene.pick(picker, e2=5000) == "e2"
 
 
 def test_books_free_uncached_tokens_at_the_first_token_and_count_shared_blocks_once() -> None:
     scene = Scene()
-    picker = KvRouter(scene.books, BLOCK)
+    picker = KvRouter(scene.tracker, BLOCK)
     first = scene.request("a")
     address = scene.pick(picker, first)
-    row = scene.books.row_of(scene.table, address)
-    assert scene.books.prefill_tokens[row] == 6400
-    assert scene.books.blocks_with(scene.request("a"))[row] == 100
-    scene.books.first_token(first, 1.0)
-    assert scene.books.prefill_tokens[row] == 0
-    assert scene.books.blocks_with(scene.request("b"))[row] == 200
-    scene.books.ended(first, 2.0)
-    assert scene.books.blocks_with(scene.request("b"))[row] == 100
+    row = scene.tracker.row_of(scene.table, address)
+    assert scene.tracker.prefill_tokens[row] == 6400
+    assert scene.tracker.blocks_with(scene.request("a"))[row] == 100
+    scene.tracker.first_token(first, 1.0)
+    assert scene.tracker.prefill_tokens[row] == 0
+    assert scene.tracker.blocks_with(scene.request("b"))[row] == 200
+    scene.tracker.ended(first, 2.0)
+    assert scene.tracker.blocks_with(scene.request("b"))[row] == 100
 
 
 def test_dynamo_adds_prefill_blocks_and_blocks_in_use() -> None:
     scene = Scene(2)
-    picker = KvRouter(scene.books, BLOCK)
+    picker = KvRouter(scene.tracker, BLOCK)
     first = scene.request("a")
     busy = scene.pick(picker, first)
-    scene.books.first_token(first, 0.5)
+    scene.tracker.first_token(first, 0.5)
     other = "e1" if busy == "e0" else "e0"
     # there: 100 - 50 to compute and 100 + 100 in use; elsewhere 100 and 100
     assert scene.pick(picker, scene.request("b"), **{busy: 3200}) == other
@@ -130,9 +130,9 @@ def test_dynamo_adds_prefill_blocks_and_blocks_in_use() -> None:
 
 def test_lmetric_multiplies_new_tokens_by_the_batch() -> None:
     scene = Scene().loaded(4, 1, 0)
-    picker = LMetric(scene.books)
-    scene.books.sees(scene.view(scene.request()))
-    scene.books.prefill_tokens[:3] = [0, 6000, 20_000]
+    picker = LMetric(scene.tracker)
+    scene.tracker.observe(scene.view(scene.request()))
+    scene.tracker.prefill_tokens[:3] = [0, 6000, 20_000]
     # 400 * 5, 12,400 * 2, 26,400 * 1
     assert scene.pick(picker, e0=6000) == "e0"
     # 6,400 * 5, 12,400 * 2, 26,400 * 1
@@ -175,7 +175,7 @@ def test_kthena_sees_eight_kilobytes_and_prefers_who_has_nothing_in_flight() -> 
 
 def test_preble_exploits_above_half_and_else_balances_what_was_sent_in_three_minutes() -> None:
     scene = Scene(2)
-    picker = ExploitExplore(scene.books, prefill=10_000.0, decode_s=0.001, block_size=BLOCK)
+    picker = ExploitExplore(scene.tracker, prefill_tokens_per_s=10_000.0, decode_s_per_token=0.001, block_size=BLOCK)
     first = scene.pick(picker, scene.request("a"))
     assert scene.pick(picker, scene.request("b")) != first
     assert scene.pick(picker, scene.request("a"), **{first: 3300}) == first
@@ -190,7 +190,7 @@ def test_preble_exploits_above_half_and_else_balances_what_was_sent_in_three_min
 @pytest.mark.parametrize("by", ["sent", "ended"])
 def test_a_memory_knows_a_prompt_from_when_its_router_does(by: str) -> None:
     scene = Scene(2)
-    picker = Remembering(CacheAware(), scene.books, Index(by=by), BLOCK)  # type: ignore[arg-type]
+    picker = WithPrefixMemory(CacheAware(), scene.tracker, MemoryRule(by=by), BLOCK)  # type: ignore[arg-type]
     first = scene.request("a")
     holder = scene.pick(picker, first)
     other = "e1" if holder == "e0" else "e0"
@@ -203,7 +203,7 @@ def test_a_memory_knows_a_prompt_from_when_its_router_does(by: str) -> None:
 def test_a_bounded_memory_forgets_what_was_sent_longest_ago() -> None:
     scene = Scene(1)
     scene.table.kv_tokens[0] = 150 * BLOCK
-    picker = Remembering(CacheAware(), scene.books, Index(), BLOCK)
+    picker = WithPrefixMemory(CacheAware(), scene.tracker, MemoryRule(), BLOCK)
     for text in "ab":
         scene.pick(picker, scene.request(text))
     held = picker._held[0]
@@ -218,7 +218,7 @@ def test_a_bounded_memory_forgets_what_was_sent_longest_ago() -> None:
 def test_every_policy_is_made_anew_for_each_run(name: str) -> None:
     one, other = policy_named(name)(KNOWN), policy_named(name)(KNOWN)
     assert one is not other
-    assert one.onlooker is None or one.onlooker is not other.onlooker
+    assert one.observer is None or one.observer is not other.observer
 
 
 def test_a_policy_that_is_neither_a_name_nor_a_file_says_what_there_is() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bench.engine.hardware import PRESETS
-from bench.engine.scheduler import Limits
-from bench.load.summary import Summary, summarize
+from bench.engine.scheduler import EngineLimits
+from bench.reporting.summary import Summary, summarize
 from bench.stack import documents
-from bench.virtual.engines import kind_of
+from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import Simulation
-from bench.workload.generate import Conversations, conversations
+from bench.workload.generators import conversations
+from bench.workload.shapes import Conversations
 from extproc.config.load import load
 
 SHAPE = Conversations(sessions=120)
@@ -17,7 +18,7 @@ SHAPE = Conversations(sessions=120)
 def simulate(picker: str, hardware: str = "h100-llama-3.1-8b") -> Summary:
     engines = [f"10.0.0.{number}:8000" for number in range(1, 5)]
     snapshot = load({"all.yaml": documents(engines, picker=picker, gateway={}).encode()})
-    kind = kind_of(PRESETS[hardware], Limits(num_gpu_blocks=3000))
+    kind = roofline_engine(PRESETS[hardware], EngineLimits(num_gpu_blocks=3000))
     simulation = Simulation(snapshot, dict.fromkeys(engines, kind))
     return summarize(simulation.run(conversations(SHAPE)), speed=1.0)
 
@@ -26,8 +27,8 @@ def test_prefix_aware_picking_beats_round_robin_on_ttft_and_cache_hits() -> None
     aware, round_robin = simulate("PrefixAware"), simulate("RoundRobin")
     assert aware.requests == round_robin.requests == 480
     assert aware.prompt_tokens == round_robin.prompt_tokens
-    assert aware.ttft.mean < 0.6 * round_robin.ttft.mean
-    assert aware.ttft.p99 < round_robin.ttft.p99
+    assert aware.ttft_s.mean < 0.6 * round_robin.ttft_s.mean
+    assert aware.ttft_s.p99 < round_robin.ttft_s.p99
     assert aware.cached_token_ratio > 1.8 * round_robin.cached_token_ratio
 
 

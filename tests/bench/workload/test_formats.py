@@ -10,16 +10,16 @@ import pytest
 
 from bench.workload.formats.mooncake import runs_of
 from bench.workload.generators import GENERATORS, generate
-from bench.workload.sessions import faster
+from bench.workload.sessions import with_rate_scale
 from bench.workload.statistics import statistics
 from bench.workload.text import join, text_of
-from bench.workload.traces import Part, TraceInvalid, read_trace
+from bench.workload.traces import Excerpt, TraceInvalid, read_trace
 from extproc.protocol import TENANT
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-ALL = Part(0, 0)
+ALL = Excerpt(0, 0)
 
 
 def test_any_place_of_a_text_is_the_same_from_wherever_it_is_read() -> None:
@@ -42,7 +42,7 @@ def test_burstgpt_rows_without_an_answer_are_left_out(tmp_path: Path) -> None:
         "118.5,,1.0,GPT-4,417,276,693,API log\n"
     )
     first, second = read_trace(file, ALL).sessions
-    assert (first.begins_s, second.begins_s) == (0.0, 113.5)
+    assert (first.begins_at_s, second.begins_at_s) == (0.0, 113.5)
     assert (second.label, len(second.turns[0].text), second.turns[0].output_tokens) == ("GPT-4", 4 * 417, 276)
 
 
@@ -53,7 +53,7 @@ def test_arena_clients_are_tenants(tmp_path: Path) -> None:
         "VTC_first_token_latency\n0.5,c-13,13,199,1.1,9.4,1.2\n0.75,c-2,36,137,1.5,6.7,1.5\n"
     )
     first, second = read_trace(file, ALL).sessions
-    assert second.begins_s == 0.25
+    assert second.begins_at_s == 0.25
     assert dict(first.headers) == {TENANT: "c-13"}
     assert second.label == "c-2"
 
@@ -99,7 +99,7 @@ def test_an_agents_requests_follow_each_other_and_sub_agents_stand_in_their_plac
     assert first.turns[1].think_s == 1.5
     # local ids mean nothing in another session
     assert second.turns[0].text != texts[0]
-    assert second.begins_s > 0
+    assert second.begins_at_s > 0
 
 
 def test_what_is_missing_in_a_table_is_named(tmp_path: Path) -> None:
@@ -116,10 +116,10 @@ def test_what_is_missing_in_a_table_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(GENERATORS))
 def test_equal_seeds_give_equal_traffic_in_the_order_of_time(name: str) -> None:
-    one, same, other = (generate(name, seed, Part(0, 30)) for seed in (1, 1, 2))
+    one, same, other = (generate(name, seed, Excerpt(0, 30)) for seed in (1, 1, 2))
     assert one == same
     assert one.sessions != other.sessions
-    begins = [session.begins_s for session in one.sessions]
+    begins = [session.begins_at_s for session in one.sessions]
     assert begins == sorted(begins)
     assert all(turn.output_tokens > 0 and join(turn.pieces) for session in one.sessions for turn in session.turns)
 
@@ -130,18 +130,18 @@ def test_numbers_of_a_generator_can_be_set() -> None:
     beginnings = {turn.text[: 4 * 128] for session in made.sessions for turn in session.turns}
     assert len(beginnings) == 3
     assert made.requests == 12
-    assert {session.begins_s for session in made.sessions} == {0.0}
+    assert {session.begins_at_s for session in made.sessions} == {0.0}
 
 
 def test_adapters_are_asked_for_and_named() -> None:
-    made = generate("lora:adapters=3", 0, Part(0, 100))
+    made = generate("lora:adapters=3", 0, Excerpt(0, 100))
     assert made.adapters == ("adapter-0", "adapter-1", "adapter-2")
 
 
 def test_a_faster_rate_moves_beginnings_and_not_thoughts() -> None:
-    made = generate("chat", 0, Part(0, 10))
-    twice = faster(made, 2.0)
-    assert twice.sessions[5].begins_s == made.sessions[5].begins_s / 2
+    made = generate("chat", 0, Excerpt(0, 10))
+    twice = with_rate_scale(made, 2.0)
+    assert twice.sessions[5].begins_at_s == made.sessions[5].begins_at_s / 2
     assert twice.sessions[5].turns == made.sessions[5].turns
 
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.workload.generate import Conversations, conversations
+from bench.workload.generators import conversations
+from bench.workload.shapes import Conversations
 from bench.workload.text import text_of
-from bench.workload.traces import Part, TraceInvalid, read_trace
+from bench.workload.traces import Excerpt, TraceInvalid, read_trace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +33,7 @@ def test_equal_seeds_give_equal_conversations_and_arrivals_keep_their_rate() -> 
     one = conversations(shape)
     assert one == conversations(shape)
     assert one != conversations(shape, seed=1)
-    begins = [session.begins_s for session in one.sessions]
+    begins = [session.begins_at_s for session in one.sessions]
     assert begins == sorted(begins)
     assert begins[-1] == pytest.approx(400 / 5.0, rel=0.2)
     assert len({session.system for session in one.sessions}) == shape.system_prompts
@@ -53,9 +54,9 @@ def row(timestamp: int, length: int, *hash_ids: int) -> dict[str, object]:
 
 def test_equal_hash_ids_are_equal_text_and_the_last_block_is_partial(tmp_path: Path) -> None:
     trace = mooncake(tmp_path, row(0, 1, 9), row(1000, 1100, 1, 2, 3), row(3500, 1200, 1, 2, 4))
-    workload = read_trace(trace, Part(skip=1, limit=2))
+    workload = read_trace(trace, Excerpt(skip=1, limit=2))
     first, second = (session.turns[0].text for session in workload.sessions)
-    assert [session.begins_s for session in workload.sessions] == [0.0, 2.5]
+    assert [session.begins_at_s for session in workload.sessions] == [0.0, 2.5]
     assert len(first) == 4 * 1100
     assert first[: 4 * 1024] == second[: 4 * 1024]
     assert first[4 * 1024 :] != second[4 * 1024 : 4 * 1100]
@@ -69,9 +70,9 @@ def test_azure_rows_are_read_with_their_times(tmp_path: Path) -> None:
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
     )
-    one, two = read_trace(file, Part()).sessions
-    assert (one.begins_s, len(one.turns[0].text), one.turns[0].output_tokens) == (0.0, 4 * 374, 44)
-    assert two.begins_s == pytest.approx(4.314579)
+    one, two = read_trace(file, Excerpt()).sessions
+    assert (one.begins_at_s, len(one.turns[0].text), one.turns[0].output_tokens) == (0.0, 4 * 374, 44)
+    assert two.begins_at_s == pytest.approx(4.314579)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +96,9 @@ def test_a_trace_that_cannot_be_read_says_where(tmp_path: Path, name: str, conte
     file = tmp_path / name
     file.write_text(content)
     with pytest.raises(TraceInvalid, match=re.escape(message)):
-        read_trace(file, Part())
+        read_trace(file, Excerpt())
 
 
 def test_a_trace_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(TraceInvalid, match="No such file"):
-        read_trace(tmp_path / "none.jsonl", Part())
+        read_trace(tmp_path / "none.jsonl", Excerpt())

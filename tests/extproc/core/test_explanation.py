@@ -12,16 +12,16 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from extproc.__main__ import main
 from extproc.config.load import load
+from extproc.core.core import Core
+from extproc.core.effects import Decision
 from extproc.core.explanation import to_text
-from extproc.core.feedback import Outcome
-from extproc.core.pipeline import Pipeline
-from extproc.core.types import Head, Terms
+from extproc.core.types import Head, Outcome
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics
 from extproc.request.model import Api
 from extproc.runtime.explain_page import ExplainPage
 from extproc.scheduling.cache_estimator import Prompt
-from tests.extproc.conftest import CONFIG
+from tests.extproc.conftest import CONFIG, settle
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,24 +46,30 @@ schedulingProfiles:
 """
 
 
-def pipeline_of(*, configured: bool) -> Pipeline:
+def core_of(*, configured: bool) -> Core:
     config = (
         CONFIG.replace(b"model: llama-3.1-8b", b"model: llama-3.1-8b\n  pickerConfig: epp.yaml")
         if configured
         else CONFIG
     )
-    return Pipeline(load({"all.yaml": config, "epp.yaml": PICKER.encode()}), rng=random.Random(0), ticket_prefix="t")
+    return Core(load({"all.yaml": config, "epp.yaml": PICKER.encode()}), rng=random.Random(0), ticket_prefix="t")
 
 
-def arrival_of(pipeline: Pipeline) -> Arrival:
-    return pipeline.intake.receive(Api.CHAT, HEAD, BODY)
+def explained(core: Core) -> Decision:
+    own, _ = core.arrive(arrival_of(core), 0.0, wants_reasons=True)
+    assert isinstance(own, Decision)
+    return own
+
+
+def arrival_of(core: Core) -> Arrival:
+    return core.intake.receive(Api.CHAT, HEAD, BODY)
 
 
 def test_filters_and_scores_are_shown_with_their_weights() -> None:
-    pipeline = pipeline_of(configured=True)
-    table = pipeline.pools["llama"].table
+    core = core_of(configured=True)
+    table = core.pools["llama"].table
     table.waiting[:3], table.seen_at_s[:3] = (4, 9, 0), 0.0
-    shown = pipeline.explain(arrival_of(pipeline), 0.0)
+    shown = core.explain(arrival_of(core), 0.0)
     (profile,) = shown.profiles
     assert [(step.removed, step.left) for step in profile.filters] == [(("10.0.0.2:8000",), 2)]
     assert profile.weights == {"queue-scorer": 2.0, "prefix-cache-scorer": 3.0}
@@ -78,9 +84,9 @@ def test_filters_and_scores_are_shown_with_their_weights() -> None:
 
 
 def test_the_default_picker_shows_what_its_cost_is_made_of() -> None:
-    pipeline = pipeline_of(configured=False)
-    pipeline.pools["llama"].table.in_flight[0] = 50
-    shown = pipeline.explain(arrival_of(pipeline), 0.0)
+    core = core_of(configured=False)
+    core.pools["llama"].table.in_flight[0] = 50
+    shown = core.explain(arrival_of(core), 0.0)
     best, *_, worst = shown.profiles[0].endpoints
     assert worst.address == "10.0.0.1:8000"
     assert worst.scores["requests in flight"] == 50
@@ -88,9 +94,9 @@ def test_the_default_picker_shows_what_its_cost_is_made_of() -> None:
 
 
 def test_explaining_changes_nothing() -> None:
-    pipeline = pipeline_of(configured=False)
-    pipeline.explain(arrival_of(pipeline), 0.0)
-    pool = pipeline.pools["llama"]
+    core = core_of(configured=False)
+    core.explain(arrival_of(core), 0.0)
+    pool = core.pools["llama"]
     assert pool.table.in_flight.sum() == 0
     assert pool.caches.index.match(pool.caches.expect(_prompt(BODY), pool.table, 0.0).chain) == []
 
@@ -104,7 +110,7 @@ async def test_the_page_explains_or_refuses_as_the_client_would_be() -> None:
         return None
 
     app = web.Application()
-    page = ExplainPage(pipeline_of(configured=True), no_tokens, lambda: 0.0)
+    page = ExplainPage(core_of(configured=True), no_tokens, lambda: 0.0)
     app.add_routes([web.post("/debug/explain/{path:.*}", page.show)])
     async with TestClient(TestServer(app)) as client:
         shown = await client.post("/debug/explain/v1/chat/completions", data=BODY)
@@ -131,16 +137,16 @@ def test_the_command_decides_by_a_configuration_alone(tmp_path: Path, capsys: py
 
 
 def test_a_sample_of_decisions_and_their_outcomes_is_written_down() -> None:
-    pipeline, file = pipeline_of(configured=True), io.StringIO()
+    core, file = core_of(configured=True), io.StringIO()
     log = DecisionLog(file, share=1.0, rng=random.Random(0), wall_clock=lambda: 17.0)
-    metrics = Metrics(pipeline.pools.values, lambda: 0.0, lambda: 0.0, log)
-    assert metrics.wants_reasons()
-    decision = pipeline.dispatch(arrival_of(pipeline), 0.0, Terms(wants_reasons=True))
-    metrics.decided(decision, 0.001)
+    metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0, log)
+    assert log.samples()
+    decision = explained(core)
+    metrics.count(decision)
     served = decision.assignment.place.address
-    settled = pipeline.settle(Outcome(decision.ticket, 200, served, 1.0, 0.5, 700, 5, 64), 1.0)
+    settled = settle(core, Outcome(decision.ticket, 200, served, 1.0, 0.5, 700, 5, 64), 1.0)
     assert settled is not None
-    metrics.settled_here(settled)
+    metrics.count(settled)
     made, came = map(json.loads, file.getvalue().splitlines())
     assert (made["kind"], came["kind"], made["ticket"]) == ("decision", "outcome", came["ticket"])
     assert made["profiles"][0]["weights"] == {"queue-scorer": 2.0, "prefix-cache-scorer": 3.0}
@@ -156,7 +162,7 @@ def test_only_the_share_is_written_and_a_full_disk_ends_the_log_alone() -> None:
     log = DecisionLog(io.StringIO(), share=0.1, rng=rng, wall_clock=lambda: 0.0)
     assert 60 < sum(log.samples() for _ in range(1000)) < 140
     assert not DecisionLog(None, share=1.0, rng=rng, wall_clock=lambda: 0.0).samples()
-    pipeline = pipeline_of(configured=True)
+    core = core_of(configured=True)
     log = DecisionLog(Full(), share=1.0, rng=rng, wall_clock=lambda: 0.0)
-    log.decided(pipeline.dispatch(arrival_of(pipeline), 0.0, Terms(wants_reasons=True)))
+    log.decided(explained(core))
     assert not log.samples()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.config.load import load_directory
-from extproc.core.pipeline import Pipeline
+from extproc.core.core import Core
 from extproc.feeds.directory import DirectoryFeed
 from extproc.metrics.registry import Metrics
 from extproc.scheduling.framework import ConfiguredPicker
@@ -26,13 +26,15 @@ class Watched:
         self.file = directory / "all.yaml"
         self.file.write_bytes(CONFIG)
         snapshot = load_directory(directory)
-        self.pipeline = Pipeline(snapshot, rng=random.Random(0), ticket_prefix="t")
-        self.metrics = Metrics(self.pipeline.pools.values, lambda: 0.0, lambda: 0.0)
-        self.feed = DirectoryFeed(directory, self.pipeline, self.metrics, settle_s=0.3)
+        self.core = Core(snapshot, rng=random.Random(0), ticket_prefix="t")
+        self.metrics = Metrics(self.core.pools.values, lambda: 0.0, lambda: 0.0)
+        self.feed = DirectoryFeed(
+            directory, self.core, self.metrics, settle_s=0.3, apply=lambda new: self.core.apply(new, 0.0)
+        )
         self.feed.started_with(snapshot)
 
     def names(self) -> list[str]:
-        return [model.name for model in self.pipeline.intake.models]
+        return [model.name for model in self.core.intake.models]
 
     def sample(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(name, labels)
@@ -90,12 +92,12 @@ async def test_a_new_server_waits_until_envoy_knows_it_too(watched: Watched, mon
     real_sleep = asyncio.sleep
 
     async def sleep(seconds: float) -> None:
-        waits.append((seconds, sorted(watched.pipeline.pools)))
+        waits.append((seconds, sorted(watched.core.pools)))
         await real_sleep(0.01)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     watched.file.write_bytes(CONFIG.split(b"---")[0].replace(b"name: llama}", b"name: other}") + b"---" + CONFIG)
-    await watched.until(lambda: "other" in watched.pipeline.pools)
+    await watched.until(lambda: "other" in watched.core.pools)
     assert (0.3, ["llama"]) in waits
 
     waits.clear()
@@ -117,14 +119,14 @@ async def test_a_picker_is_replaced_with_its_file_and_a_broken_one_is_refused(wa
     watched.file.write_bytes(CONFIG.replace(b"spec:\n  model:", b"spec:\n  pickerConfig: epp.yaml\n  model:"))
 
     def picker() -> object:
-        return watched.pipeline.pools["llama"].picker
+        return watched.core.pools["llama"].picker
 
     await watched.until(lambda: isinstance(picker(), ConfiguredPicker))
-    pool = watched.pipeline.pools["llama"]
+    pool = watched.core.pools["llama"]
     pool.table.in_flight[0] = 3
     file.write_bytes(PICKER.replace(b"random-picker", b"max-score-picker"))
     await watched.until(lambda: "MaxScore" in repr(picker()))
-    assert watched.pipeline.pools["llama"] is pool
+    assert watched.core.pools["llama"] is pool
     assert pool.table.in_flight[0] == 3, "what is known of the engines stays"
     file.write_bytes(PICKER.replace(b"queue-scorer", b"queue-scorr"))
     await watched.until(lambda: watched.sample("attache_config_valid") == 0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from extproc.config.load import load
-from extproc.core.pipeline import Pipeline
+from extproc.core.core import Core
 from extproc.feeds.engines import EngineScraper
 from extproc.metrics.registry import Metrics
 from tests.waiting import eventually
@@ -67,7 +67,7 @@ class Engine:
 
 
 @asynccontextmanager
-async def scraped(engine: Engine, *more: str) -> AsyncIterator[tuple[Pool, Metrics, Pipeline, str]]:
+async def scraped(engine: Engine, *more: str) -> AsyncIterator[tuple[Pool, Metrics, Core, str]]:
     app = web.Application()
     app.add_routes([web.get("/metrics", engine.metrics), web.get("/v1/models", engine.list)])
     runner = web.AppRunner(app, access_log=None)
@@ -76,15 +76,15 @@ async def scraped(engine: Engine, *more: str) -> AsyncIterator[tuple[Pool, Metri
     await site.start()
     address = f"127.0.0.1:{runner.addresses[0][1]}"
     endpoints = ", ".join(f'{{address: "{one}"}}' for one in (address, *more))
-    pipeline = Pipeline(
-        load({"a.yaml": CONFIG.format(endpoints=endpoints).encode()}), rng=random.Random(0), ticket_prefix="t"
-    )
+    core = Core(load({"a.yaml": CONFIG.format(endpoints=endpoints).encode()}), rng=random.Random(0), ticket_prefix="t")
     clock = asyncio.get_running_loop().time
-    metrics = Metrics(pipeline.pools.values, lambda: 0.0, clock)
-    scraper = EngineScraper(pipeline, metrics, clock=clock, rng=random.Random(0))
+    metrics = Metrics(core.pools.values, lambda: 0.0, clock)
+    scraper = EngineScraper(
+        core, metrics, clock=clock, rng=random.Random(0), said=lambda event: core.take_report(event, clock())
+    )
     task = asyncio.create_task(scraper.run())
     try:
-        yield pipeline.pools["llama"], metrics, pipeline, address
+        yield core.pools["llama"], metrics, core, address
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -141,9 +141,9 @@ async def test_an_engine_that_fails_is_asked_less_and_the_others_go_on() -> None
 
 async def test_an_endpoint_that_is_taken_out_is_asked_no_more() -> None:
     engine = Engine()
-    async with scraped(engine) as (_, _, pipeline, _):
+    async with scraped(engine) as (_, _, core, _):
         await eventually(lambda: engine.asked > 2)
-        pipeline.apply(load({"a.yaml": CONFIG.format(endpoints="").encode()}))
+        core.apply(load({"a.yaml": CONFIG.format(endpoints="").encode()}), 0.0)
         await asyncio.sleep(0.3)
         asked = engine.asked
         await asyncio.sleep(0.15)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.engine.journal import Journal
-from bench.engine.publisher import Form, Publisher, PublisherSettings
+from bench.engine.publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.engine.text import tokens_of
 from bench.processes import free_ports
 from extproc.config.load import load
-from extproc.core.pipeline import Pipeline
+from extproc.core.core import Core
 from extproc.feeds.kv_events import KvEventFeed
 from extproc.metrics.registry import Metrics
 from tests.waiting import eventually
@@ -35,12 +35,12 @@ class Engine:
         self.replay = replay if replays else None
         self._form: Form = form
         self._journal = Journal()
-        self._publisher: Publisher | None = None
+        self._publisher: KvEventPublisher | None = None
         self._answering: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        settings = PublisherSettings(self.port, self.replay, "kv@e", self._form)
-        self._publisher = Publisher(settings, host="127.0.0.1", block_size=SIZE, base_model="m")
+        settings = KvEventsConfig(self.port, self.replay, "kv@e", self._form)
+        self._publisher = KvEventPublisher(settings, host="127.0.0.1", block_size=SIZE, base_model="m")
         self._answering = asyncio.create_task(self._publisher.answer_replays())
 
     async def stop(self) -> None:
@@ -100,11 +100,11 @@ spec:
   kvEvents: {{topic: "kv@"}}
   endpoints: [{{address: "127.0.0.1:1", kvEvents: "127.0.0.1:{engine.port}"{replay}}}]
 """
-    pipeline = Pipeline(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
-    metrics = Metrics(pipeline.pools.values, lambda: 0.0, lambda: 0.0)
-    task = asyncio.create_task(KvEventFeed(pipeline, metrics).run())
+    core = Core(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
+    metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)
+    task = asyncio.create_task(KvEventFeed(core, metrics).run())
     try:
-        yield pipeline.pools["s"], metrics
+        yield core.pools["s"], metrics
     finally:
         task.cancel()
         await asyncio.wait([task])

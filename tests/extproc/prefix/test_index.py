@@ -188,4 +188,4 @@ class AgainstAPlainModel(RuleBasedStateMachine):
 
 
 TestAgainstAPlainModel = AgainstAPlainModel.TestCase
-TestAgainstAPlainModel.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestAgainstAPlainModel.settings = settings(max_examples=40, stateful_step_count=30)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from extproc.errors import BadRequest, Refusal
 from extproc.request.model import Api
-from extproc.request.openai import INFERENCE_PATHS, parse, with_changes
+from extproc.request.openai import INFERENCE_PATHS, parse
 
 HELLO = {"role": "user", "content": "hello"}
 
@@ -136,11 +136,23 @@ def test_usage_is_left_out_only_where_a_stream_was_not_asked_for_it() -> None:
     assert not leaves_out(Api.RESPONSES, stream=True)
 
 
-def test_changes_keep_all_other_fields_to_the_byte() -> None:
-    original = b'{"model": "a", "n": 1.50, "messages": [ {"role":"user"} ]}'
+def test_a_large_body_says_where_its_contents_stand() -> None:
+    text = "x" * 40_000
+    turns = [HELLO, {"role": "assistant", "content": None}, {"role": "user", "content": text}]
+    forms: list[tuple[Api, dict[str, Any], str]] = [
+        (Api.CHAT, {"messages": turns, "tools": []}, json.dumps(turns)[len('[{"role": "user", "content": ') : -2]),
+        (Api.COMPLETIONS, {"prompt": [text]}, json.dumps([text])),
+        (Api.EMBEDDINGS, {"input": text}, json.dumps(text)),
+        (Api.RESPONSES, {"input": text, "instructions": "be kind"}, json.dumps(text)),
+    ]
+    for api, fields, expected in forms:
+        content = body(**fields)
+        span = parse(api, content).contents
+        assert span is not None
+        assert content[slice(*span)].decode() == expected
 
-    changed = with_changes(original, {"model": "b", "stream_options": {"include_usage": True}})
 
-    assert b"1.50" in changed
-    assert b'[ {"role":"user"} ]' in changed
-    assert json.loads(changed) == {**json.loads(original), "model": "b", "stream_options": {"include_usage": True}}
+@pytest.mark.parametrize("messages", [[], [HELLO]])
+def test_a_body_without_long_contents_says_nothing_of_them(messages: list[object]) -> None:
+    assert parse(Api.CHAT, body(messages=messages)).contents is None
+    assert parse(Api.CHAT, body(messages=[], tools=["x" * 40_000])).contents is None

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from bench.guard import Guard
+
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 LOGS = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
 CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello " * 100}]}).encode()
@@ -39,7 +41,8 @@ class ExtprocProcess:
     def __init__(self, process: asyncio.subprocess.Process, target: str, metrics: str) -> None:
         self.process = process
         self.metrics = metrics
-        self.channel = grpc.aio.insecure_channel(target)
+        # tried often: the process takes a moment before it listens
+        self.channel = grpc.aio.insecure_channel(target, options=[("grpc.max_reconnect_backoff_ms", 100)])
 
     async def health(self, service: str) -> int:
         stub = health_pb2_grpc.HealthStub(self.channel)
@@ -62,10 +65,12 @@ class ExtprocProcess:
         return (await self.page("/readyz")).status_code == 503
 
 
-async def start(config: Path, listen: str) -> ExtprocProcess:
+async def start(config: Path, listen: str, guard: Guard) -> ExtprocProcess:
     metrics = f"127.0.0.1:{free_port()}"
     arguments = ["--config", str(config), "--listen", listen, "--metrics", metrics, "--drain", "20s"]
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "extproc", *arguments)
+    command = [sys.executable, "-m", "extproc", *arguments]
+    process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+    guard.add(process.pid)
     one = ExtprocProcess(process, listen, metrics)
     async with asyncio.timeout(30):
         await one.channel.channel_ready()
@@ -73,14 +78,15 @@ async def start(config: Path, listen: str) -> ExtprocProcess:
 
 
 @pytest.fixture
-async def extproc(tmp_path: Path) -> AsyncIterator[ExtprocProcess]:
+async def extproc(tmp_path: Path, guard: Guard) -> AsyncIterator[ExtprocProcess]:
     (tmp_path / "all.yaml").write_bytes(CONFIG)
-    one = await start(tmp_path, f"127.0.0.1:{free_port()}")
+    one = await start(tmp_path, f"127.0.0.1:{free_port()}", guard)
     yield one
     await one.channel.close()
     if one.process.returncode is None:
         one.process.kill()
     await one.process.wait()
+    guard.remove(one.process.pid)
 
 
 async def decide(
@@ -167,13 +173,14 @@ async def test_a_second_signal_ends_the_drain(extproc: ExtprocProcess) -> None:
         assert await extproc.process.wait() == 0
 
 
-async def test_a_stream_of_a_wrong_mode_fails_and_the_next_one_is_served(extproc: ExtprocProcess) -> None:
+async def test_a_stream_of_a_wrong_mode_is_refused_and_the_next_one_is_served(extproc: ExtprocProcess) -> None:
     odd = extproc.open_stream()
     message = ProcessingRequest()
     message.response_headers.end_of_stream = True
     await odd.write(message)
-    with pytest.raises(grpc.aio.AioRpcError):
-        await odd.read()
+    refused = await odd.read()
+    assert isinstance(refused, ProcessingResponse)
+    assert refused.immediate_response.status.code == 500
 
     assert (await decide(extproc.open_stream(), CHAT)).WhichOneof("response") == "request_body"
     assert 'attache_requests_total{outcome="internal_error"} 1.0' in (await extproc.page("/metrics")).text
@@ -206,16 +213,18 @@ async def test_access_log_entries_are_taken_whatever_is_in_them(extproc: Extproc
     assert 'attache_access_log_entries_total{result="no_ticket"} 2.0' in text
 
 
-async def test_a_unix_socket_will_do(tmp_path: Path) -> None:
+async def test_a_unix_socket_will_do(tmp_path: Path, guard: Guard) -> None:
     (tmp_path / "all.yaml").write_bytes(CONFIG)
-    one = await start(tmp_path, f"unix:{tmp_path}/extproc.sock")
+    one = await start(tmp_path, f"unix:{tmp_path}/extproc.sock", guard)
     assert (await decide(one.open_stream(), CHAT)).WhichOneof("response") == "request_body"
     one.process.send_signal(signal.SIGKILL)
     await one.process.wait()
     # a socket file left behind by a process that was killed is no obstacle
-    again = await start(tmp_path, f"unix:{tmp_path}/extproc.sock")
+    again = await start(tmp_path, f"unix:{tmp_path}/extproc.sock", guard)
     again.process.send_signal(signal.SIGTERM)
     assert await again.process.wait() == 0
+    for ended in (one, again):
+        guard.remove(ended.process.pid)
     await one.channel.close()
     await again.channel.close()
 

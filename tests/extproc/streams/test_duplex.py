@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.config.load import load
-from extproc.core.pipeline import Pipeline
+from extproc.core.core import Core
+from extproc.core.states import IllegalEvent
 from extproc.metrics.registry import Metrics
 from extproc.streams.duplex import Duplex
-from extproc.streams.exchange import Desk, Exchange, GatewayOptions, UnexpectedMessage
+from extproc.streams.exchange import Exchange
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
 from extproc.streams.responses import MOST_BODY_BYTES
+from tests.extproc.conftest import shell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,12 +28,13 @@ ALL = {"10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"}
 class Gateway:
     """A gateway's side of one stream; time stands still unless it is moved."""
 
-    def __init__(self, pipeline: Pipeline, **options: object) -> None:
+    def __init__(self, core: Core, **options: object) -> None:
         self.now = 100.0
-        self.pipeline = pipeline
-        self.metrics = Metrics(pipeline.pools.values, lambda: 0.0, lambda: 0.0)
-        desk = Desk(pipeline, self.metrics, lambda: self.now, 77, GatewayOptions(**options))  # type: ignore[arg-type]
-        self.exchange = Exchange(desk, Duplex, is_trusted=lambda: False)
+        self.core = core
+        self.metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)
+        self.exchange = Exchange(
+            shell(core, self.metrics, lambda: self.now, **options), Duplex, is_trusted=lambda: False
+        )
         self._is_first = True
 
     def send(self, message: ProcessingRequest) -> list[ProcessingResponse]:
@@ -111,8 +114,8 @@ def sent_on(answers: Iterable[ProcessingResponse]) -> tuple[bytes, list[bool]]:
     return b"".join(piece.body for piece in pieces), [piece.end_of_stream for piece in pieces]
 
 
-def test_the_end_of_the_body_brings_the_pick_and_then_the_body(pipeline: Pipeline) -> None:
-    gateway = Gateway(pipeline)
+def test_the_end_of_the_body_brings_the_pick_and_then_the_body(core: Core) -> None:
+    gateway = Gateway(core)
     assert gateway.headers() == []
     assert gateway.body(CHAT[:10], CHAT[10:20], end=False) == []
     head, *rest = gateway.body(CHAT[20:])
@@ -123,8 +126,8 @@ def test_the_end_of_the_body_brings_the_pick_and_then_the_body(pipeline: Pipelin
     assert ends == [True]
 
 
-def test_long_bodies_go_on_in_pieces_that_envoy_takes(pipeline: Pipeline) -> None:
-    gateway = Gateway(pipeline)
+def test_long_bodies_go_on_in_pieces_that_envoy_takes(core: Core) -> None:
+    gateway = Gateway(core)
     gateway.headers()
     long = json.dumps({"model": "sql", "messages": [{"role": "user", "content": "z" * 200_000}]}).encode()
     _, *rest = gateway.body(*(long[start : start + 7777] for start in range(0, len(long), 7777)))
@@ -133,8 +136,8 @@ def test_long_bodies_go_on_in_pieces_that_envoy_takes(pipeline: Pipeline) -> Non
     assert ends == [False, False, False, True]
 
 
-def test_what_a_client_forged_is_removed(pipeline: Pipeline) -> None:
-    gateway = Gateway(pipeline)
+def test_what_a_client_forged_is_removed(core: Core) -> None:
+    gateway = Gateway(core)
     gateway.headers(x_prefiller_host_port="10.9.9.9:22", x_gateway_destination_endpoint="10.9.9.9:22")
     mutation = gateway.body(CHAT)[0].request_headers.response.header_mutation
     assert "x-prefiller-host-port" in mutation.remove_headers
@@ -143,8 +146,8 @@ def test_what_a_client_forged_is_removed(pipeline: Pipeline) -> None:
     assert "x-gateway-destination-endpoint" not in mutation.remove_headers
 
 
-def test_as_many_fallbacks_as_the_attachment_takes(pipeline: Pipeline) -> None:
-    gateway = Gateway(pipeline, duplex_choices=3)
+def test_as_many_fallbacks_as_the_attachment_takes(core: Core) -> None:
+    gateway = Gateway(core, duplex_choices=3)
     gateway.headers()
     assert set(pick_of(gateway.body(CHAT)[0])) == ALL
 
@@ -153,23 +156,23 @@ def test_as_many_fallbacks_as_the_attachment_takes(pipeline: Pipeline) -> None:
     "subset",
     [["10.0.0.2:8000"], "10.0.0.2:8000", " 10.0.0.2:8000 , 10.7.7.7:1", ["10.0.0.2"]],
 )
-def test_only_the_subset_is_picked_from(pipeline: Pipeline, subset: object) -> None:
-    gateway = Gateway(pipeline, duplex_choices=4)
+def test_only_the_subset_is_picked_from(core: Core, subset: object) -> None:
+    gateway = Gateway(core, duplex_choices=4)
     gateway.headers(subset=subset)
     assert pick_of(gateway.body(CHAT)[0]) == ["10.0.0.2:8000"]
 
 
 @pytest.mark.parametrize("subset", [[], "", ["10.7.7.7:8000"], "10.0.0.2:8001"])
-def test_a_subset_of_nobody_is_a_503(pipeline: Pipeline, subset: object) -> None:
-    gateway = Gateway(pipeline)
+def test_a_subset_of_nobody_is_a_503(core: Core, subset: object) -> None:
+    gateway = Gateway(core)
     gateway.headers(subset=subset)
     (answer,) = gateway.body(CHAT)
     assert answer.immediate_response.status.code == 503
     assert json.loads(answer.immediate_response.body)["error"]["code"] == "no_endpoint"
 
 
-def test_the_subset_may_come_with_the_body(pipeline: Pipeline) -> None:
-    gateway = Gateway(pipeline)
+def test_the_subset_may_come_with_the_body(core: Core) -> None:
+    gateway = Gateway(core)
     gateway.headers()
     message = ProcessingRequest()
     message.request_body.body, message.request_body.end_of_stream = CHAT, True
@@ -178,8 +181,8 @@ def test_the_subset_may_come_with_the_body(pipeline: Pipeline) -> None:
     assert pick_of(gateway.send(message)[0]) == ["10.0.0.3:8000"]
 
 
-def test_trailers_end_a_body_too(pipeline: Pipeline) -> None:
-    gateway = Gateway(pipeline)
+def test_trailers_end_a_body_too(core: Core) -> None:
+    gateway = Gateway(core)
     gateway.headers()
     gateway.body(CHAT, end=False)
     message = ProcessingRequest()
@@ -193,13 +196,13 @@ def test_trailers_end_a_body_too(pipeline: Pipeline) -> None:
     assert sent_on(answers[1:2])[1] == [False]
 
 
-def test_answers_pass_unchanged_and_teach(pipeline: Pipeline) -> None:
-    gateway = Gateway(pipeline)
+def test_answers_pass_unchanged_and_teach(core: Core) -> None:
+    gateway = Gateway(core)
     gateway.headers()
     (address,) = pick_of(
         gateway.body(CHAT.replace(b"{", b'{"stream": true, "stream_options": {"include_usage": true}, ', 1))[0]
     )
-    table = pipeline.pools["llama"].table
+    table = core.pools["llama"].table
     row = table.row_of(address)
     assert row is not None
     assert table.in_flight[row] == 1
@@ -221,8 +224,8 @@ def test_answers_pass_unchanged_and_teach(pipeline: Pipeline) -> None:
     assert table.in_flight.sum() == 0
 
 
-def test_large_pieces_of_answers_are_cut_to_what_envoy_takes(pipeline: Pipeline) -> None:
-    gateway = Gateway(pipeline)
+def test_large_pieces_of_answers_are_cut_to_what_envoy_takes(core: Core) -> None:
+    gateway = Gateway(core)
     gateway.headers()
     gateway.body(CHAT)
     answers = gateway.answer(200, b"z" * 150_000, trailers=True)
@@ -232,22 +235,22 @@ def test_large_pieces_of_answers_are_cut_to_what_envoy_takes(pipeline: Pipeline)
     assert answers[-1].WhichOneof("response") == "response_trailers"
 
 
-def test_another_endpoint_that_served_is_noticed(pipeline: Pipeline) -> None:
-    gateway = Gateway(pipeline, duplex_choices=3)
+def test_another_endpoint_that_served_is_noticed(core: Core) -> None:
+    gateway = Gateway(core, duplex_choices=3)
     gateway.headers()
     first, second, _ = pick_of(gateway.body(CHAT)[0])
     gateway.answer(200, b"{}", served=second)
-    table = pipeline.pools["llama"].table
+    table = core.pools["llama"].table
     assert table.failures[table.row_of(first)] == 1
     assert table.failures[table.row_of(second)] == 0
 
 
-def test_a_client_that_leaves_teaches_nothing_and_frees_its_engine(pipeline: Pipeline) -> None:
-    gateway = Gateway(pipeline)
+def test_a_client_that_leaves_teaches_nothing_and_frees_its_engine(core: Core) -> None:
+    gateway = Gateway(core)
     gateway.headers()
     gateway.body(CHAT)
     gateway.exchange.close()
-    table = pipeline.pools["llama"].table
+    table = core.pools["llama"].table
     assert table.in_flight.sum() == 0
     assert not table.has_failures
 
@@ -259,7 +262,7 @@ kind: ModelServer
 metadata: {name: pool}
 spec: {model: base, endpoints: [{address: "10.0.0.1:8000"}]}
 """
-    pipeline = Pipeline(load({"a.yaml": config}), rng=random.Random(0), ticket_prefix="t")
+    core = Core(load({"a.yaml": config}), rng=random.Random(0), ticket_prefix="t")
     for method, path, body in [
         ("POST", "/v1/chat/completions", CHAT),
         ("POST", "/v1/chat/completions", b"not json"),
@@ -267,7 +270,7 @@ spec: {model: base, endpoints: [{address: "10.0.0.1:8000"}]}
         ("POST", "/", b""),
         ("GET", "/anything", None),
     ]:
-        gateway = Gateway(pipeline, pool="pool")
+        gateway = Gateway(core, pool="pool")
         head, *rest = (
             gateway.headers(path, method=method, end=True)
             if body is None
@@ -275,37 +278,37 @@ spec: {model: base, endpoints: [{address: "10.0.0.1:8000"}]}
         )
         assert pick_of(head) == ["10.0.0.1:8000"]
         assert sent_on(rest)[0] == (body or b"")
-    pipeline.apply(load({"a.yaml": config.replace(b"name: pool", b"name: other")}))
-    gateway = Gateway(pipeline, pool="pool")
+    core.apply(load({"a.yaml": config.replace(b"name: pool", b"name: other")}), 0.0)
+    gateway = Gateway(core, pool="pool")
     (answer,) = gateway.headers("/anything", method="GET", end=True)
     assert answer.immediate_response.status.code == 503
 
 
-def test_without_a_pool_the_routes_decide(pipeline: Pipeline) -> None:
-    gateway = Gateway(pipeline)
+def test_without_a_pool_the_routes_decide(core: Core) -> None:
+    gateway = Gateway(core)
     gateway.headers()
     (answer,) = gateway.body(CHAT.replace(b'"chat"', b'"other"'))
     assert answer.immediate_response.status.code == 404
-    (models,) = Gateway(pipeline).headers("/v1/models", method="GET", end=True)
+    (models,) = Gateway(core).headers("/v1/models", method="GET", end=True)
     assert models.immediate_response.status.code == 200
 
 
-def test_conformance_tests_choose_by_header_where_that_is_allowed(pipeline: Pipeline) -> None:
-    gateway = Gateway(pipeline, conformance=True)
+def test_conformance_tests_choose_by_header_where_that_is_allowed(core: Core) -> None:
+    gateway = Gateway(core, conformance=True)
     gateway.headers(test_epp_endpoint_selection="10.0.0.3")
     assert pick_of(gateway.body(CHAT)[0]) == ["10.0.0.3:8000"]
     gateway.exchange.close()
     picks = set()
     for _ in range(40):
-        gateway = Gateway(pipeline)
+        gateway = Gateway(core)
         gateway.headers(test_epp_endpoint_selection="10.0.0.3")
         picks.add(pick_of(gateway.body(CHAT)[0])[0])
         gateway.exchange.close()
     assert picks == ALL
 
 
-def test_answers_are_spared_the_way_where_the_gateway_allows_it(pipeline: Pipeline) -> None:
-    gateway = Gateway(pipeline, overrides_mode=True)
+def test_answers_are_spared_the_way_where_the_gateway_allows_it(core: Core) -> None:
+    gateway = Gateway(core, overrides_mode=True)
     gateway.headers()
     mode = gateway.body(CHAT)[0].mode_override
     assert (mode.response_header_mode, mode.response_body_mode, mode.response_trailer_mode) == (1, 0, 2)
@@ -313,14 +316,14 @@ def test_answers_are_spared_the_way_where_the_gateway_allows_it(pipeline: Pipeli
     head.response_headers.headers.headers.add(key=":status", raw_value=b"200")
     assert len(gateway.send(head)) == 1
     gateway.exchange.close()
-    assert pipeline.pools["llama"].table.in_flight.sum() == 0
+    assert core.pools["llama"].table.in_flight.sum() == 0
 
 
-def test_messages_out_of_order_are_named_as_the_mistake(pipeline: Pipeline) -> None:
-    with pytest.raises(UnexpectedMessage, match="without its headers"):
-        Gateway(pipeline).body(CHAT)
-    gateway = Gateway(pipeline)
+def test_messages_out_of_order_are_named_as_the_mistake(core: Core) -> None:
+    with pytest.raises(IllegalEvent, match="request_body is not legal"):
+        Gateway(core).body(CHAT)
+    gateway = Gateway(core)
     gateway.headers()
     gateway.body(CHAT)
-    with pytest.raises(UnexpectedMessage, match="after its end"):
+    with pytest.raises(IllegalEvent, match="request_body is not legal while the stream is in state awaiting response"):
         gateway.body(CHAT)

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.config.load import load
-from extproc.core.types import Held
+from extproc.core.effects import Hold
+from extproc.core.states import IllegalEvent, State
 from extproc.metrics.registry import Metrics
 from extproc.streams.duplex import Duplex
-from extproc.streams.exchange import Desk, Exchange, UnexpectedMessage
+from extproc.streams.exchange import Exchange
 from extproc.streams.messages import ImmediateResponse, ProcessingRequest, ProcessingResponse
-from tests.extproc.conftest import CONFIG
+from tests.extproc.conftest import CONFIG, in_some_state, shell
 
 if TYPE_CHECKING:
-    from extproc.core.pipeline import Pipeline
+    from extproc.core.core import Core
 
 CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello"}]}).encode()
 
@@ -24,11 +25,9 @@ CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "he
 class Conversation:
     """Envoy's side of one stream."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.metrics = Metrics(pipeline.pools.values, lambda: 1000.0, lambda: 0.0)
-        self.exchange = Exchange(
-            Desk(pipeline, self.metrics, lambda: 5.0, started_s=77), Duplex, is_trusted=lambda: False
-        )
+    def __init__(self, core: Core) -> None:
+        self.metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)
+        self.exchange = Exchange(shell(core, self.metrics), Duplex, is_trusted=lambda: False)
 
     def send_headers(
         self, path: str = "/v1/chat/completions", *, method: str = "POST", end: bool = False
@@ -52,11 +51,11 @@ class Conversation:
 
 
 @pytest.fixture
-def conversation(pipeline: Pipeline) -> Conversation:
-    return Conversation(pipeline)
+def conversation(core: Core) -> Conversation:
+    return Conversation(core)
 
 
-def test_headers_pass_and_the_body_brings_the_decision(conversation: Conversation, pipeline: Pipeline) -> None:
+def test_headers_pass_and_the_body_brings_the_decision(conversation: Conversation, core: Core) -> None:
     assert conversation.send_headers("/v1/chat/completions?x=1").WhichOneof("response") == "request_headers"
     answer = conversation.send_body(CHAT)
 
@@ -75,7 +74,7 @@ def test_headers_pass_and_the_body_brings_the_decision(conversation: Conversatio
     assert metadata["attache"]["ticket"].string_value == "t-1"
     assert json.loads(common.body_mutation.body)["model"] == "llama-3.1-8b"
     conversation.exchange.close()
-    assert pipeline.pools["llama"].table.in_flight.sum() == 0
+    assert core.pools["llama"].table.in_flight.sum() == 0
     assert conversation.sample("attache_requests_total", outcome="picked") == 1
 
 
@@ -124,9 +123,9 @@ def test_requests_without_a_body_are_refused_at_their_headers(
     assert refusal_of(conversation.send_headers(path, method=method, end=True))[0] == status
 
 
-def test_models_are_listed_and_shown(conversation: Conversation, pipeline: Pipeline) -> None:
+def test_models_are_listed_and_shown(conversation: Conversation, core: Core) -> None:
     listed = conversation.send_headers("/v1/models", method="GET", end=True).immediate_response
-    shown = Conversation(pipeline).send_headers("/v1/models/sql", method="GET", end=True).immediate_response
+    shown = Conversation(core).send_headers("/v1/models/sql", method="GET", end=True).immediate_response
 
     assert listed.status.code == 200
     assert [model["id"] for model in json.loads(listed.body)["data"]] == ["chat", "sql"]
@@ -140,24 +139,45 @@ def test_models_are_listed_and_shown(conversation: Conversation, pipeline: Pipel
 
 
 def test_another_processing_mode_is_named_as_the_mistake(conversation: Conversation) -> None:
-    with pytest.raises(UnexpectedMessage, match="got a body without its headers"):
+    with pytest.raises(IllegalEvent, match="request_body is not legal while the stream is in state awaiting request_h"):
         conversation.send_body(CHAT)
     conversation.send_headers()
-    with pytest.raises(UnexpectedMessage, match="in parts"):
-        conversation.send_body(CHAT, end=False)
     message = ProcessingRequest()
     message.response_headers.end_of_stream = False
-    with pytest.raises(UnexpectedMessage, match="got response_headers; set"):
+    with pytest.raises(IllegalEvent, match=r"response_headers is not legal .*; set request_header_mode SEND"):
         conversation.exchange.receive(message)
 
 
-def test_what_clients_send_adds_no_series(conversation: Conversation, pipeline: Pipeline) -> None:
+def test_a_second_body_is_no_second_request(conversation: Conversation, core: Core) -> None:
+    conversation.send_headers()
+    conversation.send_body(CHAT)
+    for again in (conversation.send_body, lambda _: conversation.send_headers()):
+        with pytest.raises(IllegalEvent, match="awaiting nothing more"):
+            again(CHAT)
+    assert core.pools["llama"].table.in_flight.sum() == 1
+    conversation.exchange.close()
+    assert core.pools["llama"].table.in_flight.sum() == 0
+
+
+def test_a_body_that_trailers_follow_is_whole(conversation: Conversation) -> None:
+    conversation.send_headers()
+    assert conversation.send_body(CHAT, end=False).WhichOneof("response") == "request_body"
+
+
+def test_a_failure_of_ours_refuses_the_request(conversation: Conversation, core: Core) -> None:
+    conversation.send_headers()
+    status, error = refusal_of(ProcessingResponse.FromString(conversation.exchange.fail()))
+    assert (status, error["code"]) == (500, "internal_error")
+    assert conversation.sample("attache_requests_total", outcome="internal_error") == 1
+    conversation.exchange.close()
+    assert in_some_state(core) == 0
+
+
+def test_what_clients_send_adds_no_series(conversation: Conversation, core: Core) -> None:
     before = len(list(conversation.metrics.registry.collect()))
     for number in range(50):
-        one = Conversation(pipeline)
-        one.exchange = Exchange(
-            Desk(pipeline, conversation.metrics, lambda: 5.0, started_s=77), Duplex, is_trusted=lambda: False
-        )
+        one = Conversation(core)
+        one.exchange = Exchange(shell(core, conversation.metrics), Duplex, is_trusted=lambda: False)
         one.send_headers()
         one.send_body(CHAT.replace(b'"chat"', f'"model-{number}"'.encode()))
 
@@ -176,10 +196,10 @@ TENANTS = CONFIG.replace(
 )
 
 
-def says_it_is_acme(pipeline: Pipeline, *, is_trusted: bool, duplex: bool) -> str:
+def says_it_is_acme(core: Core, *, is_trusted: bool, duplex: bool) -> str:
     """The tenant that a request counts for whose headers say so."""
-    metrics = Metrics(pipeline.pools.values, lambda: 1000.0, lambda: 0.0, gates=lambda: pipeline.admission.gates)
-    exchange = Exchange(Desk(pipeline, metrics, lambda: 5.0, started_s=77), Duplex, is_trusted=lambda: is_trusted)
+    metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0, gates=lambda: core.admission.gates)
+    exchange = Exchange(shell(core, metrics), Duplex, is_trusted=lambda: is_trusted)
     message = ProcessingRequest()
     if duplex:
         message.protocol_config.request_body_mode = 4
@@ -201,32 +221,33 @@ def says_it_is_acme(pipeline: Pipeline, *, is_trusted: bool, duplex: bool) -> st
 
 
 @pytest.mark.parametrize("duplex", [False, True])
-def test_who_asks_is_read_only_where_a_gateway_vouches_for_it(pipeline: Pipeline, *, duplex: bool) -> None:
-    pipeline.apply(load({"all.yaml": TENANTS}))
-    assert says_it_is_acme(pipeline, is_trusted=False, duplex=duplex) == "anonymous"
-    assert says_it_is_acme(pipeline, is_trusted=True, duplex=duplex) == "acme"
+def test_who_asks_is_read_only_where_a_gateway_vouches_for_it(core: Core, *, duplex: bool) -> None:
+    core.apply(load({"all.yaml": TENANTS}), 0.0)
+    assert says_it_is_acme(core, is_trusted=False, duplex=duplex) == "anonymous"
+    assert says_it_is_acme(core, is_trusted=True, duplex=duplex) == "acme"
 
 
-def test_a_client_that_leaves_while_its_request_is_held_leaves_nothing_behind(pipeline: Pipeline) -> None:
-    pipeline.apply(
+def test_a_client_that_leaves_while_its_request_is_held_leaves_nothing_behind(core: Core) -> None:
+    core.apply(
         load(
             {
                 "all.yaml": TENANTS.replace(b"10.0.0.2:8000", b"10.0.0.1:8001").replace(
                     b', {address: "10.0.0.3:8000"}', b""
                 )
             }
-        )
+        ),
+        0.0,
     )
-    conversations = [Conversation(pipeline) for _ in range(3)]
+    conversations = [Conversation(core) for _ in range(3)]
     for one in conversations:
         one.send_headers()
         message = ProcessingRequest()
         message.request_body.body, message.request_body.end_of_stream = CHAT, True
         one.exchange.receive(message)
     held = conversations[2].exchange
-    assert isinstance(held.pending, Held)
+    assert isinstance(held.pending, Hold)
     held.close()
-    assert not pipeline.admission.has_waiting
+    assert not core.count(State.QUEUED)
     for one in conversations[:2]:
         one.exchange.close()
-    assert pipeline.pools["llama"].table.in_flight.sum() == 0
+    assert core.pools["llama"].table.in_flight.sum() == 0

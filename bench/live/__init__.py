@@ -1,0 +1,1 @@
+"""Benchmarks behind a real Envoy on loopback; knows stack, load and reporting."""

@@ -1,0 +1,214 @@
+"""``make run``: a real Envoy, extproc and engines under load, policy by policy.
+
+Every policy meets the same workload with cold caches. Exit status: 0; 1 if a request failed; 2 if something cannot be
+started or read; 130 after Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import aiohttp
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from bench.engine.hardware import PRESETS
+from bench.live.report import Comparison, PolicyRun, table, write_report
+from bench.load.client import Client
+from bench.processes import StartFailed
+from bench.reporting.summary import summarize, ttfts_s
+from bench.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, running_stack
+from bench.usage import busy_share, cpu_seconds, machine_time
+from bench.workload.generators import conversations
+from bench.workload.sessions import Workload
+from bench.workload.shapes import Conversations
+from bench.workload.traces import Excerpt, TraceInvalid, read_trace
+from extproc.config.errors import ConfigInvalid, Mistake
+from extproc.scheduling.picker_config import read_picker_text
+from extproc.scheduling.registry import installed
+
+if TYPE_CHECKING:
+    from bench.reporting.results import RequestResult
+
+POLICIES = ("PrefixAware", "RoundRobin")
+# Above this the client, Envoy and the engines wait for processors, and times tell more about them than about policies.
+_BUSY_LIMIT = 0.85
+
+
+class ComparisonSettings(msgspec.Struct, frozen=True):
+    """What the command line says. ``out``: the directory of the report."""
+
+    workload: Workload
+    flags: EngineFlags
+    policies: tuple[str, ...]
+    out: Path
+
+
+def main(arguments: list[str] | None = None, prog: str = "python -m bench.live.run") -> int:
+    """Run the comparison and print it."""
+    console = Console()
+    try:
+        settings = _read(arguments, prog)
+        comparison = uvloop.run(_compare(settings, console))
+    except (StartFailed, EnvoyMissing, TraceInvalid, ConfigInvalid) as error:
+        console.print(str(error), style="red", markup=False)
+        return 2
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        console.print("stopped; all processes are ended")
+        return 130
+    console.print(table(comparison).on_terminal())
+    page = write_report(comparison, settings.out)
+    console.print(f"report: {page}", highlight=False)
+    return _verdict(comparison, console)
+
+
+def _verdict(comparison: Comparison, console: Console) -> int:
+    for run in comparison.runs:
+        if run.busy > _BUSY_LIMIT:
+            console.print(
+                f"{run.policy}: processors were {run.busy:.0%} busy, so times include waiting for them; "
+                "lower --speed or the load",
+                style="yellow",
+            )
+    errors = [error for run in comparison.runs for error in run.summary.errors]
+    for error in sorted(set(errors))[:5]:
+        console.print(f"{errors.count(error)} failed: {error}", style="red", markup=False)
+    return 1 if errors else 0
+
+
+async def _compare(settings: ComparisonSettings, console: Console) -> Comparison:
+    runs = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[state]}"), console=console) as progress:
+        for policy in settings.policies:
+            bar = progress.add_task(f"{policy}: starting", total=settings.workload.requests, state="")
+            with tempfile.TemporaryDirectory(prefix="attache-run-") as directory:
+                picker = policy if policy in POLICIES else Path(policy)
+                async with running_stack(Path(directory), settings.flags, picker=picker) as stack:
+                    progress.reset(bar, description=Path(policy).stem)
+                    runs.append(await _run(Path(policy).stem, stack, settings, progress, bar))
+    return Comparison(
+        workload=settings.workload.name, engines=_describe(settings.flags), speed=settings.flags.speed, runs=tuple(runs)
+    )
+
+
+def _check(policy: str) -> None:
+    """A name, or the file of an EndpointPickerConfig; raises ConfigInvalid for anything else."""
+    if policy in POLICIES:
+        return
+    try:
+        read_picker_text(policy, Path(policy).read_text(), installed())
+    except OSError as error:
+        raise ConfigInvalid(
+            [Mistake(policy, 0, "", f"cannot be read: {error.strerror}; name a file, or {', '.join(POLICIES)}")]
+        ) from None
+
+
+def _describe(flags: EngineFlags) -> str:
+    blocks = "" if flags.kv_blocks is None else f" with {flags.kv_blocks} KV blocks of 16 tokens"
+    return f"{flags.count} engines of {flags.hardware}{blocks}"
+
+
+async def _run(policy: str, stack: Stack, settings: ComparisonSettings, progress: Progress, bar: TaskID) -> PolicyRun:
+    results: list[RequestResult] = []
+
+    def show(result: RequestResult) -> None:
+        results.append(result)
+        failed = sum(1 for one in results if one.error)
+        times = ttfts_s(results[-50:], speed=settings.flags.speed) or [0.0]
+        state = f"TTFT {sum(times) / len(times) * 1000:.0f} ms" + (f", {failed} failed" if failed else "")
+        progress.update(bar, advance=1, state=state)
+
+    pids = {**stack.pids, "client": os.getpid()}
+    pids.pop("bundle")
+    cpu_before = {name: cpu_seconds(pid) for name, pid in pids.items()}
+    machine_before = machine_time()
+    client = Client(stack.url, ALIAS, speed=settings.flags.speed, on_result=show)
+    await client.send(settings.workload)
+    busy = busy_share(machine_before, machine_time())
+    cpu = {name: cpu_seconds(pid) - cpu_before[name] for name, pid in pids.items()}
+    async with aiohttp.ClientSession() as http:
+        served = await asyncio.gather(*(_served(http, engine) for engine in stack.engines))
+    return PolicyRun(
+        policy=policy,
+        summary=summarize(results, speed=settings.flags.speed),
+        requests_by_engine=tuple(served),
+        busy=busy,
+        cpu_s=cpu,
+        results=tuple(results),
+    )
+
+
+async def _served(http: aiohttp.ClientSession, engine: str) -> int:
+    """Requests that the engine has finished, by its own metrics."""
+    async with http.get(f"{engine}/metrics") as response:
+        counted = re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", await response.text(), re.MULTILINE)
+        return int(sum(map(float, counted)))
+
+
+def parser(prog: str = "python -m bench.live.run") -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
+        prog=prog,
+        description="Send the same load through Envoy, extproc and simulated engines once for every policy, and compare "
+        "latencies. Without a trace, the load is generated conversations.",
+        epilog="Exit status: 0; 1 if a request failed; 2 if something could not be started or read; 130 after Ctrl-C.",
+    )
+    add = made.add_argument
+    add("--trace", type=Path, metavar="FILE", help="replay a trace: Mooncake's JSONL or Azure's CSV, plain or .gz")
+    add("--skip", type=int, default=0, metavar="N", help="rows of the trace to skip (default: %(default)s)")
+    add("--limit", type=int, default=800, metavar="N", help="rows of the trace to replay (default: %(default)s)")
+    add("--engines", type=int, default=4, metavar="N", help="how many engines (default: %(default)s)")
+    add("--hardware", choices=sorted(PRESETS), default="h100-llama-3.1-8b", help="default: %(default)s")
+    add(
+        "--kv-blocks",
+        type=int,
+        metavar="N",
+        help="KV blocks of an engine (default: 3000 for conversations; for traces, what the GPU holds)",
+    )
+    add("--speed", type=float, help="simulated seconds in one second (default: 1; for traces, 4)")
+    add(
+        "--policies",
+        default=",".join(POLICIES),
+        help="names, or files with an EndpointPickerConfig, such as bench/policies/configs/llm-d-default.yaml "
+        "(default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of generated conversations (default: %(default)s)")
+    add("--out", type=Path, metavar="DIR", help="where the report goes (default: bench/out/run-NAME)")
+    return made
+
+
+def _read(arguments: list[str] | None, prog: str) -> ComparisonSettings:
+    options = parser(prog).parse_args(arguments)
+    policies = tuple(options.policies.split(","))
+    for policy in policies:
+        _check(policy)  # before anything is started
+    is_trace = options.trace is not None
+    if is_trace:
+        workload = read_trace(options.trace, Excerpt(options.skip, options.limit))
+    else:
+        workload = conversations(Conversations(), options.seed)
+    flags = EngineFlags(
+        count=options.engines,
+        hardware=options.hardware,
+        speed=options.speed or (4.0 if is_trace else 1.0),
+        kv_blocks=options.kv_blocks or (None if is_trace else 3000),
+        apart=True,  # what is measured must not wait for one core
+    )
+    name = options.trace.name.partition(".")[0] if is_trace else "conversations"
+    return ComparisonSettings(
+        workload=workload, flags=flags, policies=policies, out=options.out or Path("bench/out") / f"run-{name}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""From rounds to figures: medians, and ratios to the no-op server with their range."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.table import Table
+
+from bench.micro.overhead import ALONE, BUSY, WHOLE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from bench.micro.overhead import Found, Load, Measured
+
+BASELINE = "no-op"
+EXTPROC = "extproc"
+ENGINE = "engine"
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """A comparison over the rounds. ``best``: of each one's best round, which other work on the machine disturbed least."""
+
+    median: float
+    best: float
+    low: float
+    high: float
+
+
+class PhaseFigures(msgspec.Struct, frozen=True):
+    """One server in one phase. Times and instructions are for one request; ``ratio``: to the no-op server of the same round."""
+
+    requests_per_s: float
+    p50_ms: float
+    p90_ms: float
+    cpu_us: float
+    envoy_cpu_us: float | None
+    threads_us: dict[str, float]
+    instructions: float | None
+    rate_ratio: Spread
+    cpu_ratio: Spread
+
+
+class ServerFigures(msgspec.Struct, frozen=True):
+    """One server of one case. ``added``: latency of one request at a time, above the engine alone and above the no-op server."""
+
+    case: str
+    server: str
+    start_s: float
+    peak_rss_bytes: int
+    added_p50_ms: Spread
+    added_p90_ms: Spread
+    added_to_noop_p50_ms: Spread
+    added_to_noop_p90_ms: Spread
+    phases: dict[str, PhaseFigures]
+
+
+def figures(found: Found) -> list[ServerFigures]:
+    """Every server that stands in front of the engines."""
+    return [_of_server(found, name) for name in found.servers if name != ENGINE]
+
+
+def _of_server(found: Found, name: str) -> ServerFigures:
+    one, base, engine = (found.servers[key] for key in (name, BASELINE, ENGINE))
+    return ServerFigures(
+        found.case.name,
+        name,
+        one.start_s,
+        one.peak_rss_bytes,
+        added_p50_ms=_added(one, engine, lambda load: load.p50_ms),
+        added_p90_ms=_added(one, engine, lambda load: load.p90_ms),
+        added_to_noop_p50_ms=_added(one, base, lambda load: load.p50_ms),
+        added_to_noop_p90_ms=_added(one, base, lambda load: load.p90_ms),
+        phases={phase: _of_phase(phase, one, base) for phase in one.loads},
+    )
+
+
+def _of_phase(phase: str, one: Measured, base: Measured) -> PhaseFigures:
+    loads = one.loads[phase]
+    names = {name for load in loads for name in load.threads_us}
+    return PhaseFigures(
+        requests_per_s=statistics.median(load.requests_per_s for load in loads),
+        p50_ms=statistics.median(load.p50_ms for load in loads),
+        p90_ms=statistics.median(load.p90_ms for load in loads),
+        cpu_us=statistics.median(load.cpu_us for load in loads),
+        envoy_cpu_us=_median(load.envoy_cpu_us for load in loads),
+        threads_us={
+            name: statistics.median(load.threads_us.get(name, 0.0) for load in loads) for name in sorted(names)
+        },
+        instructions=_median(load.instructions for load in loads),
+        rate_ratio=_ratio(loads, base.loads[phase], lambda load: load.requests_per_s, best=max),
+        cpu_ratio=_ratio(loads, base.loads[phase], lambda load: load.cpu_us, best=min),
+    )
+
+
+def _added(one: Measured, base: Measured, value: Callable[[Load], float]) -> Spread:
+    """Differences, one request at a time."""
+    ones, bases = ([value(load) for load in side.loads[ALONE.name]] for side in (one, base))
+    added = [a - b for a, b in zip(ones, bases, strict=True)]
+    return Spread(statistics.median(added), min(ones) - min(bases), min(added), max(added))
+
+
+def _ratio(
+    ones: Sequence[Load], bases: Sequence[Load], value: Callable[[Load], float], *, best: Callable[[list[float]], float]
+) -> Spread:
+    of_ones, of_bases = ([value(load) for load in side] for side in (ones, bases))
+    ratios = [a / b for a, b in zip(of_ones, of_bases, strict=True)]
+    return Spread(statistics.median(ratios), best(of_ones) / best(of_bases), min(ratios), max(ratios))
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def table(found: Sequence[ServerFigures]) -> Table:
+    """For the terminal: a line for each server of each case."""
+    made = Table(
+        title="what stands between client and engines, alternating: ratios to the no-op server, median of rounds · best rounds (min..max)",
+        caption=(
+            f"added: latency above the engine alone, {ALONE.name}; {BUSY.name}: Envoy answers instead of engines, CPU of the server and "
+            f"of its Envoy for a request; {WHOLE.name}: engines answer"
+        ),
+    )
+    made.add_column("prompt, endpoints")
+    made.add_column("server")
+    for column in (
+        "added ms, p50",
+        "p90",
+        "above no-op, p50",
+        "24: req/s",
+        "ratio",
+        "CPU µs",
+        "ratio",
+        "Envoy µs",
+        "p50 ms",
+        "p90",
+    ):
+        made.add_column(column, justify="right")
+    for column in ("32: req/s", "ratio", "CPU µs", "MiB", "start s"):
+        made.add_column(column, justify="right")
+    case = ""
+    for one in found:
+        if case and one.case != case:
+            made.add_section()
+        made.add_row("" if one.case == case else one.case, *_cells(one))
+        case = one.case
+    return made
+
+
+def _cells(one: ServerFigures) -> list[str]:
+    busy, whole = one.phases.get(BUSY.name), one.phases[WHOLE.name]
+    under_load = [""] * 7
+    if busy is not None:
+        under_load = [
+            f"{busy.requests_per_s:,.0f}",
+            _spread(busy.rate_ratio),
+            f"{busy.cpu_us:,.0f}",
+            _spread(busy.cpu_ratio),
+            f"{busy.envoy_cpu_us or 0:,.0f}",
+            f"{busy.p50_ms:.1f}",
+            f"{busy.p90_ms:.1f}",
+        ]
+    return [
+        one.server,
+        _spread(one.added_p50_ms),
+        f"{one.added_p90_ms.median:.2f}",
+        "" if one.server == BASELINE else _spread(one.added_to_noop_p50_ms),
+        *under_load,
+        f"{whole.requests_per_s:,.0f}",
+        _spread(whole.rate_ratio),
+        f"{whole.cpu_us:,.0f}",
+        f"{one.peak_rss_bytes / 2**20:.0f}",
+        f"{one.start_s:.2f}",
+    ]
+
+
+def _spread(one: Spread) -> str:
+    return f"{one.median:.2f} · {one.best:.2f}\n({one.low:.2f}..{one.high:.2f})"
+
+
+def threads(found: Sequence[ServerFigures]) -> list[str]:
+    """For each case, CPU of extproc's threads for a request under load, and instructions where they were counted."""
+    lines = []
+    for one in found:
+        busy = one.phases.get(BUSY.name)
+        if one.server != EXTPROC or busy is None:
+            continue
+        parts = [f"{name} {us:.0f}" for name, us in busy.threads_us.items() if us >= 1]
+        counted = "" if busy.instructions is None else f"; {busy.instructions / 1e6:.2f} million instructions"
+        lines.append(f"{one.case}: extproc's threads, µs for a request, {BUSY.name}: {', '.join(parts)}{counted}")
+    return lines

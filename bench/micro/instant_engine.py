@@ -1,0 +1,96 @@
+"""Engines that answer at once, so that all that is measured is in front of them.
+
+One process serves them all, each on a port of its own. Answers are not streamed: a gateway that sends headers and the first bytes
+apart and without TCP_NODELAY would be measured by its client's delayed acknowledgements (40 ms).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from typing import Final, cast
+
+import uvloop
+
+from bench.stack import MODEL
+
+_CHOICE: Final = '{"index":0,"message":{"role":"assistant","content":"ok"},"finish_reason":"stop"}'
+_USAGE: Final = (
+    '{"prompt_tokens":500,"completion_tokens":1,"total_tokens":501,"prompt_tokens_details":{"cached_tokens":0}}'
+)
+_CHAT: Final = f'{{"id":"c","object":"chat.completion","created":0,"model":"{MODEL}","choices":[{_CHOICE}],"usage":{_USAGE}}}'.encode()
+# What gateways ask an engine before they use it: whether it is healthy, what it serves.
+_ABOUT: Final = (
+    f'{{"status":"ok","model_path":"{MODEL}","served_model_name":"{MODEL}","data":[{{"id":"{MODEL}"}}]}}'.encode()
+)
+
+
+LAST_CHUNK: Final = b"0\r\n\r\n"
+
+
+def _answer(body: bytes) -> bytes:
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+_ANSWER_TO_POST: Final = _answer(_CHAT)
+_ANSWER_TO_GET: Final = _answer(_ABOUT)
+
+
+class _Connection(asyncio.Protocol):
+    """One request after the other; bodies are counted, never kept."""
+
+    def __init__(self) -> None:
+        self._head = b""
+        self._body_left = 0
+        self._is_chunked = False
+        self._is_get = False
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        if not (self._body_left or self._is_chunked):
+            self._head += data
+            head, found, data = self._head.partition(b"\r\n\r\n")
+            if not found:
+                return
+            self._head = b""
+            self._is_get = head.startswith(b"GET ")
+            self._is_chunked = is_chunked(head)
+            self._body_left = content_length(head)
+        if self._is_chunked:
+            self._is_chunked = not data.endswith(LAST_CHUNK)
+        else:
+            self._body_left -= len(data)
+        if not (self._body_left or self._is_chunked):
+            self._transport.write(_ANSWER_TO_GET if self._is_get else _ANSWER_TO_POST)
+
+
+def is_chunked(head: bytes) -> bool:
+    """Whether the body ends with LAST_CHUNK instead of having its length in the headers."""
+    return b"transfer-encoding: chunked" in head.lower()
+
+
+def content_length(head: bytes) -> int:
+    """The length that the headers give; 0 without one."""
+    for line in head.split(b"\r\n"):
+        if line.lower().startswith(b"content-length:"):
+            return int(line[15:])
+    return 0
+
+
+async def serve(ports: list[int]) -> None:
+    """Until cancelled."""
+    loop = asyncio.get_running_loop()
+    for port in ports:
+        await loop.create_server(_Connection, "127.0.0.1", port)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="bench.micro.instant_engine", description=__doc__)
+    parser.add_argument("--ports", required=True, help="separated by commas")
+    sys.exit(uvloop.run(serve([int(port) for port in parser.parse_args().ports.split(",")])))

@@ -1,0 +1,196 @@
+"""What a case compares, started side by side: baselines, extproc, SGLang's gateway.
+
+Baselines and extproc each have an Envoy of their own with the same bundle; all share the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import TYPE_CHECKING, Final
+
+import aiohttp
+import msgspec
+
+from bench.processes import Processes, free_ports
+from bench.stack import ALIAS, MODEL, ROOT, documents, envoy_command
+from controller.gateway.bundle import build
+from controller.gateway.publish import Step, write
+from extproc.config.load import load
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from pathlib import Path
+
+GATEWAY_PYTHON: Final = ROOT / ".tools/sglang-router/bin/python"
+GATEWAY_MISSING: Final = "NOT MEASURED: SGLang's gateway; `make sglang-gateway` installs it"
+_GATEWAY: Final = "SGLang's gateway"
+_POLL_S: Final = 0.005
+# Requests with this header are answered by Envoy itself, once it has been told where to send them.
+ANSWER_BY_ENVOY: Final = "x-bench-answer"
+_DIRECT: Final = {
+    "match": {"prefix": "/", "headers": [{"name": ANSWER_BY_ENVOY, "present_match": True}]},
+    "direct_response": {"status": 200, "body": {"inline_string": "ok"}},
+}
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One configuration and one size of prompts.
+
+    ``renamed``: clients ask by a short name as the README teaches, so that the body is written anew with the engines' own.
+    ``in_pieces``: bodies come and answers go in pieces (FULL_DUPLEX_STREAMED), as the endpoint picker protocol has it.
+    """
+
+    prompt_bytes: int
+    endpoints: int
+    renamed: bool = True
+    in_pieces: bool = False
+
+    @property
+    def name(self) -> str:
+        """As it stands in tables, such as ``2 KB, 8``."""
+        more = f"{'' if self.renamed else ', own name'}{', in pieces' if self.in_pieces else ''}"
+        return f"{self.prompt_bytes // 1000} KB, {self.endpoints}{more}"
+
+    @property
+    def model(self) -> str:
+        """The name that clients ask for."""
+        return ALIAS if self.renamed else MODEL
+
+
+class Server(msgspec.Struct, frozen=True):
+    """One that is measured. ``pid``: what decides, or the engines themselves; ``envoy_pid``: what is in front of it."""
+
+    name: str
+    pid: int
+    port: int
+    start_s: float
+    envoy_pid: int | None = None
+
+
+class Servers:
+    """Starts what a case compares, in ``directory``; ``processes`` ends it."""
+
+    def __init__(
+        self, case: Case, directory: Path, processes: Processes, others: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        """``others``: further extprocs by name, as words after ``python -m`` that take extproc's arguments."""
+        self._case = case
+        self._extprocs: dict[str, Sequence[str]] = {"extproc": ["extproc"], **(others or {})}
+        self._directory = directory
+        self._processes = processes
+
+    async def start(self, *, with_gateway: bool) -> list[Server]:
+        """Engines first, then what stands in front of them. Raises StartFailed."""
+        ports = free_ports(self._case.endpoints)
+        engines = [f"127.0.0.1:{port}" for port in ports]
+        command = [sys.executable, "-m", "bench.micro.instant_engine", "--ports", ",".join(map(str, ports))]
+        pid, start_s = await self._start("engine", command, _Accepts(ports[-1]))
+        servers = [Server("engine", pid, ports[0], start_s)]
+        names = ["no-op", *self._extprocs] if self._case.in_pieces else ["no-op", "answering", *self._extprocs]
+        servers.extend([await self._start_behind_envoy(name, engines) for name in names])
+        if with_gateway and GATEWAY_PYTHON.is_file():
+            servers.append(await self._start_gateway(engines))
+        return servers
+
+    async def _start(self, name: str, command: list[str], is_ready: Callable[[], Awaitable[bool]]) -> tuple[int, float]:
+        """Process id, and seconds until it was ready."""
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        pid = await self._processes.start(name, command)
+        await self._processes.wait_ready(name, is_ready)
+        return pid, clock() - began_s
+
+    async def _start_behind_envoy(self, name: str, engines: list[str]) -> Server:
+        listen, admin, grpc, metrics = free_ports(4)
+        address = f"127.0.0.1:{grpc}"
+        gateway = {"listen": f"127.0.0.1:{listen}", "admin": f"127.0.0.1:{admin}", "extproc": address}
+        # what asking engines how they are costs is measured apart
+        more = {"scrapeInterval": "0s"}
+        # what Envoy does without an answer is not measured; where bodies come in pieces it can do nothing
+        patient = {**gateway, "messageTimeout": "30s", "failureMode": "Close" if self._case.in_pieces else "Open"}
+        text = documents(engines, gateway=patient, alias=self._case.model, more=more)
+        config, bundle = self._directory / name / "config", self._directory / name / "envoy"
+        config.mkdir(parents=True)
+        (config / "attache.yaml").write_text(text)
+        write(bundle, Step(0, self._bundle_files(text, bundle)))
+        words = ["--config", str(config), "--listen", address, "--metrics", f"127.0.0.1:{metrics}"]
+        arguments = {
+            "no-op": ["bench.micro.noop", "--listen", address],
+            "answering": ["bench.micro.answering", "--listen", address, "--engines", ",".join(engines)],
+            **{name: [*module, *words] for name, module in self._extprocs.items()},
+        }[name]
+        pid, start_s = await self._start(name, [sys.executable, "-m", *arguments], _Accepts(grpc))
+        envoy_pid, _ = await self._start(f"envoy-{name}", envoy_command(bundle), _Serves(listen, self._case.model))
+        return Server(name, pid, listen, start_s, envoy_pid)
+
+    def _bundle_files(self, text: str, bundle: Path) -> dict[str, str]:
+        """The bundle as the controller writes it, and a route by which Envoy answers in the engines' place."""
+        files = dict(build(load({"all.yaml": text.encode()}), str(bundle)))
+        configuration = json.loads(files["rds.json"])
+        (host,) = configuration["resources"][0]["virtual_hosts"]
+        host["routes"].insert(0, _DIRECT)
+        if self._case.in_pieces:
+            files["lds.json"] = _in_pieces(files["lds.json"])
+            # gateways of this kind have routes of their own; extproc names no ModelServer to them
+            host["routes"][1]["match"] = {"prefix": "/"}
+        files["rds.json"] = json.dumps(configuration)
+        return files
+
+    async def _start_gateway(self, engines: list[str]) -> Server:
+        """SGLang's, with its default policy ``cache_aware``."""
+        port, metrics = free_ports(2)
+        command = [
+            *(str(GATEWAY_PYTHON), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics), "--log-level", "error"),
+            *("--worker-urls", *(f"http://{engine}" for engine in engines)),
+        ]
+        pid, start_s = await self._start(_GATEWAY, command, _Serves(port, self._case.model))
+        return Server(_GATEWAY, pid, port, start_s)
+
+
+def _in_pieces(listeners: str) -> str:
+    """The same listener with bodies both ways in pieces through extproc."""
+    read = json.loads(listeners)
+    manager = read["resources"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    (ask,) = (one for one in manager["http_filters"] if one["name"] == "envoy.filters.http.ext_proc")
+    ask["typed_config"]["processing_mode"] = {
+        **{f"{side}_body_mode": "FULL_DUPLEX_STREAMED" for side in ("request", "response")},
+        **{f"{side}_{part}_mode": "SEND" for side in ("request", "response") for part in ("header", "trailer")},
+    }
+    return json.dumps(read)
+
+
+class _Accepts:
+    """Whether a port takes connections. Looks often for a while, because start-up times are measured with it."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def __call__(self) -> bool:
+        for _ in range(20):
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            except ConnectionRefusedError:
+                await asyncio.sleep(_POLL_S)
+                continue
+            writer.close()
+            await writer.wait_closed()
+            return True
+        return False
+
+
+class _Serves:
+    """Whether a chat is answered with 200."""
+
+    def __init__(self, port: int, model: str) -> None:
+        self._url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        self._body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+
+    async def __call__(self) -> bool:
+        try:
+            async with aiohttp.ClientSession() as http, http.post(self._url, json=self._body) as answer:
+                return answer.status == 200
+        except aiohttp.ClientError:
+            return False

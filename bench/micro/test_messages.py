@@ -1,0 +1,72 @@
+"""Reading and writing ext_proc messages by themselves, with warm and with cold caches: ``make bench`` runs these."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from bench.micro.test_core import body
+from extproc.core.effects import Decision
+from extproc.endpoints.table import Place
+from extproc.request.model import Api
+from extproc.request.openai import parse
+from extproc.scheduling.pool import Assignment
+from extproc.streams.http_headers import read_head
+from extproc.streams.messages import ProcessingRequest
+from extproc.streams.responses import decision_answer, duplex_decision_answer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_benchmark.fixture import BenchmarkFixture
+
+# as many as OpenAI's client sends through Envoy
+HEADERS = [(":authority", "gateway"), (":path", "/v1/chat/completions"), (":method", "POST"), (":scheme", "https")]
+HEADERS += [(f"x-stainless-{number}", f"a value of some length {number}") for number in range(16)]
+
+
+def request_headers() -> bytes:
+    message = ProcessingRequest()
+    for key, value in HEADERS:
+        message.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+    return message.SerializeToString()
+
+
+def decision(changed_bytes: int) -> Decision:
+    addresses = tuple(f"10.0.0.{number}:8000" for number in range(1, 5))
+    assignment = Assignment(Place(addresses[0], 0, 0), addresses, 500.0, 0.0, 0.0, None, 500.0, 0.1)
+    return Decision("abcdef123456-1f", "llama", assignment, b"x" * changed_bytes if changed_bytes else None)
+
+
+def read(message: bytes) -> bool:
+    return read_head(ProcessingRequest.FromString(message).request_headers).has_body
+
+
+CALLS: dict[str, Callable[[], object]] = {
+    "read headers": partial(read, request_headers()),
+    "parse 2 KB": partial(parse, Api.CHAT, body(2_000)),
+    "answer": partial(decision_answer, decision(0)),
+    "answer with 2 KB": partial(decision_answer, decision(2_000)),
+    "answer with 400 KB": partial(decision_answer, decision(400_000)),
+    "duplex answer": partial(duplex_decision_answer, decision(0), overrides_mode=True),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_warm(benchmark: BenchmarkFixture, call: str) -> None:
+    assert benchmark(CALLS[call])
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_cold(benchmark: BenchmarkFixture, call: str) -> None:
+    """8 MB are written between two calls, as a process that serves has touched other data since the last request."""
+    others = np.zeros(8 << 20, np.uint8)
+
+    def touch() -> None:
+        others.__iadd__(1)
+
+    # the library leaves its annotation out
+    assert benchmark.pedantic(CALLS[call], setup=touch, rounds=300)  # type: ignore[no-untyped-call]

@@ -1,0 +1,41 @@
+"""The last step of most policies: the least cost, ties broken by chance."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from extproc.scheduling.picker import Pick
+
+if TYPE_CHECKING:
+    import random
+
+    from extproc.endpoints.table import Bools, Floats
+    from extproc.scheduling.picker import View
+
+
+def least_cost(view: View, cost: Floats, rng: random.Random, among: Bools | None = None) -> Pick:
+    """The candidates by cost, the least first. ``cost``: by row of the endpoint table.
+
+    ``among``: the rows to choose from; all candidates if it is None or holds no candidate.
+    """
+    may = view.candidates()
+    rows = np.flatnonzero(may & among) if among is not None else np.flatnonzero(may)
+    if not rows.size:
+        rows = np.flatnonzero(may)
+    shuffled = rows[rng.sample(range(rows.size), rows.size)]
+    ordered: list[int] = shuffled[cost[shuffled].argsort(kind="stable")].tolist()
+    return Pick(ordered[: view.choices], float(view.ttft_s()[ordered[0]]))
+
+
+def match_ratio(view: View) -> Floats:
+    """By row, the share of the prompt that the endpoint has in its cache, 0 to 1."""
+    ratio: Floats = view.demand.cached_tokens / max(view.request.input_tokens, 1.0)
+    return ratio
+
+
+def requests_in_flight(view: View) -> Floats:
+    """By row, the requests that were sent and have not ended."""
+
+    return view.table.in_flight.astype(np.float64)

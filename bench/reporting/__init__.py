@@ -1,0 +1,1 @@
+"""From results of requests to numbers, tables and plots; knows nothing else of bench."""

@@ -1,0 +1,231 @@
+"""The life of every request: it arrives, may have to wait, runs, ends, and its outcome becomes known.
+
+One record a request in one table. Each verb takes the time in seconds, changes the table and what hangs on it, and returns
+the effects that its caller is to perform. There is no clock, no event loop and no network here: the same core runs under
+Envoy, in tests and in virtual time. ``states.py`` says which event is legal when.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from extproc.admission.identity import Identities
+from extproc.admission.limits import Grant
+from extproc.core.accounts import Accounts
+from extproc.core.admission_controller import AdmissionController
+from extproc.core.dispatch import Dispatcher, constraints_of, prompt_of
+from extproc.core.effects import Effect, Tell
+from extproc.core.entering import EnteringRequests
+from extproc.core.explanation import explain
+from extproc.core.feedback import take_report
+from extproc.core.intake import Intake
+from extproc.core.mirror import Mirror
+from extproc.core.peer_events import Alive, Ended, EngineSaid, Learned, Spent
+from extproc.core.record import Record
+from extproc.core.running import RunningRequests
+from extproc.core.states import Event, State, is_legal
+from extproc.core.types import BUNDLE
+from extproc.core.waiting import WaitingRequests
+from extproc.routing.resolve import RoutingTable
+from extproc.scheduling.pickers import make_picker
+from extproc.scheduling.pool import Pool
+from extproc.scheduling.request_started import RequestStarted
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterable, Sequence
+
+    from extproc.config.types import Snapshot
+    from extproc.core.entering import Answer, Own
+    from extproc.core.explanation import Explanation
+    from extproc.core.peer_events import EventBatch
+    from extproc.core.types import Arrival, Attachment, Outcome
+    from extproc.scheduling.pickers import MakePicker
+
+
+class Core:
+    """All requests of one process, and the pools that they go to."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        *,
+        rng: random.Random,
+        ticket_prefix: str,
+        make_picker: MakePicker = make_picker,
+        machine: str | None = None,
+    ) -> None:
+        """``ticket_prefix``: of this process alone. ``machine``: whose processes share local limits; None: no peers at all."""
+        self.pools: dict[str, Pool] = {}
+        self.admission = AdmissionController(rng=rng)
+        self.mirror = Mirror()
+        self.snapshot = snapshot
+        # of the configuration in use
+        self.intake: Intake
+        # whether anything depends on who asks
+        self.asks_who = False
+        self._make_picker = make_picker
+        self._rng = rng
+        self._ticket_prefix = ticket_prefix
+        self._tickets = 0
+        self._machine = machine
+        self._accounts = Accounts(self.admission.limits, machine=machine)
+        self._records: dict[str, Record] = {}
+        dispatcher = Dispatcher(self._records, self._accounts, rng=rng, has_peers=machine is not None)
+        self._waiting = WaitingRequests(self._records, self.admission, dispatcher)
+        self._entering = EnteringRequests(self.admission, self._accounts, self._waiting, dispatcher)
+        self._running = RunningRequests(self._records, self._accounts, has_peers=machine is not None)
+        self.apply(snapshot, 0.0)
+
+    def apply(self, snapshot: Snapshot, now: float) -> list[Effect]:
+        """Switch to another configuration; what is known of servers that stay is kept.
+
+        Raises ConfigInvalid, with nothing changed, if a picker's file is wrong.
+        """
+        files = snapshot.picker_files
+        pickers = {one.metadata.name: self._make_picker(one.spec, files) for one in snapshot.servers}
+        routing, identities = RoutingTable(snapshot), Identities(snapshot)
+        pools: dict[str, Pool] = {}
+        for server in snapshot.servers:
+            name = server.metadata.name
+            known = self.pools.get(name)
+            if known is not None:
+                known.update(server.spec, pickers[name])
+            pools[name] = known or Pool(name, server.spec, pickers[name])
+            pools[name].adapters = routing.adapters_of(name)
+        gates, out = self.admission.gates, list[Effect]()
+        self.pools, self.snapshot = pools, snapshot
+        self.admission.apply(snapshot, pools)
+        self.asks_who = bool(self.admission.gates or files or self.admission.routes)
+        self.intake = Intake(routing, identities, pools, self.admission, self._rng)
+        self._waiting.move(gates, pools, now, out)
+        self._waiting.wake(now, out)
+        return out
+
+    def arrive(
+        self, arrival: Arrival, now: float, attachment: Attachment = BUNDLE, *, wants_reasons: bool = False
+    ) -> tuple[Own, list[Effect]]:
+        """A request has come. ``wants_reasons``: its Decision is to be explained.
+
+        Returns the effect that is about the request itself, and all effects, that one first.
+        """
+        self._tickets += 1
+        record = Record(f"{self._ticket_prefix}-{self._tickets:x}", State.ABSENT, arrival=arrival)
+        record.attachment, record.wants_reasons = attachment, wants_reasons
+        out = list[Effect]()
+        own = self._entering.begin(record, arrival, now, out)
+        out.insert(0, own)
+        return own, out
+
+    def resume(self, ticket: str, answer: Answer, now: float) -> tuple[Own | None, list[Effect]]:
+        """What the request asked for is here. Returns as ``arrive`` does; None if its client went away meanwhile."""
+        record, out = self._records.get(ticket), list[Effect]()
+        if record is None:
+            if isinstance(answer, Grant):
+                self._accounts.settle_grants((answer,), None, now, out)
+            return None, out
+        is_legal(record.state, Event.ANSWERED, ticket)
+        own = self._entering.resume(record, answer, now, out)
+        out.insert(0, own)
+        return own, out
+
+    def tick(self, now: float) -> list[Effect]:
+        """Held requests that can go are sent, and those that have waited too long are refused."""
+        out = list[Effect]()
+        self._waiting.tick(now, out)
+        return out
+
+    def leave(self, ticket: str, now: float) -> list[Effect]:
+        """The client of a request went away before it was answered: no engine gets it."""
+        record, out = self._records.get(ticket), list[Effect]()
+        if record is None or not is_legal(record.state, Event.LEFT, ticket):
+            return out
+        if record.run is None:
+            self._entering.withdraw(record, now, out)
+        elif record.state is State.SETTLED:
+            self._running.finish(record, record.run, now, out)
+        else:
+            self._running.undo(record, record.run, now, out)
+        self._waiting.wake(now, out)
+        return out
+
+    def finish(self, ticket: str, now: float) -> list[Effect]:
+        """The stream of a request is closed: its endpoint is free of it."""
+        record, out = self._records.get(ticket), list[Effect]()
+        if record is None or not is_legal(record.state, Event.FINISHED, ticket):
+            return out
+        if record.run is None:
+            self._entering.withdraw(record, now, out)
+        else:
+            self._running.finish(record, record.run, now, out)
+        self._waiting.wake(now, out)
+        return out
+
+    def settle(self, outcome: Outcome, now: float) -> list[Effect]:
+        """An outcome became known here, whichever process decided the request; Settled if it is in the table."""
+        out = list[Effect]()
+        if self._machine is not None:
+            out.append(Tell(Learned(outcome)))
+        self._running.settle(outcome, now, out)
+        return out
+
+    def take_report(self, event: EngineSaid, now: float) -> list[Effect]:
+        """An engine told this process how it is."""
+        out: list[Effect] = [] if self._machine is None else [Tell(event)]
+        take_report(self.pools, event, now)
+        self._waiting.wake(now, out)
+        return out
+
+    def hear(self, batch: EventBatch, now: float) -> list[Effect]:
+        """Repeat what another process did."""
+        out, origin = list[Effect](), batch.origin
+        self.mirror.heard_of(origin, now)
+        for event in batch.events:
+            match event:
+                case RequestStarted():
+                    gate = self.admission.gates.get(event.server)
+                    if self._running.repeat(event, origin, self.pools.get(event.server), gate, now):
+                        self.mirror.started(origin, event.ticket)
+                case Ended():
+                    self._finish_elsewhere([event.ticket] if self.mirror.ended(origin, event.ticket) else [], now, out)
+                case Learned():
+                    self._running.settle(event.outcome, now, out)
+                case EngineSaid():
+                    take_report(self.pools, event, now)
+                case Alive():
+                    self._finish_elsewhere(self.mirror.lost(origin, event.running), now, out)
+                case Spent():
+                    if event.machine == self._machine:
+                        self.admission.limits.spent_elsewhere(event.key, event.limit, event.amount, now)
+        self._waiting.wake(now, out)
+        return out
+
+    def beat(self, now: float) -> list[Effect]:
+        """Once a second: tell the others which requests run here, and end those of processes that have gone silent."""
+        out: list[Effect] = [Tell(Alive(self._running.here()))]
+        self._finish_elsewhere(self.mirror.silent(now), now, out)
+        self._waiting.wake(now, out)
+        return out
+
+    def explain(
+        self, arrival: Arrival, now: float, *, tokens: Sequence[int] | None = None, attachment: Attachment = BUNDLE
+    ) -> Explanation:
+        """What would be decided, with every reason, and nothing changed; raises a Refusal."""
+        constraints, pool = constraints_of(arrival, attachment, wants_reasons=True), arrival.pool
+        return explain(pool.consider(prompt_of(arrival, tokens), constraints, now=now, rng=self._rng), pool)
+
+    def state_of(self, ticket: str) -> State:
+        """Where the request of this ticket stands."""
+        record = self._records.get(ticket)
+        return State.ABSENT if record is None else record.state
+
+    def count(self, *states: State) -> int:
+        """How many requests are in these states."""
+        return sum(1 for one in self._records.values() if one.state in states)
+
+    def _finish_elsewhere(self, tickets: Iterable[str], now: float, out: list[Effect]) -> None:
+        """Requests of another process are over."""
+        for ticket in tickets:
+            record = self._records.get(ticket)
+            if record is not None and record.run is not None and is_legal(record.state, Event.FINISHED, ticket):
+                self._running.finish(record, record.run, now, out)

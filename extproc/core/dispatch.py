@@ -1,0 +1,197 @@
+"""The step from a request to its engine: pick, and count it there. Also for requests that another process has sent."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from extproc.admission.limits import Usage
+from extproc.admission.queued_request import QueuedRequest
+from extproc.core.effects import Decision, Effect, Refused, Tell
+from extproc.core.explanation import explain
+from extproc.core.record import Record, Run
+from extproc.core.rewriting import changed_body
+from extproc.core.states import State
+from extproc.errors import Refusal
+from extproc.prefix.turns import tail_of
+from extproc.scheduling.cache_estimator import Prompt
+from extproc.scheduling.pool import PickConstraints
+from extproc.scheduling.request_started import RequestStarted
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Sequence
+
+    from extproc.admission.gate import Gate
+    from extproc.core.accounts import Accounts
+    from extproc.core.types import Arrival, Attachment
+    from extproc.endpoints.table import Bools
+    from extproc.scheduling.cache_estimator import Expectation
+    from extproc.scheduling.pool import Pool
+
+
+class Dispatcher:
+    """The ends of a wait or of an arrival: an engine gets the request, or its client is refused. Owns the table's entries."""
+
+    def __init__(self, records: dict[str, Record], accounts: Accounts, *, rng: random.Random, has_peers: bool) -> None:
+        self._records = records
+        self._accounts = accounts
+        self._rng = rng
+        self._has_peers = has_peers
+
+    def put(self, record: Record, state: State) -> None:
+        """The request is in this state, and in the table."""
+        record.state = state
+        self._records[record.ticket] = record
+
+    def drop(self, record: Record, now: float, out: list[Effect]) -> None:
+        """No engine gets the request: it is in the table no more, and what was granted is given back."""
+        self._records.pop(record.ticket, None)
+        record.state = State.ABSENT
+        grants, record.grants = record.grants, ()
+        self._accounts.settle_grants(grants, None, now, out)
+
+    def refuse(
+        self, record: Record, refusal: Refusal, now: float, out: list[Effect], *, was_held: bool = False
+    ) -> Refused:
+        """The client is told why its request cannot be served."""
+        self.drop(record, now, out)
+        return Refused(record.ticket, refusal, record.arrived, record.queued, was_held)
+
+    def dispatch(
+        self,
+        record: Record,
+        arrival: Arrival,
+        now: float,
+        out: list[Effect],
+        *,
+        gate: Gate | None = None,
+        with_room: Bools | None = None,
+        expectation: Expectation | None = None,
+        was_held: bool = False,
+    ) -> Decision | Refused:
+        """Pick endpoints, and count the request as running there.
+
+        ``gate``: of its server, if the request has passed one. ``with_room``: by row, whether the endpoint has room, None: all
+        have. ``expectation``: of its prompt, if that was worked out just now.
+        """
+        request, pool, queued = arrival.request, arrival.pool, record.queued
+        constraints = constraints_of(arrival, record.attachment, with_room, wants_reasons=record.wants_reasons)
+        try:
+            considered = pool.consider(
+                prompt_of(arrival, record.tokens), constraints, now=now, rng=self._rng, expectation=expectation
+            )
+        except Refusal as refusal:
+            return self.refuse(record, refusal, now, out, was_held=was_held)
+        explanation = explain(considered, pool) if record.wants_reasons else None
+        output_tokens = pool.expected_output(request.max_output_tokens)
+        assignment, chain = pool.commit(considered, now, output_tokens), considered.expectation.chain
+        run = record.run = Run(
+            pool=pool,
+            assignment=assignment,
+            chain=chain,
+            tail=tail_of(request.prompt, pool.caches.index.covered_bytes(len(chain))),
+            prompt_bytes=len(request.prompt),
+            is_streamed=request.is_streamed,
+            sent_at_s=now,
+            reserved=Usage(assignment.input_tokens, output_tokens),
+            most_output=math.inf if request.max_output_tokens is None else request.max_output_tokens,
+        )
+        if gate is not None and queued is not None:
+            run.waited_s = now - queued.arrived_s
+            _charge(run, gate, queued, gate.service(run.reserved, assignment.cached_tokens), now)
+        self.put(record, State.RUNNING)
+        record.arrival = None
+        if self._has_peers:
+            out.append(Tell(_started(record, run)))
+        return Decision(
+            ticket=record.ticket,
+            server=arrival.destination.server,
+            assignment=assignment,
+            body=changed_body(arrival),
+            explanation=explanation,
+            queued=queued,
+            was_held=was_held,
+            waited_s=run.waited_s,
+            grants=record.grants,
+        )
+
+
+def prompt_of(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:
+    """What to look for in caches; ``tokens``: the prompt's, if known."""
+    request, spec, model = arrival.request, arrival.pool.spec, arrival.destination.model
+    header = spec.cache_scope_header
+    return Prompt(
+        text=request.prompt,
+        model=model,
+        adapter=arrival.adapter,
+        scope="" if header is None else arrival.head.headers.get(header.lower(), ""),
+        salt=request.cache_salt,
+        tokens=tokens,
+    )
+
+
+def constraints_of(
+    arrival: Arrival, attachment: Attachment, with_room: Bools | None = None, *, wants_reasons: bool = False
+) -> PickConstraints:
+    """Whom the request may go to; ``with_room``: by row, whether the endpoint has room for it, None: all have."""
+    return PickConstraints(
+        headers=arrival.head.headers,
+        choices=attachment.choices,
+        subset=attachment.subset,
+        wants_reasons=wants_reasons,
+        among=with_room,
+        is_trusted=arrival.head.is_trusted,
+    )
+
+
+def repeat(event: RequestStarted, origin: str, pool: Pool, gate: Gate | None, now: float) -> Record | None:
+    """Count a request that the process ``origin`` has sent; None if its endpoint is not configured here."""
+    assignment = pool.repeat(event, now)
+    if assignment is None:
+        return None
+    run = Run(
+        pool=pool,
+        assignment=assignment,
+        chain=event.chain,
+        tail=event.tail,
+        prompt_bytes=event.prompt_bytes,
+        is_streamed=event.is_streamed,
+        sent_at_s=now,
+    )
+    record = Record(event.ticket, State.RUNNING, origin, run=run)
+    if gate is not None and event.flow is not None:
+        # the flow has had this service, whichever process the request came to
+        record.queued = QueuedRequest(event.ticket, event.flow, now, now, priority=event.priority)
+        run.reserved = Usage(event.input_tokens, event.tokens - event.input_tokens)
+        _charge(run, gate, record.queued, event.service, now)
+    return record
+
+
+def _started(record: Record, run: Run) -> RequestStarted:
+    """What the other processes need to know of it."""
+    assignment, queued = run.assignment, record.queued if run.gate is not None else None
+    return RequestStarted(
+        ticket=record.ticket,
+        server=run.pool.name,
+        address=assignment.place.address,
+        prefill=None if assignment.prefill is None else assignment.prefill.address,
+        chain=list(run.chain),
+        tail=run.tail,
+        prompt_bytes=run.prompt_bytes,
+        is_streamed=run.is_streamed,
+        input_tokens=assignment.input_tokens,
+        cached_tokens=assignment.cached_tokens,
+        indexed_tokens=assignment.indexed_tokens,
+        tokens_ahead=assignment.tokens_ahead,
+        work=assignment.work,
+        tokens=assignment.tokens,
+        flow=None if queued is None else queued.flow,
+        priority=0 if queued is None else queued.priority,
+        service=run.charged,
+    )
+
+
+def _charge(run: Run, gate: Gate, queued: QueuedRequest, service: float, now: float) -> None:
+    run.gate, run.charged = gate, service
+    gate.sent(queued, service, now)

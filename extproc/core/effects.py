@@ -1,0 +1,109 @@
+"""What the core asks its shell to do: each verb returns a list of these, and does nothing to the world by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from extproc.admission.limits import Ask, Grant, Usage
+from extproc.admission.queued_request import QueuedRequest
+from extproc.core.explanation import Explanation
+from extproc.core.peer_events import PeerEvent
+from extproc.core.types import Arrival, Outcome
+from extproc.errors import Refusal
+from extproc.scheduling.pool import Assignment
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Answer: the request goes to these endpoints.
+
+    ``body``: what to send instead of the client's body, None if that will do. ``queued``: how the request stood in its server's
+    queue, if that has one. ``was_held``: it waited there, for ``waited_s``.
+    """
+
+    ticket: str
+    server: str
+    assignment: Assignment
+    body: bytes | None
+    explanation: Explanation | None = None
+    queued: QueuedRequest | None = None
+    was_held: bool = False
+    waited_s: float = 0.0
+    grants: tuple[Grant, ...] = ()
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """Answer: the request is refused. ``was_held``: it waited in its server's queue before."""
+
+    ticket: str
+    refusal: Refusal
+    arrival: Arrival
+    queued: QueuedRequest | None = None
+    was_held: bool = False
+
+
+class AskLimits(msgspec.Struct, frozen=True):
+    """Ask the store of global limits for a grant, then ``resume`` with a Grant, a Refusal, or None if it cannot be asked."""
+
+    ticket: str
+    asks: Sequence[Ask]
+
+
+class AskTokens(msgspec.Struct, frozen=True):
+    """Ask for the prompt's tokens, then ``resume`` with them, or with None."""
+
+    ticket: str
+    arrival: Arrival
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """The request waits for an engine to have room; a Decision or Refused with its ticket comes later."""
+
+    ticket: str
+
+
+class Left(msgspec.Struct, frozen=True):
+    """The client of a held request went away."""
+
+    ticket: str
+    server: str
+    queued: QueuedRequest
+
+
+class SettleGrant(msgspec.Struct, frozen=True):
+    """Tell the store of global limits what was used of a grant; None: nothing, and not even a request."""
+
+    grant: Grant
+    used: Usage | None
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Tell the other processes."""
+
+    event: PeerEvent
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """An outcome was joined with the decision that led to it.
+
+    ``is_ours``: the request was decided by this process. ``service``: what it cost, in weighted tokens, if that is counted.
+    """
+
+    server: str
+    assignment: Assignment
+    outcome: Outcome
+    is_ours: bool = True
+    queued: QueuedRequest | None = None
+    service: float = 0.0
+
+
+class WakeAt(msgspec.Struct, frozen=True):
+    """Call ``tick`` at this time, or soon if it has passed: held requests may go then."""
+
+    at_s: float
+
+
+# What a request may have to wait for after ``arrive`` or ``resume``.
+Pending = AskLimits | AskTokens | Hold
+Effect = Decision | Refused | AskLimits | AskTokens | Hold | Left | SettleGrant | Tell | Settled | WakeAt

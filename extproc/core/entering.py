@@ -1,0 +1,126 @@
+"""The first half of a request's life: its limits grant it, its tokens are known, its gate lets it pass or it has to wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from extproc.admission.limits import Grant, unavailable
+from extproc.core.dispatch import prompt_of
+from extproc.core.effects import AskLimits, AskTokens, Decision, Effect, Hold, Left, Refused
+from extproc.core.states import IllegalEvent, State
+from extproc.errors import Refusal
+
+if TYPE_CHECKING:
+    from extproc.admission.limits import Ask
+    from extproc.core.accounts import Accounts
+    from extproc.core.admission_controller import AdmissionController
+    from extproc.core.dispatch import Dispatcher
+    from extproc.core.record import Record
+    from extproc.core.types import Arrival
+    from extproc.core.waiting import WaitingRequests
+
+# What a shell may resume a request with: what was asked for, or None if it cannot be had.
+Answer = Grant | Refusal | Sequence[int] | None
+# What each step says of the request itself.
+Own = Decision | Refused | AskLimits | AskTokens | Hold
+
+
+class EnteringRequests:
+    """From the arrival to a Decision, a Refused, or something to wait for. Other effects go to ``out``."""
+
+    def __init__(
+        self,
+        admission: AdmissionController,
+        accounts: Accounts,
+        waiting: WaitingRequests,
+        dispatcher: Dispatcher,
+    ) -> None:
+        self._admission = admission
+        self._accounts = accounts
+        self._waiting = waiting
+        self._dispatcher = dispatcher
+
+    def begin(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
+        """The request has come: local limits first, then those that all machines share."""
+        if arrival.destination.route not in self._admission.routes:
+            return self._ask_tokens(record, arrival, now, out)
+        asks = self._admission.asks(arrival)
+        local = [ask for ask in asks if not ask.is_global]
+        if local:
+            try:
+                record.grants = (self._accounts.reserve(local, now, out),)
+            except Refusal as refusal:
+                return self._dispatcher.refuse(record, refusal, now, out)
+        everywhere = [ask for ask in asks if ask.is_global]
+        if not everywhere:
+            return self._ask_tokens(record, arrival, now, out)
+        self._dispatcher.put(record, State.ASKING_LIMITS)
+        record.asks = everywhere
+        return AskLimits(record.ticket, everywhere)
+
+    def resume(self, record: Record, answer: Answer, now: float, out: list[Effect]) -> Own:
+        """What the request asked for is here."""
+        arrival, asks = record.arrived, record.asks
+        if record.state is State.ASKING_LIMITS:
+            if answer is None or isinstance(answer, Grant | Refusal):
+                return self._granted(record, arrival, asks, answer, now, out)
+        elif not isinstance(answer, Grant | Refusal):
+            record.tokens = answer
+            return self._enter(record, arrival, now, out)
+        raise IllegalEvent(type(answer).__name__, record.state.name, f"request {record.ticket}")
+
+    def withdraw(self, record: Record, now: float, out: list[Effect]) -> None:
+        """Its client went away while it waited for something."""
+        if record.state is State.QUEUED and record.queued is not None:
+            self._waiting.withdraw(record)
+            out.append(Left(record.ticket, record.arrived.pool.name, record.queued))
+        self._dispatcher.drop(record, now, out)
+
+    def _granted(
+        self,
+        record: Record,
+        arrival: Arrival,
+        asks: Sequence[Ask],
+        answer: Grant | Refusal | None,
+        now: float,
+        out: list[Effect],
+    ) -> Own:
+        try:
+            if isinstance(answer, Refusal):
+                raise answer
+            if answer is None:
+                # the store cannot be asked: this process grants it by itself, where that is allowed
+                if any(ask.needs_redis for ask in asks):
+                    raise unavailable()
+                answer = self._accounts.reserve(asks, now, out)
+        except Refusal as refusal:
+            return self._dispatcher.refuse(record, refusal, now, out)
+        record.grants = (*record.grants, answer)
+        return self._ask_tokens(record, arrival, now, out)
+
+    def _ask_tokens(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
+        if arrival.pool.caches.kv is None or not arrival.wants_tokens:
+            return self._enter(record, arrival, now, out)
+        self._dispatcher.put(record, State.ASKING_TOKENS)
+        return AskTokens(record.ticket, arrival)
+
+    def _enter(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
+        gate, pool = self._admission.gates.get(arrival.pool.name), arrival.pool
+        if gate is None:
+            return self._dispatcher.dispatch(record, arrival, now, out)
+        expectation = pool.expect(prompt_of(arrival, record.tokens), now)
+        queued = self._admission.queue_entry(record.ticket, arrival, record.attachment, expectation, now)
+        record.queued = queued
+        try:
+            with_room = gate.pass_through(queued, now)
+            if with_room is not None:
+                return self._dispatcher.dispatch(
+                    record, arrival, now, out, gate=gate, with_room=with_room, expectation=expectation
+                )
+            self._waiting.enter(record, gate, now, out)
+        except Refusal as refusal:
+            return self._dispatcher.refuse(record, refusal, now, out)
+        self._dispatcher.put(record, State.QUEUED)
+        self._waiting.wake(now, out)
+        return Hold(record.ticket)

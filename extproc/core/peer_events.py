@@ -1,0 +1,84 @@
+"""What extproc processes tell each other, so that each picks as if it had seen every request.
+
+Every process repeats the bookkeeping of the others: a request that one of them sends counts for its endpoint everywhere, and
+its prefix is known everywhere, until it ends; an outcome teaches all of them. Nobody waits for anybody: an event that is late
+or lost costs a little of a pick's quality. Sharing load matters more than sharing prefixes, which alone can be worse than
+sharing nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from extproc.admission.buckets import Limit
+from extproc.core.types import Outcome
+from extproc.endpoints.engine_reports import CacheConfig, EngineState
+from extproc.scheduling.request_started import RequestStarted
+
+# A process that has said nothing for this long is gone, and its requests with it.
+SILENCE_S: Final = 3.0
+HEARTBEAT_S: Final = 1.0
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag="e"):
+    """The stream of a request is closed."""
+
+    ticket: str
+
+
+class Learned(msgspec.Struct, frozen=True, array_like=True, tag="l"):
+    """The outcome of a request is known."""
+
+    outcome: Outcome
+
+
+class EngineSaid(msgspec.Struct, frozen=True, array_like=True, tag="r"):
+    """An engine's report. One process of a machine asks the engines and tells the others."""
+
+    server: str
+    address: str
+    state: EngineState
+    cache: CacheConfig | None = None
+    has_restarted: bool = False
+    models: frozenset[str] | None = None
+
+
+class Alive(msgspec.Struct, frozen=True, array_like=True, tag="a"):
+    """All running requests of a process: any other that was heard of has ended, and its end was lost."""
+
+    running: list[str]
+
+
+class Spent(msgspec.Struct, frozen=True, array_like=True, tag="b"):
+    """``amount`` was taken from a local limit's bucket, or given back if below 0. ``machine``: where the limit holds."""
+
+    machine: str
+    key: str
+    limit: Limit
+    amount: float
+
+
+PeerEvent = RequestStarted | Ended | Learned | EngineSaid | Alive | Spent
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """Events of one process (``origin``) in their order."""
+
+    origin: str
+    events: list[PeerEvent]
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(EventBatch)
+
+
+def encode(batch: EventBatch) -> bytes:
+    """For the wire."""
+    return _encoder.encode(batch)
+
+
+def decode(payload: bytes) -> EventBatch:
+    """From the wire; raises msgspec.DecodeError."""
+    return _decoder.decode(payload)

@@ -1,0 +1,71 @@
+"""The one record of a request, from its arrival until its stream is closed and its outcome known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from extproc.admission.gate import Gate
+from extproc.admission.limits import NOTHING, Ask, Grant, Usage
+from extproc.admission.queued_request import QueuedRequest
+from extproc.core.states import State
+from extproc.core.types import BUNDLE, Arrival, Attachment
+from extproc.prefix.turns import Tail
+from extproc.scheduling.pool import Assignment, Pool
+
+OURS: Final = ""
+
+
+class Run(msgspec.Struct):
+    """A request that an engine has, or had: all that its outcome is compared with.
+
+    ``tail``: the end of the prompt that no whole block covers. ``reserved``: the tokens that were expected of it;
+    ``most_output``: the tokens that it asked for at most. ``gate``, ``charged``: whose flow paid how much service for it.
+    """
+
+    pool: Pool
+    assignment: Assignment
+    chain: Sequence[int]
+    tail: Tail
+    prompt_bytes: int
+    is_streamed: bool
+    sent_at_s: float
+    reserved: Usage = NOTHING
+    most_output: float = math.inf
+    waited_s: float = 0.0
+    gate: Gate | None = None
+    charged: float = 0.0
+
+
+class Record(msgspec.Struct):
+    """One request. ``origin``: the process that decides it, OURS for this one.
+
+    ``arrival``: until it is sent to an engine; ``run``: from then on. ``queued``: how it stands, or stood, in its server's queue.
+    """
+
+    ticket: str
+    state: State
+    origin: str = OURS
+    arrival: Arrival | None = None
+    attachment: Attachment = BUNDLE
+    wants_reasons: bool = False
+    asks: Sequence[Ask] = ()
+    tokens: Sequence[int] | None = None
+    grants: tuple[Grant, ...] = ()
+    queued: QueuedRequest | None = None
+    run: Run | None = None
+
+    @property
+    def arrived(self) -> Arrival:
+        """The arrival of a request that no engine has yet; raises ValueError for any other."""
+        if self.arrival is None:
+            raise ValueError(f"request {self.ticket} was sent to an engine already")
+        return self.arrival
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process decides it."""
+        return self.origin == OURS

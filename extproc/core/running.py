@@ -1,0 +1,100 @@
+"""Requests that engines have: from the dispatch until the stream is closed and the outcome known, in whichever order."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from extproc.core.dispatch import repeat
+from extproc.core.effects import Effect, Settled, Tell
+from extproc.core.feedback import learn, usage_of
+from extproc.core.peer_events import Ended
+from extproc.core.states import Event, State, is_legal
+
+if TYPE_CHECKING:
+    from extproc.admission.gate import Gate
+    from extproc.core.accounts import Accounts
+    from extproc.core.record import Record, Run
+    from extproc.core.types import Outcome
+    from extproc.scheduling.pool import Pool
+    from extproc.scheduling.request_started import RequestStarted
+
+# Outcomes that never come must not pile up: beyond this many ended requests, the oldest are given up.
+MOST_ENDED: Final = 65_536
+
+
+class RunningRequests:
+    """The second half of a request's life, over the one table of ``records``."""
+
+    def __init__(self, records: dict[str, Record], accounts: Accounts, *, has_peers: bool) -> None:
+        self._records = records
+        self._accounts = accounts
+        self._has_peers = has_peers
+        # tickets in the order in which their streams closed; some have had their outcome since
+        self._ended: deque[str] = deque()
+
+    def repeat(self, event: RequestStarted, origin: str, pool: Pool | None, gate: Gate | None, now: float) -> bool:
+        """Count a request that the process ``origin`` has sent; whether it could be counted."""
+        if pool is None or event.ticket in self._records:
+            return False
+        record = repeat(event, origin, pool, gate, now)
+        if record is not None:
+            self._records[event.ticket] = record
+        return record is not None
+
+    def finish(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
+        """Its stream is closed: its endpoint is free of it."""
+        self._free(record, run, now, out)
+        if record.state is State.SETTLED:
+            del self._records[record.ticket]
+            return
+        record.state = State.ENDED
+        self._ended.append(record.ticket)
+        if len(self._ended) > MOST_ENDED:
+            self._forget(self._ended.popleft(), now, out)
+
+    def undo(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
+        """Its client went away before the decision reached the gateway: no engine got it, and it costs nothing."""
+        del self._records[record.ticket]
+        self._free(record, run, now, out)
+        self._accounts.close(record, None, 0.0, now, out)
+
+    def settle(self, outcome: Outcome, now: float, out: list[Effect]) -> None:
+        """Learn from what became of a request, and correct what it was charged."""
+        record = self._records.get(outcome.ticket)
+        if record is None or record.run is None or not is_legal(record.state, Event.OUTCOME, outcome.ticket):
+            return
+        run = record.run
+        if record.state is State.ENDED:
+            del self._records[outcome.ticket]
+        else:
+            record.state = State.SETTLED
+        learn(run, outcome, now, is_ours=record.is_ours, has_limits=bool(record.grants))
+        service = 0.0
+        if run.gate is not None or record.grants:
+            used = usage_of(run, outcome)
+            if run.gate is not None:
+                cached = run.assignment.cached_tokens if outcome.cached_tokens is None else outcome.cached_tokens
+                service = run.gate.service(used, float(cached))
+            self._accounts.close(record, used, service, now, out)
+        queued = None if run.gate is None else record.queued
+        out.append(Settled(run.pool.name, run.assignment, outcome, record.is_ours, queued, service))
+
+    def here(self) -> list[str]:
+        """The tickets of this process that are in flight."""
+        return [one.ticket for one in self._records.values() if one.is_ours and one.state in _IN_FLIGHT]
+
+    def _free(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
+        run.pool.release(run.assignment, run.chain, now)
+        if self._has_peers and record.is_ours:
+            out.append(Tell(Ended(record.ticket)))
+
+    def _forget(self, ticket: str, now: float, out: list[Effect]) -> None:
+        record = self._records.get(ticket)
+        if record is None or record.run is None or not is_legal(record.state, Event.FORGOTTEN, ticket):
+            return
+        del self._records[ticket]
+        self._accounts.close(record, record.run.reserved, record.run.charged, now, out)
+
+
+_IN_FLIGHT: Final = frozenset({State.RUNNING, State.SETTLED})

@@ -1,0 +1,166 @@
+"""The states of a request and the events that are legal in each, as one table.
+
+        arrives           asks the limit store      asks for tokens        waits           an engine has it
+    ABSENT ──────▶ ASKING_LIMITS ──────▶ ASKING_TOKENS ──────▶ QUEUED ──────▶ RUNNING ──────▶ ENDED ──────▶ ABSENT
+                                                                                 └─▶ SETTLED ──────▶ ABSENT
+
+Any of the first three may be skipped, and a refusal ends them. A request that runs has two ends, in any order: its stream
+closes (FINISHED), and its outcome becomes known (OUTCOME).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+
+class State(enum.IntEnum):
+    """Where a request stands. ABSENT: there is no record of it, not yet or not any more."""
+
+    ABSENT = 0
+    ASKING_LIMITS = 1
+    ASKING_TOKENS = 2
+    QUEUED = 3
+    # sent to an engine, and its stream is open
+    RUNNING = 4
+    # the same, and its outcome is known
+    SETTLED = 5
+    # its stream is closed, and its outcome is not known yet
+    ENDED = 6
+
+
+class Event(enum.IntEnum):
+    """What may happen to a request."""
+
+    ARRIVED = 0
+    # another process sent it to an engine
+    STARTED_ELSEWHERE = 1
+    # what it asked for (a grant, tokens) is here, or cannot be had
+    ANSWERED = 2
+    # an engine has room for it
+    DISPATCHED = 3
+    # it waited too long, or gave way to another
+    GIVEN_UP = 4
+    # its client went away before it was answered
+    LEFT = 5
+    # its stream is closed
+    FINISHED = 6
+    OUTCOME = 7
+    # its outcome does not come: too many have ended since
+    FORGOTTEN = 8
+
+
+class IllegalEvent(Exception):
+    """A message or an event that is not legal in this state; nothing was changed. ``subject``: a request or a stream."""
+
+    def __init__(self, event: object, state: object, subject: str, advice: str = "") -> None:
+        super().__init__(f"{event} is not legal while {subject} is in state {state}{f'; {advice}' if advice else ''}")
+
+
+# The event is known to come late or twice, and changes nothing.
+IGNORED: Final[frozenset[State]] = frozenset()
+# Whoever sends this has made a mistake.
+ILLEGAL: Final = None
+
+Successors = frozenset[State] | None
+
+_ABSENT, _LIMITS, _TOKENS, _QUEUED, _RUNNING, _SETTLED, _ENDED = State
+_GONE: Final = frozenset({_ABSENT})
+
+
+def _to(*states: State) -> frozenset[State]:
+    return frozenset(states)
+
+
+# fmt: off
+TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
+    _ABSENT: {
+        Event.ARRIVED: _to(_LIMITS, _TOKENS, _QUEUED, _RUNNING, _ABSENT),
+        Event.STARTED_ELSEWHERE: _to(_RUNNING, _ABSENT),
+        Event.ANSWERED: IGNORED,    # its client went away meanwhile; what was granted is given back
+        Event.DISPATCHED: ILLEGAL,
+        Event.GIVEN_UP: ILLEGAL,
+        Event.LEFT: IGNORED,
+        Event.FINISHED: IGNORED,    # the other processes' ends come more than once
+        Event.OUTCOME: IGNORED,     # and so do outcomes
+        Event.FORGOTTEN: ILLEGAL,
+    },
+    _LIMITS: {
+        Event.ARRIVED: ILLEGAL,
+        Event.STARTED_ELSEWHERE: IGNORED,
+        Event.ANSWERED: _to(_TOKENS, _QUEUED, _RUNNING, _ABSENT),
+        Event.DISPATCHED: ILLEGAL,
+        Event.GIVEN_UP: ILLEGAL,
+        Event.LEFT: _GONE,
+        Event.FINISHED: _GONE,
+        Event.OUTCOME: IGNORED,
+        Event.FORGOTTEN: ILLEGAL,
+    },
+    _TOKENS: {
+        Event.ARRIVED: ILLEGAL,
+        Event.STARTED_ELSEWHERE: IGNORED,
+        Event.ANSWERED: _to(_QUEUED, _RUNNING, _ABSENT),
+        Event.DISPATCHED: ILLEGAL,
+        Event.GIVEN_UP: ILLEGAL,
+        Event.LEFT: _GONE,
+        Event.FINISHED: _GONE,
+        Event.OUTCOME: IGNORED,
+        Event.FORGOTTEN: ILLEGAL,
+    },
+    _QUEUED: {
+        Event.ARRIVED: ILLEGAL,
+        Event.STARTED_ELSEWHERE: IGNORED,
+        Event.ANSWERED: ILLEGAL,
+        Event.DISPATCHED: _to(_RUNNING, _ABSENT),
+        Event.GIVEN_UP: _GONE,
+        Event.LEFT: _GONE,
+        Event.FINISHED: _GONE,
+        Event.OUTCOME: IGNORED,
+        Event.FORGOTTEN: ILLEGAL,
+    },
+    _RUNNING: {
+        Event.ARRIVED: ILLEGAL,
+        Event.STARTED_ELSEWHERE: IGNORED,
+        Event.ANSWERED: ILLEGAL,
+        Event.DISPATCHED: ILLEGAL,
+        Event.GIVEN_UP: ILLEGAL,
+        Event.LEFT: _GONE,          # the answer did not reach anybody, so no engine got the request
+        Event.FINISHED: _to(_ENDED),
+        Event.OUTCOME: _to(_SETTLED),
+        Event.FORGOTTEN: ILLEGAL,
+    },
+    _SETTLED: {
+        Event.ARRIVED: ILLEGAL,
+        Event.STARTED_ELSEWHERE: IGNORED,
+        Event.ANSWERED: ILLEGAL,
+        Event.DISPATCHED: ILLEGAL,
+        Event.GIVEN_UP: ILLEGAL,
+        Event.LEFT: _GONE,
+        Event.FINISHED: _GONE,
+        Event.OUTCOME: IGNORED,
+        Event.FORGOTTEN: ILLEGAL,
+    },
+    _ENDED: {
+        Event.ARRIVED: ILLEGAL,
+        Event.STARTED_ELSEWHERE: IGNORED,
+        Event.ANSWERED: ILLEGAL,
+        Event.DISPATCHED: ILLEGAL,
+        Event.GIVEN_UP: ILLEGAL,
+        Event.LEFT: IGNORED,
+        Event.FINISHED: IGNORED,
+        Event.OUTCOME: _GONE,
+        Event.FORGOTTEN: _GONE,
+    },
+}
+# fmt: on
+
+# The same by position: the request path looks here at every event.
+_BY_POSITION: Final = tuple(tuple(TRANSITIONS[state][event] for event in Event) for state in State)
+
+
+def is_legal(state: State, event: Event, ticket: str) -> bool:
+    """Whether ``event`` changes a request in ``state``; False if it is to be ignored. Raises IllegalEvent."""
+    successors = _BY_POSITION[state][event]
+    if successors is ILLEGAL:
+        raise IllegalEvent(event.name, state.name, f"request {ticket}")
+    return bool(successors)

@@ -1,0 +1,56 @@
+"""Change top-level fields of a JSON object without decoding or re-encoding the values of the others.
+
+The object is decoded one level deep, changed and written again: every other value is copied byte for byte, so that numbers
+keep their digits and members their order. A field that occurs twice, or whose name is escaped, comes out once and in plain
+form, with the value that ``parse`` read: the engine cannot read another.
+
+Scanning a long prompt for that is most of the work, and ``parse`` has scanned it before. So a large body is given together
+with the span of its contents; they are cut out, the short remainder is changed, and they are put back.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+import numpy as np
+
+# A byte range of a body, ``start`` and ``end``, that begins and ends with a whole JSON value.
+Span = tuple[int, int]
+
+# Stands for the contents while the remainder is changed. A client that writes the same loses the short cut, no more.
+_PLACEHOLDER: Final = b'"\\u0000contents\\u0000"'
+
+
+def with_changes(body: bytes, changes: dict[str, object], contents: Span | None = None) -> bytes:
+    """The JSON object ``body`` with top-level fields replaced or added; all other values byte for byte.
+
+    ``contents``: the span of what makes the body long, which need not be read again.
+    """
+    if contents is not None:
+        start, end = contents
+        short = _changed(b"".join((body[:start], _PLACEHOLDER, body[end:])), changes)
+        before, _, after = short.partition(_PLACEHOLDER)
+        # once, and not replaced by a change
+        if short.count(_PLACEHOLDER) == 1:
+            return b"".join((before, memoryview(body)[start:end], after))
+    return _changed(body, changes)
+
+
+def span_of(body: bytes, first: msgspec.Raw, last: msgspec.Raw) -> Span | None:
+    """Where the values ``first`` to ``last``, decoded from ``body``, stand in it; None if they are not views of it."""
+    base = _address(body)
+    start, end = _address(first) - base, _address(last) - base + memoryview(last).nbytes
+    return (start, end) if 0 <= start < end <= len(body) else None
+
+
+def _address(data: bytes | msgspec.Raw) -> int:
+    address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _changed(body: bytes, changes: dict[str, object]) -> bytes:
+    return msgspec.json.encode(_decoder.decode(body) | changes)
+
+
+_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])

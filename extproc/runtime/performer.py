@@ -1,0 +1,120 @@
+"""Performs the core's effects: answers held streams, asks for what requests wait for, tells peers, counts, wakes the core."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from extproc.core.effects import AskLimits, AskTokens, Decision, Hold, Refused, SettleGrant, Tell, WakeAt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from extproc.config.types import Snapshot
+    from extproc.core.core import Core
+    from extproc.core.effects import Effect, Pending
+    from extproc.core.entering import Answer
+    from extproc.core.peer_events import EngineSaid, EventBatch, PeerEvent
+    from extproc.feeds.redis_limits import RedisLimits
+    from extproc.feeds.tokens import Tokenizers
+    from extproc.metrics.registry import Metrics
+
+
+class Performer:
+    """The shell around the core. Made inside the event loop, which it needs for timers and for streams that wait."""
+
+    def __init__(
+        self,
+        core: Core,
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float],
+        tokenizers: Tokenizers,
+        limits: RedisLimits | None,
+        tell: Callable[[PeerEvent], None],
+    ) -> None:
+        """``limits``: the store of global limits, if there is one. ``tell``: takes events for the other processes."""
+        self._core = core
+        self._metrics = metrics
+        self._clock = clock
+        self._tokenizers = tokenizers
+        self._limits = limits
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        # held requests by ticket
+        self._waits: dict[str, asyncio.Future[Decision | Refused]] = {}
+        self._soon: asyncio.Handle | None = None
+        self._later: asyncio.TimerHandle | None = None
+
+    def perform(self, effects: list[Effect]) -> None:
+        """All of them. The stream of a request that was not held follows its Decision or Refused itself."""
+        for effect in effects:
+            self._metrics.count(effect)
+            match effect:
+                case Decision() | Refused():
+                    if effect.was_held:
+                        self._deliver(effect)
+                case Hold():
+                    self._waits[effect.ticket] = self._loop.create_future()
+                case WakeAt():
+                    self._wake_at(effect.at_s)
+                case Tell():
+                    self._tell(effect.event)
+                case SettleGrant():
+                    if self._limits is not None:
+                        self._limits.settle(effect.grant, effect.used)
+
+    async def answer_to(self, pending: Pending) -> Answer | Decision | Refused:
+        """What a request waits for. Cancelled if its client goes away."""
+        match pending:
+            case AskTokens():
+                return await self._tokenizers.tokens_of(pending.arrival)
+            case AskLimits():
+                return None if self._limits is None else await self._limits.reserve(pending.asks)
+            case Hold():
+                try:
+                    return await self._waits[pending.ticket]
+                finally:
+                    del self._waits[pending.ticket]
+
+    def apply(self, snapshot: Snapshot) -> None:
+        """Another configuration; raises ConfigInvalid, with nothing changed."""
+        self.perform(self._core.apply(snapshot, self._clock()))
+
+    def take_report(self, event: EngineSaid) -> None:
+        """An engine has told this process how it is."""
+        self.perform(self._core.take_report(event, self._clock()))
+
+    def hear(self, batch: EventBatch) -> None:
+        """Another process has told what it did."""
+        self.perform(self._core.hear(batch, self._clock()))
+
+    def beat(self) -> None:
+        """Once a second."""
+        self.perform(self._core.beat(self._clock()))
+        self._metrics.peers(self._core.mirror.peers)
+
+    def _deliver(self, end: Decision | Refused) -> None:
+        future = self._waits.get(end.ticket)
+        if future is not None and not future.done():
+            future.set_result(end)
+        elif isinstance(end, Decision):
+            # its client went away in this very moment
+            self.perform(self._core.leave(end.ticket, self._clock()))
+
+    def _wake_at(self, at_s: float) -> None:
+        delay_s = at_s - self._clock()
+        if delay_s <= 0:
+            if self._soon is None:
+                self._soon = self._loop.call_soon(self._tick)
+            return
+        if self._later is not None:
+            self._later.cancel()
+        self._later = self._loop.call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._soon = None
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+        self.perform(self._core.tick(self._clock()))

@@ -1,0 +1,69 @@
+"""What every stream works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from extproc.core.core import Core
+from extproc.core.effects import Effect
+from extproc.errors import MethodNotAllowed, UnknownModel
+from extproc.metrics.registry import Metrics
+from extproc.protocol import MODELS_PATH
+from extproc.streams.http_headers import read_head
+from extproc.streams.responses import model_answer, models_answer
+
+if TYPE_CHECKING:
+    from extproc.core.types import Head
+    from extproc.streams.messages import HttpHeaders
+
+
+class GatewayOptions(msgspec.Struct, frozen=True):
+    """What differs between gateways, and cannot be seen in their messages.
+
+    ``buffered_choices`` and ``duplex_choices``: how many endpoints an answer may name, by the way in which bodies come. Several
+    for gateways that go down a list (our bundle, Istio), one for those that read an address (ORIGINAL_DST). ``pool``: the
+    ModelServer for all models that no ModelRoute knows. ``overrides_mode``: the gateway allows ``mode_override``, so answers
+    need not pass through here. ``conformance``: tests may choose the endpoint by header. ``trusts_headers``: the gateway writes
+    the headers that say who asks, and removes what its clients put there; our bundle does, and says so.
+    """
+
+    buffered_choices: int = 4
+    duplex_choices: int = 1
+    pool: str | None = None
+    overrides_mode: bool = False
+    conformance: bool = False
+    trusts_headers: bool = False
+
+
+class StreamContext(msgspec.Struct, frozen=True):
+    """``perform``: carries the core's effects out. ``started_s``: Unix time of our start, the age of listed models."""
+
+    core: Core
+    metrics: Metrics
+    clock: Callable[[], float]
+    perform: Callable[[list[Effect]], None]
+    started_s: int
+    options: GatewayOptions = GatewayOptions()
+
+    def read_head(self, headers: HttpHeaders, is_trusted: Callable[[], bool]) -> Head:
+        """A request's headers; ``is_trusted`` takes a while, so it is asked only where anything depends on it."""
+        return read_head(headers, is_trusted=self.core.asks_who and is_trusted())
+
+    def list_models(self, head: Head) -> bytes | None:
+        """The list of models, or one of them, if the request asks for that; raises a Refusal."""
+        if head.path != MODELS_PATH and not head.path.startswith(MODELS_PATH + "/"):
+            return None
+        if head.method != "GET":
+            raise MethodNotAllowed(f"{head.path[:100]} takes GET, not {head.method[:20]}.")
+        models = self.core.intake.models
+        name = head.path.removeprefix(MODELS_PATH).removeprefix("/")
+        model = next((model for model in models if model.name == name), None)
+        if name and model is None:
+            raise UnknownModel(
+                f"The model '{name[:100]}' does not exist; GET {MODELS_PATH} lists those that do.", param="model"
+            )
+        self.metrics.answered_models()
+        return model_answer(model, self.started_s) if model else models_answer(models, self.started_s)

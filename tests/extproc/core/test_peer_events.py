@@ -1,0 +1,188 @@
+"""Two processes that tell each other everything pick as one."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from extproc.admission.fairness import VirtualTokenCounter
+from extproc.admission.queued_request import FlowKey
+from extproc.config.load import load
+from extproc.core.core import Core
+from extproc.core.effects import Decision, Effect, Settled, Tell
+from extproc.core.peer_events import (
+    SILENCE_S,
+    Alive,
+    Ended,
+    EngineSaid,
+    EventBatch,
+    Learned,
+    PeerEvent,
+    Spent,
+    decode,
+    encode,
+)
+from extproc.core.types import Head, Outcome
+from extproc.endpoints.engine_reports import CacheConfig, EngineState
+from extproc.request.model import Api
+from tests.extproc.conftest import CONFIG, decide
+
+HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
+
+
+def body(text: str) -> bytes:
+    return json.dumps({"model": "chat", "messages": [{"role": "user", "content": text}], "stream": True}).encode()
+
+
+class Process:
+    """A core that tells the others and hears them."""
+
+    def __init__(self, name: str, config: bytes = CONFIG, *, machine: str = "here") -> None:
+        self.name = name
+        self.core = Core(load({"a.yaml": config}), rng=random.Random(0), ticket_prefix=name, machine=machine)
+        self.pool = self.core.pools["llama"]
+
+    def hear(self, other: Process, *events: PeerEvent, now: float = 0.0) -> list[Effect]:
+        return self.core.hear(decode(encode(EventBatch(other.name, list(events)))), now)
+
+    def decide(self, text: str, now: float = 0.0, head: Head = HEAD) -> tuple[Decision, PeerEvent]:
+        own, effects = self.core.arrive(self.core.intake.receive(Api.CHAT, head, body(text)), now)
+        assert isinstance(own, Decision)
+        (started,) = told(effects)
+        return own, started
+
+
+def told(effects: list[Effect]) -> list[PeerEvent]:
+    return [one.event for one in effects if isinstance(one, Tell)]
+
+
+@pytest.fixture
+def pair() -> tuple[Process, Process]:
+    return Process("a"), Process("b")
+
+
+def test_a_request_counts_everywhere_until_it_ends(pair: tuple[Process, Process]) -> None:
+    one, other = pair
+    decision, started = one.decide("hello " * 200)
+    other.hear(one, started)
+    address = decision.assignment.place.address
+    row, its_row = one.pool.table.row_of(address), other.pool.table.row_of(address)
+    assert other.pool.table.in_flight[its_row] == 1
+    assert other.pool.table.backlog_tokens[its_row] == one.pool.table.backlog_tokens[row] > 0
+    other.hear(one, Ended(decision.ticket))
+    assert other.pool.table.in_flight.sum() == 0
+
+
+def test_a_prefix_that_one_sent_is_known_to_the_other(pair: tuple[Process, Process]) -> None:
+    one, other = pair
+    first, started = one.decide("the same long beginning " * 300)
+    other.hear(one, started)
+    second, _ = other.decide("the same long beginning " * 300)
+    assert second.assignment.place.address == first.assignment.place.address
+    assert second.assignment.cached_tokens > 1000
+
+
+def test_an_outcome_that_comes_to_one_teaches_both_and_is_counted_by_its_owner(pair: tuple[Process, Process]) -> None:
+    one, other = pair
+    decision, started = one.decide("hello " * 2000)
+    other.hear(one, started)
+    served = decision.assignment.place.address
+    outcome = Outcome(decision.ticket, 200, served, 1.0, 0.5, 3000, 10, 0)
+    effects = other.core.settle(outcome, 1.0)
+    assert told(effects) == [Learned(outcome)]
+    (settled,) = [effect for effect in effects if isinstance(effect, Settled)]
+    assert not settled.is_ours
+    (ours,) = one.hear(other, Learned(outcome), now=1.0)
+    assert isinstance(ours, Settled)
+    assert ours.is_ours
+    rows = [process.pool.table.row_of(served) for process in pair]
+    rates = [process.pool.table.prefill_rate[row] for process, row in zip(pair, rows, strict=True)]
+    assert rates[0] == rates[1] != 10_000
+    counted = [process.pool.table.prompt_tokens[row] for process, row in zip(pair, rows, strict=True)]
+    assert counted == [3000, 0]
+
+
+def test_what_was_lost_on_the_way_is_mended_by_the_heartbeat(pair: tuple[Process, Process]) -> None:
+    one, other = pair
+    sent = [one.decide(f"number {number} " * 50) for number in range(3)]
+    other.hear(one, *(started for _, started in sent))
+    assert other.pool.table.in_flight.sum() == 3
+    # the end of the second was lost
+    other.hear(one, Alive([sent[0][0].ticket, sent[2][0].ticket]))
+    assert other.pool.table.in_flight.sum() == 2
+    other.hear(one, Alive([]))
+    assert other.pool.table.in_flight.sum() == 0
+
+
+def test_a_process_that_is_gone_has_no_requests(pair: tuple[Process, Process]) -> None:
+    one, other = pair
+    other.hear(one, one.decide("hello")[1], now=10.0)
+    other.core.beat(10.0 + SILENCE_S)
+    assert (other.pool.table.in_flight.sum(), other.core.mirror.peers) == (1, 1)
+    other.core.beat(10.1 + SILENCE_S)
+    assert (other.pool.table.in_flight.sum(), other.core.mirror.peers) == (0, 0)
+
+
+def test_the_same_word_twice_counts_once(pair: tuple[Process, Process]) -> None:
+    one, other = pair
+    _, started = one.decide("hello")
+    other.hear(one, started, started)
+    assert other.pool.table.in_flight.sum() == 1
+
+
+def test_what_only_one_is_configured_for_is_passed_over() -> None:
+    one = Process("a")
+    other = Process("b", CONFIG.replace(b'{address: "10.0.0.1:8000"}, {address: "10.0.0.2:8000"}, ', b""))
+    for number in range(9):
+        other.hear(one, one.decide(f"{number} hello")[1])
+    assert 1 <= other.pool.table.in_flight.sum() < 9
+
+
+def test_one_asks_the_engines_for_all(pair: tuple[Process, Process]) -> None:
+    one, other = pair
+    said = EngineSaid("llama", "10.0.0.2:8000", EngineState(waiting=4, running=2), CacheConfig(16, 64_000))
+    other.hear(one, said, EngineSaid("llama", "10.0.0.2:8000", EngineState(), models=frozenset({"sql"})), now=5.0)
+    row = other.pool.table.row_of("10.0.0.2:8000")
+    assert row is not None
+    assert (other.pool.table.waiting[row], other.pool.table.seen_at_s[row]) == (4, 5.0)
+    assert other.pool.table.loras[row].served == frozenset({"sql"})
+    assert other.pool.caches.index.first_block_bytes == 64
+    other.hear(one, EngineSaid("gone", "10.0.0.2:8000", EngineState()), EngineSaid("llama", "gone:1", EngineState()))
+
+
+LIMITED = CONFIG.replace(b"  loraAdapters: [sql]", b"  loraAdapters: [sql]\n  rateLimits: [{unit: hour, requests: 10}]")
+
+
+def test_what_one_worker_grants_of_a_local_limit_is_gone_for_the_others_of_its_machine() -> None:
+    a, b = (Process(name, LIMITED) for name in ("a", "b"))
+    elsewhere = Process("c", LIMITED, machine="there")
+    own, effects = a.core.arrive(a.core.intake.receive(Api.CHAT, HEAD, body("hello")), 0.0)
+    assert isinstance(own, Decision)
+    (spent,) = [event for event in told(effects) if isinstance(event, Spent)]
+    for other in (b, elsewhere):
+        other.hear(a, *4 * [spent])
+    levels = [decide(process.core, HEAD, body("hello")).grants[0].levels for process in (b, elsewhere)]
+    assert levels == [[5.0], [9.0]]
+
+
+QUEUED = CONFIG.replace(b"  scrapeInterval: 0s", b"  scrapeInterval: 0s\n  flowControl: {}")
+
+
+def test_a_flow_is_charged_everywhere_for_what_it_had_anywhere() -> None:
+    a, b = Process("a", QUEUED), Process("b", QUEUED)
+    head = Head("POST", "/v1/chat/completions", {"x-attache-tenant": "acme"}, has_body=True, is_trusted=True)
+    decision, started = a.decide("hello " * 500, head=head)
+    b.hear(a, started)
+
+    def counter(one: Process) -> float:
+        flows = one.core.admission.gates["llama"].queue.band_of(0).flows
+        policy = flows.policy
+        assert isinstance(policy, VirtualTokenCounter)
+        return float(policy.counters[flows.row_of(FlowKey("acme", "llama-3.1-8b"))])
+
+    assert counter(a) == counter(b) > 500
+    outcome = Outcome(decision.ticket, 200, decision.assignment.addresses[0], 1.0, 0.5, 600, 10, 0)
+    b.hear(a, *told(a.core.settle(outcome, 1.0)))
+    assert counter(a) == counter(b) == 620

@@ -1,0 +1,139 @@
+"""Answers that are written directly are those that protobuf's own classes would write."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.admission.buckets import Claim, Limit
+from extproc.admission.limits import Ask, Grant
+from extproc.core.types import Decision
+from extproc.endpoints.table import Place
+from extproc.scheduling.pool import Assignment
+from extproc.streams.messages import CommonResponse, ProcessingResponse
+from extproc.streams.responses import (
+    MOST_BODY_BYTES,
+    decision_answer,
+    duplex_decision_answer,
+    request_body_answers,
+    response_body_answers,
+)
+
+FORGEABLE = [
+    "x-prefiller-host-port",
+    "x-encoder-hosts-ports",
+    "x-data-parallel-host-port",
+    "x-kv-cache-source-host-port",
+    "x-gateway-destination-endpoint-subset",
+    "x-attache-server",
+]
+words = st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
+addresses = st.lists(words, min_size=1, max_size=6).map(tuple)
+bodies = st.none() | st.binary(max_size=20) | st.sampled_from([1, 127, 128, 16_384, 300_000]).map(bytes)
+
+
+def decided(
+    *,
+    ticket: str = "t-1",
+    server: str = "llama",
+    addresses: tuple[str, ...] = ("10.0.0.1:8000", "10.0.0.2:8000"),
+    prefill: str | None = None,
+    body: bytes | None = None,
+    grants: tuple[Grant, ...] = (),
+) -> Decision:
+    assignment = Assignment(
+        place=Place(addresses[0], 0, 0),
+        addresses=addresses,
+        input_tokens=1.0,
+        cached_tokens=0.0,
+        indexed_tokens=0.0,
+        cached_since_s=None,
+        tokens_ahead=0.0,
+        cost_s=0.0,
+        prefill=None if prefill is None else Place(prefill, 1, 0),
+    )
+    return Decision(ticket, server, assignment, body, grants=grants)
+
+
+def set_header(common: CommonResponse, name: str, value: str) -> None:
+    option = common.header_mutation.set_headers.add(append_action=2)
+    option.header.key, option.header.raw_value = name, value.encode()
+
+
+def expected(decision: Decision, *, is_duplex: bool) -> ProcessingResponse:
+    """The answer, built from message objects."""
+    answer = ProcessingResponse()
+    common = answer.request_headers.response if is_duplex else answer.request_body.response
+    destination = ",".join(decision.assignment.addresses)
+    if not is_duplex:
+        common.clear_route_cache = True
+        set_header(common, "x-attache-server", decision.server)
+    set_header(common, "x-gateway-destination-endpoint", destination)
+    prefill = decision.assignment.prefill
+    if prefill is not None:
+        set_header(common, "x-prefiller-host-port", prefill.address)
+    if decision.body is not None:
+        set_header(common, "content-length", str(len(decision.body)))
+        if not is_duplex:
+            common.body_mutation.body = decision.body
+    if is_duplex:
+        common.header_mutation.remove_headers.extend(FORGEABLE if prefill is None else FORGEABLE[1:])
+    metadata = answer.dynamic_metadata.fields
+    metadata["envoy.lb"].struct_value.fields["x-gateway-destination-endpoint"].string_value = destination
+    metadata["attache"].struct_value.fields["ticket"].string_value = decision.ticket
+    return answer
+
+
+def check(answer: bytes, message: ProcessingResponse) -> None:
+    """Equal as a message, and every field is written once: readers need not merge."""
+    assert ProcessingResponse.FromString(answer) == message
+    assert len(answer) == message.ByteSize()
+
+
+@given(ticket=words, server=words, addresses=addresses, prefill=st.none() | words, body=bodies)
+def test_decisions_are_written_as_protobuf_writes_them(
+    ticket: str, server: str, addresses: tuple[str, ...], prefill: str | None, body: bytes | None
+) -> None:
+    decision = decided(ticket=ticket, server=server, addresses=addresses, prefill=prefill, body=body)
+
+    check(decision_answer(decision), expected(decision, is_duplex=False))
+    check(duplex_decision_answer(decision, overrides_mode=False), expected(decision, is_duplex=True))
+
+
+def test_an_override_asks_for_no_bodies_of_answers() -> None:
+    message = expected(decided(), is_duplex=True)
+    mode = message.mode_override
+    # SEND but for trailers of answers, bodies FULL_DUPLEX_STREAMED and NONE
+    mode.request_header_mode = mode.request_trailer_mode = mode.response_header_mode = 1
+    mode.request_body_mode, mode.response_body_mode, mode.response_trailer_mode = 4, 0, 2
+
+    check(duplex_decision_answer(decided(), overrides_mode=True), message)
+
+
+def test_what_limits_granted_stands_beside_the_ticket() -> None:
+    ask = Ask("key", Limit(rate=1.0, capacity=10.0), "requests", 1.0)
+    decision = decided(grants=(Grant([ask], [Claim(1.0, 1.0, 0)], [9.0]),))
+    message = expected(decision, is_duplex=False)
+    own = message.dynamic_metadata.fields["attache"].struct_value.fields
+    own["x-ratelimit-limit-requests"].string_value = "10"
+    own["x-ratelimit-remaining-requests"].string_value = "9"
+    own["x-ratelimit-reset-requests"].string_value = "1s"
+
+    check(decision_answer(decision), message)
+
+
+@pytest.mark.parametrize("is_end", [False, True])
+@pytest.mark.parametrize("size", [0, 1, MOST_BODY_BYTES, MOST_BODY_BYTES + 1, 3 * MOST_BODY_BYTES])
+def test_bodies_pass_in_pieces_whose_last_says_so(size: int, is_end: bool) -> None:
+    body = bytes(range(256)) * (size // 256 + 1)
+    body = body[:size]
+
+    asked = [ProcessingResponse.FromString(one).request_body for one in request_body_answers(body, is_end=is_end)]
+    answered = [ProcessingResponse.FromString(one).response_body for one in response_body_answers(body, is_end=is_end)]
+
+    for pieces in (asked, answered):
+        streamed = [one.response.body_mutation.streamed_response for one in pieces]
+        assert b"".join(one.body for one in streamed) == body
+        assert all(len(one.body) <= MOST_BODY_BYTES for one in streamed)
+        assert [one.end_of_stream for one in streamed] == [False] * (len(streamed) - 1) + [is_end]

@@ -1,0 +1,1 @@
+"""Writes extproc's Envoy messages from envoy-data-plane: ``make generate``."""
