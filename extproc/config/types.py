@@ -31,7 +31,11 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StringMatch(Spec, frozen=True):
-    """Exactly one of the three is set. ``regex`` must match the whole value (RE2-compatible syntax, as in Envoy)."""
+    """Exactly one of the three is set.
+
+    ``exact``: the whole value. ``prefix``: its beginning. ``regex``: matches the whole value (RE2-compatible
+    syntax, as in Envoy).
+    """
 
     exact: str | None = None
     prefix: str | None = None
@@ -39,21 +43,31 @@ class StringMatch(Spec, frozen=True):
 
 
 class ModelMatch(Spec, frozen=True):
-    """All given conditions must hold. Header names are case-insensitive."""
+    """All given conditions must hold.
+
+    ``headers``: by name, which is case-insensitive. ``uri``: the request's path.
+    """
 
     headers: dict[str, StringMatch] = msgspec.field(default_factory=dict)
     uri: StringMatch | None = None
 
 
 class TargetModel(Spec, frozen=True):
-    """One weighted destination of a rule."""
+    """One weighted destination of a rule.
+
+    ``model_server_name``: the name of a ModelServer. ``weight``: its share of the requests, relative to the other
+    targets' weights.
+    """
 
     model_server_name: Name
     weight: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 100
 
 
 class RouteRule(Spec, frozen=True):
-    """The first rule whose match holds decides; a rule without a match always holds."""
+    """The first rule whose match holds decides; a rule without a match always holds.
+
+    ``target_models``: where requests go. ``name``: for people. ``model_match``: conditions on the request.
+    """
 
     target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=16)]
     name: str = ""
@@ -72,7 +86,11 @@ class RouteRule(Spec, frozen=True):
 class ModelRouteSpec(Spec, frozen=True):
     """Which model names a client may ask for, and where such requests go.
 
-    A request for ``model_name`` is sent on under the ModelServer's own model name; one for an adapter keeps its name.
+    A request for ``model_name`` is sent on under the ModelServer's own model name; one for an adapter keeps its
+    name.
+
+    ``rules``: the first one that matches decides. ``model_name``: what clients ask for. ``lora_adapters``: adapters
+    that the engines have loaded, and clients may ask for. ``rate_limits``: each request must pass all of them.
     """
 
     rules: Annotated[tuple[RouteRule, ...], msgspec.Meta(min_length=1, max_length=16)]
@@ -82,10 +100,12 @@ class ModelRouteSpec(Spec, frozen=True):
 
 
 class StaticEndpoint(Spec, frozen=True):
-    """One engine: ``ip:port`` (``[::1]:8000`` for IPv6).
+    """One engine.
 
-    ``price``: what a second of it costs, relative to others. ``draining``: it gets nothing new while others are there.
-    ``kv_events`` and ``kv_replay``: where this engine publishes and replays KV events, if not on its ModelServer's ports.
+    ``address``: ``ip:port`` (``[::1]:8000`` for IPv6). ``labels``: what policies and ``pdGroup`` tell endpoints
+    apart by. ``price``: what a second of it costs, relative to others. ``draining``: it gets nothing new while
+    others are there. ``kv_events`` and ``kv_replay``: where this engine publishes and replays KV events, if not on
+    its ModelServer's ports.
     """
 
     address: NonEmpty
@@ -97,9 +117,11 @@ class StaticEndpoint(Spec, frozen=True):
 
 
 class PdGroup(Spec, frozen=True):
-    """Engines in two roles: labels say who computes prompts and who writes answers; a pair shares ``group_key``'s value.
+    """Engines in two roles: one computes the prompt (prefill), another of the same group writes the answer (decode).
 
-    A prompt of which the decode engine misses less than ``min_uncached_tokens`` is computed there.
+    ``prefill_labels`` and ``decode_labels``: an endpoint that has all of these labels has the role. ``group_key``:
+    a label; both engines of a pair have the same value of it. ``min_uncached_tokens``: a prompt of which the decode
+    engine misses fewer tokens is computed there.
     """
 
     prefill_labels: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
@@ -109,9 +131,12 @@ class PdGroup(Spec, frozen=True):
 
 
 class KvEventsSpec(Spec, frozen=True):
-    """Engines publish what enters and leaves their KV caches (vLLM's ``--kv-events-config``); we know their caches precisely.
+    """Engines publish what enters and leaves their KV caches (vLLM's ``--kv-events-config``); we know their caches
+    precisely.
 
-    Rank r of ``data_parallel_size`` publishes on ``port + r``. Without ``replay_port``, what was missed stays unknown.
+    ``port``: rank r of a data-parallel engine publishes on this port plus r. ``replay_port``: where missed events
+    are replayed; without it, what was missed stays unknown. ``topic``: subscribe to topics that begin so.
+    ``data_parallel_size``: ranks of an engine.
     """
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 5557
@@ -121,7 +146,10 @@ class KvEventsSpec(Spec, frozen=True):
 
 
 class TokenizerSpec(Spec, frozen=True):
-    """Who turns prompts into tokens for precise matching: the files in ``path``, or else the engines' own /tokenize."""
+    """How prompts become tokens, for precise matching.
+
+    ``path``: a directory with the model's tokenizer files; without it, engines' own /tokenize is asked.
+    """
 
     path: NonEmpty | None = None
     # the longest that a request waits for its tokens; then the approximate index decides
@@ -134,20 +162,31 @@ class TokenizerSpec(Spec, frozen=True):
 
 
 class RetryPolicy(Spec, frozen=True):
-    """How Envoy goes down the list of endpoints when one fails before its first byte."""
+    """How Envoy goes down the list of endpoints when one fails before its first byte.
+
+    ``attempts``: how many further endpoints it tries.
+    """
 
     attempts: Annotated[int, msgspec.Meta(ge=0, le=10)] = 2
 
 
 class OutlierDetection(Spec, frozen=True):
-    """When Envoy takes an engine out of the set, and for how long at first."""
+    """When Envoy takes an engine out of the set.
+
+    ``consecutive_failures``: failures in a row that do so. ``ejection_time``: for how long at first.
+    """
 
     consecutive_failures: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 3
     ejection_time: str = "10s"
 
 
 class TrafficPolicy(Spec, frozen=True):
-    """Time limits and retries between Envoy and the engines."""
+    """Time limits and retries between Envoy and the engines.
+
+    ``timeout``: the longest that a whole answer may take. ``connect_timeout``: the longest that connecting to an
+    engine may take. ``retry``: what happens when an engine fails before its first byte. ``outlier_detection``: when
+    an engine is avoided.
+    """
 
     timeout: str = "30m"
     connect_timeout: str = "1s"
@@ -166,7 +205,13 @@ class TrafficPolicy(Spec, frozen=True):
 
 
 class ModelServerSpec(Spec, frozen=True):
-    """The engines that serve one base model."""
+    """The engines that serve one base model.
+
+    ``model``: the name under which the engines serve it. ``endpoints``: the engines. ``engine``: whose metrics'
+    names they use. ``traffic_policy``: time limits and retries. ``pd_group``: prefill and decode on separate
+    engines. ``kv_events``: engines publish what is in their caches. ``tokenizer``: how prompts become tokens, where
+    ``kv_events`` is set.
+    """
 
     model: NonEmpty
     endpoints: Annotated[tuple[StaticEndpoint, ...], msgspec.Meta(max_length=10_000)]
@@ -196,7 +241,12 @@ class ModelServerSpec(Spec, frozen=True):
 
 
 class GatewayConfigSpec(Spec, frozen=True):
-    """How Envoy listens and how it talks to extproc. At most one such document in a directory."""
+    """How Envoy listens and how it talks to extproc. At most one such document in a directory.
+
+    ``listen``: where clients connect. ``admin``: Envoy's administration, for this machine only. ``extproc``: where
+    extproc listens, ``ip:port`` or ``unix:/path``. ``max_body_size``: the largest request. ``access_log_flush``:
+    how long Envoy may keep outcomes back.
+    """
 
     listen: str = "127.0.0.1:8080"
     admin: str = "127.0.0.1:9901"

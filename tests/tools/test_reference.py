@@ -84,3 +84,10 @@ def test_every_plugin_and_command_has_its_section() -> None:
     text = (FOLDER / "plugins.md").read_text()
     assert [name for name in BUILT_IN if f"`{name}`" not in text] == []
     assert "### attache explain" in commands_page()
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_every_field_of_a_kind_has_a_meaning(kind: type) -> None:
+    rows = [line for line in page(kind).splitlines() if line.startswith("| `")]
+    advice = "say it in the struct's docstring, as ``field``: meaning"
+    assert [row for row in rows if row.endswith("|  |")] == [], advice

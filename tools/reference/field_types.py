@@ -17,6 +17,9 @@ _SIMPLE: Final[Mapping[type, str]] = {
     inspect.AnyType: "anything",
     inspect.NoneType: "null",
 }
+_PLAIN: Final = frozenset({bool, int, float, str})
+# Bounds of numbers beyond this only guard arithmetic.
+_FAR: Final = 2**31 - 1
 
 
 def type_text(kind: inspect.Type, link: Callable[[inspect.StructType], str]) -> str:
@@ -97,18 +100,25 @@ def _given(struct: msgspec.Struct) -> dict[str, Any]:
     kind = inspect.type_info(type(struct))
     fields = kind.fields if isinstance(kind, inspect.StructType) else ()
     pairs = ((field, getattr(struct, field.name)) for field in fields)
-    return {field.encode_name: value for field, value in pairs if field.required or value != default_of(field)}
+    given = ((field, value) for field, value in pairs if field.required or value != default_of(field))
+    return {field.encode_name: value if type(value) in _PLAIN else str(value) for field, value in given}
 
 
 def _range(kind: inspect.IntType | inspect.FloatType) -> str:
-    low = "" if kind.ge is None else f"{kind.ge:,}"
-    high = "" if kind.le is None else f"{kind.le:,}"
+    low, high = _bound(kind.ge), _bound(kind.le)
     if low and high:
         return f", {low} to {high}"
     words = [f"at least {low}" * bool(low), f"at most {high}" * bool(high)]
-    words += [] if kind.gt is None else [f"above {kind.gt:,}"]
-    words += [] if kind.lt is None else [f"below {kind.lt:,}"]
+    words += [] if kind.gt is None else [f"above {_bound(kind.gt)}"]
+    words += [] if kind.lt is None else [f"below {_bound(kind.lt)}"]
     return "".join(f", {word}" for word in words if word)
+
+
+def _bound(value: float | None) -> str:
+    """Empty for one that nobody comes near."""
+    if value is None or abs(value) >= _FAR:
+        return ""
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"
 
 
 def _lengths(kind: inspect.VarTupleType | inspect.ListType | inspect.DictType) -> str:
