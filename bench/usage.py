@@ -23,9 +23,11 @@ def cpu_seconds(pid: int) -> float:
 
 
 def thread_seconds(pid: int) -> dict[str, float]:
-    """User and system time of a process by thread name; the first thread is called ``main``, and threads of one name are added up.
+    """User and system time of a process by thread name.
 
-    Reads schedstat, which counts nanoseconds; where the kernel has none, the whole process counts as ``main``, in clock ticks.
+    The first thread is called ``main``; the times of threads that share a name are added up.
+    Reads schedstat, which counts nanoseconds; where the kernel has none, the whole process counts as ``main``, in
+    clock ticks.
     """
     found: defaultdict[str, float] = defaultdict(float)
     for thread in Path(f"/proc/{pid}/task").iterdir():

@@ -1,4 +1,4 @@
-"""What a client is told when it cannot be served: one short family, each knowing its HTTP status and OpenAI error object."""
+"""Errors for clients: each knows its HTTP status and its OpenAI error object."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ if TYPE_CHECKING:
 
 
 class Refusal(Exception):
-    """A request that ends here. ``message`` says what to do about it; the class says status, type and code."""
+    """A request that is refused.
+
+    ``message``: tells the client what to do. ``param``: the request parameter at fault, if any. ``retry_after_s``:
+    for the retry-after header, None if a retry will not help. The class defines the rest: ``outcome`` is the value in
+    metrics, ``headers`` are response headers beside retry-after.
+    """
 
     status: ClassVar[int] = 500
     error_type: str = "server_error"
     code: ClassVar[str | None] = None
     outcome: ClassVar[str] = "error"
-    # beside retry-after
     headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
@@ -29,7 +33,7 @@ class Refusal(Exception):
 
 
 class BadRequest(Refusal):
-    """The body or its fields are not what the API takes."""
+    """The body or one of its fields is invalid."""
 
     status = 400
     error_type = "invalid_request_error"
@@ -37,7 +41,7 @@ class BadRequest(Refusal):
 
 
 class UnknownModel(Refusal):
-    """No route serves this model name."""
+    """No route has this model name."""
 
     status = 404
     error_type = "invalid_request_error"
@@ -46,7 +50,7 @@ class UnknownModel(Refusal):
 
 
 class UnknownPath(Refusal):
-    """Not an endpoint of the API."""
+    """The path is not part of the API."""
 
     status = 404
     error_type = "invalid_request_error"
@@ -55,7 +59,7 @@ class UnknownPath(Refusal):
 
 
 class MethodNotAllowed(Refusal):
-    """The endpoint exists, the HTTP method does not."""
+    """The path does not support the HTTP method."""
 
     status = 405
     error_type = "invalid_request_error"
@@ -64,7 +68,7 @@ class MethodNotAllowed(Refusal):
 
 
 class NoEndpoint(Refusal):
-    """The route is known but no engine can take the request now."""
+    """No endpoint can serve the request now."""
 
     status = 503
     error_type = "service_unavailable_error"
@@ -73,7 +77,7 @@ class NoEndpoint(Refusal):
 
 
 class RateLimited(Refusal):
-    """The caller has used up what a ModelRoute grants. ``kind``: of what, requests or tokens."""
+    """The caller has exceeded a rate limit. ``kind``: requests or tokens."""
 
     status = 429
     code = "rate_limit_exceeded"
@@ -86,7 +90,7 @@ class RateLimited(Refusal):
 
 
 class LimitsUnavailable(Refusal):
-    """Redis cannot be asked, and the limit is not to be granted without it."""
+    """Redis does not answer, and the limit must not be granted without it."""
 
     status = 503
     error_type = "service_unavailable_error"
@@ -95,7 +99,7 @@ class LimitsUnavailable(Refusal):
 
 
 class QueueFull(Refusal):
-    """No place to wait, or it had to be given up to a request of higher priority."""
+    """The queue is full, or a request of higher priority evicted this one from it."""
 
     status = 429
     error_type = "requests"
@@ -104,7 +108,7 @@ class QueueFull(Refusal):
 
 
 class Shed(Refusal):
-    """Engines are nearly full, and the request's priority says that it can go."""
+    """The engines are nearly full, and the request's priority is negative."""
 
     status = 429
     error_type = "requests"
@@ -113,7 +117,7 @@ class Shed(Refusal):
 
 
 class QueueTimeout(Refusal):
-    """It has waited as long as it may."""
+    """The request has waited too long in the queue."""
 
     status = 503
     error_type = "service_unavailable_error"
@@ -140,6 +144,6 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 
 
 def to_openai_body(refusal: Refusal) -> bytes:
-    """The error object that OpenAI's clients parse: ``{"error": {message, type, param, code}}``."""
+    """The body that OpenAI's clients expect: ``{"error": {"message", "type", "param", "code"}}``."""
     detail = _ErrorDetail(refusal.message, refusal.error_type, refusal.param, refusal.code)
     return msgspec.json.encode(_ErrorBody(detail))

@@ -21,7 +21,7 @@ import msgspec
 import uvloop
 from rich.console import Console
 
-from bench.load.client import Client
+from bench.load.client import LoadClient
 from bench.reporting.distribution import nearest_rank
 from bench.stack import ALIAS, EngineFlags, running_stack
 from bench.workload.generators import conversations
@@ -70,7 +70,7 @@ async def measure(directory: Path, *, publishes_events: bool, shape: Conversatio
     # engines share the processors with everything else, so that answers to /tokenize may be late
     more = {"scrapeInterval": "200ms", "tokenizer": {"timeout": "3s"}}
     async with running_stack(directory / "stack", flags, extproc_flags=logged, more=more) as stack:
-        client = Client(stack.url, ALIAS, speed=_SPEED, on_result=lambda _: None)
+        client = LoadClient(stack.url, ALIAS, speed=_SPEED, on_result=lambda _: None)
         faults = asyncio.create_task(_disturb(stack))
         await client.send(conversations(shape))
         await faults

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from bench.engine.hardware import PRESETS
 from bench.live.report import Comparison, PolicyRun, table, write_report
-from bench.load.client import Client
+from bench.load.client import LoadClient
 from bench.processes import StartFailed
 from bench.reporting.summary import summarize, ttfts_s
 from bench.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, running_stack
@@ -132,7 +132,7 @@ async def _run(policy: str, stack: Stack, settings: ComparisonSettings, progress
     pids.pop("bundle")
     cpu_before = {name: cpu_seconds(pid) for name, pid in pids.items()}
     machine_before = machine_time()
-    client = Client(stack.url, ALIAS, speed=settings.flags.speed, on_result=show)
+    client = LoadClient(stack.url, ALIAS, speed=settings.flags.speed, on_result=show)
     await client.send(settings.workload)
     busy = busy_share(machine_before, machine_time())
     cpu = {name: cpu_seconds(pid) - cpu_before[name] for name, pid in pids.items()}

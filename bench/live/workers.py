@@ -19,7 +19,7 @@ import uvloop
 from rich.console import Console
 
 from bench.live.prediction import read_outcomes
-from bench.load.client import Client
+from bench.load.client import LoadClient
 from bench.reporting.summary import cached_token_ratio, ttfts_s
 from bench.stack import ALIAS, EngineFlags, running_stack
 from bench.workload.generators import conversations
@@ -48,7 +48,7 @@ async def measure(directory: Path, workers: int, *, shape: Conversations = SHAPE
     log = directory / "decisions"
     logged = ("--decision-log", str(log), "--decision-sample", "1")
     async with running_stack(directory / "stack", flags, workers=workers, extproc_flags=logged) as stack:
-        client = Client(stack.url, ALIAS, speed=_SPEED, on_result=results.append)
+        client = LoadClient(stack.url, ALIAS, speed=_SPEED, on_result=results.append)
         await client.send(conversations(shape))
     served = _served(directory)
     good = [one for one in results if not one.error]

@@ -73,7 +73,7 @@ def read_stream(raw: bytes) -> Answer:
 _DECODER: Final = msgspec.json.Decoder(_Event)
 
 
-class Client:
+class LoadClient:
     """``speed``: engine seconds per second of the wall clock; the workload's times are engine time.
 
     ``on_result`` is called when a request has ended.

@@ -1,7 +1,7 @@
 """``make bench``: print what the request path costs; all in ``bench/out/overhead.json``.
 
-``--quick`` compares the servers on the README's configuration alone, ``--only 2KB`` runs the cases whose name contains it: together
-about a minute.
+``--quick`` compares the servers on the README's configuration alone, ``--only 2KB`` runs the cases whose name
+contains it: together about a minute.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rich.console import Console
 
 from bench.micro import instructions, limits, overhead, scraping, streams
 from bench.micro.figures import ServerFigures, figures, table, threads
+from bench.micro.page import markdown
 from bench.micro.servers import GATEWAY_MISSING, GATEWAY_PYTHON
 from bench.processes import StartFailed
 from bench.stack import EnvoyMissing
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from bench.micro.servers import Case
 
-_WIDTH = 200  # of the table where there is no terminal
+_WIDTH = 230  # of the table where there is no terminal
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -53,6 +54,12 @@ def parser(prog: str = "bench.micro") -> argparse.ArgumentParser:
     add("--out", type=Path, metavar="DIR", default=Path("bench/out"), help="for overhead.json (default: %(default)s)")
     add("--only", metavar="TEXT", default="", help="only cases whose name contains TEXT, such as 2KB or pieces")
     add("--quick", action="store_true", help="only 2 KB and 100 KB with 8 endpoints, and nothing else")
+    add(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="more of them where other work disturbs (default: 8, or 10 with --quick)",
+    )
     add("--against", type=Path, metavar="DIR", help="a checkout whose extproc is measured, too")
     return made
 
@@ -67,22 +74,22 @@ def main(arguments: list[str] | None = None, prog: str = "bench.micro") -> int:
     if options.quick:
         cases = [case for case in cases if case in overhead.QUICK_CASES]
     try:
-        report = uvloop.run(
-            _measure(console, cases, options.against, is_quick=options.quick, is_whole=not options.only)
-        )
+        report = uvloop.run(_measure(console, cases, _plan(options), against=options.against))
     except (StartFailed, EnvoyMissing) as error:
         console.print(str(error), style="red", markup=False)
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("stopped; all processes are ended")
         return 130
-    if not (options.quick or options.only):
+    if _plan(options).is_whole:
         report = msgspec.structs.replace(report, scraping=scraping.measure())
     _print(console, report)
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "overhead.json"
     file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-    console.print(f"written: {file}")
+    page = options.out / "overhead.md"
+    page.write_text(markdown(report.figures))
+    console.print(f"written: {file}, {page}")
     return 0
 
 
@@ -90,23 +97,36 @@ def _squeezed(name: str) -> str:
     return name.replace(" ", "").lower()
 
 
-async def _measure(
-    console: Console, cases: Sequence[Case], against: Path | None, *, is_quick: bool, is_whole: bool
-) -> Report:
+class _Plan(msgspec.Struct, frozen=True):
+    """How long to look, and whether to measure more than the servers of the cases."""
+
+    effort: overhead.Effort
+    is_whole: bool
+
+
+def _plan(options: argparse.Namespace) -> _Plan:
+    effort = overhead.QUICK if options.quick else overhead.FULL
+    if options.rounds is not None:
+        effort = msgspec.structs.replace(effort, rounds=options.rounds)
+    return _Plan(effort, is_whole=not (options.quick or options.only))
+
+
+async def _measure(console: Console, cases: Sequence[Case], plan: _Plan, *, against: Path | None) -> Report:
     counts = await instructions.available()
     if not counts:
         console.print(instructions.NOT_AVAILABLE)
     if not GATEWAY_PYTHON.is_file():
         console.print(GATEWAY_MISSING)
-    effort = overhead.QUICK if is_quick else overhead.FULL
     rounds = []
     for number, case in enumerate(cases):
         console.print(f"{number + 1} of {len(cases)}: {case.name}")
         with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
-            found = await overhead.measure(case, Path(directory), effort, counts_instructions=counts, against=against)
+            found = await overhead.measure(
+                case, Path(directory), plan.effort, counts_instructions=counts, against=against
+            )
             rounds.append(found)
     report = Report([one for found in rounds for one in figures(found)], rounds)
-    if is_quick or not is_whole:
+    if not plan.is_whole:
         return report
     console.print("answers of 1 and of 1,000 tokens")
     with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:

@@ -1,7 +1,7 @@
 """The second baseline: reads and answers as much as extproc does, but decides nothing.
 
-An answer has four endpoints, as header and as metadata, a ticket, the length, and the whole body with the engines' name of the
-model in place of the client's. What extproc costs beyond this is what deciding costs.
+An answer has four endpoints, as header and as metadata, a ticket, the length, and the whole body with the engines'
+name of the model in place of the client's. What extproc costs beyond this is what deciding costs.
 """
 
 from __future__ import annotations

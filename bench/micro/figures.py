@@ -21,7 +21,10 @@ ENGINE = "engine"
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """A comparison over the rounds. ``best``: of each one's best round, which other work on the machine disturbed least."""
+    """A comparison over the rounds.
+
+    ``best``: of each one's best round, which other work on the machine disturbed least.
+    """
 
     median: float
     best: float
@@ -30,7 +33,10 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class PhaseFigures(msgspec.Struct, frozen=True):
-    """One server in one phase. Times and instructions are for one request; ``ratio``: to the no-op server of the same round."""
+    """One server in one phase.
+
+    Times and instructions are for one request; ``ratio``: to the no-op server of the same round.
+    """
 
     requests_per_s: float
     p50_ms: float
@@ -44,7 +50,10 @@ class PhaseFigures(msgspec.Struct, frozen=True):
 
 
 class ServerFigures(msgspec.Struct, frozen=True):
-    """One server of one case. ``added``: latency of one request at a time, above the engine alone and above the no-op server."""
+    """One server of one case.
+
+    ``added``: latency of one request at a time, above the engine alone and above the no-op server.
+    """
 
     case: str
     server: str
@@ -138,9 +147,9 @@ def table(found: Sequence[ServerFigures]) -> Table:
         "p50 ms",
         "p90",
     ):
-        made.add_column(column, justify="right")
+        made.add_column(column, justify="right", overflow="fold")
     for column in ("32: req/s", "ratio", "CPU µs", "MiB", "start s"):
-        made.add_column(column, justify="right")
+        made.add_column(column, justify="right", overflow="fold")
     case = ""
     for one in found:
         if case and one.case != case:

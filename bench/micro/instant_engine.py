@@ -1,7 +1,7 @@
 """Engines that answer at once, so that all that is measured is in front of them.
 
-One process serves them all, each on a port of its own. Answers are not streamed: a gateway that sends headers and the first bytes
-apart and without TCP_NODELAY would be measured by its client's delayed acknowledgements (40 ms).
+One process serves them all, each on a port of its own. Answers are not streamed: a gateway that sends headers and the
+first bytes apart and without TCP_NODELAY would be measured by its client's delayed acknowledgements (40 ms).
 """
 
 from __future__ import annotations

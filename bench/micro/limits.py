@@ -1,6 +1,7 @@
 """What rate limits cost a request: in memory and in Redis, against none, alternating.
 
-Redis is a real one on loopback. Requests are sent over gRPC as Envoy sends them, one after the other: the times are latencies.
+Redis is a real one on loopback. Requests are sent over gRPC as Envoy sends them, one after the other: the times are
+latencies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The first baseline: an ext_proc server that reads nothing and lets requests pass.
 
-What it costs is what gRPC costs in Python. Its answers are constant bytes. They name the ModelServer: without a name, Envoy would parse
-the body to find out where to send the request, and the baseline would cost Envoy more than extproc does.
+What it costs is what gRPC costs in Python. Its answers are constant bytes. They name the ModelServer: without a name,
+Envoy would parse the body to find out where to send the request, and the baseline would cost Envoy more than extproc
+does.
 """
 
 from __future__ import annotations
@@ -87,7 +88,10 @@ async def _discard(_: object, context: grpc.aio.ServicerContext[Any, bytes]) -> 
 
 
 async def serve(listen: str, process: Process, *, reads_logs: bool = False) -> None:
-    """Answer streams with ``process`` until cancelled. ``reads_logs``: parse access log entries before they are dropped."""
+    """Answer streams with ``process`` until cancelled.
+
+    ``reads_logs``: parse access log entries before they are dropped.
+    """
     server = grpc.aio.server(options=OPTIONS)
     health = health_aio.HealthServicer()
     add_HealthServicer_to_server(health, server)

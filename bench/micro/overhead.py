@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """A way to load a server. ``by_envoy``: Envoy answers in place of the engines, so that the server is the bottleneck."""
+    """A way to load a server.
+
+    ``by_envoy``: Envoy answers in place of the engines, so that the server is the bottleneck.
+    """
 
     name: str
     at_once: int
@@ -42,7 +45,6 @@ CASES: Final = (
     Case(400_000, 8),
     Case(400_000, 100),
     Case(2_000, 8, renamed=False),
-    Case(400_000, 8, renamed=False),
     Case(2_000, 100, renamed=False, in_pieces=True),
     Case(400_000, 100, renamed=False, in_pieces=True),
 )
@@ -56,12 +58,15 @@ class Effort(msgspec.Struct, frozen=True):
     phase_s: float
 
 
-FULL: Final = Effort(rounds=9, phase_s=0.3)
+FULL: Final = Effort(rounds=8, phase_s=0.3)
 QUICK: Final = Effort(rounds=10, phase_s=0.3)
 
 
 class Load(msgspec.Struct, frozen=True):
-    """One server in one phase of one round. Times and instructions are for one request; ``busy``: the server's share of one processor."""
+    """One server in one phase of one round.
+
+    Times and instructions are for one request; ``busy``: the server's share of one processor.
+    """
 
     requests_per_s: float
     p50_ms: float
@@ -91,7 +96,10 @@ class Found(msgspec.Struct, frozen=True):
 async def measure(
     case: Case, directory: Path, effort: Effort, *, counts_instructions: bool, against: Path | None = None
 ) -> Found:
-    """Start all servers of ``case`` and load them in turn. ``directory`` is there and empty; ``against``: another checkout."""
+    """Start all servers of ``case`` and load them in turn.
+
+    ``directory`` is there and empty; ``against``: another checkout.
+    """
     others = {} if against is None else {"extproc before": ["bench.micro.checkout", str(against)]}
     async with Processes(directory) as processes:
         servers = await Servers(case, directory, processes, others).start(

@@ -1,8 +1,8 @@
 """Where extproc's processor time goes, in place: behind Envoy, 24 requests at once.
 
-``python -m bench.micro.profile`` prints microseconds of a request by thread, by library (with ``perf``, if there is one) and by
-extproc's functions, and leaves ``bench/out/stacks.txt`` for flame graphs. Shares come from samples of processor time; they are scaled by
-what a request costs without samples, measured in the same run.
+``python -m bench.micro.profile`` prints microseconds of a request by thread, by library (with ``perf``, if there is
+one) and by extproc's functions, and leaves ``bench/out/stacks.txt`` for flame graphs. Shares come from samples of
+processor time; they are scaled by what a request costs without samples, measured in the same run.
 """
 
 from __future__ import annotations
@@ -71,7 +71,11 @@ def read_stacks(text: str) -> Stacks:
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """Microseconds of a request by thread without samples; shares of the processor time by library; samples as text."""
+    """What was found about one configuration.
+
+    ``threads_us``: processor time of a request by thread, measured without samples. ``libraries``: shares of processor
+    time. ``samples``: lines of a stack and a count.
+    """
 
     threads_us: dict[str, float]
     libraries: dict[str, float]

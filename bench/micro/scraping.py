@@ -1,7 +1,7 @@
 """What scraping 100 engines five times a second costs: our client against aiohttp's.
 
-Both use the same reader. The pages are vLLM's own, recorded from version 0.32 (49 KB). A second process serves them on 100 ports;
-only the processor time of the process that asks is counted.
+Both use the same reader. The pages are vLLM's own, recorded from version 0.32 (49 KB). A second process serves them
+on 100 ports; only the processor time of the process that asks is counted.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def _ask_with_ours(ports: list[int], seconds: float) -> int:
     clock = asyncio.get_running_loop().time
     metrics = Metrics(core.pools.values, lambda: 0.0, clock)
     scraper = EngineScraper(
-        core, metrics, clock=clock, rng=random.Random(0), said=lambda event: core.take_report(event, clock())
+        core, metrics, clock=clock, rng=random.Random(0), deliver=lambda event: core.take_report(event, clock())
     )
     task = asyncio.create_task(scraper.run())
     await asyncio.sleep(seconds)

@@ -38,8 +38,8 @@ _DIRECT: Final = {
 class Case(msgspec.Struct, frozen=True):
     """One configuration and one size of prompts.
 
-    ``renamed``: clients ask by a short name as the README teaches, so that the body is written anew with the engines' own.
-    ``in_pieces``: bodies come and answers go in pieces (FULL_DUPLEX_STREAMED), as the endpoint picker protocol has it.
+    ``renamed``: clients ask by a short name as the README teaches, so that the body is written anew with the engines'
+    own. ``in_pieces``: bodies and answers pass in pieces (FULL_DUPLEX_STREAMED), as in the endpoint picker protocol.
     """
 
     prompt_bytes: int
@@ -60,7 +60,10 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Server(msgspec.Struct, frozen=True):
-    """One that is measured. ``pid``: what decides, or the engines themselves; ``envoy_pid``: what is in front of it."""
+    """One that is measured.
+
+    ``pid``: what decides, or the engines themselves; ``envoy_pid``: what is in front of it.
+    """
 
     name: str
     pid: int

@@ -28,8 +28,8 @@ _LENGTHS: Final = (1, 1000)
 class Streams(msgspec.Struct, frozen=True):
     """Microseconds of extproc's processor time a request, medians over the rounds.
 
-    ``idle_us_per_s``: what extproc uses when nobody asks (following its directory, health checks). It is subtracted for the duration of
-    each round, because a thousand tokens take longer than one.
+    ``idle_us_per_s``: what extproc uses when nobody asks (following its directory, health checks). It is subtracted
+    for the duration of each round, because a thousand tokens take longer than one.
     """
 
     one_token_us: float

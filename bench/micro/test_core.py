@@ -89,7 +89,7 @@ def view_over(endpoints: int) -> View:
     table.in_flight[:] = rng.integers(0, 40, rows) * table.is_active
     table.waiting[:], table.running[:] = rng.integers(0, 5, rows), rng.integers(0, 40, rows)
     table.kv_usage[:], table.backlog_tokens[:] = rng.random(rows), rng.random(rows) * 50_000
-    table.seen_at_s[:] = 0.0
+    table.reported_at_s[:] = 0.0
     cached = np.where(rng.random(rows) < 0.2, 1500.0, 0.0)
     return View(table, Demand(cached, PromptCost().work(2000.0 - cached, cached)), RequestFacts("m", 2000.0), 0.1)
 

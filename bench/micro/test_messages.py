@@ -10,7 +10,7 @@ import pytest
 
 from bench.micro.test_core import body
 from extproc.core.effects import Decision
-from extproc.endpoints.table import Place
+from extproc.endpoints.table import EndpointRef
 from extproc.request.model import Api
 from extproc.request.openai import parse
 from extproc.scheduling.pool import Assignment
@@ -37,7 +37,7 @@ def request_headers() -> bytes:
 
 def decision(changed_bytes: int) -> Decision:
     addresses = tuple(f"10.0.0.{number}:8000" for number in range(1, 5))
-    assignment = Assignment(Place(addresses[0], 0, 0), addresses, 500.0, 0.0, 0.0, None, 500.0, 0.1)
+    assignment = Assignment(EndpointRef(addresses[0], 0, 0), addresses, 500.0, 0.0, 0.0, None, 500.0, 0.1)
     return Decision("abcdef123456-1f", "llama", assignment, b"x" * changed_bytes if changed_bytes else None)
 
 

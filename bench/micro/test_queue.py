@@ -14,9 +14,9 @@ from extproc.admission.buckets import Bucket, Limit
 from extproc.admission.gate import Gate
 from extproc.admission.queue import FairQueue
 from extproc.admission.queued_request import FlowKey, QueuedRequest
-from extproc.admission.saturation import Room
+from extproc.admission.saturation import Capacity
 from extproc.config.admission import BANDS, FlowControl, SaturationSpec
-from extproc.endpoints.ledger import charge
+from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.table import EndpointTable
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def control(fairness: str = "VirtualTokenCounter") -> FlowControl:
 def filled(settings: FlowControl, rng: random.Random, numbers: Iterator[int]) -> FairQueue:
     queue = FairQueue(settings)
     for _ in range(WAITING):
-        queue.enter(queued(rng, numbers))
+        queue.enqueue(queued(rng, numbers))
     return queue
 
 
@@ -72,8 +72,8 @@ def test_enter_and_leave(benchmark: BenchmarkFixture, fairness: str) -> None:
 
     def both() -> int:
         one = next(ready)
-        queue.enter(one)
-        queue.leave(one.ticket)
+        queue.enqueue(one)
+        queue.withdraw(one.ticket)
         return len(queue)
 
     assert benchmark(both) == WAITING
@@ -87,16 +87,16 @@ def test_next(benchmark: BenchmarkFixture, fairness: str) -> None:
     queue = filled(settings, rng, numbers)
     table = engines()
     for row in range(7):
-        charge(table, row, prefill_tokens=50_000.0, now=0.0)
-    room = Room(table, settings.saturation.limits(), 0.0)
+        begin_request(table, row, work=50_000.0, now=0.0)
+    capacity = Capacity(table, settings.saturation.limits(), 0.0)
     gone: list[QueuedRequest] = []
 
     def come_back() -> None:
         if gone:
-            queue.enter(gone.pop())
+            queue.enqueue(gone.pop())
 
     def turn() -> None:
-        found = queue.next(room, 0.0)
+        found = queue.next(capacity, 0.0)
         assert found is not None
         queue.begin_service(found[0], 500.0, 0.0)
         gone.append(found[0])
@@ -118,8 +118,8 @@ def test_who_has_room(benchmark: BenchmarkFixture, endpoints: int) -> None:
     table, limits = EndpointTable(), SaturationSpec().limits()
     table.replace([f"10.0.{number // 250}.{number % 250}:8000" for number in range(endpoints)])
     for row in range(endpoints):
-        charge(table, row, prefill_tokens=5000.0, tokens=5200.0, now=0.0)
-    assert not benchmark(lambda: Room(table, limits, 0.1)).open.any()
+        begin_request(table, row, work=5000.0, tokens=5200.0, now=0.0)
+    assert not benchmark(lambda: Capacity(table, limits, 0.1)).open.any()
 
 
 def test_pass_through(benchmark: BenchmarkFixture) -> None:
@@ -135,7 +135,7 @@ def test_bucket(benchmark: BenchmarkFixture) -> None:
 
     def reserve_and_settle() -> float:
         bucket.fill(limit, next(now) * 1e-3)
-        bucket.settle(bucket.take(500.0), 100.0)
+        bucket.settle(bucket.reserve(500.0), 100.0)
         return bucket.level
 
     assert benchmark(reserve_and_settle) > 0

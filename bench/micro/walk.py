@@ -1,10 +1,12 @@
 """Which modules a request visits on its way: every call between modules of extproc.
 
-``python -m bench.micro.walk`` runs extproc in this process, sends it requests over gRPC as Envoy does, and watches the calls under the
-functions that receive a message and close a stream. It prints the calls between modules of one request in their order, then counts a
-request: calls between modules, how often each module is entered from another one, and all Python calls.
+``python -m bench.micro.walk`` runs extproc in this process, sends it requests over gRPC as Envoy does, and watches
+the calls under the functions that receive a message and close a stream. It prints the calls between modules of one
+request in their order, then counts a request: calls between modules, how often each module is entered from another
+one, and all Python calls.
 
-``--root DIR`` looks at another checkout's extproc, ``--entry NAME`` (several times) at other functions than those of Exchange.
+``--root DIR`` looks at another checkout's extproc, ``--entry NAME`` (several times) at other functions than those of
+Exchange.
 """
 
 from __future__ import annotations
@@ -214,8 +216,10 @@ def describe(walks: list[Walk]) -> Iterator[str]:
     for walk in parts:
         yield f"{walk.entry}: {_numbers(walk)}"
     yield f"a request, mean of {_WATCHED}:"
-    yield f"  {len(inside) / _WATCHED:.1f} calls between modules of extproc, {len({call.callee for call in inside})} modules entered"
-    yield f"  {sum(walk.python_calls for walk in walks) / _WATCHED:.1f} Python calls, {sum(walk.c_calls for walk in walks) / _WATCHED:.1f} C calls"
+    entered = len({call.callee for call in inside})
+    python_calls, c_calls = sum(walk.python_calls for walk in walks), sum(walk.c_calls for walk in walks)
+    yield f"  {len(inside) / _WATCHED:.1f} calls between modules of extproc, {entered} modules entered"
+    yield f"  {python_calls / _WATCHED:.1f} Python calls, {c_calls / _WATCHED:.1f} C calls"
     yield from _counted("entered from another module of extproc", Counter(_short(call.callee) for call in inside))
     pairs = Counter(f"{_short(call.caller)} -> {_short(call.callee)}" for call in inside)
     yield from _counted("calls between modules of extproc", pairs)
@@ -229,7 +233,8 @@ def _numbers(walk: Walk) -> str:
     before = list(itertools.takewhile(lambda call: call.function.rpartition(".")[2] != _PICK, walk.calls))
     if len(before) == len(walk.calls):
         return total
-    return f"{total}; before the pick {len(before)} calls between modules, into {len({call.callee for call in before})} of them"
+    into = len({call.callee for call in before})
+    return f"{total}; before the pick {len(before)} calls between modules, into {into} modules"
 
 
 def _counted(title: str, counts: Counter[str]) -> Iterator[str]:

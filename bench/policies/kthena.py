@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import numpy as np
 
 from bench.policies.least_cost import least_cost, match_ratio
-from extproc.endpoints.engine_reports import waiting
+from extproc.endpoints.engine_reports import estimated_waiting
 from extproc.scheduling.plugins.latency_scorers import LeastLatency
 from extproc.scheduling.plugins.load_scorers import LeastRequestScorer
 
@@ -58,7 +58,7 @@ class KthenaDefault:
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """See the module."""
         among = view.candidates()
-        short = among & (waiting(view.table, view.now_s) < _MOST_WAITING)
+        short = among & (estimated_waiting(view.table, view.now_s) < _MOST_WAITING)
         among = short if short.any() else among
         score = np.trunc(100 * LeastRequestScorer().score(view, among))
         score += np.trunc(100 * LeastLatency().score(view, among))

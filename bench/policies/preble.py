@@ -81,7 +81,7 @@ class ExploitExplore:
         request = self._tracker.observe(view)
         table, now = view.table, view.now_s
         self._histories += [_EngineHistory() for _ in range(len(table.addresses) - len(self._histories))]
-        capacity = max(1, int(table.kv_tokens.max()) // self._block_size)
+        capacity = max(1, int(table.kv_capacity_tokens.max()) // self._block_size)
         for history in self._histories:
             history.forget(now - WINDOW_S, capacity)
         may, cached = view.candidates(), view.demand.cached_tokens

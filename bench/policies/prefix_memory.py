@@ -93,7 +93,7 @@ class WithPrefixMemory:
 
     def _remember(self, view: View, row: int, request: Request) -> None:
         self._add(row, request)
-        capacity = int(view.table.kv_tokens[row]) // self._block_size
+        capacity = int(view.table.kv_capacity_tokens[row]) // self._block_size
         if self._rule.is_bounded and capacity:
             while len(self._held[row]) > capacity:
                 self._held[row].popitem(last=False)

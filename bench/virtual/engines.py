@@ -10,7 +10,7 @@ from bench.engine.journal import Journal
 from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import Roofline, StepTime
 from extproc.core.peer_events import EngineSaid
-from extproc.endpoints.engine_reports import CacheConfig, EngineState
+from extproc.endpoints.engine_reports import CacheConfig, EngineReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -46,7 +46,7 @@ def addresses(count: int) -> list[str]:
 class VirtualEngine:
     """One engine, driven by an event queue.
 
-    ``served``: requests that have ended. ``busy_s``: time spent computing.
+    ``served``: requests that have ended. ``busy_s``: time spent prefilled_by.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class VirtualEngine:
         scheduler, limits = self.scheduler, self.kind.limits
         pool = scheduler.pool
         before, self._reported_first_tokens = self._reported_first_tokens, scheduler.counters.first_tokens
-        state = EngineState(
+        state = EngineReport(
             len(scheduler.waiting),
             len(scheduler.running),
             1 - pool.free / pool.total,

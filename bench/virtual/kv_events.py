@@ -30,10 +30,10 @@ def kv_event_feed(
     """
     pool = core.pools[server]
     row = pool.table.row_of(address)
-    kv = pool.caches.kv
+    kv = pool.caches.kv_index
     assert row is not None
     assert kv is not None
-    pool.caches.note_feed(row, is_whole=True)
+    pool.caches.set_feed_state(row, is_whole=True)
     source = Source(row)
 
     def changed(changes: list[CacheChange], now: float) -> None:

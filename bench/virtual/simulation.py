@@ -1,7 +1,7 @@
 """A workload against extproc's own core and simulated engines, in virtual time.
 
-No Envoy, no HTTP: a request reaches its engine a moment after its pick, which is that of its arrival unless it is held. What the
-picker knows is as late as it is in reality: ``Delays``.
+No Envoy, no HTTP: a request is picked for when it arrives or is released, and reaches its engine after the time that
+vLLM's API server takes. What the picker knows is as late as in reality (``Delays``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class _Asked(msgspec.Struct):
-    """A request from its arrival on. ``position``: of its session and of its turn. ``done``: told of its end."""
+    """A request from its arrival on. ``position``: of session and turn. ``done``: called with the end's instant."""
 
     session: Session
     position: tuple[int, int]
@@ -102,12 +102,9 @@ class Simulation:
     def _engine(self, address: str, kind: EngineKind, token_observer: TokenObserver | None) -> VirtualEngine:
         on_blocks = None
         if self._has_events:
+            size = kind.limits.block_size
             on_blocks = kv_event_feed(
-                self.core,
-                server=self._server,
-                address=address,
-                block_size=kind.limits.block_size,
-                later=self._later,
+                self.core, server=self._server, address=address, block_size=size, later=self._later
             )
         return VirtualEngine(kind, self._events, self._take_tokens, leaps=token_observer is None, on_blocks=on_blocks)
 
@@ -204,7 +201,7 @@ class Simulation:
     def _granted(self, ask: AskLimits, now: float) -> Grant | Refusal:
         """By the store that all engines would share."""
         try:
-            return msgspec.structs.replace(self._store.reserve(ask.asks, now), is_global=True)
+            return msgspec.structs.replace(self._store.reserve(ask.charges, now), is_global=True)
         except Refusal as refusal:
             return refusal
 
@@ -217,7 +214,7 @@ class Simulation:
         )
 
     def _perform(self, effects: list[Effect], now: float) -> None:
-        """What the core asks for; a request that was not held follows its own effect itself."""
+        """What the core charges for; a request that was not held follows its own effect itself."""
         for effect in effects:
             match effect:
                 case Decision() if effect.was_held:
@@ -243,7 +240,7 @@ class Simulation:
             self._perform(self.core.tick(now), now)
 
     def _send(self, asked: _Asked, decision: Decision, now: float) -> None:
-        address = decision.assignment.place.address
+        address = decision.assignment.endpoint.address
         request = asked.request
         self._flights[request.key] = _Flight(asked, decision.ticket, address)
         if self._token_observer is not None:

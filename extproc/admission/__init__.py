@@ -1,1 +1,1 @@
-"""Who may ask and who goes next; knows endpoints and configuration."""
+"""Rate limits and fair queueing: whether a request may go, and when."""

@@ -1,18 +1,25 @@
-"""Token buckets that settle: what was reserved and not used comes back, and no window ever sees more than the limit.
+"""Token buckets with reservations: unused tokens are refunded, the limit always holds.
 
-A bucket holds ``capacity`` and fills at ``rate``, so what is taken within any time t is at most ``rate * t + capacity``. A request
-takes what it may need when it comes, and returns the rest when it is over. To return it simply would break the promise: had
-the rest never been taken, the bucket might have been full meanwhile and what flowed in would have run over. So a bucket also
-keeps its ``claims``, the sum of what may yet come back, and holds to
+A bucket holds at most ``capacity`` tokens and fills at ``rate`` tokens a second. In any t seconds, no more than
+``rate * t + capacity`` tokens can be used. A request reserves what it may need when it arrives; when it ends, the
+reservation is settled and the unused part is refunded.
+
+A plain refund would break the limit. Had the unused tokens never been reserved, the bucket might have been full in
+the meantime, and the inflow would have been lost. So a bucket also keeps ``claims``, the sum of all possible refunds,
+and maintains the invariant
 
     level + claims <= capacity
 
-While it fills, claims give way, all in the same proportion: each is what was reserved, times ``shrink`` now over ``shrink``
-at the reservation. Then the level is never above that of a bucket from which every request took, when it came, just what
-it used. Proof: call that level T. ``T >= level + sum(min(claim, unused))`` holds at a reservation (both sides lose what is used),
-while filling (the right side is at most the capacity, and grows no faster) and at a settlement (a claim turns into level).
+When inflow would violate it, all claims shrink in the same proportion: a claim is worth the reserved amount times the
+bucket's current ``shrink`` over its ``shrink`` at the reservation.
 
-Whoever used more than was reserved has the difference taken later, if need be below 0: a debt that time pays off.
+The level is then never above that of an ideal bucket from which each request takes, on arrival, exactly what it will
+use. Proof: let T be the ideal level. ``T >= level + sum(min(claim, unused))`` survives a reservation (both sides lose
+what is used), inflow (the right side is at most the capacity and grows no faster) and a settlement (a claim becomes
+level).
+
+A request that used more than it reserved has the difference taken at its end. The level may become negative; inflow
+pays the debt off.
 """
 
 from __future__ import annotations
@@ -26,14 +33,17 @@ _ROUNDING: Final = 1e-6
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """A bucket's measures: ``rate`` a second, and ``capacity``."""
+    """The size of a bucket: ``rate`` in tokens a second, ``capacity`` in tokens."""
 
     rate: float
     capacity: float
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True):
-    """What a reservation took, and how the bucket was then."""
+    """One reservation.
+
+    ``amount``: tokens reserved. ``shrink``, ``epoch``: the bucket's values at the reservation.
+    """
 
     amount: float
     shrink: float
@@ -41,19 +51,24 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Bucket(msgspec.Struct):
-    """One limit of one caller. A new one is full."""
+    """The state of one limit for one caller.
+
+    ``level``: tokens available, negative if in debt. ``filled_at_s``: the time up to which inflow is counted.
+    ``claims``: the sum of all possible refunds, in tokens. ``shrink``: the product of all reductions of claims in
+    this epoch.
+    """
 
     level: float
-    at_s: float
+    filled_at_s: float
     claims: float = 0.0
     shrink: float = 1.0
-    # begins anew when nothing is left of any claim
+    # increases whenever all claims have shrunk to nothing; a claim of an earlier epoch is worth 0
     epoch: int = 0
 
     def fill(self, limit: Limit, now: float) -> None:
-        """Until ``now``."""
-        self.level = min(limit.capacity, self.level + limit.rate * max(0.0, now - self.at_s))
-        self.at_s = max(now, self.at_s)
+        """Add the inflow up to ``now``."""
+        self.level = min(limit.capacity, self.level + limit.rate * max(0.0, now - self.filled_at_s))
+        self.filled_at_s = max(now, self.filled_at_s)
         left = limit.capacity - self.level
         if self.claims > left:
             self.shrink *= left / self.claims
@@ -61,19 +76,19 @@ class Bucket(msgspec.Struct):
             if self.shrink < _LEAST_SHRINK or left <= 0:
                 self.shrink, self.claims, self.epoch = 1.0, 0.0, self.epoch + 1
 
-    def lacks(self, amount: float) -> float:
-        """What is missing for ``amount``; 0 or less if it is there."""
+    def shortfall(self, amount: float) -> float:
+        """Tokens missing to reserve ``amount``; 0 or less if there are enough."""
         return amount - self.level - _ROUNDING
 
-    def take(self, amount: float) -> Claim:
-        """Reserve it."""
+    def reserve(self, amount: float) -> Claim:
+        """Take ``amount`` tokens and return the claim to settle later. The caller checks ``shortfall`` first."""
         claim = Claim(amount, self.shrink, self.epoch)
         self.level -= amount
         self.claims += amount
         return claim
 
     def settle(self, claim: Claim, used: float) -> None:
-        """The request took ``used`` in the end. The bucket must have been filled until now."""
+        """End a reservation: the request used ``used`` tokens. Call ``fill`` first."""
         held = claim.amount * self.shrink / claim.shrink if claim.epoch == self.epoch else 0.0
         self.claims = max(0.0, self.claims - held)
         self.level += min(claim.amount - used, held)

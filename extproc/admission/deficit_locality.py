@@ -1,4 +1,4 @@
-"""Fairness that keeps locality: within a bound, who has most of its prompt in a cache goes first."""
+"""Fairness that keeps cache locality: within a bound, the longest match goes first."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import numpy as np
 from extproc.admission.policy import grown
 
 if TYPE_CHECKING:
-    from extproc.admission.policy import Heads
+    from extproc.admission.policy import FlowHeads
     from extproc.endpoints.table import Bools, Floats, Ints
 
 
 class DeficitLocality:
-    """Of the flows that still have a deficit to spend, the one whose head has most of its prompt in a cache.
+    """Of the flows with a positive deficit, choose the one whose head has the longest prefix match.
 
-    DLPM (Cao et al., arXiv 2501.14312): every flow gets ``quantum`` tokens a round, spends them on uncached input and on output,
-    and a new round begins when none of those that wait has any left. So a flow is ahead by no more than a quantum and a request.
+    This is DLPM (Cao et al., arXiv 2501.14312). Each flow receives ``quantum`` tokens a round and spends them on
+    uncached input and on output. A new round begins when no waiting flow has tokens left, so a flow is never ahead of
+    another by more than one quantum and one request.
     """
 
     def __init__(self, quantum: float) -> None:
@@ -28,51 +29,51 @@ class DeficitLocality:
         self._rounds: Ints = np.zeros(0, np.int64)
 
     def grow(self, rows: int) -> None:
-        """Newcomers have had no part in any round."""
+        """See ``FairnessPolicy.grow``; a new flow has not taken part in any round."""
         more = rows - self._rounds.size
         self.deficits = grown(self.deficits, rows)
         self._rounds = np.pad(self._rounds, (0, more), constant_values=-1)
 
-    def begin(self, row: int, waiting: Bools) -> None:
-        """Its part in this round, if it has not had it; what it did not spend in rounds long past is lost."""
+    def activate(self, row: int, waiting: Bools) -> None:
+        """Give the flow its quantum for this round, once. Tokens left from earlier rounds do not accumulate."""
         if self._rounds[row] != self._round:
             self.deficits[row] = min(float(self.deficits[row]) + self._quantum, self._quantum)
             self._rounds[row] = self._round
 
-    def choose(self, among: Bools, heads: Heads, now: float) -> int:
-        """The longest match of those that can pay, then who came first."""
-        return self.longest(self.able(among, heads), heads)
+    def choose(self, candidates: Bools, heads: FlowHeads, now: float) -> int:
+        """Of the flows that can pay, the one with the longest match; ties go to the smallest order key."""
+        return self.longest_match(self.able_to_pay(candidates, heads), heads)
 
-    def longest(self, able: Bools, heads: Heads) -> int:
-        """The longest match of those that are ``able``, then who came first."""
-        rows = able.nonzero()[0]
+    def longest_match(self, payable: Bools, heads: FlowHeads) -> int:
+        """Of the flows in ``payable``, the one whose head has the longest match; ties go to the smallest order key."""
+        rows = payable.nonzero()[0]
         cached = heads.cached[rows]
         longest = rows[cached >= cached.max()]
         return int(longest[heads.keys[longest].argmin()])
 
-    def able(self, among: Bools, heads: Heads) -> Bools:
-        """Those that can pay, after as many new rounds as it takes until somebody can."""
-        best = float(np.where(among, self.deficits, -np.inf).max())
+    def able_to_pay(self, candidates: Bools, heads: FlowHeads) -> Bools:
+        """The flows in ``candidates`` with tokens to spend; starts as many rounds as it takes to have one."""
+        best = float(np.where(candidates, self.deficits, -np.inf).max())
         if best <= 0:
             rounds = math.floor(-best / self._quantum) + 1
             self.deficits[heads.waiting] += rounds * self._quantum
             self._round += rounds
             self._rounds[heads.waiting] = self._round
-        return among & (self.deficits > 0)
+        return candidates & (self.deficits > 0)
 
     def charge(self, row: int, service: float, now: float) -> None:
-        """Spend it."""
+        """Spend the expected service."""
         self.deficits[row] -= service
 
-    def correct(self, row: int, service: float, now: float) -> None:
-        """Spend the rest, or get it back."""
+    def settle(self, row: int, service: float, now: float) -> None:
+        """Spend or refund the difference to the actual service."""
         self.deficits[row] -= service
 
     def forget(self, row: int) -> None:
-        """A newcomer owes nothing."""
+        """Reset the row for another flow."""
         self.deficits[row] = 0.0
         self._rounds[row] = -1
 
     def debt(self, row: int) -> float:
-        """What it has overdrawn."""
+        """Tokens overdrawn; negative if some are left."""
         return -float(self.deficits[row])

@@ -1,7 +1,7 @@
 """The flows of one band, and what waits in each.
 
-A flow has a row from its first request until it is forgotten: its account with the fairness policy outlives its requests. Rows
-of flows with nothing waiting and nothing running are used again when there are too many.
+A flow has a row from its first request until it is forgotten, so its account with the fairness policy outlives its
+requests. When there are too many flows, the rows of idle ones (nothing waiting, nothing running) are reused.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ import numpy as np
 
 from extproc.admission.deficit_locality import DeficitLocality
 from extproc.admission.locality import CacheLocality
-from extproc.admission.policy import FairnessPolicy, Heads
+from extproc.admission.policy import FairnessPolicy, FlowHeads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.admission.order import Order
+    from extproc.admission.order import OrderingPolicy
     from extproc.admission.queued_request import FlowKey, QueuedRequest
     from extproc.endpoints.table import Bools, Floats, Ints
 
-# Beyond this, flows that do nothing are forgotten: 10 MB or so.
-MOST_IDLE_FLOWS: Final = 10_000
+# Flows beyond which idle ones are forgotten; about 10 MB.
+MAX_IDLE_FLOWS: Final = 10_000
 _FIRST_ROWS: Final = 8
-# Nobody is overdue by much more than this.
-_LOOK_FOR_OVERDUE_S: Final = 0.05
+# How often to look for overdue requests, and so about the most by which one can be late.
+_OVERDUE_CHECK_S: Final = 0.05
 
+# (order key, sequence number, request)
 _Entry = tuple[float, int, "QueuedRequest"]
 
 
 class _Flow:
-    """Requests of one flow in their order, and by ticket in the order in which they came."""
+    """The requests of one flow: a heap by order key, and a dict by ticket in order of arrival."""
 
     __slots__ = ("heap", "members")
 
@@ -45,7 +46,7 @@ class _Flow:
         heapq.heappush(self.heap, (key, number, queued))
 
     def remove(self, ticket: str) -> None:
-        """Those that left are passed over when they come up, or swept out when they are the most."""
+        """Heap entries of removed requests are skipped when they reach the top, or swept when they are the majority."""
         del self.members[ticket]
         if len(self.heap) > 2 * len(self.members) + 8:
             self.heap = [entry for entry in self.heap if entry[2].ticket in self.members]
@@ -58,7 +59,7 @@ class _Flow:
         return heap[0] if heap else None
 
     def in_order(self) -> Iterator[QueuedRequest]:
-        """From the head on, without sorting all: best first through the heap's tree."""
+        """Iterate in order from the head, best first through the heap's tree, without sorting it."""
         heap = self.heap
         reached: list[tuple[_Entry, int]] = [(heap[0], 0)] if heap else []
         while reached:
@@ -71,107 +72,114 @@ class _Flow:
 
 
 class Flows:
-    """All flows of a band. ``waiting`` and ``running``: requests by row; ``heads``: the first of each."""
+    """All flows of a band.
 
-    def __init__(self, policy: FairnessPolicy, order: Order, ageing_s: float) -> None:
+    ``requests``: how many wait. ``running``: dispatched and unfinished requests, by row. ``heads``: the first waiting
+    request of each flow, by row.
+    """
+
+    def __init__(self, policy: FairnessPolicy, order: OrderingPolicy, ageing_s: float) -> None:
         self.policy = policy
         self.order = order
         self._ageing_s = ageing_s
-        self._look_for_overdue_s = 0.0
-        self._nearness = CacheLocality(self._is_waiting) if isinstance(policy, DeficitLocality) else None
+        self._overdue_check_at_s = 0.0
+        self._locality = CacheLocality(self._is_waiting) if isinstance(policy, DeficitLocality) else None
         self.requests = 0
         self.running: Ints = np.zeros(0, np.int64)
         self._sizes: Ints = np.zeros(0, np.int64)
-        self.heads = Heads(np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))
+        self.heads = FlowHeads(np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))
         self._flows: list[_Flow] = []
         self._rows: dict[FlowKey, int] = {}
         self._free: list[int] = []
         self._tickets: dict[str, int] = {}
         self._numbers = 0
-        self._next_sweep = MOST_IDLE_FLOWS
+        self._next_sweep = MAX_IDLE_FLOWS
 
     def __len__(self) -> int:
         return len(self._rows)
 
     @property
     def waiting(self) -> Bools:
-        """Which rows have something waiting."""
+        """The rows with a waiting request."""
         return self.heads.waiting
 
     def row_of(self, key: FlowKey) -> int:
-        """The flow's row; a newcomer gets one."""
+        """The row of a flow; a new flow is given one."""
         row = self._rows.get(key)
         if row is None:
             row = self._rows[key] = self._new_row()
         return row
 
     def add(self, queued: QueuedRequest) -> None:
-        """It waits."""
+        """Add a waiting request."""
         row = self.row_of(queued.flow)
         if not self.heads.waiting[row]:
-            self.policy.begin(row, self.heads.waiting)
+            self.policy.activate(row, self.heads.waiting)
         self._numbers += 1
         self.requests += 1
         self._flows[row].add(self.order.key(queued), self._numbers, queued)
         self._tickets[queued.ticket] = row
-        if self._nearness is not None:
-            self._nearness.add(queued)
-        self._look(row)
+        if self._locality is not None:
+            self._locality.add(queued)
+        self._refresh_head(row)
 
     def remove(self, queued: QueuedRequest) -> None:
-        """It waits no more."""
+        """Remove a waiting request."""
         row = self._tickets.pop(queued.ticket)
         self._flows[row].remove(queued.ticket)
         self.requests -= 1
-        if self._nearness is not None:
-            self._nearness.sweep(self.requests)
-        self._look(row)
+        if self._locality is not None:
+            self._locality.sweep(self.requests)
+        self._refresh_head(row)
 
-    def choose(self, among: Bools, rows: Bools, now: float) -> tuple[int, QueuedRequest | None]:
-        """The flow that may go next; and with which request, if not its head: where the policy looks for locality, one that has
-        most of its prompt at ``rows``, unless somebody is overdue.
+    def choose(self, candidates: Bools, rows: Bools, now: float) -> tuple[int, QueuedRequest | None]:
+        """Choose the flow whose request goes next.
+
+        Returns its row, and the request if it is not the flow's head. Under DeficitLocality that is a request with a
+        long prefix match at one of ``rows`` (the endpoints with room), unless a request is overdue: older than
+        ``ageing_s``.
         """
         policy = self.policy
-        if self._nearness is None or not isinstance(policy, DeficitLocality):
-            return policy.choose(among, self.heads, now), None
-        able = policy.able(among, self.heads)
-        if now >= self._look_for_overdue_s:
-            oldest = int(np.where(able, self.heads.keys, np.inf).argmin())
+        if self._locality is None or not isinstance(policy, DeficitLocality):
+            return policy.choose(candidates, self.heads, now), None
+        payable = policy.able_to_pay(candidates, self.heads)
+        if now >= self._overdue_check_at_s:
+            oldest = int(np.where(payable, self.heads.keys, np.inf).argmin())
             if self.heads.keys[oldest] < now - self._ageing_s:
                 return oldest, None
-            self._look_for_overdue_s = now + _LOOK_FOR_OVERDUE_S
-        tickets, can_pay = self._tickets, able.item
-        near = self._nearness.nearest(rows, lambda one: bool(can_pay(tickets[one.ticket])))
-        if near is not None:
-            return tickets[near.ticket], near
-        return policy.longest(able, self.heads), None
+            self._overdue_check_at_s = now + _OVERDUE_CHECK_S
+        tickets, can_pay = self._tickets, payable.item
+        match = self._locality.longest_match(rows, lambda one: bool(can_pay(tickets[one.ticket])))
+        if match is not None:
+            return tickets[match.ticket], match
+        return policy.longest_match(payable, self.heads), None
 
     def in_order(self, row: int) -> Iterator[QueuedRequest]:
-        """What waits in a flow, from its head on."""
+        """The waiting requests of the flow at ``row``, in order."""
         return self._flows[row].in_order()
 
     def newest_of_largest(self) -> QueuedRequest:
-        """Who gives way when there is no place: of the flow that holds the most, what came last."""
+        """The request to evict when the queue is full: the newest of the flow with the most waiting requests."""
         members = self._flows[int(self._sizes.argmax())].members
         return members[next(reversed(members))]
 
     def begin_service(self, key: FlowKey, service: float, now: float) -> None:
-        """One request of the flow goes, at this expected cost."""
+        """A request of the flow is dispatched. ``service``: its expected cost, over the flow's weight."""
         row = self.row_of(key)
         self.running[row] += 1
         self.policy.charge(row, service, now)
 
     def end_service(self, key: FlowKey, correction: float, now: float) -> None:
-        """One of its requests is over."""
+        """A request of the flow has ended. ``correction``: actual minus expected cost, over the flow's weight."""
         row = self._rows.get(key)
         if row is not None:
             self.running[row] -= 1
-            self.policy.correct(row, correction, now)
+            self.policy.settle(row, correction, now)
 
     def _is_waiting(self, ticket: str) -> bool:
         return ticket in self._tickets
 
-    def _look(self, row: int) -> None:
+    def _refresh_head(self, row: int) -> None:
         heads, head = self.heads, self._flows[row].head()
         self._sizes[row] = len(self._flows[row].members)
         heads.waiting[row] = head is not None
@@ -181,14 +189,14 @@ class Flows:
     def _new_row(self) -> int:
         if len(self._rows) >= self._next_sweep:
             self._forget_idle()
-            # where all are busy, looking through them each time would not help
-            self._next_sweep = max(MOST_IDLE_FLOWS, len(self._rows) * 5 // 4)
+            # if all flows are busy, sweeping at every new one would not help
+            self._next_sweep = max(MAX_IDLE_FLOWS, len(self._rows) * 5 // 4)
         if not self._free:
             self._grow(max(_FIRST_ROWS, 2 * len(self._flows)))
         return self._free.pop()
 
     def _forget_idle(self) -> None:
-        """Half of those that do nothing: the ones that are the least in debt lose least by it."""
+        """Forget the half of the idle flows with the least debt: forgetting erases the least for them."""
         idle = [(self.policy.debt(row), key, row) for key, row in self._rows.items() if self._is_idle(row)]
         for _, key, row in sorted(idle, key=lambda one: one[0])[: (len(idle) + 1) // 2]:
             del self._rows[key]
@@ -208,5 +216,5 @@ class Flows:
             return np.pad(column, (0, rows - old))
 
         heads = self.heads
-        self.heads = Heads(np.pad(heads.waiting, (0, rows - old)), grown(heads.keys), grown(heads.cached))
+        self.heads = FlowHeads(np.pad(heads.waiting, (0, rows - old)), grown(heads.keys), grown(heads.cached))
         self.policy.grow(rows)

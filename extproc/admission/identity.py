@@ -1,4 +1,4 @@
-"""Who asks, and what their requests are worth: from headers that a trusted hop has written, and from the configuration."""
+"""The caller of a request: tenant, user, priority and latency targets, from headers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from extproc.config.types import Snapshot
 
 ANONYMOUS: Final = "anonymous"
-# Longer names are cut: they are kept, and shown.
-_MOST_CHARACTERS: Final = 128
-_LONGEST_TARGET_MS: Final = 86_400_000.0
+# Longer names are truncated: names are kept in memory and shown in metrics.
+_MAX_CHARACTERS: Final = 128
+_MAX_TARGET_MS: Final = 86_400_000.0
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who asks. ``flow``: what is treated fairly, if not the tenant. ``priority``: None if no objective says.
+    """Who sends a request.
 
-    Targets in seconds from the request's arrival; None: there are none.
+    ``flow``: the fairness ID, empty if the tenant is the flow. ``priority``: of the request's objective, None if it
+    names none. ``ttft_target_s``, ``tpot_target_s``: latency objectives in seconds, None if not set.
+    ``deadline_in_s``: when the first token is due, in seconds from arrival, None if not set.
     """
 
     tenant: str = ANONYMOUS
@@ -30,16 +32,16 @@ class Caller(msgspec.Struct, frozen=True):
     api_key: str = ""
     flow: str = ""
     priority: int | None = None
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    deadline_s: float | None = None
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
+    deadline_in_s: float | None = None
 
 
-NOBODY: Final = Caller()
+ANONYMOUS_CALLER: Final = Caller()
 
 
 class Identities:
-    """What the configuration knows of callers."""
+    """Resolves callers with the API keys and objectives of the configuration."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         authentication = snapshot.gateway.authentication
@@ -48,31 +50,31 @@ class Identities:
         self._objectives = {one.metadata.name: one.spec.priority for one in snapshot.objectives}
 
     def caller(self, headers: Mapping[str, str], *, is_trusted: bool) -> Caller:
-        """Of a request with these headers; nobody's word counts that is not trusted."""
+        """The caller by a request's headers. Unless ``is_trusted`` (a gateway wrote them), the caller is anonymous."""
         if not is_trusted:
-            return NOBODY
+            return ANONYMOUS_CALLER
         key = self._keys.get(headers.get(CLIENT, ""))
         objective = _first(headers, OBJECTIVES)
         return Caller(
             tenant=key.tenant if key is not None else name_in(headers, TENANT) or ANONYMOUS,
             user=key.user if key is not None else name_in(headers, USER),
             api_key="" if key is None else key.name,
-            flow=_cut(_first(headers, FAIRNESS_IDS)),
-            # an objective that is not known counts as 0, as in llm-d
+            flow=_truncate(_first(headers, FAIRNESS_IDS)),
+            # an unknown objective counts as priority 0, as in llm-d
             priority=self._objectives.get(objective, 0) if objective else None,
-            ttft_s=_seconds(_first(headers, SLO_TTFT_MS)),
-            tpot_s=_seconds(_first(headers, SLO_TPOT_MS)),
-            deadline_s=_seconds(headers.get(DEADLINE_MS, "")),
+            ttft_target_s=_seconds(_first(headers, SLO_TTFT_MS)),
+            tpot_target_s=_seconds(_first(headers, SLO_TPOT_MS)),
+            deadline_in_s=_seconds(headers.get(DEADLINE_MS, "")),
         )
 
 
 def name_in(headers: Mapping[str, str], header: str) -> str:
-    """The name that a header holds, cut where it would fill memory; empty if there is none."""
-    return _cut(headers.get(header.lower(), ""))
+    """The value of a header, truncated to a bounded length; empty if it is missing."""
+    return _truncate(headers.get(header.lower(), ""))
 
 
-def _cut(name: str) -> str:
-    return name[:_MOST_CHARACTERS]
+def _truncate(name: str) -> str:
+    return name[:_MAX_CHARACTERS]
 
 
 def _first(headers: Mapping[str, str], names: Sequence[str]) -> str:
@@ -84,4 +86,4 @@ def _seconds(text: str) -> float | None:
         milliseconds = float(text)
     except ValueError:
         return None
-    return milliseconds / 1000 if 0 < milliseconds <= _LONGEST_TARGET_MS else None
+    return milliseconds / 1000 if 0 < milliseconds <= _MAX_TARGET_MS else None

@@ -1,4 +1,4 @@
-"""Rate limits of ModelRoutes: what a request asks of which buckets, and what its caller is told."""
+"""Rate limits of ModelRoutes: which buckets a request is charged to, and refusals."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from extproc.config.admission import RateLimit
     from extproc.config.types import ModelRoute
 
-# Buckets that are kept; the longest unused is forgotten first, and begins full again.
-MOST_BUCKETS: Final = 100_000
+# Buckets kept. The least recently used is dropped first and starts full again.
+MAX_BUCKETS: Final = 100_000
 
 Resource = Literal["requests", "input_tokens", "output_tokens", "total_tokens"]
 _RESOURCES: Final[tuple[Resource, ...]] = ("requests", "input_tokens", "output_tokens", "total_tokens")
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of a request: before it goes as expected, afterwards as reported."""
+    """Tokens of a request: expected before it is dispatched, reported afterwards."""
 
     input_tokens: float
     output_tokens: float
 
     def of(self, resource: Resource) -> float:
-        """How much of a resource that is."""
+        """The amount of ``resource`` in this usage."""
         match resource:
             case "requests":
                 return 1.0
@@ -43,11 +43,15 @@ class Usage(msgspec.Struct, frozen=True):
                 return self.input_tokens + self.output_tokens
 
 
-NOTHING: Final = Usage(0.0, 0.0)
+NO_USAGE: Final = Usage(0.0, 0.0)
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """What a request wants of one bucket."""
+class Charge(msgspec.Struct, frozen=True):
+    """What a request needs of one bucket.
+
+    ``key``: names the bucket. ``amount``: in units of ``resource``. ``is_global``: the bucket is in the shared store.
+    ``needs_redis``: without the shared store the request is refused instead of charged to a local bucket.
+    """
 
     key: str
     limit: Limit
@@ -58,12 +62,14 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """What was reserved: for each ask its claim, and the level that is left."""
+    """A reservation in several buckets: for each charge the claim, and the level left in the bucket.
 
-    asks: Sequence[Ask]
+    ``is_global``: the reservation is in the store that all machines share.
+    """
+
+    charges: Sequence[Charge]
     claims: Sequence[Claim]
     levels: Sequence[float]
-    # by the store that all machines share
     is_global: bool = False
 
 
@@ -74,11 +80,11 @@ class RouteLimits:
         self._route = route.metadata.name
         self._limits = route.spec.rate_limits
 
-    def asks(self, caller: Caller, headers: Mapping[str, str], usage: Usage) -> list[Ask]:
-        """One for every number in the limits."""
+    def charges(self, caller: Caller, headers: Mapping[str, str], usage: Usage) -> list[Charge]:
+        """One charge for each amount that the limits name."""
         return [
-            Ask(
-                key=f"{self._route}/{index}/{resource}/{who}",
+            Charge(
+                key=f"{self._route}/{index}/{resource}/{subject}",
                 limit=_limit(limit, amount),
                 resource=resource,
                 amount=usage.of(resource),
@@ -86,85 +92,88 @@ class RouteLimits:
                 needs_redis=limit.scope == "Global" and limit.without_redis == "Refuse",
             )
             for index, limit in enumerate(self._limits)
-            for who in [_who(limit, caller, headers)]
+            for subject in [_subject(limit, caller, headers)]
             for resource in _RESOURCES
             if (amount := getattr(limit, resource)) is not None
         ]
 
 
 class LocalLimits:
-    """The buckets of this process."""
+    """The buckets in the memory of this process."""
 
     def __init__(self) -> None:
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()
 
-    def reserve(self, asks: Sequence[Ask], now: float) -> Grant:
-        """All or nothing; raises RateLimited."""
-        buckets = [self._bucket(ask, now) for ask in asks]
-        lacks = [bucket.lacks(ask.amount) for ask, bucket in zip(asks, buckets, strict=True)]
-        if any(lack > 0 for lack in lacks):
-            raise refusal(asks, [bucket.level for bucket in buckets])
-        claims = [bucket.take(ask.amount) for ask, bucket in zip(asks, buckets, strict=True)]
-        return Grant(asks, claims, [bucket.level for bucket in buckets])
+    def reserve(self, charges: Sequence[Charge], now: float) -> Grant:
+        """Reserve all charges or none; raises RateLimited."""
+        buckets = [self._bucket(charge, now) for charge in charges]
+        shortfalls = [bucket.shortfall(charge.amount) for charge, bucket in zip(charges, buckets, strict=True)]
+        if any(shortfall > 0 for shortfall in shortfalls):
+            raise refusal(charges, [bucket.level for bucket in buckets])
+        claims = [bucket.reserve(charge.amount) for charge, bucket in zip(charges, buckets, strict=True)]
+        return Grant(charges, claims, [bucket.level for bucket in buckets])
 
     def settle(self, grant: Grant, used: Usage | None, now: float) -> None:
-        """What it was in the end; None: it never went, and counts as no request either."""
-        for ask, claim in zip(grant.asks, grant.claims, strict=True):
-            self._bucket(ask, now).settle(claim, 0.0 if used is None else used.of(ask.resource))
+        """Settle with the actual usage; None refunds all: the request was never dispatched."""
+        for charge, claim in zip(grant.charges, grant.claims, strict=True):
+            self._bucket(charge, now).settle(claim, 0.0 if used is None else used.of(charge.resource))
 
     def spent_elsewhere(self, key: str, limit: Limit, amount: float, now: float) -> None:
-        """Another process of this machine has taken it, or, below 0, given it back."""
-        ask = Ask(key, limit, "requests", 0.0)
-        bucket = self._bucket(ask, now)
+        """Another process on this machine has reserved ``amount``, or refunded it if negative."""
+        charge = Charge(key, limit, "requests", 0.0)
+        bucket = self._bucket(charge, now)
         bucket.level = min(limit.capacity, bucket.level - amount)
 
-    def _bucket(self, ask: Ask, now: float) -> Bucket:
-        bucket = self._buckets.get(ask.key)
+    def _bucket(self, charge: Charge, now: float) -> Bucket:
+        bucket = self._buckets.get(charge.key)
         if bucket is None:
-            bucket = self._buckets[ask.key] = Bucket(ask.limit.capacity, now)
-            if len(self._buckets) > MOST_BUCKETS:
+            bucket = self._buckets[charge.key] = Bucket(charge.limit.capacity, now)
+            if len(self._buckets) > MAX_BUCKETS:
                 self._buckets.popitem(last=False)
         else:
-            self._buckets.move_to_end(ask.key)
-        bucket.fill(ask.limit, now)
+            self._buckets.move_to_end(charge.key)
+        bucket.fill(charge.limit, now)
         return bucket
 
 
-def refusal(asks: Sequence[Ask], levels: Sequence[float]) -> RateLimited:
-    """What a caller is told whose asks the buckets at these levels do not grant: of the one that takes longest."""
-    lacks = [ask.amount - level for ask, level in zip(asks, levels, strict=True)]
-    waits = [lack / ask.limit.rate if lack > 0 else 0.0 for ask, lack in zip(asks, lacks, strict=True)]
-    worst = max(range(len(asks)), key=lambda index: waits[index])
-    ask, headers = asks[worst], rate_limit_headers(asks, levels)
-    what, capacity = ask.resource.replace("_", " "), math.floor(ask.limit.capacity)
-    kind = "requests" if ask.resource == "requests" else "tokens"
-    if ask.amount > ask.limit.capacity:
+def refusal(charges: Sequence[Charge], levels: Sequence[float]) -> RateLimited:
+    """The error for charges that buckets at ``levels`` cannot grant; it names the one with the longest wait."""
+    shortfalls = [charge.amount - level for charge, level in zip(charges, levels, strict=True)]
+    waits = [
+        shortfall / charge.limit.rate if shortfall > 0 else 0.0
+        for charge, shortfall in zip(charges, shortfalls, strict=True)
+    ]
+    worst = max(range(len(charges)), key=lambda index: waits[index])
+    charge, headers = charges[worst], rate_limit_headers(charges, levels)
+    resource, capacity = charge.resource.replace("_", " "), math.floor(charge.limit.capacity)
+    kind = "requests" if charge.resource == "requests" else "tokens"
+    if charge.amount > charge.limit.capacity:
         message = (
-            f"The request needs {math.ceil(ask.amount)} {what}, and no more than {capacity} are granted at once; "
-            "shorten the prompt or lower max_tokens."
+            f"The request needs {math.ceil(charge.amount)} {resource}, "
+            f"and no more than {capacity} are granted at once; shorten the prompt or lower max_tokens."
         )
         return RateLimited(message, kind=kind, headers=headers, retry_after_s=None)
     wait_s = waits[worst]
     message = (
-        f"Rate limit reached for {what}: the request needs {math.ceil(ask.amount)}, "
+        f"Rate limit reached for {resource}: the request needs {math.ceil(charge.amount)}, "
         f"{max(0, math.floor(levels[worst]))} of {capacity} are left. Please try again in {_duration(wait_s)}."
     )
     return RateLimited(message, kind=kind, headers=headers, retry_after_s=max(1, math.ceil(wait_s)))
 
 
 def unavailable() -> LimitsUnavailable:
-    """The answer while Redis is away, where a limit is not to be granted without it."""
+    """The error while Redis does not answer, for limits with ``withoutRedis: Refuse``."""
     return LimitsUnavailable("Rate limits cannot be checked at the moment; try again soon.", retry_after_s=1)
 
 
-def rate_limit_headers(asks: Sequence[Ask], levels: Sequence[float]) -> dict[str, str]:
-    """OpenAI's ``x-ratelimit-{limit,remaining,reset}-{requests,tokens}``, each of the bucket that is emptiest."""
+def rate_limit_headers(charges: Sequence[Charge], levels: Sequence[float]) -> dict[str, str]:
+    """OpenAI's ``x-ratelimit-{limit,remaining,reset}-{requests,tokens}``, each of the emptiest bucket."""
     headers: dict[str, str] = {}
     for kind in ("requests", "tokens"):
         held = [
-            (level / ask.limit.capacity, level, ask.limit)
-            for ask, level in zip(asks, levels, strict=True)
-            if (ask.resource == "requests") == (kind == "requests")
+            (level / charge.limit.capacity, level, charge.limit)
+            for charge, level in zip(charges, levels, strict=True)
+            if (charge.resource == "requests") == (kind == "requests")
         ]
         if held:
             _, level, limit = min(held, key=lambda one: one[0])
@@ -175,16 +184,16 @@ def rate_limit_headers(asks: Sequence[Ask], levels: Sequence[float]) -> dict[str
 
 
 def granted_headers(grants: Sequence[Grant]) -> dict[str, str]:
-    """The same of what was granted."""
-    asks = [ask for grant in grants for ask in grant.asks]
-    return rate_limit_headers(asks, [level for grant in grants for level in grant.levels])
+    """The same headers for granted reservations."""
+    charges = [charge for grant in grants for charge in grant.charges]
+    return rate_limit_headers(charges, [level for grant in grants for level in grant.levels])
 
 
 def _limit(limit: RateLimit, amount: int) -> Limit:
     return Limit(rate=amount / limit.unit_s, capacity=amount * limit.burst)
 
 
-def _who(limit: RateLimit, caller: Caller, headers: Mapping[str, str]) -> str:
+def _subject(limit: RateLimit, caller: Caller, headers: Mapping[str, str]) -> str:
     match limit.per:
         case "Tenant":
             return caller.tenant

@@ -1,4 +1,4 @@
-"""Of those that wait, who has most of its prompt in the cache of an engine that has room: a heap for each engine."""
+"""Finds waiting requests with long prefix matches at given endpoints."""
 
 from __future__ import annotations
 
@@ -11,30 +11,35 @@ if TYPE_CHECKING:
     from extproc.admission.queued_request import QueuedRequest
     from extproc.endpoints.table import Bools
 
-# Of each heap: the root and its children, which are its best and two of its next.
-_LOOKED_AT: Final = 3
+# Entries examined in each heap: the root, which is the best, and its two children.
+_EXAMINED: Final = 3
 
+# (minus the cached tokens, sequence number, request)
 _Entry = tuple[float, int, "QueuedRequest"]
 
 
 class CacheLocality:
-    """By what each engine held when the request came. ``is_waiting``: whether a ticket waits still."""
+    """A heap of waiting requests for each endpoint, by the tokens that it had cached when they arrived."""
 
     def __init__(self, is_waiting: Callable[[str], bool]) -> None:
+        """``is_waiting``: whether the request with a ticket still waits."""
         self._is_waiting = is_waiting
         self._heaps: dict[int, list[_Entry]] = {}
         self._entries = 0
         self._numbers = 0
 
     def add(self, queued: QueuedRequest) -> None:
-        """It waits."""
+        """Add a waiting request to the heap of each endpoint that holds part of its prompt."""
         self._numbers += 1
         for row, cached in queued.holders:
             heapq.heappush(self._heaps.setdefault(row, []), (-cached, self._numbers, queued))
             self._entries += 1
 
-    def nearest(self, rows: Bools, may_go: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
-        """One with a long match at any of ``rows``: the longest of those that may go, as far as it is quick to find."""
+    def longest_match(self, rows: Bools, may_go: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
+        """A request with a long match at one of ``rows`` for which ``may_go`` holds; None if none is found quickly.
+
+        Only the top entries of each heap are examined, so the match may not be the longest.
+        """
         heaps = []
         for row, heap in self._heaps.items():
             if row < rows.size and rows[row]:
@@ -43,13 +48,13 @@ class CacheLocality:
                     heaps.append(heap)
         heaps.sort(key=_best)
         for heap in heaps:
-            for entry in heap[:_LOOKED_AT]:
+            for entry in heap[:_EXAMINED]:
                 if self._is_waiting(entry[2].ticket) and may_go(entry[2]):
                     return entry[2]
         return None
 
     def sweep(self, waiting: int) -> None:
-        """Let go of those that wait no more, when they are the most."""
+        """Drop the entries of requests that no longer wait, if they are the majority; ``waiting``: how many wait."""
         if self._entries <= 64 + 8 * waiting:
             return
         for row, heap in list(self._heaps.items()):

@@ -1,7 +1,7 @@
-"""The order inside a flow: each policy gives a request a key when it comes, and the least key goes first.
+"""Ordering policies within a flow: the waiting request with the smallest key goes first.
 
-A key is a time: that of arrival, and what the policy adds to it, which is never more than the ageing bound. So nobody is
-overtaken by who came later than that, and keys never have to be computed anew while requests grow old.
+A key is an instant, computed once on arrival: the arrival time plus a delay that the policy chooses, at most the
+ageing bound. So a request is never overtaken by one that arrived more than the ageing bound later.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
     from extproc.admission.queued_request import QueuedRequest
 
-# Sessions and programs that are remembered.
-_MOST_SESSIONS: Final = 4096
-# How much overtaking a token of uncached prompt costs: a prompt of 10,000 tokens lets pass what comes within 10 s.
+# Sessions and programs remembered.
+_MAX_SESSIONS: Final = 4096
+# Delay for each uncached prompt token: a prompt of 10,000 tokens yields to requests that arrive within 10 s.
 _SECONDS_A_TOKEN: Final = 1e-3
-# The same for tokens of service that a program has had.
+# Delay for each token of service that a program has received.
 _SECONDS_A_SERVED_TOKEN: Final = 1e-4
 
 
-class Order(Protocol):
-    """Says which request of a flow goes first."""
+class OrderingPolicy(Protocol):
+    """Orders the waiting requests of a flow. ``ageing_s`` of each policy bounds the delay that it adds."""
 
     def key(self, queued: QueuedRequest) -> float:
-        """The least goes first."""
+        """The request's key; the smallest goes first."""
         ...
 
     def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
-        """A request has ended, after so many tokens of service."""
+        """A request has ended. ``tokens``: of its prompt and answer."""
         ...
 
 
@@ -39,42 +39,48 @@ class FirstCome:
     """First come, first served."""
 
     def __init__(self, ageing_s: float) -> None:
-        """It has nothing to bound."""
+        """``ageing_s`` is not used: there is no delay to bound."""
 
     def key(self, queued: QueuedRequest) -> float:
-        """When it came."""
-        return queued.arrived_s
+        """The arrival time."""
+        return queued.arrived_at_s
 
     def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
-        """Nothing to learn."""
+        """Nothing to record."""
 
 
 class Deadline:
-    """Earliest deadline first (Liu and Layland, 1973); what has none, or a late one, is due after the ageing bound."""
+    """Earliest deadline first (Liu and Layland, 1973).
+
+    A request without a deadline, or with one beyond the ageing bound, is due at the ageing bound.
+    """
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
 
     def key(self, queued: QueuedRequest) -> float:
-        """When the first token is due."""
-        return min(queued.deadline_s, queued.arrived_s + self._ageing_s)
+        """The time at which the first token is due."""
+        return min(queued.deadline_at_s, queued.arrived_at_s + self._ageing_s)
 
     def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
-        """Nothing to learn."""
+        """Nothing to record."""
 
 
 class ShortestFirst:
-    """Shortest job first, by the prompt's tokens that no engine has cached: the least mean wait (Smith, 1956), with ageing."""
+    """Shortest job first, by uncached prompt tokens, with ageing.
+
+    Shortest job first minimizes the mean wait (Smith, 1956).
+    """
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
 
     def key(self, queued: QueuedRequest) -> float:
-        """1 ms of patience a token."""
-        return queued.arrived_s + min(self._ageing_s, _SECONDS_A_TOKEN * queued.uncached_tokens)
+        """1 ms of delay for each uncached token."""
+        return queued.arrived_at_s + min(self._ageing_s, _SECONDS_A_TOKEN * queued.uncached_tokens)
 
     def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
-        """Nothing to learn."""
+        """Nothing to record."""
 
 
 class SessionBoost:
@@ -82,35 +88,38 @@ class SessionBoost:
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
-        self._ended_s: OrderedDict[str, float] = OrderedDict()
+        self._ended_at_s: OrderedDict[str, float] = OrderedDict()
 
     def key(self, queued: QueuedRequest) -> float:
-        """A boost that is gone once the session has been silent for the ageing bound."""
-        ended_s = self._ended_s.get(queued.session)
-        silent_s = self._ageing_s if ended_s is None else max(0.0, queued.arrived_s - ended_s)
-        return queued.arrived_s + min(self._ageing_s, silent_s)
+        """The delay grows with the session's silence before the request, up to the ageing bound."""
+        ended_at_s = self._ended_at_s.get(queued.session)
+        silent_s = self._ageing_s if ended_at_s is None else max(0.0, queued.arrived_at_s - ended_at_s)
+        return queued.arrived_at_s + min(self._ageing_s, silent_s)
 
     def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
-        """Remember when."""
+        """Record when the session's request ended."""
         if queued.session:
-            self._ended_s[queued.session] = now
-            _bound(self._ended_s, queued.session)
+            self._ended_at_s[queued.session] = now
+            _bound(self._ended_at_s, queued.session)
 
 
 class LeastAttained:
-    """Programs that have had little service go first: an agent's calls count together (Autellix, arXiv 2502.13965)."""
+    """The program that has received the least service goes first (Autellix, arXiv 2502.13965).
+
+    All requests of one session, for example the calls of an agent, are one program.
+    """
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
         self._attained: OrderedDict[str, float] = OrderedDict()
 
     def key(self, queued: QueuedRequest) -> float:
-        """0.1 ms of patience for each token that the program has had."""
+        """0.1 ms of delay for each token that the program has received."""
         attained = self._attained.get(queued.session, 0.0)
-        return queued.arrived_s + min(self._ageing_s, _SECONDS_A_SERVED_TOKEN * attained)
+        return queued.arrived_at_s + min(self._ageing_s, _SECONDS_A_SERVED_TOKEN * attained)
 
     def served(self, queued: QueuedRequest, tokens: float, now: float) -> None:
-        """Add to the program's account."""
+        """Add the tokens to the program's service."""
         if queued.session:
             self._attained[queued.session] = self._attained.get(queued.session, 0.0) + tokens
             _bound(self._attained, queued.session)
@@ -118,10 +127,10 @@ class LeastAttained:
 
 def _bound(remembered: OrderedDict[str, float], latest: str) -> None:
     remembered.move_to_end(latest)
-    if len(remembered) > _MOST_SESSIONS:
+    if len(remembered) > _MAX_SESSIONS:
         remembered.popitem(last=False)
 
 
-ORDERS: Final[Mapping[str, Callable[[float], Order]]] = MappingProxyType(
+ORDERS: Final[Mapping[str, Callable[[float], OrderingPolicy]]] = MappingProxyType(
     {one.__name__: one for one in (FirstCome, Deadline, ShortestFirst, SessionBoost, LeastAttained)}
 )

@@ -1,8 +1,8 @@
-"""The seam of fairness between flows: which of those that wait may send its next request.
+"""The protocol of fairness policies, which decide whose request is dispatched next.
 
-Each policy keeps a column or two, a row a flow. Service is counted in tokens, weighted (an output token costs more than one of
-input) and over the flow's own weight. A flow is charged when a request goes, by what is expected, and corrected when the
-engines have said what it was.
+A policy keeps a column or two with one row for each flow. Service is counted in weighted tokens (an output token
+costs more than an input token), divided by the flow's own weight. A flow is charged the expected service when a
+request is dispatched; the charge is settled when the engine has reported the actual usage.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ import numpy as np
 from extproc.endpoints.table import Bools, Floats
 
 
-class Heads(msgspec.Struct, frozen=True):
-    """Who waits, by row, and of their first requests the ``keys`` of the order inside their flow and tokens ``cached`` in an engine."""
+class FlowHeads(msgspec.Struct, frozen=True):
+    """The first waiting request of each flow, by row.
+
+    ``waiting``: whether the flow has one. ``keys``: its order key. ``cached``: its prompt tokens cached at the
+    endpoint that holds most.
+    """
 
     waiting: Bools
     keys: Floats
@@ -24,37 +28,37 @@ class Heads(msgspec.Struct, frozen=True):
 
 
 class FairnessPolicy(Protocol):
-    """Chooses a flow. Rows are numbers of flows; their columns grow with ``grow``."""
+    """Chooses which flow sends its next request. A flow is identified by its row."""
 
     def grow(self, rows: int) -> None:
-        """Make room for ``rows`` flows; new ones begin at 0."""
+        """Extend the columns to ``rows`` flows; new ones start at 0."""
         ...
 
-    def begin(self, row: int, waiting: Bools) -> None:
-        """A flow that had nothing waiting now has; ``waiting``: the others that have."""
+    def activate(self, row: int, waiting: Bools) -> None:
+        """A flow without waiting requests is about to get one; ``waiting``: the flows that have some."""
         ...
 
-    def choose(self, among: Bools, heads: Heads, now: float) -> int:
-        """The row whose head goes; at least one is ``among``."""
+    def choose(self, candidates: Bools, heads: FlowHeads, now: float) -> int:
+        """The row of the flow whose head is dispatched next; at least one of ``candidates`` is set."""
         ...
 
     def charge(self, row: int, service: float, now: float) -> None:
-        """One of the flow's requests goes, and is expected to take this much."""
+        """A request of the flow is dispatched. ``service``: expected, in weighted tokens over the flow's weight."""
         ...
 
-    def correct(self, row: int, service: float, now: float) -> None:
-        """It took so much more, or, below 0, less."""
+    def settle(self, row: int, service: float, now: float) -> None:
+        """A request of the flow has ended. ``service``: actual minus expected service; negative is a refund."""
         ...
 
     def forget(self, row: int) -> None:
-        """The row will be another flow's."""
+        """The row will be given to another flow."""
         ...
 
     def debt(self, row: int) -> float:
-        """What the flow has had beyond others; flows with the least are forgotten first."""
+        """The service that the flow received beyond others; idle flows with the least debt are forgotten first."""
         ...
 
 
 def grown(column: Floats, rows: int) -> Floats:
-    """With room for ``rows`` flows, 0 for the new ones."""
+    """``column`` extended with zeros to ``rows`` entries."""
     return np.pad(column, (0, rows - column.size))

@@ -1,8 +1,8 @@
-"""Requests that wait for the engines of one ModelServer: bands by priority, flows in a band, an order in a flow.
+"""The queue of one ModelServer: priority bands, flows in a band, an order in a flow.
 
-Between bands: guaranteed shares, by a virtual token counter whose weights are the shares, so that what one band leaves the
-others borrow; or strictly the higher first. A band that has nothing waiting, whose ceiling is reached or whose requests find
-no room is passed over: it never holds up those below it.
+Bands either have guaranteed shares (a virtual token counter weighted by share: a share that one band does not use is
+lent to the others), or the higher band always goes first. A band with nothing waiting, at its saturation ceiling, or
+whose requests find no room is skipped: it never blocks the bands below it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from extproc.admission.queued_request import FlowKey, QueuedRequest
-    from extproc.admission.saturation import Room
+    from extproc.admission.saturation import Capacity
     from extproc.config.admission import Band, FlowControl
     from extproc.endpoints.table import Bools
 
-# How far behind blocked requests to look for one that may pass them: flows, and requests of a flow.
-_FLOWS_LOOKED_AT: Final = 8
-_REQUESTS_LOOKED_AT: Final = 4
+# How far to search behind blocked requests for one that fits: flows, and requests in each flow.
+_FLOWS_EXAMINED: Final = 8
+_REQUESTS_EXAMINED: Final = 4
 
 
 class BandState:
-    """One band with its flows."""
+    """A priority band: its configuration (``spec``), its flows, and the ``bytes`` of its waiting bodies."""
 
     def __init__(self, index: int, spec: Band, control: FlowControl) -> None:
         self.index = index
@@ -46,12 +46,12 @@ class BandState:
 
     @property
     def requests(self) -> int:
-        """How many wait."""
+        """The number of waiting requests."""
         return self.flows.requests
 
 
 class FairQueue:
-    """Who waits, and who goes next. Bounded in requests and bytes, by band and in all."""
+    """All waiting requests, bounded in number and in bytes, for each band and in total."""
 
     def __init__(self, control: FlowControl) -> None:
         self._control = control
@@ -72,15 +72,15 @@ class FairQueue:
 
     @property
     def bytes(self) -> int:
-        """Of all bodies that wait."""
+        """The size of all waiting bodies."""
         return self._bytes
 
     def band_of(self, priority: int) -> BandState:
-        """The highest band that the priority reaches; below all of them, the lowest."""
+        """The highest band whose priority is at most ``priority``; the lowest band if there is none."""
         return next((band for band in self.bands if priority >= band.spec.priority), self.bands[-1])
 
-    def fill(self, priority: int) -> float:
-        """How full it is for a request of this priority, 0 to 1."""
+    def fullness(self, priority: int) -> float:
+        """How full the queue is for a request of this priority, from 0 to 1."""
         band = self.band_of(priority)
         return max(
             len(self) / self._control.max_requests,
@@ -88,32 +88,32 @@ class FairQueue:
             band.requests / band.spec.max_requests,
         )
 
-    def enter(self, queued: QueuedRequest) -> list[QueuedRequest]:
-        """It waits. Returns those of lower bands that had to give way; raises QueueFull if it finds no place itself."""
+    def enqueue(self, queued: QueuedRequest) -> list[QueuedRequest]:
+        """Add a request. Returns the requests of lower bands evicted for it; raises QueueFull if there is no room."""
         band = self.band_of(queued.priority)
         spec = band.spec
         if band.requests >= spec.max_requests or band.bytes + queued.size_bytes > band.most_bytes:
             raise QueueFull(f"The queue for {spec.name} requests is full; try again later, or ask for less.")
-        evicted = self._make_place(band, queued)
+        evicted = self._make_room(band, queued)
         if not band.requests:
-            self._shares.begin(band.index, self._bands_waiting())
+            self._shares.activate(band.index, self._bands_waiting())
         band.flows.add(queued)
         band.bytes += queued.size_bytes
         self._bytes += queued.size_bytes
         self._waiting[queued.ticket] = queued, band
-        heapq.heappush(self._expiries, (queued.expires_s, next(self._numbers), queued.ticket))
+        heapq.heappush(self._expiries, (queued.expires_at_s, next(self._numbers), queued.ticket))
         self._sweep_expiries()
         return evicted
 
-    def next(self, room: Room, now: float) -> tuple[QueuedRequest, Bools] | None:
-        """Who goes now, and the endpoints that have room for it; it waits no more."""
-        found = self._find(room, now)
+    def next(self, capacity: Capacity, now: float) -> tuple[QueuedRequest, Bools] | None:
+        """Remove and return the next request that can be dispatched, with the endpoints that have room for it."""
+        found = self._find(capacity, now)
         if found is not None:
-            self.leave(found[0].ticket)
+            self.withdraw(found[0].ticket)
         return found
 
-    def leave(self, ticket: str) -> QueuedRequest | None:
-        """It waits no more, for whatever reason; None if it did not."""
+    def withdraw(self, ticket: str) -> QueuedRequest | None:
+        """Remove a request from the queue; None if it is not in it."""
         queued, band = self._waiting.pop(ticket, (None, None))
         if queued is None or band is None:
             return None
@@ -123,81 +123,84 @@ class FairQueue:
         return queued
 
     def expire(self, now: float) -> Iterator[QueuedRequest]:
-        """Those that have waited as long as they may."""
+        """Remove the requests whose waiting time is over."""
         while self._expiries and self._expiries[0][0] <= now:
-            queued = self.leave(heapq.heappop(self._expiries)[2])
+            queued = self.withdraw(heapq.heappop(self._expiries)[2])
             if queued is not None:
                 yield queued
 
-    def next_expiry_s(self) -> float | None:
-        """When the first of those that wait will have waited too long."""
+    def next_expiry_at_s(self) -> float | None:
+        """When the next waiting request expires; None: no request waits."""
         while self._expiries and self._expiries[0][2] not in self._waiting:
             heapq.heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None
 
     def _sweep_expiries(self) -> None:
-        """Those that have gone leave theirs behind; let go of them when they are the most."""
+        """Drop the expiries of requests that no longer wait, if they are the majority."""
         if len(self._expiries) > 2 * len(self._waiting) + 1000:
             self._expiries = [entry for entry in self._expiries if entry[2] in self._waiting]
             heapq.heapify(self._expiries)
 
     def begin_service(self, queued: QueuedRequest, service: float, now: float) -> None:
-        """It goes, and is expected to take so much of the engines, in weighted tokens."""
+        """A request is dispatched. ``service``: its expected cost in weighted tokens."""
         band = self.band_of(queued.priority)
         band.flows.begin_service(queued.flow, service / self._weight(queued.flow), now)
         self._shares.charge(band.index, service)
 
     def end_service(self, queued: QueuedRequest, correction: float, now: float) -> None:
-        """It is over, and took so much more than was expected, or less."""
+        """A dispatched request has ended. ``correction``: actual minus expected cost in weighted tokens."""
         band = self.band_of(queued.priority)
         band.flows.end_service(queued.flow, correction / self._weight(queued.flow), now)
-        self._shares.correct(band.index, correction)
+        self._shares.settle(band.index, correction)
 
-    def _find(self, room: Room, now: float) -> tuple[QueuedRequest, Bools] | None:
+    def _find(self, capacity: Capacity, now: float) -> tuple[QueuedRequest, Bools] | None:
         waiting = self._bands_waiting()
         for index in waiting if self._control.sharing == "Strict" else self._shares.order(waiting):
             band = self.bands[index]
-            if room.saturation < band.spec.ceiling:
-                found = self._find_in(band, room, now)
+            if capacity.saturation < band.spec.ceiling:
+                found = self._find_in(band, capacity, now)
                 if found is not None:
                     return found
         return None
 
-    def _find_in(self, band: BandState, room: Room, now: float) -> tuple[QueuedRequest, Bools] | None:
-        """The head of the flow whose turn it is, or, behind a head that finds no room, one that takes nothing from it."""
-        among = band.flows.waiting
-        for _ in range(_FLOWS_LOOKED_AT):
-            if not room.open.any() or not among.any():
+    def _find_in(self, band: BandState, capacity: Capacity, now: float) -> tuple[QueuedRequest, Bools] | None:
+        """The next request of a band that finds room.
+
+        Requests behind one that finds none may go if they do not use the endpoint set aside for it.
+        """
+        candidates = band.flows.waiting
+        for _ in range(_FLOWS_EXAMINED):
+            if not capacity.open.any() or not candidates.any():
                 return None
-            row, near = band.flows.choose(among, room.open, now)
-            first = itertools.islice(band.flows.in_order(row), _REQUESTS_LOOKED_AT)
-            for queued in first if near is None else (near,):
-                rows = room.rows_for(queued)
+            row, match = band.flows.choose(candidates, capacity.open, now)
+            first = itertools.islice(band.flows.in_order(row), _REQUESTS_EXAMINED)
+            for queued in first if match is None else (match,):
+                rows = capacity.rows_for(queued)
                 if rows is not None:
                     return queued, rows
-                room.reserve(queued)
-            among = among.copy()
-            among[row] = False
+                capacity.set_aside(queued)
+            candidates = candidates.copy()
+            candidates[row] = False
         return None
 
-    def _make_place(self, band: BandState, queued: QueuedRequest) -> list[QueuedRequest]:
+    def _make_room(self, band: BandState, queued: QueuedRequest) -> list[QueuedRequest]:
         evicted: list[QueuedRequest] = []
-        while not self._has_place(queued):
+        while not self._has_room(queued):
             lower = next((one for one in reversed(self.bands) if one.requests), band)
             if lower is band or lower.spec.priority > band.spec.priority:
                 for one in evicted:
-                    self.enter(one)
+                    self.enqueue(one)
                 raise QueueFull("The queue is full; try again later, or ask for less.")
-            gone = self.leave(lower.flows.newest_of_largest().ticket)
+            gone = self.withdraw(lower.flows.newest_of_largest().ticket)
             if gone is not None:
                 evicted.append(gone)
         return evicted
 
-    def _has_place(self, queued: QueuedRequest) -> bool:
+    def _has_room(self, queued: QueuedRequest) -> bool:
         return len(self) < self._control.max_requests and self._bytes + queued.size_bytes <= self._most_bytes
 
     def _bands_waiting(self) -> list[int]:
-        """From the highest down."""
+        """The indices of bands with waiting requests, highest first."""
         return [band.index for band in self.bands if band.flows.requests]
 
     def _weight(self, flow: FlowKey) -> float:

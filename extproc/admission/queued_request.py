@@ -1,4 +1,4 @@
-"""What the queue knows of a request."""
+"""A waiting request as the queue sees it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from extproc.endpoints.table import Bools
 
 
 class FlowKey(msgspec.Struct, frozen=True):
-    """Whose requests are one flow, to be treated fairly among others.
+    """Identifies a flow: requests that share one fair share.
 
-    ``part`` of a tenant: a user, a session, a program; ``model`` is empty where tenants are the flows.
+    ``model``: empty unless flows are by tenant and model. ``part``: a user or session of the tenant, empty if the
+    whole tenant is one flow.
     """
 
     tenant: str
@@ -22,38 +23,53 @@ class FlowKey(msgspec.Struct, frozen=True):
 
 
 class QueuedRequest(msgspec.Struct, frozen=True, eq=False):
-    """One request that asks to go. Tokens: ``uncached_tokens`` at the engine that holds most, ``output_tokens`` as expected.
+    """A request that waits to be dispatched.
 
-    ``deadline_s``: when the first token is wanted. ``eligible`` says which endpoints may serve it, None for all: they change
-    while it waits. ``holders``: those that
-    hold most of it, with how much. ``size_bytes``: of its body, which waits with it.
+    ========================  ===========  =====================================================================
+    field                     unit         meaning
+    ========================  ===========  =====================================================================
+    ``ticket``                             identifies the request
+    ``flow``                               whose fair share it uses
+    ``arrived_at_s``          s            when it arrived
+    ``expires_at_s``          s            when it has waited too long
+    ``priority``                           larger is more important
+    ``size_bytes``            bytes        of its body, which is kept in memory while it waits
+    ``input_tokens``          tokens       of its prompt
+    ``uncached_tokens``       tokens       of its prompt that no endpoint has cached
+    ``output_tokens``         tokens       expected of its answer
+    ``deadline_at_s``         s            when its first token is due
+    ``session``                            the session or program to which it belongs, empty if none
+    ``eligible``                           returns the endpoints that may serve it, None for all; called anew each
+                                           time, as they change while it waits
+    ``holders``               row, tokens  the endpoints that have most of its prompt cached
+    ========================  ===========  =====================================================================
     """
 
     ticket: str
     flow: FlowKey
-    arrived_s: float
-    expires_s: float
+    arrived_at_s: float
+    expires_at_s: float
     priority: int = 0
     size_bytes: int = 0
     input_tokens: float = 0.0
     uncached_tokens: float = 0.0
     output_tokens: float = 0.0
-    deadline_s: float = math.inf
+    deadline_at_s: float = math.inf
     session: str = ""
     eligible: Callable[[], Bools | None] | None = None
     holders: tuple[tuple[int, float], ...] = ()
 
     @property
     def rows(self) -> Bools | None:
-        """The endpoints that may serve it as things are now; None: all."""
+        """The endpoints that may serve it now; None: all."""
         return None if self.eligible is None else self.eligible()
 
     @property
     def cached_tokens(self) -> float:
-        """What the best engine holds of it."""
+        """Prompt tokens cached at the endpoint that holds most."""
         return self.input_tokens - self.uncached_tokens
 
     @property
-    def tokens(self) -> float:
-        """Of its prompt, and of its answer as far as expected."""
+    def total_tokens(self) -> float:
+        """Prompt tokens and expected output tokens."""
         return self.input_tokens + self.output_tokens

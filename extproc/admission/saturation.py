@@ -1,12 +1,14 @@
-"""How full engines are: when a request may go, and to whom.
+"""How full endpoints are: whether a request can be dispatched now, and to which.
 
-A row's pressure is the largest of what is counted, each as a share of its limit: requests waiting in the engine and its KV
-cache in use (the roofline of llm-d's detector), requests and tokens in flight, and the wait until a new prompt would begin. At 1 an
-engine is full. Saturation is the mean over all engines with each at most 1, so it is 1 only when nobody has room.
+The pressure on an endpoint is the largest of these, each as a fraction of its limit: requests waiting in the engine
+and its KV cache in use (as llm-d's saturation detector has them), requests and tokens in flight, and the wait until a
+new prompt would start. An endpoint with a pressure of 1 is full. Saturation is the mean pressure, with each endpoint
+counted as at most 1, so it is 1 only when no endpoint has room.
 
-Between two reports what was sent since counts as waiting for as long as our books say that its prefill is not done: a burst
-must not pour into engines that looked empty a moment ago (llm-d-router issue 2066). A report that is old or was never made
-counts less and less, and our own books take over: it can never stop requests from going (issues 2100, 2408, 2514).
+Between two reports of an engine, requests dispatched since the last one count as waiting for as long as our own books
+say that their prefill is not done. Otherwise a burst would overload engines that looked empty a moment ago
+(llm-d-router issue 2066). The weight of a report falls with its age and our own counts take its place, so a missing
+report never stops requests (issues 2100, 2408, 2514).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from extproc.endpoints.engine_reports import belief
+from extproc.endpoints.engine_reports import report_trust
 from extproc.endpoints.ledger import backlogs
 from extproc.endpoints.table import Bools
 
@@ -26,111 +28,121 @@ if TYPE_CHECKING:
     from extproc.config.admission import SaturationLimits
     from extproc.endpoints.table import EndpointTable, Floats
 
-# In flight, where neither reports nor limits of ours say anything: half of vLLM's default batch.
+# Requests in flight at which an endpoint is full if neither a report nor a limit says so: half of vLLM's batch.
 _ASSUMED_BATCH: Final = 128
-# Below this a report says too little.
+# An endpoint whose report is trusted less than this counts as stale.
 _STALE: Final = 0.5
 _ROUNDING_S: Final = 1e-4
-# Looking again costs little, and beliefs that fade change by themselves.
-LOOK_AGAIN_S: Final = 1.0
+# Recompute the capacity at least this often: trust in reports fades without an event.
+RECHECK_S: Final = 1.0
 
 
 class Stages(msgspec.Struct, frozen=True):
-    """Rows of prefill and of decode engines, and the ``group`` of each row within which both must be."""
+    """The rows of prefill and of decode endpoints, and the ``group`` of each row; a pair must be in one group."""
 
     prefill: Bools
     decode: Bools
     group: NDArray[np.intp]
 
-    def pairs(self, rows: Bools) -> Bools:
-        """Those of ``rows`` that make whole pairs."""
+    def complete_pairs(self, rows: Bools) -> Bools:
+        """The ``rows`` in groups that have both a prefill and a decode endpoint among ``rows``."""
         prefill, decode = rows & self.prefill, rows & self.decode
         both = np.intersect1d(self.group[prefill], self.group[decode])
         return (prefill | decode) & np.isin(self.group, both)
 
 
-class Room:
-    """Who has room at one moment; what is reserved in it is not for those who come later in the order."""
+class Capacity:
+    """Which endpoints have room at one moment.
+
+    ``pressure``: by row, 1 is full. ``open``: the rows that have room and are not set aside. ``saturation``: from 0
+    to 1. ``stale_endpoints``: how many have no recent report.
+    """
 
     def __init__(
         self, table: EndpointTable, limits: SaturationLimits, now: float, stages: Stages | None = None
     ) -> None:
-        """``stages``: where a request needs a prefill and a decode engine."""
+        """``stages``: set if a request needs a prefill and a decode endpoint."""
         self._table = table
         self._limits = limits
         self._now = now
         self._stages = stages
-        self._among = _usable(table, now)
-        trust = belief(table, now)
+        self._candidates = _usable(table, now)
+        trust = report_trust(table, now)
         self._backlog_s: Floats = backlogs(table, now) / table.prefill_rate
         soft, hard = self._soft(trust), self._hard(trust)
         self.pressure = np.maximum(soft, hard)
-        self.open: Bools = self._among & (self.pressure < 1)
-        self._allowed: Bools = self._among & (hard < 1) & (soft < 1 + limits.headroom)
+        self.open: Bools = self._candidates & (self.pressure < 1)
+        self._allowed: Bools = self._candidates & (hard < 1) & (soft < 1 + limits.headroom)
         self.has_endpoints = len(table) > 0
         self.saturation = self._saturation()
-        self.stale_endpoints = int(np.count_nonzero(self._among & (trust < _STALE)))
+        self.stale_endpoints = int(np.count_nonzero(self._candidates & (trust < _STALE)))
 
     def rows_for(self, queued: QueuedRequest) -> Bools | None:
-        """The endpoints that can take it now; None: nobody."""
+        """The endpoints that can take the request now; None if there are none."""
         rows = self._fitting(self.open, queued)
         if not rows.any():
             return None
-        # where somebody has room, one that is a little too full may be worth its wait for what it has cached
+        # once one endpoint has room, a slightly fuller one with a cached prefix may be worth the wait
         return rows | self._fitting(self._allowed, queued) if queued.cached_tokens else rows
 
-    def reserve(self, queued: QueuedRequest) -> None:
-        """Nobody behind ``wanted`` may use the endpoint that will first have room for it."""
-        among = self._eligible(self._among, queued)
-        if among.any():
+    def set_aside(self, queued: QueuedRequest) -> None:
+        """Keep the endpoint that will first have room for ``queued`` free from the requests behind it."""
+        candidates = self._eligible(self._candidates, queued)
+        if candidates.any():
             fullness = np.maximum(self.pressure, self._table.in_flight_tokens / self._limits.max_tokens)
-            nearest = int(np.where(among, fullness, np.inf).argmin())
+            nearest = int(np.where(candidates, fullness, np.inf).argmin())
             self.open, self._allowed = self.open.copy(), self._allowed.copy()
             self.open[nearest] = self._allowed[nearest] = False
 
     def opens_at_s(self) -> float:
-        """When to look again, if nothing happens before."""
-        over = self._backlog_s[self._among & (self._backlog_s >= self._limits.max_wait_s)]
-        # a moment later, so that rounding does not find it full still
-        soonest = float(over.min()) - self._limits.max_wait_s + _ROUNDING_S if over.size else LOOK_AGAIN_S
-        return self._now + min(LOOK_AGAIN_S, soonest)
+        """When an endpoint may next get room if no event comes first."""
+        waits = self._backlog_s[self._candidates & (self._backlog_s >= self._limits.max_wait_s)]
+        # A moment later, so that rounding does not leave it full.
+        soonest = float(waits.min()) - self._limits.max_wait_s + _ROUNDING_S if waits.size else RECHECK_S
+        return self._now + min(RECHECK_S, soonest)
 
-    def _eligible(self, among: Bools, queued: QueuedRequest) -> Bools:
+    def _eligible(self, candidates: Bools, queued: QueuedRequest) -> Bools:
         rows = queued.rows
-        return among if rows is None else among & rows
+        return candidates if rows is None else candidates & rows
 
-    def _fitting(self, among: Bools, queued: QueuedRequest) -> Bools:
-        rows = self._eligible(among, queued)
-        most = self._limits.max_tokens
-        if most < np.inf:
-            # what is larger than an engine goes to an empty one, and nowhere else
-            fits = (most - self._table.in_flight_tokens >= queued.tokens) | (self._table.in_flight == 0)
+    def _fitting(self, candidates: Bools, queued: QueuedRequest) -> Bools:
+        rows = self._eligible(candidates, queued)
+        max_tokens = self._limits.max_tokens
+        if max_tokens < np.inf:
+            # A request larger than the limit fits only an idle endpoint.
+            fits = (max_tokens - self._table.in_flight_tokens >= queued.total_tokens) | (self._table.in_flight == 0)
             rows = rows & fits
-        return rows if self._stages is None else self._stages.pairs(rows)
+        return rows if self._stages is None else self._stages.complete_pairs(rows)
 
     def _saturation(self) -> float:
-        """Of the fuller stage, if there are two; one without any engine is full."""
+        """Of the more saturated stage, if there are two. A stage without endpoints is full."""
         stages = self._stages
-        parts = [self._among] if stages is None else [self._among & stages.prefill, self._among & stages.decode]
+        parts = (
+            [self._candidates]
+            if stages is None
+            else [self._candidates & stages.prefill, self._candidates & stages.decode]
+        )
         counts = [int(np.count_nonzero(part)) for part in parts]
-        whole = np.minimum(self.pressure, 1.0)
-        means = (float(whole[part].sum()) / count if count else 1.0 for part, count in zip(parts, counts, strict=True))
+        pressure = np.minimum(self.pressure, 1.0)
+        means = (
+            float(pressure[part].sum()) / count if count else 1.0 for part, count in zip(parts, counts, strict=True)
+        )
         return max(means)
 
     def _soft(self, trust: Floats) -> Floats:
-        """By what engines say of themselves, with what was sent since; and by the wait that our books expect."""
+        """The pressure by engines' reports with what was dispatched since, and by the expected wait."""
         table, limits = self._table, self._limits
-        since = table.in_flight - table.seen_in_flight
-        coming = np.where((self._backlog_s > 0) | (since < 0), since, 0)
-        said = np.maximum(table.waiting + coming, 0.0) / limits.queue_depth
-        tokens = np.maximum(table.in_flight_tokens - table.seen_in_flight_tokens, 0.0)
-        more = np.where(table.kv_tokens > 0, tokens / np.maximum(table.kv_tokens, 1.0), 0.0)
-        said = np.maximum(said, (table.kv_usage + more) / limits.kv_usage)
-        pressure: Floats = np.maximum(trust * said, self._backlog_s / limits.max_wait_s)
+        since = table.in_flight - table.in_flight_at_report
+        added = np.where((self._backlog_s > 0) | (since < 0), since, 0)
+        reported = np.maximum(table.waiting + added, 0.0) / limits.queue_depth
+        tokens = np.maximum(table.in_flight_tokens - table.in_flight_tokens_at_report, 0.0)
+        more = np.where(table.kv_capacity_tokens > 0, tokens / np.maximum(table.kv_capacity_tokens, 1.0), 0.0)
+        reported = np.maximum(reported, (table.kv_usage + more) / limits.kv_usage)
+        pressure: Floats = np.maximum(trust * reported, self._backlog_s / limits.max_wait_s)
         return pressure
 
     def _hard(self, trust: Floats) -> Floats:
-        """By our own books: what is in flight. Where nothing limits that, a guess stands in for reports that are missing."""
+        """The pressure by requests in flight; without a limit, an assumed one stands in for missing reports."""
         table, limits = self._table, self._limits
         if limits.max_requests < np.inf:
             pressure = table.in_flight / limits.max_requests
@@ -142,12 +154,12 @@ class Room:
 
 
 def _usable(table: EndpointTable, now: float) -> Bools:
-    """Endpoints that should get something: those that leave or fail only if there are no others."""
-    among = table.is_active
+    """Endpoints to use: draining ones and ones in back-off only if there are no others."""
+    candidates = table.is_active
     if table.has_draining:
-        staying = among & table.staying()
-        among = staying if staying.any() else among
+        staying = candidates & table.not_draining()
+        candidates = staying if staying.any() else candidates
     if table.has_failures:
-        well = among & (table.avoid_until_s <= now)
-        among = well if well.any() else among
-    return among
+        well = candidates & (table.retry_at_s <= now)
+        candidates = well if well.any() else candidates
+    return candidates

@@ -10,7 +10,7 @@ from extproc.core.peer_events import Spent
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from extproc.admission.limits import Ask, Grant, LocalLimits, Usage
+    from extproc.admission.limits import Charge, Grant, LocalLimits, Usage
     from extproc.core.record import Record
 
 
@@ -24,10 +24,10 @@ class Accounts:
         self._limits = limits
         self._machine = machine
 
-    def reserve(self, asks: Sequence[Ask], now: float, out: list[Effect]) -> Grant:
+    def reserve(self, charges: Sequence[Charge], now: float, out: list[Effect]) -> Grant:
         """From this process's own buckets; raises RateLimited, and then nothing was taken."""
-        grant = self._limits.reserve(asks, now)
-        for ask in asks:
+        grant = self._limits.reserve(charges, now)
+        for ask in charges:
             self._spent(ask, ask.amount, out)
         return grant
 
@@ -38,7 +38,7 @@ class Accounts:
                 out.append(SettleGrant(grant, used))
                 continue
             self._limits.settle(grant, used, now)
-            for ask in grant.asks:
+            for ask in grant.charges:
                 self._spent(ask, (0.0 if used is None else used.of(ask.resource)) - ask.amount, out)
 
     def close(self, record: Record, used: Usage | None, service: float, now: float, out: list[Effect]) -> None:
@@ -46,11 +46,11 @@ class Accounts:
         run, queued = record.run, record.queued
         if run is not None and run.gate is not None and queued is not None:
             tokens = 0.0 if used is None else used.input_tokens + used.output_tokens
-            run.gate.over(queued, service - run.charged, tokens=tokens, now=now)
+            run.gate.ended(queued, service - run.charged, tokens=tokens, now=now)
         if record.is_ours:
             grants, record.grants = record.grants, ()
             self.settle_grants(grants, used, now, out)
 
-    def _spent(self, ask: Ask, amount: float, out: list[Effect]) -> None:
+    def _spent(self, ask: Charge, amount: float, out: list[Effect]) -> None:
         if self._machine is not None and amount:
             out.append(Tell(Spent(self._machine, ask.key, ask.limit, amount)))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Mapping, Sequence
 
-    from extproc.admission.limits import Ask
+    from extproc.admission.limits import Charge
     from extproc.config.admission import FlowControl
     from extproc.config.types import Snapshot
     from extproc.core.types import Arrival, Attachment
@@ -49,20 +49,20 @@ class AdmissionController:
             elif control is not None:
                 self.gates[name] = self._new_gate(pool, control)
 
-    def asks(self, arrival: Arrival) -> Sequence[Ask]:
+    def charges(self, arrival: Arrival) -> Sequence[Charge]:
         """What the limits of the request's route must grant; empty if there are none."""
         limits = self.routes.get(arrival.destination.route)
         if limits is None:
             return ()
-        return limits.asks(arrival.caller, arrival.head.headers, _reserved(arrival))
+        return limits.charges(arrival.caller, arrival.head.headers, _reserved(arrival))
 
     def has_waiting(self) -> bool:
         """Whether any request waits at a gate."""
         return any(len(gate.queue) for gate in self.gates.values())
 
-    def look_again_s(self, now: float) -> float | None:
+    def wake_at_s(self, now: float) -> float | None:
         """When a held request may go although nothing happens before; None: no request waits."""
-        times = [when for gate in self.gates.values() if (when := gate.look_again_s(now)) is not None]
+        times = [when for gate in self.gates.values() if (when := gate.wake_at_s(now)) is not None]
         return min(times, default=None)
 
     def queue_entry(
@@ -74,14 +74,14 @@ class AdmissionController:
         return QueuedRequest(
             ticket=ticket,
             flow=_flow(arrival, gate.control),
-            arrived_s=now,
-            expires_s=now + gate.longest_wait_s(),
+            arrived_at_s=now,
+            expires_at_s=now + gate.longest_wait_s(),
             priority=arrival.priority,
             size_bytes=len(arrival.body),
             input_tokens=expectation.input_tokens,
             uncached_tokens=expectation.input_tokens - cached,
             output_tokens=pool.expected_output(arrival.request.max_output_tokens),
-            deadline_s=now + _target_s(arrival),
+            deadline_at_s=now + _target_s(arrival),
             session=name_in(arrival.head.headers, gate.control.session_header),
             eligible=partial(pool.eligible, arrival.adapter, attachment.subset),
             holders=_holders(expectation.demand.cached_tokens) if cached else (),
@@ -125,5 +125,5 @@ def _flow(arrival: Arrival, control: FlowControl) -> FlowKey:
 
 def _target_s(arrival: Arrival) -> float:
     caller = arrival.caller
-    targets = (caller.deadline_s, caller.ttft_s, arrival.destination.ttft_s)
+    targets = (caller.deadline_in_s, caller.ttft_target_s, arrival.destination.ttft_s)
     return next((one for one in targets if one is not None), math.inf)

@@ -62,7 +62,7 @@ class Core:
         self.snapshot = snapshot
         # of the configuration in use
         self.intake: Intake
-        # whether anything depends on who asks
+        # whether anything depends on who charges
         self.asks_who = False
         self._make_picker = make_picker
         self._rng = rng

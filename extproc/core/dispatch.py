@@ -98,7 +98,7 @@ class Dispatcher:
             most_output=math.inf if request.max_output_tokens is None else request.max_output_tokens,
         )
         if gate is not None and queued is not None:
-            run.waited_s = now - queued.arrived_s
+            run.waited_s = now - queued.arrived_at_s
             _charge(run, gate, queued, gate.service(run.reserved, assignment.cached_tokens), now)
         self.put(record, State.RUNNING)
         record.arrival = None
@@ -140,14 +140,14 @@ def constraints_of(
         choices=attachment.choices,
         subset=attachment.subset,
         wants_reasons=wants_reasons,
-        among=with_room,
+        candidates=with_room,
         is_trusted=arrival.head.is_trusted,
     )
 
 
 def repeat(event: RequestStarted, origin: str, pool: Pool, gate: Gate | None, now: float) -> Record | None:
     """Count a request that the process ``origin`` has sent; None if its endpoint is not configured here."""
-    assignment = pool.repeat(event, now)
+    assignment = pool.record_remote(event, now)
     if assignment is None:
         return None
     run = Run(
@@ -174,7 +174,7 @@ def _started(record: Record, run: Run) -> RequestStarted:
     return RequestStarted(
         ticket=record.ticket,
         server=run.pool.name,
-        address=assignment.place.address,
+        address=assignment.endpoint.address,
         prefill=None if assignment.prefill is None else assignment.prefill.address,
         chain=list(run.chain),
         tail=run.tail,
@@ -194,4 +194,4 @@ def _started(record: Record, run: Run) -> RequestStarted:
 
 def _charge(run: Run, gate: Gate, queued: QueuedRequest, service: float, now: float) -> None:
     run.gate, run.charged = gate, service
-    gate.sent(queued, service, now)
+    gate.dispatched(queued, service, now)

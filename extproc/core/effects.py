@@ -1,4 +1,4 @@
-"""What the core asks its shell to do: each verb returns a list of these, and does nothing to the world by itself."""
+"""What the core charges its shell to do: each verb returns a list of these, and does nothing to the world by itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from extproc.admission.limits import Ask, Grant, Usage
+from extproc.admission.limits import Charge, Grant, Usage
 from extproc.admission.queued_request import QueuedRequest
 from extproc.core.explanation import Explanation
 from extproc.core.peer_events import PeerEvent
@@ -47,7 +47,7 @@ class AskLimits(msgspec.Struct, frozen=True):
     """Ask the store of global limits for a grant, then ``resume`` with a Grant, a Refusal, or None if it cannot be asked."""
 
     ticket: str
-    asks: Sequence[Ask]
+    charges: Sequence[Charge]
 
 
 class AskTokens(msgspec.Struct, frozen=True):

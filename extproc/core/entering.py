@@ -12,7 +12,7 @@ from extproc.core.states import IllegalEvent, State
 from extproc.errors import Refusal
 
 if TYPE_CHECKING:
-    from extproc.admission.limits import Ask
+    from extproc.admission.limits import Charge
     from extproc.core.accounts import Accounts
     from extproc.core.admission_controller import AdmissionController
     from extproc.core.dispatch import Dispatcher
@@ -45,26 +45,26 @@ class EnteringRequests:
         """The request has come: local limits first, then those that all machines share."""
         if arrival.destination.route not in self._admission.routes:
             return self._ask_tokens(record, arrival, now, out)
-        asks = self._admission.asks(arrival)
-        local = [ask for ask in asks if not ask.is_global]
+        charges = self._admission.charges(arrival)
+        local = [ask for ask in charges if not ask.is_global]
         if local:
             try:
                 record.grants = (self._accounts.reserve(local, now, out),)
             except Refusal as refusal:
                 return self._dispatcher.refuse(record, refusal, now, out)
-        everywhere = [ask for ask in asks if ask.is_global]
+        everywhere = [ask for ask in charges if ask.is_global]
         if not everywhere:
             return self._ask_tokens(record, arrival, now, out)
         self._dispatcher.put(record, State.ASKING_LIMITS)
-        record.asks = everywhere
+        record.charges = everywhere
         return AskLimits(record.ticket, everywhere)
 
     def resume(self, record: Record, answer: Answer, now: float, out: list[Effect]) -> Own:
         """What the request asked for is here."""
-        arrival, asks = record.arrived, record.asks
+        arrival, charges = record.arrived, record.charges
         if record.state is State.ASKING_LIMITS:
             if answer is None or isinstance(answer, Grant | Refusal):
-                return self._granted(record, arrival, asks, answer, now, out)
+                return self._granted(record, arrival, charges, answer, now, out)
         elif not isinstance(answer, Grant | Refusal):
             record.tokens = answer
             return self._enter(record, arrival, now, out)
@@ -81,7 +81,7 @@ class EnteringRequests:
         self,
         record: Record,
         arrival: Arrival,
-        asks: Sequence[Ask],
+        charges: Sequence[Charge],
         answer: Grant | Refusal | None,
         now: float,
         out: list[Effect],
@@ -91,16 +91,16 @@ class EnteringRequests:
                 raise answer
             if answer is None:
                 # the store cannot be asked: this process grants it by itself, where that is allowed
-                if any(ask.needs_redis for ask in asks):
+                if any(ask.needs_redis for ask in charges):
                     raise unavailable()
-                answer = self._accounts.reserve(asks, now, out)
+                answer = self._accounts.reserve(charges, now, out)
         except Refusal as refusal:
             return self._dispatcher.refuse(record, refusal, now, out)
         record.grants = (*record.grants, answer)
         return self._ask_tokens(record, arrival, now, out)
 
     def _ask_tokens(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
-        if arrival.pool.caches.kv is None or not arrival.wants_tokens:
+        if arrival.pool.caches.kv_index is None or not arrival.wants_tokens:
             return self._enter(record, arrival, now, out)
         self._dispatcher.put(record, State.ASKING_TOKENS)
         return AskTokens(record.ticket, arrival)

@@ -56,12 +56,12 @@ class Explanation(msgspec.Struct, frozen=True):
 def explain(considered: Consideration, pool: Pool) -> Explanation:
     """The reasons of a pick that was made with ``wants_reasons``."""
     pick, expectation, addresses = considered.pick, considered.expectation, pool.table.addresses
-    computing = pick.rows[0] if pick.prefill_row is None else pick.prefill_row
+    prefilled_by = pick.rows[0] if pick.prefill_row is None else pick.prefill_row
     return Explanation(
         server=pool.name,
         model=considered.view.request.model,
         input_tokens=round(expectation.input_tokens, 1),
-        cached_tokens=round(float(expectation.demand.cached_tokens[computing]), 1),
+        cached_tokens=round(float(expectation.demand.cached_tokens[prefilled_by]), 1),
         addresses=tuple(addresses[row] for row in pick.rows),
         cost_s=round(pick.cost_s, 6),
         prefill=None if pick.prefill_row is None else addresses[pick.prefill_row],
@@ -88,7 +88,7 @@ def _profile(reasons: Reasons, addresses: list[str]) -> ProfileExplanation:
 
 def _filters(reasons: Reasons, addresses: list[str]) -> Iterator[FilterStep]:
     before = set(reasons.candidates)
-    for name, rows in reasons.left:
+    for name, rows in reasons.after_filters:
         yield FilterStep(name, tuple(addresses[row] for row in sorted(before - set(rows))), len(rows))
         before = set(rows)
 

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.limits import NOTHING, Usage
-from extproc.endpoints.engine_reports import note_latency, report
-from extproc.endpoints.ledger import prefilled
-from extproc.endpoints.prefill_rate import learn_prefill_rate, note_failure, note_success, typical_rate
+from extproc.admission.limits import NO_USAGE, Usage
+from extproc.endpoints.backoff import record_failure, record_success
+from extproc.endpoints.engine_reports import apply_report, record_latency
+from extproc.endpoints.ledger import finish_prefill
+from extproc.endpoints.prefill_rate import learn_prefill_rate, typical_rate
 from extproc.prefix.turns import Turn
 
 if TYPE_CHECKING:
@@ -41,12 +42,12 @@ def take_report(pools: Mapping[str, Pool], event: EngineSaid, now: float) -> Non
     if event.models is not None:
         pool.table.set_loras(row, msgspec.structs.replace(pool.table.loras[row], served=event.models))
         return
-    report(pool.table, row, event.state, now)
+    apply_report(pool.table, row, event.state, now)
     if event.has_restarted:
-        pool.caches.lost_cache(row)
+        pool.caches.cache_lost(row)
     if event.cache is not None:
-        pool.caches.note_cache(row, event.cache)
-        pool.table.kv_tokens[row] = event.cache.total_tokens
+        pool.caches.set_cache_config(row, event.cache)
+        pool.table.kv_capacity_tokens[row] = event.cache.total_tokens
 
 
 def learn(run: Run, outcome: Outcome, now: float, *, is_ours: bool, has_limits: bool) -> None:
@@ -58,27 +59,27 @@ def learn(run: Run, outcome: Outcome, now: float, *, is_ours: bool, has_limits: 
         # engines are judged by the time since it went
         outcome = msgspec.structs.replace(outcome, ttfb_s=max(0.0, outcome.ttfb_s - run.waited_s))
     _learn_place(run, outcome, now)
-    if outcome.ttfb_s is not None and outcome.served == run.assignment.place.address:
-        prefilled(run.pool.table, run.assignment.computing, now)
+    if outcome.ttfb_s is not None and outcome.served == run.assignment.endpoint.address:
+        finish_prefill(run.pool.table, run.assignment.prefilled_by, now)
     if not 200 <= outcome.status < 300:
         return
     _count_tokens(run, outcome, is_ours=is_ours)
     _learn_output(run, outcome)
     _learn_bytes_per_token(run, outcome, has_limits=has_limits)
     _learn_turn(run, outcome)
-    if outcome.served == run.assignment.place.address:
+    if outcome.served == run.assignment.endpoint.address:
         _learn_rate(run, outcome)
         _learn_prefix(run, outcome)
 
 
 def _learn_place(run: Run, outcome: Outcome, now: float) -> None:
-    table, first = run.pool.table, run.assignment.place
+    table, first = run.pool.table, run.assignment.endpoint
     was_passed_over = bool(outcome.served) and outcome.served != first.address
-    if table.holds(first):
+    if table.is_current(first):
         if was_passed_over or outcome.status in _UNAVAILABLE:
-            note_failure(table, first.row, now)
+            record_failure(table, first.row, now)
         elif outcome.status:
-            note_success(table, first.row)
+            record_success(table, first.row)
     served_row = table.row_of(outcome.served)
     if was_passed_over and served_row is not None:
         run.pool.caches.index.record(served_row, run.chain, now)
@@ -90,7 +91,7 @@ def _learn_turn(run: Run, outcome: Outcome) -> None:
     if row is not None and outcome.completion_tokens:
         caches = run.pool.caches
         answer_bytes = outcome.completion_tokens * caches.bytes_per_token
-        caches.turns.ended(row, run.chain, Turn(run.tail, answer_bytes))
+        caches.turns.record(row, run.chain, Turn(run.tail, answer_bytes))
 
 
 def _count_tokens(run: Run, outcome: Outcome, *, is_ours: bool) -> None:
@@ -116,7 +117,7 @@ def usage_of(run: Run, outcome: Outcome) -> Usage:
     """
     has_left = outcome.status == 0 and bool(outcome.served)
     if outcome.prompt_tokens is None and not 200 <= outcome.status < 300 and not has_left:
-        return NOTHING
+        return NO_USAGE
     return Usage(
         input_tokens=run.reserved.input_tokens if outcome.prompt_tokens is None else outcome.prompt_tokens,
         output_tokens=_written(run, outcome) if outcome.completion_tokens is None else outcome.completion_tokens,
@@ -138,7 +139,9 @@ def _learn_bytes_per_token(run: Run, outcome: Outcome, *, has_limits: bool) -> N
     tokens = outcome.prompt_tokens
     caches = run.pool.caches
     if tokens is not None and has_limits:
-        run.pool.input_estimate.learn(run.prompt_bytes, caches.bytes_per_token, tokens)
+        run.pool.input_estimate.learn(
+            prompt_bytes=run.prompt_bytes, bytes_per_token=caches.bytes_per_token, tokens=tokens
+        )
     if tokens is not None and tokens >= _MIN_TOKENS_FOR_RATIO:
         low, high = _BYTES_PER_TOKEN_BOUNDS
         ratio = min(high, max(low, run.prompt_bytes / tokens))
@@ -151,11 +154,11 @@ def _learn_bytes_per_token(run: Run, outcome: Outcome, *, has_limits: bool) -> N
 
 def _learn_rate(run: Run, outcome: Outcome) -> None:
     # a plain answer's first byte comes with its last
-    if not run.is_streamed or outcome.ttfb_s is None or not run.pool.table.holds(run.assignment.computing):
+    if not run.is_streamed or outcome.ttfb_s is None or not run.pool.table.is_current(run.assignment.prefilled_by):
         return
     pool, assignment = run.pool, run.assignment
     pool.typical_ttft_s += _WEIGHT * (outcome.ttfb_s - pool.typical_ttft_s)
-    cost, row = pool.caches.prompt_cost, assignment.computing.row
+    cost, row = pool.caches.prompt_cost, assignment.prefilled_by.row
     ahead = max(0.0, assignment.tokens_ahead - assignment.work)
     cached = float(outcome.cached_tokens or 0)
     uncached = assignment.input_tokens - assignment.cached_tokens
@@ -167,13 +170,13 @@ def _learn_rate(run: Run, outcome: Outcome) -> None:
     cost.learn(uncached=uncached, cached=cached, seconds=seconds, share=own / (own + ahead + 1.0))
     tokens_ahead = ahead + own + cost.overhead
     learn_prefill_rate(pool.table, row, tokens_ahead=tokens_ahead, ttft_s=outcome.ttfb_s)
-    if pool.table.holds(assignment.place):
+    if pool.table.is_current(assignment.endpoint):
         written = (outcome.completion_tokens or 0) - 1
         tpot_s = (outcome.duration_s - run.waited_s - outcome.ttfb_s) / written if written > 0 else None
-        note_latency(pool.table, assignment.place.row, ttft_s=outcome.ttfb_s, tpot_s=tpot_s)
-        if tpot_s is not None and assignment.tokens_there:
-            now_there = float(pool.table.in_flight_tokens[assignment.place.row]) + assignment.tokens
-            pool.caches.answer_cost.learn(tokens=(assignment.tokens_there + now_there) / 2, tpot_s=tpot_s)
+        record_latency(pool.table, assignment.endpoint.row, ttft_s=outcome.ttfb_s, tpot_s=tpot_s)
+        if tpot_s is not None and assignment.in_flight_tokens:
+            now_there = float(pool.table.in_flight_tokens[assignment.endpoint.row]) + assignment.tokens
+            pool.caches.answer_cost.learn(tokens=(assignment.in_flight_tokens + now_there) / 2, tpot_s=tpot_s)
 
 
 def _learn_prefix(run: Run, outcome: Outcome) -> None:
@@ -182,10 +185,10 @@ def _learn_prefix(run: Run, outcome: Outcome) -> None:
     vLLM leaves the field out when it is 0, so silence counts as 0 once the pool's engines are known to report it.
     """
     pool, assignment = run.pool, run.assignment
-    place = assignment.computing
-    if not pool.reports_cached_tokens or outcome.prompt_tokens is None or assignment.cached_since_s is None:
+    place = assignment.prefilled_by
+    if not pool.reports_cached_tokens or outcome.prompt_tokens is None or assignment.last_used_at_s is None:
         return
-    if not pool.table.holds(place):
+    if not pool.table.is_current(place):
         return
     index, reported = pool.caches.index, outcome.cached_tokens or 0
     missing = assignment.indexed_tokens - reported
@@ -194,5 +197,5 @@ def _learn_prefix(run: Run, outcome: Outcome) -> None:
         expected = assignment.cached_tokens - assignment.indexed_tokens
         if not assignment.is_precise and expected >= _TOLERATED_TOKENS:
             pool.caches.turns.learn(expected=expected, found=reported - assignment.indexed_tokens)
-    elif run.sent_at_s - assignment.cached_since_s > _PREFILL_GRACE_S + 2 * pool.typical_ttft_s:
-        index.correct(place.row, assignment.cached_since_s)
+    elif run.sent_at_s - assignment.last_used_at_s > _PREFILL_GRACE_S + 2 * pool.typical_ttft_s:
+        index.correct(place.row, assignment.last_used_at_s)

@@ -1,10 +1,10 @@
-"""Where requests come in: refuse what can be refused, parse, route, and see who asks."""
+"""Where requests come in: refuse what can be refused, parse, route, and see who charges."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.admission.identity import NOBODY
+from extproc.admission.identity import ANONYMOUS_CALLER
 from extproc.core.types import Arrival, Head
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownPath
 from extproc.protocol import MODELS_PATH
@@ -83,7 +83,7 @@ class Intake:
             raise NoEndpoint(
                 f"The ModelServer '{destination.server}' is not configured any more; add it, or start with another --pool."
             )
-        caller = NOBODY
+        caller = ANONYMOUS_CALLER
         if destination.server in self._gated or destination.route in self._limited:
             caller = self._identities.caller(head.headers, is_trusted=head.is_trusted)
         return Arrival(request, destination, pool, head, body, caller)

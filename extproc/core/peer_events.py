@@ -14,7 +14,7 @@ import msgspec
 
 from extproc.admission.buckets import Limit
 from extproc.core.types import Outcome
-from extproc.endpoints.engine_reports import CacheConfig, EngineState
+from extproc.endpoints.engine_reports import CacheConfig, EngineReport
 from extproc.scheduling.request_started import RequestStarted
 
 # A process that has said nothing for this long is gone, and its requests with it.
@@ -35,11 +35,11 @@ class Learned(msgspec.Struct, frozen=True, array_like=True, tag="l"):
 
 
 class EngineSaid(msgspec.Struct, frozen=True, array_like=True, tag="r"):
-    """An engine's report. One process of a machine asks the engines and tells the others."""
+    """An engine's report. One process of a machine charges the engines and tells the others."""
 
     server: str
     address: str
-    state: EngineState
+    state: EngineReport
     cache: CacheConfig | None = None
     has_restarted: bool = False
     models: frozenset[str] | None = None

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from extproc.admission.gate import Gate
-from extproc.admission.limits import NOTHING, Ask, Grant, Usage
+from extproc.admission.limits import NO_USAGE, Charge, Grant, Usage
 from extproc.admission.queued_request import QueuedRequest
 from extproc.core.states import State
 from extproc.core.types import BUNDLE, Arrival, Attachment
@@ -33,7 +33,7 @@ class Run(msgspec.Struct):
     prompt_bytes: int
     is_streamed: bool
     sent_at_s: float
-    reserved: Usage = NOTHING
+    reserved: Usage = NO_USAGE
     most_output: float = math.inf
     waited_s: float = 0.0
     gate: Gate | None = None
@@ -52,7 +52,7 @@ class Record(msgspec.Struct):
     arrival: Arrival | None = None
     attachment: Attachment = BUNDLE
     wants_reasons: bool = False
-    asks: Sequence[Ask] = ()
+    charges: Sequence[Charge] = ()
     tokens: Sequence[int] | None = None
     grants: tuple[Grant, ...] = ()
     queued: QueuedRequest | None = None

@@ -1,6 +1,6 @@
 """The states of a request and the events that are legal in each, as one table.
 
-        arrives           asks the limit store      asks for tokens        waits           an engine has it
+        arrives           charges the limit store      charges for tokens        waits           an engine has it
     ABSENT ──────▶ ASKING_LIMITS ──────▶ ASKING_TOKENS ──────▶ QUEUED ──────▶ RUNNING ──────▶ ENDED ──────▶ ABSENT
                                                                                  └─▶ SETTLED ──────▶ ABSENT
 

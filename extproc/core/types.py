@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.admission.identity import NOBODY, Caller
+from extproc.admission.identity import ANONYMOUS_CALLER, Caller
 from extproc.request.model import InferenceRequest
 from extproc.routing.resolve import Destination
 from extproc.scheduling.pool import Pool
@@ -48,13 +48,17 @@ class Arrival(msgspec.Struct, frozen=True):
     pool: Pool
     head: Head
     body: bytes
-    caller: Caller = NOBODY
+    caller: Caller = ANONYMOUS_CALLER
 
     @property
     def wants_tokens(self) -> bool:
         """Whether its pick would be more precise with the prompt's tokens: there is a precise index to ask."""
         caches = self.pool.caches
-        return caches.kv is not None and bool(caches.whole_feeds | caches.partial_feeds) and bool(self.request.prompt)
+        return (
+            caches.kv_index is not None
+            and bool(caches.whole_feeds | caches.partial_feeds)
+            and bool(self.request.prompt)
+        )
 
     @property
     def priority(self) -> int:

@@ -41,14 +41,14 @@ class WaitingRequests:
     def enter(self, record: Record, gate: Gate, now: float, out: list[Effect]) -> None:
         """The request waits from now on; raises QueueFull. Those that must give way to it are refused."""
         if record.queued is not None:
-            for one in gate.enter(record.queued):
-                self._give_up(one.ticket, gate.gave_way(now), now, out)
+            for one in gate.enqueue(record.queued):
+                self._give_up(one.ticket, gate.eviction_refusal(now), now, out)
 
     def withdraw(self, record: Record) -> None:
         """Its client went away."""
         gate = self._admission.gates.get(record.arrived.pool.name)
         if gate is not None:
-            gate.leave(record.ticket)
+            gate.withdraw(record.ticket)
         if record.ticket in self._freed:
             self._freed.remove(record.ticket)
 
@@ -67,7 +67,7 @@ class WaitingRequests:
             while released < MOST_AT_ONCE and (found := gate.next(now)) is not None:
                 self._release(found[0].ticket, found[1], now, out)
                 released += 1
-        at_s = now if released == MOST_AT_ONCE else self._admission.look_again_s(now)
+        at_s = now if released == MOST_AT_ONCE else self._admission.wake_at_s(now)
         if at_s is not None:
             out.append(WakeAt(at_s))
 

@@ -1,1 +1,1 @@
-"""What is known of engines, as columns of numbers."""
+"""What is known of endpoints: load, reports and learned speeds, as columns of numbers."""

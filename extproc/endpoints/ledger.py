@@ -1,8 +1,8 @@
-"""The in-flight ledger: a request counts for its endpoint from the pick to the end of its stream.
+"""The in-flight ledger: a request counts at its endpoint from the pick to its end.
 
-Counted at the pick, not at the answer: between the two, others are picked. Waiting prefill work is a leaky bucket: a pick
-pours in what the engine will have to compute, the engine's learned prefill rate drains it. What is known of the queue itself
-(``pending.py``) puts that right.
+It counts from the pick, not from the answer, because other requests are picked in between. The backlog of prefill
+work is a leaky bucket: a pick adds the work that the engine will have to do, and the learned prefill rate drains it.
+What is known of the engine's queue (``prefill_queue.py``) corrects the backlog.
 """
 
 from __future__ import annotations
@@ -13,86 +13,95 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from extproc.endpoints.table import EndpointTable, Floats, Place
+    from extproc.endpoints.table import EndpointRef, EndpointTable, Floats
 
 
 _MEAN_WEIGHT: Final = 0.05
 
 
-def charge(table: EndpointTable, row: int, *, prefill_tokens: float, now: float, tokens: float = 0.0) -> Place:
-    """A request with this much uncached input goes to ``row``; ``tokens``: of its prompt and answer."""
+def begin_request(table: EndpointTable, row: int, *, work: float, now: float, tokens: float = 0.0) -> EndpointRef:
+    """Count a request that is sent to ``row``; returns a reference to pass at its end.
+
+    ``work``: prefill tokens that the endpoint must compute, attention included. ``tokens``: of its prompt and
+    expected answer.
+    """
     table.in_flight[row] += 1
     table.in_flight_tokens[row] += tokens
-    place = table.place(row)
-    if not prefill_tokens:
-        return place
-    table.mean_work += _MEAN_WEIGHT * (prefill_tokens - table.mean_work)
-    backlog = backlog_of(table, row, now) + prefill_tokens
-    number = table.pending[row].add(prefill_tokens, now)
-    _note(table, row, backlog, len(table.pending[row]), now)
-    return msgspec.structs.replace(place, number=number)
+    endpoint = table.ref(row)
+    if not work:
+        return endpoint
+    table.mean_work += _MEAN_WEIGHT * (work - table.mean_work)
+    backlog = backlog_of(table, row, now) + work
+    number = table.prefill_queues[row].add(work, now)
+    _set_backlog(table, row, backlog=backlog, requests=len(table.prefill_queues[row]), now=now)
+    return msgspec.structs.replace(endpoint, prefill_number=number)
 
 
-def release(table: EndpointTable, place: Place, now: float, tokens: float = 0.0) -> None:
-    """The request is over, however it ended. Nothing to do if its endpoint is no longer configured."""
-    if not table.holds(place):
+def end_request(table: EndpointTable, endpoint: EndpointRef, now: float, tokens: float = 0.0) -> None:
+    """Remove a request that has ended, for whatever reason. No effect if its endpoint was removed meanwhile."""
+    if not table.is_current(endpoint):
         return
-    row = place.row
+    row = endpoint.row
     table.in_flight[row] -= 1
     table.in_flight_tokens[row] -= tokens
-    pending = table.pending[row]
+    queue = table.prefill_queues[row]
     if table.in_flight[row] == 0:
-        # rounding must not add up
+        # do not accumulate rounding errors
         table.in_flight_tokens[row] = 0.0
-    pending.drop(place.number)
-    # what does not wait is no work: the estimate comes back to the truth
-    _note(table, row, min(backlog_of(table, row, now), pending.work), len(pending), now)
+    queue.remove(endpoint.prefill_number)
+    # the backlog cannot exceed the work of the requests that still wait
+    backlog = min(backlog_of(table, row, now), queue.work)
+    _set_backlog(table, row, backlog=backlog, requests=len(queue), now=now)
 
 
-def prefilled(table: EndpointTable, place: Place, now: float) -> None:
-    """The request has had its first token, and so have all that were sent there before it."""
-    if table.holds(place) and place.number:
-        pending = table.pending[place.row]
-        pending.passed(place.number)
-        _note(table, place.row, min(backlog_of(table, place.row, now), pending.work), len(pending), now)
+def finish_prefill(table: EndpointTable, endpoint: EndpointRef, now: float) -> None:
+    """The request has received its first token, and so have all that were sent there before it."""
+    if table.is_current(endpoint) and endpoint.prefill_number:
+        queue = table.prefill_queues[endpoint.row]
+        queue.first_token(endpoint.prefill_number)
+        backlog = min(backlog_of(table, endpoint.row, now), queue.work)
+        _set_backlog(table, endpoint.row, backlog=backlog, requests=len(queue), now=now)
 
 
-def correct_backlog(
+def reconcile_backlog(
     table: EndpointTable, row: int, *, waiting: float, now: float, first_tokens: float | None = None
 ) -> None:
-    """The engine says how many requests wait in it: the last ones that came, and not what we reckoned.
+    """Correct the backlog by the queue length that the engine reports.
 
-    Without this, a rate that is learned too high empties the bucket while the engine's queue grows, and one that is too low
-    keeps it full before an idle engine. ``first_tokens``: given since the reading before, if the engine says. Requests that are
-    not ours count as the mean of ours.
+    ``waiting``: requests in its queue, which are the last that were sent. ``first_tokens``: requests that received
+    their first token since the last report, None if unknown. Requests that we did not send count with the mean work
+    of ours.
+
+    Without this, a rate learned too high would empty the bucket while the engine's queue grows, and one too low would
+    keep it full for an idle engine.
     """
-    pending = table.pending[row]
-    bounds = pending.told(int(waiting), now, first_tokens)
+    queue = table.prefill_queues[row]
+    bounds = queue.reconcile(int(waiting), now, first_tokens)
     others = max(0.0, waiting - bounds.known)
     unknown = others * table.mean_work
-    # what of others is being computed already may be as much as one request
+    # one more of the foreign requests may be in computation
     most = bounds.most + unknown + (table.mean_work if others else 0.0)
     backlog = min(max(backlog_of(table, row, now), bounds.least + unknown), most)
-    _note(table, row, backlog, len(pending) + others, now)
+    _set_backlog(table, row, backlog=backlog, requests=len(queue) + others, now=now)
 
 
-def _note(table: EndpointTable, row: int, backlog: float, requests: float, now: float) -> None:
+def _set_backlog(table: EndpointTable, row: int, *, backlog: float, requests: float, now: float) -> None:
     table.backlog_tokens[row], table.backlog_at_s[row] = backlog, now
-    table.backlog_each[row] = max(1.0, backlog / requests) if requests else 1.0
+    table.backlog_per_request[row] = max(1.0, backlog / requests) if requests else 1.0
 
 
 def backlog_of(table: EndpointTable, row: int, now: float) -> float:
-    """Tokens that wait for prefill at one endpoint."""
+    """Prefill work that waits at one endpoint, in tokens."""
     drained = (now - table.backlog_at_s[row]) * table.prefill_rate[row]
     return max(0.0, float(table.backlog_tokens[row] - drained))
 
 
 def backlogs(table: EndpointTable, now: float) -> Floats:
-    """Tokens that wait for prefill, by row."""
+    """Prefill work that waits, in tokens, by row."""
     drained = (now - table.backlog_at_s) * table.prefill_rate
     return np.maximum(table.backlog_tokens - drained, 0.0)
 
 
-def queued(table: EndpointTable, backlog: Floats) -> Floats:
-    """How many requests have no first token yet, by row; ``backlog``: tokens that wait now."""
-    return backlog / table.backlog_each
+def requests_in_backlog(table: EndpointTable, backlog: Floats) -> Floats:
+    """Estimated requests without a first token, by row. ``backlog``: the result of ``backlogs``."""
+    return backlog / table.backlog_per_request

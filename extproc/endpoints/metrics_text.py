@@ -1,8 +1,8 @@
-"""Engines' /metrics pages to what we want to know, under the names of vLLM, SGLang and TensorRT-LLM.
+"""Reads the /metrics pages of vLLM, SGLang and TensorRT-LLM.
 
-A page has hundreds of lines, of which a dozen matter. They are looked for where they were on the page before, so a reading
-costs microseconds; parsing all of it is what makes scraping a hundred engines cost llm-d's picker several cores
-(llm-d-router issue 2441). Several series of one name (data-parallel ranks) are added up, shares averaged.
+A page has hundreds of lines, of which a dozen matter. Each is searched for near its position on the previous page, so
+a reading takes microseconds. (Parsing whole pages is why scraping a hundred engines takes llm-d's picker several
+cores, llm-d-router issue 2441.) Series of one name, as of data-parallel ranks, are added up; fractions are averaged.
 """
 
 from __future__ import annotations
@@ -12,27 +12,30 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.endpoints.engine_reports import CacheConfig, EngineState
-from extproc.endpoints.table import Loras
+from extproc.endpoints.engine_reports import CacheConfig, EngineReport
+from extproc.endpoints.table import LoraState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Lines move a little from page to page, as numbers grow.
+# Bytes by which a line may move from page to page, as numbers get longer.
 _DRIFT: Final = 1024
-# In pages: how often to look for what hardly ever changes or was not there.
-_RARELY: Final = 20
+# Every how many pages to look for what hardly ever changes or was missing.
+_RARE_PAGES: Final = 20
 
 
 class MetricNames(msgspec.Struct, frozen=True):
-    """Where an engine says what; names of families, tried in order. Histograms without their ``_sum`` and ``_count``."""
+    """The names of an engine's metric families, tried in order; histograms without ``_sum`` and ``_count``.
+
+    The cache's size is in the labels ``block_label`` and ``blocks_label`` of ``cache_info``, or in the gauges
+    ``block_size`` and ``blocks``.
+    """
 
     waiting: tuple[str, ...]
     running: tuple[str, ...]
     kv_usage: tuple[str, ...]
     ttft: tuple[str, ...]
     tpot: tuple[str, ...]
-    # one series whose labels say block size and number of blocks, or two gauges
     cache_info: str = ""
     block_label: str = ""
     blocks_label: str = ""
@@ -78,20 +81,21 @@ NAMES: Final[Mapping[str, MetricNames]] = MappingProxyType(
 
 
 class EngineMetrics(msgspec.Struct, frozen=True):
-    """What one page says. ``has_restarted``: counts ran backwards, so the process is a new one with an empty cache."""
+    """The content of one page. ``has_restarted``: a counter decreased, so the engine restarted with an empty cache."""
 
-    state: EngineState
+    report: EngineReport
     cache: CacheConfig | None
     has_restarted: bool
 
 
 class MetricsReader:
-    """Reads the pages of one engine, one after the other. ``with_loras``: adapters are asked for."""
+    """Reads successive pages of one engine."""
 
     def __init__(self, names: MetricNames, *, with_loras: bool = True) -> None:
+        """``with_loras``: whether to read the LoRA adapters."""
         self._waiting, self._running = _Family(names.waiting), _Family(names.running)
         self._kv_usage = _Family(names.kv_usage)
-        self._ttft, self._tpot = _Mean(names.ttft), _Mean(names.tpot)
+        self._ttft, self._tpot = _HistogramMean(names.ttft), _HistogramMean(names.tpot)
         self._loras = _Family((names.loras,) if names.loras and with_loras else ())
         self._cache_info = _Family((names.cache_info,) if names.cache_info else ())
         self._block_size, self._blocks = _Family((names.block_size,)), _Family((names.blocks,))
@@ -99,10 +103,10 @@ class MetricsReader:
         self._pages = 0
 
     def read(self, page: bytes) -> EngineMetrics:
-        """A page in Prometheus' text format. What is missing or cannot be read is None."""
+        """Read a page in Prometheus' text format. What is missing or unreadable is None."""
         page = b"\n" + page if not page.startswith(b"#") else page
         ttft = self._ttft.since(page)
-        state = EngineState(
+        report = EngineReport(
             waiting=self._waiting.total(page),
             running=self._running.total(page),
             kv_usage=self._kv_usage.mean(page),
@@ -112,9 +116,9 @@ class MetricsReader:
             first_tokens=ttft.count,
         )
         self._pages += 1
-        # a cache does not change while its engine lives
-        asks_cache = ttft.ran_backwards or self._pages % _RARELY == 1
-        return EngineMetrics(state, self._read_cache(page) if asks_cache else None, ttft.ran_backwards)
+        # the cache size does not change while the engine runs
+        reads_cache = ttft.ran_backwards or self._pages % _RARE_PAGES == 1
+        return EngineMetrics(report, self._read_cache(page) if reads_cache else None, ttft.ran_backwards)
 
     def _read_cache(self, page: bytes) -> CacheConfig | None:
         block_label, blocks_label = self._labels
@@ -126,27 +130,27 @@ class MetricsReader:
         known = [(block, blocks) for block, blocks in sizes if block and blocks]
         return CacheConfig(known[0][0], sum(block * blocks for block, blocks in known)) if known else None
 
-    def _read_loras(self, page: bytes) -> Loras | None:
+    def _read_loras(self, page: bytes) -> LoraState | None:
         lines = self._loras.lines(page)
         if not lines:
             return None
-        # each change is a new series, its value the time of it
+        # each change starts a new series, whose value is the time of the change
         labels = _labels(max(lines, key=lambda line: _value(line) or 0.0))
-        return Loras(
+        return LoraState(
             active=_set_of(labels.get("running_lora_adapters", "")),
             waiting=_set_of(labels.get("waiting_lora_adapters", "")),
-            most=_whole(labels.get("max_lora")),
+            max_active=_whole(labels.get("max_lora")),
         )
 
 
 class _Family:
-    """The samples of the first of several names that a page has; they stand together."""
+    """The samples of a metric family: the first of several names found on the page. They are adjacent lines."""
 
     def __init__(self, names: tuple[str, ...], suffix: str = "") -> None:
-        # with the end of the line before and the beginning of what follows: found means found
+        # with the preceding line end and the following character, so that only whole names match
         self._needles = [f"\n{name}{suffix}{end}".encode() for name in names if name for end in "{ "]
         self._needle = b""
-        self._place = 0
+        self._offset = 0
         self._misses = 0
 
     def total(self, page: bytes) -> float | None:
@@ -170,61 +174,61 @@ class _Family:
         return [value for line in self.lines(page) if (value := _value(line)) is not None]
 
     def _find(self, page: bytes) -> int:
-        place = self._place
+        offset = self._offset
         if self._needle:
-            start = page.find(self._needle, place - _DRIFT if place > _DRIFT else 0, place + _DRIFT)
+            start = page.find(self._needle, offset - _DRIFT if offset > _DRIFT else 0, offset + _DRIFT)
             if start >= 0:
-                self._place = start
+                self._offset = start
                 return start
         elif self._misses:
-            # looking through all of a page for what is not there costs more than the rest
+            # searching a whole page for a missing family costs more than everything else
             self._misses -= 1
             return -1
         for needle in self._needles:
             start = page.find(needle)
             if start >= 0:
-                self._needle, self._place = needle, start
+                self._needle, self._offset = needle, start
                 return start
-        self._needle, self._misses = b"", _RARELY
+        self._needle, self._misses = b"", _RARE_PAGES
         return -1
 
 
-class _Taken(msgspec.Struct, frozen=True):
-    """What a histogram took in between two pages; None: nothing, or not known."""
+class _HistogramChange(msgspec.Struct, frozen=True):
+    """The change of a histogram between two pages: mean and number of new observations, None if unknown."""
 
     mean: float | None = None
     count: float | None = None
     ran_backwards: bool = False
 
 
-class _Mean:
-    """What a histogram's mean was between two pages."""
+class _HistogramMean:
+    """Computes the mean of a histogram's observations between two pages."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._sum, self._count = _Family(names, "_sum"), _Family(names, "_count")
         self._before: tuple[float, float] | None = None
 
-    def since(self, page: bytes) -> _Taken:
-        """Since the page before."""
+    def since(self, page: bytes) -> _HistogramChange:
+        """The change since the previous page."""
         count = self._count.total(page)
         if count is None:
-            return _Taken()
+            return _HistogramChange()
         if self._before is not None and count == self._before[0]:
-            return _Taken(count=0.0)
+            return _HistogramChange(count=0.0)
         total = self._sum.total(page)
         if total is None:
-            return _Taken()
+            return _HistogramChange()
         before, self._before = self._before, (count, total)
         if before is None:
-            return _Taken()
+            return _HistogramChange()
         if count < before[0]:
-            return _Taken(total / count if count else None, count, ran_backwards=True)
-        came = count - before[0]
-        return _Taken((total - before[1]) / came, came)
+            return _HistogramChange(total / count if count else None, count, ran_backwards=True)
+        added = count - before[0]
+        return _HistogramChange((total - before[1]) / added, added)
 
 
 def _value(line: bytes) -> float | None:
-    """Of ``name{labels} value`` or ``name value``, a timestamp after it or not."""
+    """The value in ``name{labels} value`` or ``name value``, with or without a timestamp; None if unreadable."""
     rest = line[line.rfind(b"}") + 1 :] if b"}" in line else line[line.find(b" ") :]
     try:
         value = float(rest)

@@ -1,8 +1,8 @@
-"""Requests that were sent to one engine and, as far as is known, have no first token yet.
+"""Requests sent to one engine that, as far as is known, have no first token.
 
-Engines begin requests in the order in which they come, so whoever has a first token leaves nobody before it without one; and if an engine says
-that three wait, these are the last three that came. That is much more than a number: of two queues of three, one may be a hundred times as
-long as the other.
+Engines start requests in order of arrival. So if a request has its first token, all before it have theirs; and if an
+engine reports three waiting requests, these are the last three that were sent. This tells more than the number: of
+two queues with three requests, one may hold a hundred times as much work as the other.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# From a pick to the engine's queue: vLLM's API server takes some 15 ms.
+# From the pick to the engine's queue: vLLM's API server takes about 15 ms.
 _ON_THE_WAY_S: Final = 0.03
-# Prompts as short as this are computed in one step with others: vLLM's usual budget of tokens.
+# Prompts that fit together are computed in one step: vLLM's usual token budget.
 _STEP_TOKENS: Final = 8192.0
 
 
 class QueuedPrefill(msgspec.Struct, frozen=True):
-    """``number``: the how manieth of this engine. ``work``: tokens of prefill, attention counted."""
+    """``number``: 1-based position in sending order. ``work``: prefill tokens, attention included."""
 
     number: int
     work: float
-    at_s: float
+    sent_at_s: float
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """Work that is left, in tokens, at least and at most, and how many of the requests that wait are known here."""
+    """Bounds on the remaining prefill work.
+
+    ``least``, ``most``: in tokens. ``known``: how many of the waiting requests are in this queue.
+    """
 
     least: float
     most: float
@@ -38,15 +41,15 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class PrefillQueue:
-    """First come, first served. Not bounded: no longer than the requests in flight.
+    """A first-in, first-out queue, never longer than the requests in flight. ``work``: its total, in tokens.
 
-    Engines also count first tokens; each stands for the first of the queue. Requests that were found out to be done before the
-    engine's count said so are ``_ahead`` of it, and will not be taken off twice.
+    Engines also count first tokens; each one removes the head of the queue. Requests that were found to be done
+    before the engine counted them are ``_ahead`` of its count, and are not removed twice.
     """
 
     def __init__(self) -> None:
         self._queue: deque[QueuedPrefill] = deque()
-        self._numbers = 0
+        self._sent = 0
         self._ahead = 0.0
         self.work = 0.0
 
@@ -57,16 +60,16 @@ class PrefillQueue:
         return iter(self._queue)
 
     def add(self, work: float, now: float) -> int:
-        """One more is sent; its number."""
+        """Append a request; returns its number."""
         if not self._queue:
             self.work = self._ahead = 0.0
-        self._numbers += 1
-        self._queue.append(QueuedPrefill(self._numbers, work, now))
+        self._sent += 1
+        self._queue.append(QueuedPrefill(self._sent, work, now))
         self.work += work
-        return self._numbers
+        return self._sent
 
-    def drop(self, number: int) -> None:
-        """That one is over, with or without a first token."""
+    def remove(self, number: int) -> None:
+        """Remove a request that has ended, with or without a first token."""
         for one in self._queue:
             if one.number >= number:
                 if one.number == number:
@@ -75,25 +78,29 @@ class PrefillQueue:
                     self._ahead += 1
                 return
 
-    def passed(self, number: int) -> None:
-        """That one has had its first token: so have all before it."""
+    def first_token(self, number: int) -> None:
+        """Remove a request that has received its first token, and all before it."""
         while self._queue and self._queue[0].number <= number:
             self._take()
             self._ahead += 1
 
-    def told(self, waiting: int, now: float, first_tokens: float | None = None) -> Bounds:
-        """The engine says that so many wait: those before them are done, but for what may be computed just now."""
+    def reconcile(self, waiting: int, now: float, first_tokens: float | None = None) -> Bounds:
+        """Reconcile with the engine's queue length; returns bounds on the remaining prefill work.
+
+        ``waiting``: requests in its queue. ``first_tokens``: first tokens since the last call, None if unknown.
+        Requests before those that wait or are on their way are done, except for those that may be in computation.
+        """
         on_the_way = self._on_the_way(now)
         known = min(waiting, len(self._queue) - on_the_way)
         rest = on_the_way + known
         for _ in range(min(self._newly_done(first_tokens or 0.0), len(self._queue) - rest)):
             self._take()
-        computed = self._computed_now(rest)
-        while len(self._queue) > rest + computed:
+        computing = self._in_computation(rest)
+        while len(self._queue) > rest + computing:
             self._take()
             self._ahead += 1
         least = sum(self._queue[-index].work for index in range(1, rest + 1))
-        return Bounds(least, self.work if computed else least, known)
+        return Bounds(least, self.work if computing else least, known)
 
     def _newly_done(self, first_tokens: float) -> int:
         done = max(0.0, first_tokens - self._ahead)
@@ -106,13 +113,13 @@ class PrefillQueue:
     def _on_the_way(self, now: float) -> int:
         count = 0
         for one in reversed(self._queue):
-            if one.at_s <= now - _ON_THE_WAY_S:
+            if one.sent_at_s <= now - _ON_THE_WAY_S:
                 break
             count += 1
         return count
 
-    def _computed_now(self, rest: int) -> int:
-        """How many before the last ``rest`` one step may still be computing."""
+    def _in_computation(self, rest: int) -> int:
+        """How many requests before the last ``rest`` the current step may be computing."""
         count, work = 0, 0.0
         for index in range(rest + 1, len(self._queue) + 1):
             work += self._queue[-index].work

@@ -1,4 +1,4 @@
-"""What outcomes teach about endpoints: how fast they prefill, and when to leave one alone for a while."""
+"""Learns how fast endpoints prefill, in tokens of work a second."""
 
 from __future__ import annotations
 
@@ -10,47 +10,50 @@ import numpy as np
 if TYPE_CHECKING:
     from extproc.endpoints.table import EndpointTable
 
-# The weight of one more answer: the mean of the first ones, then slowly forgetting.
-_LEAST_WEIGHT: Final = 0.03
-# Answers that were waited for in the same queue tell the same: so many count as one.
+# The weight of one more answer: first as in a plain mean, later at least this.
+_MIN_WEIGHT: Final = 0.03
+# Answers that waited in the same queue are correlated: this many count as one.
 _CORRELATED: Final = 16.0
-# Agreeing takes 20 µs, and one answer more changes little.
-_AGREE_EVERY: Final = 4
-# Below this, time to first token is overhead and says nothing about the rate of prefill.
+# Shrinkage takes 20 µs, and a single answer changes little.
+_SHRINK_EVERY: Final = 4
+# With less work than this, the time to first token is mostly overhead.
 _MIN_TOKENS: Final = 512.0
 _RATE_BOUNDS: Final = (200.0, 1_000_000.0)
-_FIRST_PAUSE_S: Final = 1.0
-_LONGEST_PAUSE_S: Final = 30.0
 
 
 def learn_prefill_rate(table: EndpointTable, row: int, *, tokens_ahead: float, ttft_s: float) -> None:
-    """``tokens_ahead``: prefill work of the request and of those before it at the pick, all done in ``ttft_s``."""
+    """Update the rates from one first token.
+
+    ``tokens_ahead``: prefill work of the request and of those before it at the pick. ``ttft_s``: the time that it
+    took.
+    """
     if tokens_ahead < _MIN_TOKENS or ttft_s <= 0:
         return
     low, high = _RATE_BOUNDS
     sample = math.log(min(high, max(low, tokens_ahead / ttft_s)))
-    # the first answer and what was assumed weigh the same; in the logarithm: twice too high is as wrong as twice too low
-    weight = max(_LEAST_WEIGHT, 1 / (2 + int(table.rate_samples[row])))
-    surprise = sample - float(table.own_log_rate[row])
-    table.rate_noise += _LEAST_WEIGHT * (surprise * surprise - table.rate_noise)
-    table.own_log_rate[row] += weight * surprise
+    # the initial value has the weight of one answer; in logarithms, twice too high is as wrong as twice too low
+    weight = max(_MIN_WEIGHT, 1 / (2 + int(table.rate_samples[row])))
+    error = sample - float(table.own_log_rate[row])
+    table.rate_noise += _MIN_WEIGHT * (error * error - table.rate_noise)
+    table.own_log_rate[row] += weight * error
     table.rate_samples[row] += 1
-    if table.rate_samples[row] < _AGREE_EVERY or table.rate_samples.sum() % _AGREE_EVERY == 0:
-        _agree_on_rates(table)
+    if table.rate_samples[row] < _SHRINK_EVERY or table.rate_samples.sum() % _SHRINK_EVERY == 0:
+        _shrink_rates(table)
 
 
-def _agree_on_rates(table: EndpointTable) -> None:
-    """Believe differences between endpoints only as far as they exceed what chance makes of equal ones.
+def _shrink_rates(table: EndpointTable) -> None:
+    """Shrink the rates of endpoints towards the typical rate.
 
-    The James-Stein estimator in its empirical Bayes form (Efron and Morris, 1973): with between-endpoint variance A and
-    error D of one endpoint's mean, its rate is the typical one plus A / (A + D) of its deviation. Without it, the engine
-    that met a long queue first looks slow, gets little to do, and hardly ever shows that it is not. Endpoints of which
-    nothing is known are taken to be typical.
+    Differences between endpoints count only as far as they exceed what chance produces among equal ones. This is the
+    James-Stein estimator in its empirical Bayes form (Efron and Morris, 1973): with the variance A between endpoints
+    and the error D of one endpoint's mean, its rate is the typical one plus A / (A + D) of its deviation. Without
+    shrinkage, an engine that had a long queue first looks slow, receives few requests, and so hardly ever proves
+    otherwise. Endpoints without samples have the typical rate.
     """
     measured = table.is_active & (table.rate_samples > 0)
     own = table.own_log_rate[measured]
     typical = float(own.mean())
-    answers = np.minimum(table.rate_samples[measured] + 1, 2 / _LEAST_WEIGHT)
+    answers = np.minimum(table.rate_samples[measured] + 1, 2 / _MIN_WEIGHT)
     error = _CORRELATED * table.rate_noise / answers
     variance = max(0.0, float(own.var()) - float(error.mean()))
     trust = variance / (variance + error) if variance else 0.0
@@ -59,26 +62,5 @@ def _agree_on_rates(table: EndpointTable) -> None:
 
 
 def typical_rate(table: EndpointTable) -> float:
-    """Of the endpoints there are."""
+    """The geometric mean of the endpoints' rates, in tokens of work a second."""
     return float(np.exp(np.log(table.prefill_rate[table.is_active]).mean()))
-
-
-def note_failure(table: EndpointTable, row: int, now: float) -> None:
-    """The endpoint did not serve what it was given: avoid it, twice as long each time.
-
-    A dead engine has no load, so it would look like the best choice for every request. Failures while it is avoided
-    already are those of requests that were on their way: one event, told many times.
-    """
-    if now < table.avoid_until_s[row]:
-        return
-    table.has_failures = True
-    table.avoid_until_s[row] = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(int(table.failures[row]), 10))
-    table.failures[row] += 1
-
-
-def note_success(table: EndpointTable, row: int) -> None:
-    """The endpoint serves."""
-    if table.failures[row]:
-        table.failures[row] = 0
-        table.avoid_until_s[row] = 0.0
-        table.has_failures = bool(table.failures.any())

@@ -1,7 +1,8 @@
-"""The engines of one ModelServer as columns of numbers, one row an endpoint, so that a pick looks at all of them at once.
+"""The endpoints of one ModelServer as columns of numbers, with one row for each.
 
-An endpoint keeps its row for as long as it is configured; a freed row is used again. ``epoch`` counts the uses of a row:
-what was begun in an earlier one must not touch it.
+A pick computes with whole columns. An endpoint keeps its row for as long as it is configured; then the row may be
+given to another endpoint. ``epochs`` counts the uses of a row, so that a request of an earlier one does not change a
+later one.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# What is assumed of an engine before anything is known: llm-d measured 15,000 to 39,000 tokens/s on H100 pairs and
-# singles, profiles of smaller GPUs say 6,000 to 14,000.
+# Tokens a second, until learned: llm-d measured 15,000 to 39,000 on single and paired H100s; profiles of smaller GPUs
+# have 6,000 to 14,000.
 INITIAL_PREFILL_RATE: Final = 10_000.0
-_FIRST_ROWS: Final = 8
-# Answers to questions about labels and adapters that are kept: as many as a configuration and its clients can ask.
-_MOST_REMEMBERED: Final = 1024
+_INITIAL_ROWS: Final = 8
+# Bounds the cached columns: clients may request many adapters.
+_MAX_CACHED_COLUMNS: Final = 1024
 _NEVER: Final = -1e9
 _COLUMNS: Final = (
     "is_active",
@@ -36,50 +37,53 @@ _COLUMNS: Final = (
     "waiting",
     "running",
     "kv_usage",
-    "seen_at_s",
-    "seen_in_flight",
+    "reported_at_s",
+    "in_flight_at_report",
     "in_flight_tokens",
-    "seen_in_flight_tokens",
-    "kv_tokens",
+    "in_flight_tokens_at_report",
+    "kv_capacity_tokens",
     "ttft_s",
     "tpot_s",
     "price",
-    "cold_at_s",
+    "cold_prompt_at_s",
     "backlog_tokens",
     "backlog_at_s",
     "rate_samples",
     "own_log_rate",
-    "avoid_until_s",
+    "retry_at_s",
     "failures",
     "prompt_tokens",
     "cached_tokens",
 )
 
 
-class Place(msgspec.Struct, frozen=True):
-    """An endpoint as a ticket remembers it."""
+class EndpointRef(msgspec.Struct, frozen=True):
+    """A reference to an endpoint that outlives the use of its row.
+
+    ``prefill_number``: the request's number in the endpoint's ``PrefillQueue``, 0 if it is not in it.
+    """
 
     address: str
     row: int
     epoch: int
-    # among those that wait there for their first token
-    number: int = 0
+    prefill_number: int = 0
 
 
-class Loras(msgspec.Struct, frozen=True):
-    """LoRA adapters of one engine as it reports them: in its batch, waiting for it, how many fit, and ``served`` by name.
+class LoraState(msgspec.Struct, frozen=True):
+    """The LoRA adapters that an engine reports.
 
-    ``served`` is None where the engine was not asked.
+    ``active``: in its batch. ``waiting``: of waiting requests. ``max_active``: how many fit a batch. ``served``: its
+    list of models, None if it was not asked.
     """
 
     active: frozenset[str] = frozenset()
     waiting: frozenset[str] = frozenset()
-    most: int = 0
+    max_active: int = 0
     served: frozenset[str] | None = None
 
 
-class Traits(msgspec.Struct, frozen=True):
-    """What the configuration says of an endpoint. ``price``: what a second of it costs, relative to others."""
+class EndpointConfig(msgspec.Struct, frozen=True):
+    """The configuration of an endpoint. ``price``: of a second, relative to other endpoints."""
 
     labels: Mapping[str, str] = {}
     price: float = 1.0
@@ -87,76 +91,101 @@ class Traits(msgspec.Struct, frozen=True):
 
 
 class EndpointTable:
-    """Columns by row.
+    """Columns by row. Only ``is_active`` and ``absence_cost_s`` have a meaning in rows without an endpoint.
 
-    ``is_active``; ``absence_s``: infinite where there is no endpoint, else 0. ``in_flight`` requests and ``in_flight_tokens``, of
-    prompts and of answers as far as expected; ``backlog_tokens`` of prefill work waiting as of ``backlog_at_s``, ``backlog_each`` a request, which are ``pending``. ``prefill_rate``: tokens of work a second, agreed on from ``own_log_rate``
-    and ``rate_samples`` of all. ``avoid_until_s``, and the ``failures`` in a row that led to it. ``prompt_tokens`` and
-    ``cached_tokens`` as reported since the endpoint came.
+    ================================  ==========  ========  =====================================================
+    column                            unit        initial   meaning
+    ================================  ==========  ========  =====================================================
+    ``is_active``                                 True      the row has an endpoint
+    ``absence_cost_s``                s           0         infinite without an endpoint; added to costs
+    ``configs``                                             labels, price and draining, as configured
+    ``price``                                               of ``configs``
+    *Our own books*
+    ``in_flight``                     requests    0         picked and not ended
+    ``in_flight_tokens``              tokens      0         of their prompts and expected answers
+    ``prefill_queues``                            empty     those of them without a first token
+    ``backlog_tokens``                tokens      0         prefill work that waited at ``backlog_at_s``
+    ``backlog_at_s``                  s           0         when ``backlog_tokens`` was set
+    ``backlog_per_request``           tokens      1         mean work of a request in the backlog
+    ``cold_prompt_at_s``              s           0         last sent a prompt that no endpoint had cached
+    ``failures``                      requests    0         consecutive failures
+    ``retry_at_s``                    s           0         end of the back-off after these
+    *Learned from answers*
+    ``prefill_rate``                  tokens/s    typical   tokens of work, shrunk towards the typical rate
+    ``own_log_rate``                              typical   logarithm of the endpoint's own mean rate
+    ``rate_samples``                  answers     0         from which it was learned
+    ``prompt_tokens``                 tokens      0         of all prompts, as reported in answers
+    ``cached_tokens``                 tokens      0         of these, from the cache
+    *Reported by the engine*
+    ``reported_at_s``                 s           never     when it last reported
+    ``waiting``, ``running``          requests    0         in its queue, in its batch
+    ``kv_usage``                      0 to 1      0         fraction of its KV cache in use
+    ``kv_capacity_tokens``            tokens      0         size of its KV cache, 0 if unknown
+    ``ttft_s``, ``tpot_s``            s           0         recent means, of answers too; 0 if unknown
+    ``loras``                                     none      its LoRA adapters
+    ``in_flight_at_report``           requests    0         ``in_flight`` at ``reported_at_s``
+    ``in_flight_tokens_at_report``    tokens      0         ``in_flight_tokens`` at ``reported_at_s``
+    ================================  ==========  ========  =====================================================
 
-    As engines say of themselves: requests ``waiting`` and ``running``, ``kv_usage`` from 0 to 1, ``loras``; at ``seen_at_s``,
-    when ``seen_in_flight`` of ours with ``seen_in_flight_tokens`` were there; ``kv_tokens`` that a cache holds, 0 if unknown. ``ttft_s`` and ``tpot_s``: recent means, 0 if unknown. ``cold_at_s``: when the
-    endpoint was last sent a prompt of which nobody held anything. ``price`` and ``traits`` are the configuration's.
+    Of all endpoints: ``has_draining``; ``has_failures``: any may be in back-off; ``has_foreign_requests``: an engine
+    once reported more requests than we sent; ``mean_work``: recent mean prefill work of a request, in tokens;
+    ``rate_noise``: variance of the logarithm of the rate of a single answer.
     """
 
     def __init__(self) -> None:
         self.addresses: list[str] = []
         self.epochs: list[int] = []
-        self.pending: list[PrefillQueue] = []
+        self.prefill_queues: list[PrefillQueue] = []
         self.is_active: Bools = np.zeros(0, np.bool_)
         self.in_flight: Ints = np.zeros(0, np.int64)
         self.waiting: Floats = np.zeros(0)
         self.running: Floats = np.zeros(0)
         self.kv_usage: Floats = np.zeros(0)
-        self.seen_at_s: Floats = np.zeros(0)
-        self.seen_in_flight: Ints = np.zeros(0, np.int64)
+        self.reported_at_s: Floats = np.zeros(0)
+        self.in_flight_at_report: Ints = np.zeros(0, np.int64)
         self.in_flight_tokens: Floats = np.zeros(0)
-        self.seen_in_flight_tokens: Floats = np.zeros(0)
-        self.kv_tokens: Floats = np.zeros(0)
+        self.in_flight_tokens_at_report: Floats = np.zeros(0)
+        self.kv_capacity_tokens: Floats = np.zeros(0)
         self.ttft_s: Floats = np.zeros(0)
         self.tpot_s: Floats = np.zeros(0)
         self.price: Floats = np.zeros(0)
-        self.cold_at_s: Floats = np.zeros(0)
-        self.loras: list[Loras] = []
-        self.traits: list[Traits] = []
+        self.cold_prompt_at_s: Floats = np.zeros(0)
+        self.loras: list[LoraState] = []
+        self.configs: list[EndpointConfig] = []
         self.has_draining = False
         self.backlog_tokens: Floats = np.zeros(0)
         self.backlog_at_s: Floats = np.zeros(0)
-        self.backlog_each: Floats = np.zeros(0)
+        self.backlog_per_request: Floats = np.zeros(0)
         self.prefill_rate: Floats = np.zeros(0)
-        self.absence_s: Floats = np.zeros(0)
-        # whether any endpoint is, or was lately, to be avoided
+        self.absence_cost_s: Floats = np.zeros(0)
         self.has_failures = False
-        # whether any engine was ever seen with more requests than we sent
-        self.has_foreign = False
-        # of one request, as sent lately
+        self.has_foreign_requests = False
         self.mean_work = 0.0
         self.rate_samples: Ints = np.zeros(0, np.int64)
         self.own_log_rate: Floats = np.zeros(0)
-        # variance of the logarithm of one answer's rate, over all endpoints
         self.rate_noise = 1.0
-        self.avoid_until_s: Floats = np.zeros(0)
+        self.retry_at_s: Floats = np.zeros(0)
         self.failures: Ints = np.zeros(0, np.int64)
         self.prompt_tokens: Ints = np.zeros(0, np.int64)
         self.cached_tokens: Ints = np.zeros(0, np.int64)
         self._rows: dict[str, int] = {}
-        self._remembered: dict[Hashable, NDArray[Any]] = {}
-        self._grow(_FIRST_ROWS)
+        self._cached_columns: dict[Hashable, NDArray[Any]] = {}
+        self._grow(_INITIAL_ROWS)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     @property
     def active_addresses(self) -> list[str]:
-        """The configured endpoints."""
+        """The addresses of the configured endpoints."""
         return list(self._rows)
 
     def row_of(self, address: str) -> int | None:
-        """The row of a configured endpoint."""
+        """The row of a configured endpoint; None if it is not configured."""
         return self._rows.get(address)
 
     def rows_named(self, name: str) -> list[int]:
-        """The row of the endpoint at ``ip:port``, or those of all ports of an IP address."""
+        """The rows of the endpoint at ``ip:port``, or of all endpoints at an IP address."""
         row = self._rows.get(name)
         if row is not None:
             return [row]
@@ -164,58 +193,59 @@ class EndpointTable:
             row for address, row in self._rows.items() if address.rpartition(":")[0].strip("[]") == name.strip("[]")
         ]
 
-    def place(self, row: int) -> Place:
-        """What a ticket keeps, to find the row again or to see that it changed hands."""
-        return Place(self.addresses[row], row, self.epochs[row])
+    def ref(self, row: int) -> EndpointRef:
+        """A reference to the endpoint that has ``row`` now."""
+        return EndpointRef(self.addresses[row], row, self.epochs[row])
 
-    def holds(self, place: Place) -> bool:
-        """Whether the row still belongs to the endpoint of ``place``."""
-        return self.epochs[place.row] == place.epoch and bool(self.is_active[place.row])
+    def is_current(self, endpoint: EndpointRef) -> bool:
+        """Whether the row still belongs to ``endpoint``."""
+        return self.epochs[endpoint.row] == endpoint.epoch and bool(self.is_active[endpoint.row])
 
     def has_reported(self, row: int) -> bool:
-        """Whether the engine of ``row`` has ever said how it is."""
-        return bool(self.seen_at_s[row] > _NEVER)
+        """Whether the engine of ``row`` has ever reported."""
+        return bool(self.reported_at_s[row] > _NEVER)
 
-    def remembered(self, question: Hashable, answer: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """A column that follows from labels and adapters alone, computed once until one of them changes.
+    def cached_column(self, key: Hashable, compute: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """A column that depends only on labels and adapters, computed once until one of them changes.
 
-        Looking into a thousand endpoints' labels for each request would cost more than all the rest of a pick.
+        ``key`` identifies it. Reading the labels of a thousand endpoints for each request would cost more than the
+        pick.
         """
-        column = self._remembered.get(question)
+        column = self._cached_columns.get(key)
         if column is None:
-            if len(self._remembered) >= _MOST_REMEMBERED:
-                self._remembered.clear()
-            column = self._remembered[question] = answer()
+            if len(self._cached_columns) >= _MAX_CACHED_COLUMNS:
+                self._cached_columns.clear()
+            column = self._cached_columns[key] = compute()
         return column
 
-    def staying(self) -> Bools:
+    def not_draining(self) -> Bools:
         """The rows that are not draining."""
-        return self.remembered("staying", lambda: np.array([not one.is_draining for one in self.traits]))
+        return self.cached_column("staying", lambda: np.array([not one.is_draining for one in self.configs]))
 
-    def set_loras(self, row: int, loras: Loras) -> None:
-        """What the engine of ``row`` now says of its adapters."""
+    def set_loras(self, row: int, loras: LoraState) -> None:
+        """Record the adapters that the engine of ``row`` reports."""
         if loras != self.loras[row]:
             self.loras[row] = loras
-            self._remembered.clear()
+            self._cached_columns.clear()
 
-    def replace(self, endpoints: Mapping[str, Traits] | Iterable[str]) -> list[int]:
-        """Make ``endpoints`` (by address) the configured ones; those that stay keep all that is known of them.
+    def replace(self, endpoints: Mapping[str, EndpointConfig] | Iterable[str]) -> list[int]:
+        """Replace the configured endpoints, by address; those that stay keep everything known of them.
 
-        Returns the rows given up.
+        Returns the rows of removed endpoints.
         """
-        queued = dict(endpoints) if isinstance(endpoints, Mapping) else dict.fromkeys(endpoints, Traits())
-        gone = [row for address, row in self._rows.items() if address not in queued]
+        wanted = dict(endpoints) if isinstance(endpoints, Mapping) else dict.fromkeys(endpoints, EndpointConfig())
+        gone = [row for address, row in self._rows.items() if address not in wanted]
         for row in gone:
             del self._rows[self.addresses[row]]
             self.is_active[row] = False
-            self.absence_s[row] = np.inf
-        for address, traits in queued.items():
+            self.absence_cost_s[row] = np.inf
+        for address, config in wanted.items():
             if address not in self._rows:
                 self._add(address)
             row = self._rows[address]
-            self.traits[row], self.price[row] = traits, traits.price
-        self.has_draining = any(traits.is_draining for traits in queued.values())
-        self._remembered.clear()
+            self.configs[row], self.price[row] = config, config.price
+        self.has_draining = any(config.is_draining for config in wanted.values())
+        self._cached_columns.clear()
         return gone
 
     def _add(self, address: str) -> None:
@@ -226,21 +256,21 @@ class EndpointTable:
         self.addresses[row] = address
         self.epochs[row] += 1
         self.is_active[row] = True
-        self.absence_s[row] = 0.0
+        self.absence_cost_s[row] = 0.0
         self.in_flight[row] = self.failures[row] = self.prompt_tokens[row] = self.cached_tokens[row] = 0
         self.rate_samples[row] = 0
-        self.backlog_tokens[row] = self.backlog_at_s[row] = self.avoid_until_s[row] = 0.0
-        self.waiting[row] = self.running[row] = self.kv_usage[row] = self.cold_at_s[row] = 0.0
+        self.backlog_tokens[row] = self.backlog_at_s[row] = self.retry_at_s[row] = 0.0
+        self.waiting[row] = self.running[row] = self.kv_usage[row] = self.cold_prompt_at_s[row] = 0.0
         self.ttft_s[row] = self.tpot_s[row] = 0.0
-        self.seen_at_s[row], self.seen_in_flight[row] = _NEVER, 0
-        self.in_flight_tokens[row] = self.seen_in_flight_tokens[row] = self.kv_tokens[row] = 0.0
-        self.loras[row] = Loras()
-        self.pending[row] = PrefillQueue()
-        self.backlog_each[row] = 1.0
+        self.reported_at_s[row], self.in_flight_at_report[row] = _NEVER, 0
+        self.in_flight_tokens[row] = self.in_flight_tokens_at_report[row] = self.kv_capacity_tokens[row] = 0.0
+        self.loras[row] = LoraState()
+        self.prefill_queues[row] = PrefillQueue()
+        self.backlog_per_request[row] = 1.0
         self.prefill_rate[row] = INITIAL_PREFILL_RATE
         measured = self.is_active & (self.rate_samples > 0)
         if measured.any():
-            # a newcomer is taken to be like its peers
+            # assume that a new endpoint is like the others
             self.prefill_rate[row] = np.median(self.prefill_rate[measured])
         self.own_log_rate[row] = np.log(self.prefill_rate[row])
 
@@ -248,11 +278,11 @@ class EndpointTable:
         more = rows - len(self.addresses)
         self.addresses += [""] * more
         self.epochs += [0] * more
-        self.pending += [PrefillQueue() for _ in range(more)]
-        self.loras += [Loras()] * more
-        self.traits += [Traits()] * more
+        self.prefill_queues += [PrefillQueue() for _ in range(more)]
+        self.loras += [LoraState()] * more
+        self.configs += [EndpointConfig()] * more
         for column in _COLUMNS:
             setattr(self, column, np.pad(getattr(self, column), (0, more)))
-        self.absence_s = np.pad(self.absence_s, (0, more), constant_values=np.inf)
-        self.backlog_each = np.pad(self.backlog_each, (0, more), constant_values=1.0)
+        self.absence_cost_s = np.pad(self.absence_cost_s, (0, more), constant_values=np.inf)
+        self.backlog_per_request = np.pad(self.backlog_per_request, (0, more), constant_values=1.0)
         self.prefill_rate = np.pad(self.prefill_rate, (0, more), constant_values=INITIAL_PREFILL_RATE)

@@ -1,1 +1,1 @@
-"""What is learned from outside beside the requests: configuration, engines, KV events, tokens, shared limits."""
+"""Connections to the outside: configuration, engines, KV events, tokenizers, Redis."""

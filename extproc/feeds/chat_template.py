@@ -1,4 +1,4 @@
-"""Chat templates as Hugging Face's ``apply_chat_template`` renders them, in a sandbox."""
+"""Renders chat templates as Hugging Face's ``apply_chat_template`` does, in a sandbox."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 class TemplateInvalid(Exception):
-    """The template cannot be read, or refuses these messages."""
+    """The template is unreadable, or rejects the messages."""
 
 
 class ChatTemplate:
-    """One model's template with its special tokens."""
+    """The chat template of one model and its special tokens."""
 
     def __init__(self, template: str | None, special_tokens: dict[str, str]) -> None:
         self._special_tokens = special_tokens
@@ -22,7 +22,7 @@ class ChatTemplate:
         if template is None:
             return
         try:
-            # an extra: only who tokenizes here needs it
+            # an optional dependency, needed only for local tokenizers
             from jinja2 import TemplateError  # noqa: PLC0415
             from jinja2.ext import loopcontrols  # noqa: PLC0415
             from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
@@ -39,11 +39,11 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, directory: Path) -> ChatTemplate:
-        """From ``chat_template.jinja`` or ``tokenizer_config.json``; without either, chats cannot be rendered."""
+        """Read ``chat_template.jinja`` or ``tokenizer_config.json``; without a template, ``render`` fails."""
         file, own = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         config: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
         template = own.read_text() if own.is_file() else config.get("chat_template")
-        if isinstance(template, list):  # several by name
+        if isinstance(template, list):  # several templates by name
             template = next((one["template"] for one in template if one.get("name") == "default"), None)
         special = {}
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
@@ -53,7 +53,7 @@ class ChatTemplate:
         return cls(template, special)
 
     def render(self, body: dict[str, Any]) -> str:
-        """The prompt of a chat request's body; raises TemplateInvalid."""
+        """The prompt of a chat request with this body; raises TemplateInvalid."""
         if self._template is None:
             raise TemplateInvalid("the tokenizer's files have no chat template")
         options = body.get("chat_template_kwargs") or {}
@@ -72,7 +72,7 @@ class ChatTemplate:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Parts of text as one string, as vLLM hands them to templates that know strings only."""
+    """Join text parts to one string, as vLLM does for templates that support only strings."""
     content = message.get("content")
     if isinstance(content, list) and all(part.get("type") == "text" for part in content if isinstance(part, dict)):
         return {**message, "content": "\n".join(part["text"] for part in content)}

@@ -1,7 +1,7 @@
-"""Asks every engine how it is, a few times a second, and tells the pools.
+"""Scrapes the metrics of every engine a few times a second, for the pools.
 
-Each endpoint has a timer and a connection of its own, so an engine that hangs delays nobody. A failure changes nothing but
-the age of what is known.
+Each endpoint has its own timer and connection, so an engine that hangs does not delay others. After a failed scrape
+the last report stays in use and ages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from extproc.config.validation import parse_address
 from extproc.core.peer_events import EngineSaid
-from extproc.endpoints.engine_reports import EngineState
+from extproc.endpoints.engine_reports import EngineReport
 from extproc.endpoints.metrics_text import NAMES, MetricsReader
 from extproc.feeds.http_get import KeptConnection, get_request
 
@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 _METRICS_PATH: Final = "/metrics"
 _MODELS_PATH: Final = "/v1/models"
 _TIMEOUT_S: Final = 2.0
-_LONGEST_PAUSE_S: Final = 10.0
-# The list of models changes when an adapter is loaded or unloaded.
-_MODELS_EVERY_S: Final = 1.0
-_MODELS_RARELY_S: Final = 5.0
-# Engines are asked in small batches: waking up for each of them costs several times what the asking does.
+_MAX_PAUSE_S: Final = 10.0
+# Intervals of reading the list of models, which changes when adapters are loaded: with and without routed adapters.
+_MODELS_INTERVAL_S: Final = 1.0
+_MODELS_LONG_INTERVAL_S: Final = 5.0
+# Scrapes are started in batches: waking up for each engine would cost several times as much as the scrape.
 _TICK_S: Final = 0.025
 
 
@@ -52,7 +52,7 @@ _models_decoder: Final = msgspec.json.Decoder(_Models)
 
 
 class EngineScraper:
-    """Owns what asks each endpoint of each pool that wants to know."""
+    """Scrapes each endpoint of each pool that has a scrape interval."""
 
     def __init__(
         self,
@@ -61,17 +61,17 @@ class EngineScraper:
         *,
         clock: Callable[[], float],
         rng: random.Random,
-        said: Callable[[EngineSaid], object],
+        deliver: Callable[[EngineSaid], object],
     ) -> None:
-        """``said``: takes what every engine reports."""
-        self._said = said
+        """``deliver``: receives every report."""
+        self._deliver = deliver
         self._core = core
         self._metrics = metrics
         self._clock = clock
         self._rng = rng
 
     async def run(self) -> None:
-        """Until cancelled, follow the configuration: begin with what comes, end with what goes."""
+        """Scrape the configured endpoints until cancelled, following changes of the configuration."""
         polls: dict[tuple[str, str, str, str], _Poll] = {}
         seen: object = None
         async with asyncio.TaskGroup() as group:
@@ -82,28 +82,28 @@ class EngineScraper:
                         self._follow(polls, group)
                     now = self._clock()
                     for poll in polls.values():
-                        poll.look_at_the_clock(now)
+                        poll.tick(now)
                     await asyncio.sleep(_TICK_S)
             finally:
                 for poll in polls.values():
                     poll.stop()
 
     def _follow(self, polls: dict[tuple[str, str, str, str], _Poll], group: asyncio.TaskGroup) -> None:
-        queued = {}
+        wanted = {}
         for pool in self._core.pools.values():
             if pool.spec.scrape_interval_s > 0:
                 for address in pool.table.active_addresses:
-                    queued[pool.name, address, pool.spec.engine, pool.spec.scrape_interval] = pool
-        for key in polls.keys() - queued.keys():
+                    wanted[pool.name, address, pool.spec.engine, pool.spec.scrape_interval] = pool
+        for key in polls.keys() - wanted.keys():
             polls.pop(key).stop()
-        for key in queued.keys() - polls.keys():
+        for key in wanted.keys() - polls.keys():
             polls[key] = _Poll(
-                queued[key], key[1], self._metrics, group, clock=self._clock, rng=self._rng, said=self._said
+                wanted[key], key[1], self._metrics, group, clock=self._clock, rng=self._rng, deliver=self._deliver
             )
 
 
 class _Poll:
-    """Asks one engine, again and again: the metrics, and now and then the models, oftener if adapters are routed."""
+    """Scrapes one engine: its metrics, and less often its list of models."""
 
     def __init__(
         self,
@@ -114,85 +114,85 @@ class _Poll:
         *,
         clock: Callable[[], float],
         rng: random.Random,
-        said: Callable[[EngineSaid], object],
+        deliver: Callable[[EngineSaid], object],
     ) -> None:
-        self._said = said
+        self._deliver = deliver
         self._pool, self._address = pool, address
         self._metrics, self._group, self._clock, self._rng = metrics, group, clock, rng
         self._host, self._port = parse_address(address)
-        self._ask_metrics = get_request(self._host, self._port, _METRICS_PATH)
-        self._ask_models = get_request(self._host, self._port, _MODELS_PATH)
+        self._metrics_request = get_request(self._host, self._port, _METRICS_PATH)
+        self._models_request = get_request(self._host, self._port, _MODELS_PATH)
         self._reader = MetricsReader(NAMES[pool.spec.engine], with_loras=bool(pool.adapters))
         self._connection: KeptConnection | None = None
-        self._asks_models = False
-        self._is_asking = False
-        self._asked_at = clock()
-        # the metrics first
-        self._models_due_s = clock() + pool.spec.scrape_interval_s
+        self._reads_models = False
+        self._is_scraping = False
+        self._asked_at_s = clock()
+        # metrics are read before the first list of models
+        self._models_at_s = clock() + pool.spec.scrape_interval_s
         self._pause_s = self._interval_s = pool.spec.scrape_interval_s
         self._loop = asyncio.get_running_loop()
-        # not all at once
-        self._due_s = clock() + self._interval_s * rng.random()
+        # spread the first scrapes over an interval
+        self._next_at_s = clock() + self._interval_s * rng.random()
         self._connecting: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Stop scraping and close the connection."""
         self._interval_s = 0.0
         if self._connecting is not None:
             self._connecting.cancel()
         if self._connection is not None:
             self._connection.give_up()
 
-    def look_at_the_clock(self, now: float) -> None:
-        """Ask when it is time; an answer that does not come is a failure."""
-        if now < self._due_s:
+    def tick(self, now: float) -> None:
+        """Start a scrape if one is due; one that is still running after its timeout has failed."""
+        if now < self._next_at_s:
             return
-        if self._is_asking:
+        if self._is_scraping:
             if self._connection is not None:
                 self._connection.give_up(f"no answer within {_TIMEOUT_S:g} s")
             return
-        self._is_asking = True
-        self._asked_at = now
-        self._due_s = now + _TIMEOUT_S
-        self._ask(now)
+        self._is_scraping = True
+        self._asked_at_s = now
+        self._next_at_s = now + _TIMEOUT_S
+        self._start(now)
 
-    def _ask(self, now: float) -> None:
-        self._asks_models = now >= self._models_due_s
+    def _start(self, now: float) -> None:
+        self._reads_models = now >= self._models_at_s
         if self._connection is None or not self._connection.is_open:
             self._connecting = self._group.create_task(self._connect())
             return
-        self._connection.ask(self._ask_models if self._asks_models else self._ask_metrics)
+        self._connection.ask(self._models_request if self._reads_models else self._metrics_request)
 
     async def _connect(self) -> None:
         connection = KeptConnection(self._take, self._failed)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 await self._loop.create_connection(lambda: connection, self._host, self._port)
-        except OSError as error:  # a TimeoutError among them
+        except OSError as error:  # includes TimeoutError
             self._failed(f"cannot connect: {str(error) or 'no answer'}")
             return
         self._connection = connection
-        connection.ask(self._ask_models if self._asks_models else self._ask_metrics)
+        connection.ask(self._models_request if self._reads_models else self._metrics_request)
 
     def _failed(self, message: str) -> None:
         if not self._interval_s:
             return
         self._metrics.scrape_failed(self._pool.name)
         if self._pause_s == self._interval_s:
-            log.warning("engine %s does not say how it is: %s; our own counts serve", self._address, message)
-        self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
-        self._rest()
+            log.warning("cannot scrape engine %s: %s; using our own counts instead", self._address, message)
+        self._pause_s = min(_MAX_PAUSE_S, 2 * self._pause_s)
+        self._schedule_next()
 
-    def _rest(self) -> None:
-        self._is_asking = False
-        # counted from the question; ticks come half a tick late in the mean
-        self._due_s = self._asked_at + self._pause_s * self._rng.uniform(0.9, 1.1) - _TICK_S / 2
+    def _schedule_next(self) -> None:
+        self._is_scraping = False
+        # counted from the start of the last scrape; ticks are half a tick late on average
+        self._next_at_s = self._asked_at_s + self._pause_s * self._rng.uniform(0.9, 1.1) - _TICK_S / 2
 
     def _take(self, body: bytes) -> None:
         self._pause_s = self._interval_s
-        self._rest()
-        if self._asks_models:
-            self._models_due_s = self._clock() + (_MODELS_EVERY_S if self._pool.adapters else _MODELS_RARELY_S)
+        self._schedule_next()
+        if self._reads_models:
+            self._models_at_s = self._clock() + (_MODELS_INTERVAL_S if self._pool.adapters else _MODELS_LONG_INTERVAL_S)
             self._take_models(body)
         else:
             self._take_metrics(body)
@@ -200,12 +200,12 @@ class _Poll:
     def _take_metrics(self, page: bytes) -> None:
         reading = self._reader.read(page)
         if reading.has_restarted:
-            log.info("engine %s has restarted: its cache is taken to be empty", self._address)
+            log.info("engine %s has restarted: assuming an empty cache", self._address)
         server = self._pool.name
-        self._said(EngineSaid(server, self._address, reading.state, reading.cache, reading.has_restarted))
+        self._deliver(EngineSaid(server, self._address, reading.report, reading.cache, reading.has_restarted))
         self._metrics.scraped(server)
 
     def _take_models(self, body: bytes) -> None:
-        with contextlib.suppress(msgspec.DecodeError):  # not OpenAI's list: the engine does not say
+        with contextlib.suppress(msgspec.DecodeError):  # not a list of models in OpenAI's format: unknown
             models = frozenset(model.id for model in _models_decoder.decode(body).data)
-            self._said(EngineSaid(self._pool.name, self._address, EngineState(), models=models))
+            self._deliver(EngineSaid(self._pool.name, self._address, EngineReport(), models=models))

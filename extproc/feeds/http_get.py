@@ -1,8 +1,8 @@
-"""GET over one kept connection, as cheap as it gets: engines are asked several times a second, for a page each.
+"""A minimal HTTP GET client over a persistent connection, for scraping engines.
 
-Callbacks instead of coroutines: with a hundred engines that are asked five times a second, tasks, futures and timeouts cost
-more than the reading (``bench/micro/scraping.py`` has aiohttp's client beside this). Understands what engines' servers send:
-a content length or chunks; whatever else it meets ends the connection with a failure.
+It uses callbacks instead of coroutines: for a hundred engines scraped five times a second, tasks, futures and
+timeouts would cost more than reading the pages (``bench/micro/scraping.py`` compares it with aiohttp's client). It
+supports what engines' servers send: a content length or chunks. Anything else closes the connection with a failure.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from typing import TYPE_CHECKING, Final, cast
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_MOST_BYTES: Final = 16 * 1024 * 1024
+_MAX_BYTES: Final = 16 * 1024 * 1024
 _END_OF_HEAD: Final = b"\r\n\r\n"
 
 
 def get_request(host: str, port: int, path: str) -> bytes:
-    """The bytes that ask for ``path``."""
+    """The bytes of a GET request for ``path``."""
     name = f"[{host}]" if ":" in host else host
     return f"GET {path} HTTP/1.1\r\nhost: {name}:{port}\r\naccept: text/plain, application/json\r\n\r\n".encode()
 
 
 class KeptConnection(asyncio.Protocol):
-    """One request at a time; each ends with the body of a 200, or with one failure, after which the connection is closed."""
+    """Sends one request at a time. Each ends with the body of a 200, or with a failure and a closed connection."""
 
     def __init__(self, on_body: Callable[[bytes], None], on_failure: Callable[[str], None]) -> None:
+        """``on_body``: called with each body. ``on_failure``: called with a message if a request fails."""
         self.is_open = False
         self.is_busy = False
         self._on_body = on_body
@@ -37,12 +38,12 @@ class KeptConnection(asyncio.Protocol):
         self._body_at = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ready to ask."""
+        """The connection is ready for requests."""
         self._transport = cast("asyncio.Transport", transport)
         self.is_open = True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whatever was asked will not be answered."""
+        """A request in progress fails."""
         self.is_open = False
         self._fail(f"the connection ended: {exc or 'closed by the server'}")
 
@@ -55,27 +56,27 @@ class KeptConnection(asyncio.Protocol):
             self._transport.write(request)
 
     def give_up(self, message: str = "given up") -> None:
-        """Close the connection; a request that is under way fails with ``message``."""
+        """Close the connection; a request in progress fails with ``message``."""
         self._fail(message)
         self.is_open = False
         if self._transport is not None:
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """A whole answer most of the time, else a piece of one."""
+        """Receive a response, usually in one piece."""
         if not self.is_busy:
-            self.give_up()  # nobody asked
+            self.give_up()  # no request in progress
             return
         if not self._received and self._take_whole(data):
             return
         self._received += data
-        if len(self._received) > _MOST_BYTES:
-            self._fail(f"an answer of more than {_MOST_BYTES} bytes")
+        if len(self._received) > _MAX_BYTES:
+            self._fail(f"an answer of more than {_MAX_BYTES} bytes")
         elif self._body_at or self._read_head():
             self._read_body()
 
     def _take_whole(self, data: bytes) -> bool:
-        """Most answers come in one piece."""
+        """Handle a response in one piece with a content length; returns False for any other."""
         end = data.find(_END_OF_HEAD)
         if end < 0 or not data.startswith(b"HTTP/1.1 200"):
             return False
@@ -133,7 +134,7 @@ def _header(head: bytes, name: bytes) -> bytes | None:
 
 
 def _dechunked(data: bytes, start: int) -> bytes | None:
-    """The body of complete chunks; None if the last has not come yet."""
+    """The body from its chunks; None if the last chunk has not arrived."""
     parts: list[bytes] = []
     while True:
         end = data.find(b"\r\n", start)

@@ -1,7 +1,8 @@
-"""Subscribes to engines' KV events over ZeroMQ, one socket for each endpoint and data-parallel rank.
+"""Subscribes to KV events over ZeroMQ, with a socket for each endpoint and rank.
 
-The transport is vLLM's (``vllm/distributed/kv_events.py``): a PUB socket with frames topic, 8-byte sequence, batch; and, if
-configured, a ROUTER socket that replays from a sequence number on, ending with sequence -1. SGLang speaks the same.
+The transport is vLLM's (``vllm/distributed/kv_events.py``): a PUB socket with the frames topic, 8-byte sequence
+number, and batch; and, if configured, a ROUTER socket that replays messages from a sequence number on, ending with
+number -1. SGLang uses the same.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# How often to look for changes of the configuration.
 _FOLLOW_S: Final = 0.2
-_REPLAY_S: Final = 5.0
-_AGAIN_S: Final = 30.0
+_REPLAY_TIMEOUT_S: Final = 5.0
+# After a failed replay, none is requested for this long.
+_REPLAY_PAUSE_S: Final = 30.0
+# The sequence number that ends a replay.
 _END: Final = -1
 _HIGH_WATER: Final = 100_000
 
 
 class Publisher(msgspec.Struct, frozen=True):
-    """Where one rank of one engine publishes."""
+    """Where one data-parallel rank of an engine publishes: ``events`` and ``replay`` are ZeroMQ addresses."""
 
     server: str
     address: str
@@ -49,14 +53,14 @@ class Publisher(msgspec.Struct, frozen=True):
 
 
 class KvEventFeed:
-    """Owns one subscription for each publisher that the configuration names."""
+    """Runs a subscription for each configured publisher."""
 
     def __init__(self, core: Core, metrics: Metrics) -> None:
         self._core = core
         self._metrics = metrics
 
     async def run(self) -> None:
-        """Until cancelled, follow the configuration."""
+        """Follow the configured publishers until cancelled."""
         tasks: dict[Publisher, asyncio.Task[None]] = {}
         seen: object = None
         context = zmq.asyncio.Context()
@@ -66,11 +70,11 @@ class KvEventFeed:
                 while True:
                     if seen is not self._core.snapshot:
                         seen = self._core.snapshot
-                        queued = {one: pool for pool in self._core.pools.values() for one in publishers_of(pool)}
-                        for gone in tasks.keys() - queued.keys():
+                        wanted = {one: pool for pool in self._core.pools.values() for one in publishers_of(pool)}
+                        for gone in tasks.keys() - wanted.keys():
                             tasks.pop(gone).cancel()
-                        for new in queued.keys() - tasks.keys():
-                            subscription = _Subscription(new, queued[new], self._metrics, context, ranks)
+                        for new in wanted.keys() - tasks.keys():
+                            subscription = _Subscription(new, wanted[new], self._metrics, context, ranks)
                             tasks[new] = group.create_task(subscription.run())
                     await asyncio.sleep(_FOLLOW_S)
         finally:
@@ -78,7 +82,7 @@ class KvEventFeed:
 
 
 def publishers_of(pool: Pool) -> Iterator[Publisher]:
-    """Who publishes KV events for ``pool``."""
+    """The publishers of KV events of ``pool``."""
     events = pool.spec.kv_events
     if events is None:
         return
@@ -102,7 +106,7 @@ def _at(endpoint: StaticEndpoint, own: str | None, port: int, rank: int) -> str:
 
 
 class _Subscription:
-    """One publisher: connect, read, ask for what was missed."""
+    """Follows one publisher: connects, reads, and requests replays of missed messages."""
 
     def __init__(
         self,
@@ -112,7 +116,7 @@ class _Subscription:
         context: zmq.asyncio.Context,
         ranks: dict[tuple[str, str], dict[int, bool | None]],
     ) -> None:
-        """``ranks``: how well each rank of each endpoint is known, shared by all subscriptions."""
+        """``ranks``: by (server, address) the state of each rank's feed, shared by all subscriptions."""
         self._publisher = publisher
         self._ranks = ranks
         self._pool = pool
@@ -120,10 +124,10 @@ class _Subscription:
         self._context = context
         self._stream: KvStream | None = None
         self._row = -1
-        self._no_replay_until = 0.0
+        self._next_replay_at_s = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the publisher until cancelled."""
         socket = self._context.socket(zmq.SUB)
         socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
@@ -139,7 +143,7 @@ class _Subscription:
         finally:
             socket.disable_monitor()
             socket.close(linger=0)
-            self._say(is_whole=None)
+            self._set_state(is_whole=None)
 
     async def _watch(self, monitor: zmq.asyncio.Socket, socket: zmq.asyncio.Socket) -> None:
         while True:
@@ -148,16 +152,16 @@ class _Subscription:
                 log.info("KV events of %s: disconnected", self._publisher.address)
                 if self._stream is not None:
                     self._stream.disconnected()
-                self._say(is_whole=None)
+                self._set_state(is_whole=None)
             elif self._publisher.replay is not None:
-                # also what an engine that is silent now has said before
+                # includes the events of an engine that publishes nothing now
                 await self._replay(0, socket)
             else:
-                self._say(is_whole=False)
+                self._set_state(is_whole=False)
 
     def _current(self) -> KvStream | None:
-        """The stream into the endpoint's row; a new one if the row changed hands. None: not configured any more."""
-        row, index = self._pool.table.row_of(self._publisher.address), self._pool.caches.kv
+        """The stream into the endpoint's row, a new one if the row has changed; None if it was removed."""
+        row, index = self._pool.table.row_of(self._publisher.address), self._pool.caches.kv_index
         if row is None or index is None:
             return None
         if self._stream is None or row != self._row:
@@ -175,35 +179,37 @@ class _Subscription:
             if start is not None and not await self._replay(start, socket):
                 stream.missed(number, payload)
         except UnreadableEvents as error:
-            self._give_up_on(stream, error)
+            self._reset(stream, error)
         self._metrics.kv_events(self._publisher.server, "received")
-        self._say(is_whole=stream.is_whole)
+        self._set_state(is_whole=stream.is_whole)
 
     async def _replay(self, start: int, socket: zmq.asyncio.Socket) -> bool:
-        """Ask for everything from ``start`` on; False if nobody answers."""
+        """Request and apply all messages from ``start`` on; False if that fails."""
         stream, loop = self._current(), asyncio.get_running_loop()
-        if self._publisher.replay is None or stream is None or loop.time() < self._no_replay_until:
+        if self._publisher.replay is None or stream is None or loop.time() < self._next_replay_at_s:
             return False
         try:
-            async with asyncio.timeout(_REPLAY_S):
+            async with asyncio.timeout(_REPLAY_TIMEOUT_S):
                 messages = await self._ask(self._publisher.replay, start)
         except TimeoutError:
-            self._no_replay_until = loop.time() + _AGAIN_S
+            self._next_replay_at_s = loop.time() + _REPLAY_PAUSE_S
             self._metrics.kv_events(self._publisher.server, "replay_failed")
-            log.warning("KV events of %s: no replay from %s", self._publisher.address, self._publisher.replay)
+            log.warning(
+                "KV events of %s: no answer from the replay socket %s", self._publisher.address, self._publisher.replay
+            )
             return False
         try:
             stream.replayed(start, messages)
         except UnreadableEvents as error:
-            self._give_up_on(stream, error)
+            self._reset(stream, error)
             return False
         self._metrics.kv_events(self._publisher.server, "replayed")
-        self._say(is_whole=stream.is_whole)
+        self._set_state(is_whole=stream.is_whole)
         await self._drop_old(stream, socket)
         return True
 
-    def _give_up_on(self, stream: KvStream, error: UnreadableEvents) -> None:
-        """What was said cannot be read: nothing is known of this cache, until the next message says otherwise."""
+    def _reset(self, stream: KvStream, error: UnreadableEvents) -> None:
+        """Reset the stream after unreadable events; it continues with the next message."""
         self._metrics.kv_events(self._publisher.server, "unreadable")
         log.warning("KV events of %s: %s", self._publisher.address, error)
         stream.disconnected()
@@ -224,18 +230,18 @@ class _Subscription:
             socket.close(linger=0)
 
     async def _drop_old(self, stream: KvStream, socket: zmq.asyncio.Socket) -> None:
-        """What came by subscription while the replay brought it, too."""
+        """Skip queued messages that the replay has already brought."""
         while await socket.poll(0):
             frames = await socket.recv_multipart()
             if not stream.is_old(int.from_bytes(frames[-2], "big", signed=True)):
                 await self._take(frames, socket)
                 return
 
-    def _say(self, *, is_whole: bool | None) -> None:
+    def _set_state(self, *, is_whole: bool | None) -> None:
+        """Report the state of the feed to the pool; that of an endpoint is the worst of its ranks."""
         row = self._pool.table.row_of(self._publisher.address)
         if row is not None:
-            # an endpoint of several ranks is known as well as the least known of them
             ranks = self._ranks.setdefault((self._publisher.server, self._publisher.address), {})
             ranks[self._publisher.rank] = is_whole
             states = set(ranks.values())
-            self._pool.caches.note_feed(row, is_whole=None if None in states else states == {True})
+            self._pool.caches.set_feed_state(row, is_whole=None if None in states else states == {True})

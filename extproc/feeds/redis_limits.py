@@ -1,6 +1,7 @@
-"""Rate limits that all machines share: the buckets in Redis, changed by scripts, one round trip a request.
+"""Rate limits that all machines share: buckets in Redis, one round trip a request.
 
-The arithmetic is that of ``admission/buckets.py``; the time is Redis' own, so that clocks need not agree.
+Scripts change the buckets atomically, with the arithmetic of ``admission/buckets.py``. They use Redis' time, so the
+machines' clocks need not agree.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from extproc.replication.redis_bus import redis_client
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from extproc.admission.limits import Ask, Usage
+    from extproc.admission.limits import Charge, Usage
     from extproc.errors import RateLimited
     from extproc.metrics.registry import Metrics
 
 log = logging.getLogger(__name__)
 
-# Beyond it, this machine's own buckets decide.
-_PATIENCE_S: Final = 0.25
-# While Redis is away nobody waits for it, but for one in so many seconds.
+# Without an answer in this time, the local buckets decide.
+_TIMEOUT_S: Final = 0.25
+# After a failure, Redis is not asked for this long.
 _PAUSE_S: Final = 1.0
 _CONNECTIONS: Final = 16
-# Settlements that wait for Redis; beyond that the oldest are lost, and what they reserved stays taken.
-_MOST_SETTLEMENTS: Final = 100_000
-_SETTLED_AT_ONCE: Final = 200
+# Bounds the settlements that wait for Redis. The oldest are dropped; their reservations are not refunded.
+_MAX_SETTLEMENTS: Final = 100_000
+_BATCH_SIZE: Final = 200
 
-# The fields of a bucket, filled until now. A key lives until its bucket would be full, and a little longer.
+# fill() reads a bucket and adds the inflow until now. A key expires some time after its bucket would be full.
 _FILL: Final = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
@@ -62,7 +63,7 @@ local function store(key, b, rate, capacity)
 end
 """
 
-# ARGV: rate, capacity, amount for each key. Answers 1 or 0, and level, shrink, epoch for each key.
+# ARGV: rate, capacity, amount for each key. Returns 1 if granted, else 0; then level, shrink, epoch for each key.
 _RESERVE: Final = (
     _FILL
     + """
@@ -108,94 +109,97 @@ return 1
 
 
 class RedisLimits:
-    """``url``: redis://host:port/db; ``prefix``: of its keys."""
+    """Reserves and settles in Redis."""
 
     def __init__(self, url: str, prefix: str, metrics: Metrics, clock: Callable[[], float]) -> None:
-        self._redis, self._error = redis_client(url, timeout_s=_PATIENCE_S, connections=_CONNECTIONS)
+        """``url``: redis://host:port/db. ``prefix``: of the keys in Redis."""
+        self._redis, self._error = redis_client(url, timeout_s=_TIMEOUT_S, connections=_CONNECTIONS)
         self._reserve: Any = self._redis.register_script(_RESERVE)
         self._settle: Any = self._redis.register_script(_SETTLE)
         self._prefix = prefix
         self._metrics = metrics
         self._clock = clock
-        self._away_until_s = 0.0
-        self._settlements: deque[tuple[Grant, Usage | None]] = deque(maxlen=_MOST_SETTLEMENTS)
+        self._retry_at_s = 0.0
+        self._settlements: deque[tuple[Grant, Usage | None]] = deque(maxlen=_MAX_SETTLEMENTS)
         self._has_settlements = asyncio.Event()
 
-    async def reserve(self, asks: Sequence[Ask]) -> Grant | RateLimited | None:
-        """All or nothing; None if Redis does not answer in time."""
+    async def reserve(self, charges: Sequence[Charge]) -> Grant | RateLimited | None:
+        """Reserve all charges or none; None if Redis does not answer in time."""
         now = self._clock()
-        if now < self._away_until_s:
+        if now < self._retry_at_s:
             self._metrics.admission.asked_redis("away", 0.0)
             return None
-        numbers = [part for ask in asks for part in (ask.limit.rate, ask.limit.capacity, ask.amount)]
+        numbers = [part for charge in charges for part in (charge.limit.rate, charge.limit.capacity, charge.amount)]
         try:
-            async with asyncio.timeout(_PATIENCE_S):
-                granted, *fields = await self._reserve(keys=[self._key(ask) for ask in asks], args=numbers)
-        except (self._error, OSError) as error:  # a TimeoutError among them
-            self._lost(error)
+            async with asyncio.timeout(_TIMEOUT_S):
+                granted, *fields = await self._reserve(keys=[self._key(charge) for charge in charges], args=numbers)
+        except (self._error, OSError) as error:  # includes TimeoutError
+            self._note_failure(error)
             return None
         levels = [float(one) for one in fields[::3]]
         self._metrics.admission.asked_redis("granted" if granted else "refused", self._clock() - now)
         if not granted:
-            return refusal(asks, levels)
-        states = zip(asks, fields[1::3], fields[2::3], strict=True)
-        claims = [Claim(ask.amount, float(shrink), int(epoch)) for ask, shrink, epoch in states]
-        return Grant(asks, claims, levels, is_global=True)
+            return refusal(charges, levels)
+        states = zip(charges, fields[1::3], fields[2::3], strict=True)
+        claims = [Claim(charge.amount, float(shrink), int(epoch)) for charge, shrink, epoch in states]
+        return Grant(charges, claims, levels, is_global=True)
 
     def settle(self, grant: Grant, used: Usage | None) -> None:
-        """Soon, and together with others."""
+        """Settle a grant in the background, in a batch with others."""
         self._settlements.append((grant, used))
         self._has_settlements.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Send settlements until cancelled."""
         task = asyncio.current_task()
         try:
-            # the client library swallows a cancellation that comes while it connects
+            # the client library swallows a cancellation while it connects
             while task is None or not task.cancelling():
                 await self._has_settlements.wait()
-                await asyncio.sleep(max(0.0, self._away_until_s - self._clock()))
-                await self._settle_some()
+                await asyncio.sleep(max(0.0, self._retry_at_s - self._clock()))
+                await self._settle_batch()
                 if not self._settlements:
                     self._has_settlements.clear()
         finally:
             await self._redis.aclose()
 
-    async def _settle_some(self) -> None:
-        """What is not answered is not told again: it may have been done, and done twice it would give too much back."""
-        count = min(_SETTLED_AT_ONCE, len(self._settlements))
+    async def _settle_batch(self) -> None:
+        """Settle one batch. A failed batch is not repeated: applied twice, it would refund too much."""
+        count = min(_BATCH_SIZE, len(self._settlements))
         batch = [self._settlements.popleft() for _ in range(count)]
         try:
             async with asyncio.timeout(1.0):
                 pipe = self._redis.pipeline(transaction=False)
                 for grant, used in batch:
                     await self._settle(
-                        keys=[self._key(ask) for ask in grant.asks], args=list(_settled(grant, used)), client=pipe
+                        keys=[self._key(charge) for charge in grant.charges],
+                        args=list(_settled(grant, used)),
+                        client=pipe,
                     )
                 await pipe.execute()
         except (self._error, OSError) as error:
-            self._lost(error)
+            self._note_failure(error)
 
-    def _key(self, ask: Ask) -> str:
-        return f"{self._prefix}:limit:{ask.key}"
+    def _key(self, charge: Charge) -> str:
+        return f"{self._prefix}:limit:{charge.key}"
 
-    def _lost(self, error: Exception) -> None:
-        if self._clock() >= self._away_until_s:
-            log.warning("Redis does not answer, limits are granted by this machine alone: %r", error)
-        self._away_until_s = self._clock() + _PAUSE_S
+    def _note_failure(self, error: Exception) -> None:
+        if self._clock() >= self._retry_at_s:
+            log.warning("Redis does not answer, granting limits locally: %r", error)
+        self._retry_at_s = self._clock() + _PAUSE_S
         self._metrics.admission.asked_redis("failed", 0.0)
 
 
 def _settled(grant: Grant, used: Usage | None) -> list[float]:
     return [
         number
-        for ask, claim in zip(grant.asks, grant.claims, strict=True)
+        for charge, claim in zip(grant.charges, grant.claims, strict=True)
         for number in (
-            ask.limit.rate,
-            ask.limit.capacity,
+            charge.limit.rate,
+            charge.limit.capacity,
             claim.amount,
             claim.shrink,
             claim.epoch,
-            0.0 if used is None else used.of(ask.resource),
+            0.0 if used is None else used.of(charge.resource),
         )
     ]

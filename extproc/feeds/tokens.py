@@ -1,4 +1,4 @@
-"""Prompts to tokens: by the model's own tokenizer files, or by the engines' /tokenize."""
+"""Tokenizes prompts with the model's tokenizer files, or with the engines' /tokenize."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Beyond this, encoding would hold up other requests: it goes to a thread (the tokenizer lets go of the interpreter).
+# Longer texts are encoded in a thread, so as not to delay other requests (the tokenizer releases the GIL).
 _THREAD_BYTES: Final = 16 * 1024
 _KEPT_FIELDS: Final = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
 class TokenizerMissing(Exception):
-    """The tokenizer's files cannot be used."""
+    """The tokenizer's files are missing or unusable."""
 
 
 class Tokenizer(Protocol):
-    """Turns the request's body into the tokens that engines will see; None for what it cannot do."""
+    """Turns a request into the tokens that engines will see."""
 
     async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
-        """May raise OSError, aiohttp.ClientError, ValueError."""
+        """The prompt's tokens, None if unsupported. May raise OSError, aiohttp.ClientError or ValueError."""
         ...
 
 
 class Tokenizers:
-    """One tokenizer for each pool that wants one. Failures never stop a request: the approximate index decides."""
+    """The tokenizers of all pools. A failure never stops a request: the approximate index decides instead."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._made: dict[str, tuple[str | None, Tokenizer]] = {}
         self._http: aiohttp.ClientSession | None = None
-        self._is_silent: set[str] = set()
+        self._failing: set[str] = set()
 
     async def tokens_of(self, arrival: Arrival) -> Sequence[int] | None:
-        """The prompt's tokens, or None if they cannot be had in time."""
+        """The prompt's tokens, or None if that fails or takes too long."""
         pool = arrival.pool
         if arrival.request.api not in {Api.CHAT, Api.COMPLETIONS}:
             self._metrics.tokenized(pool.name, "unsupported")
@@ -63,17 +63,17 @@ class Tokenizers:
             found, result = None, "timeout"
         except (aiohttp.ClientError, OSError, ValueError, TokenizerMissing, TemplateInvalid) as error:
             found, result = None, "failed"
-            if pool.name not in self._is_silent:
-                self._is_silent.add(pool.name)
-                log.warning("prompts for %s cannot be tokenized, the approximate index serves: %s", pool.name, error)
+            if pool.name not in self._failing:
+                self._failing.add(pool.name)
+                log.warning("cannot tokenize prompts for %s, using the approximate index: %s", pool.name, error)
         else:
             result = "unsupported" if found is None else "tokenized"
-            self._is_silent.discard(pool.name)
+            self._failing.discard(pool.name)
         self._metrics.tokenized(pool.name, result)
         return found
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close all connections."""
         if self._http is not None:
             await self._http.close()
 
@@ -93,11 +93,11 @@ class Tokenizers:
 
 
 class LocalTokenizer:
-    """``tokenizer.json`` and ``tokenizer_config.json`` (with the chat template) as Hugging Face writes them."""
+    """A Hugging Face tokenizer: ``tokenizer.json``, and ``tokenizer_config.json`` with the chat template."""
 
     def __init__(self, directory: Path) -> None:
         try:
-            # an extra: only who tokenizes here needs it
+            # an optional dependency, needed only for local tokenizers
             from tokenizers import Tokenizer as FastTokenizer  # noqa: PLC0415
         except ImportError:
             raise TokenizerMissing("install the extra: pip install 'attache[tokenizer]'") from None
@@ -108,7 +108,7 @@ class LocalTokenizer:
         self._template = ChatTemplate.read(directory)
 
     async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
-        """As vLLM does it: chats through the template, completions with the special tokens that belong at the beginning."""
+        """Tokenize as vLLM does: chats with the template, completions with the leading special tokens."""
         body = msgspec.json.decode(arrival.body)
         if arrival.request.api is Api.CHAT:
             return await self._encode(self._template.render(body), special=False)
@@ -127,14 +127,14 @@ class LocalTokenizer:
 
 
 class EngineTokenizer:
-    """POST /tokenize of the engine with the least to do."""
+    """Asks the engine with the fewest requests in flight (POST /tokenize)."""
 
     def __init__(self, pool: Pool, http: aiohttp.ClientSession) -> None:
         self._pool = pool
         self._http = http
 
     async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
-        """The engine applies its own chat template."""
+        """Tokenize in the engine, which applies its own chat template."""
         body: dict[str, Any] = msgspec.json.decode(arrival.body)
         if arrival.request.api is Api.CHAT:
             asked: dict[str, Any] = {name: body[name] for name in _KEPT_FIELDS if name in body}

@@ -163,7 +163,7 @@ class Metrics:
         self.admission.settled(settled)
         outcome = settled.outcome
         status_class = f"{outcome.status // 100}xx" if 100 <= outcome.status < 600 else "none"
-        first = "yes" if outcome.served == settled.assignment.place.address else "no"
+        first = "yes" if outcome.served == settled.assignment.endpoint.address else "no"
         self._answers.add(settled.server, status_class, first)
 
     def kv_events(self, server: str, result: str) -> None:
@@ -257,5 +257,5 @@ class _EndpointSeries(Collector):
                     waiting.add_metric(key, float(table.waiting[row]))
                     running.add_metric(key, float(table.running[row]))
                     usage.add_metric(key, float(table.kv_usage[row]))
-                    age.add_metric(key, now - float(table.seen_at_s[row]))
+                    age.add_metric(key, now - float(table.reported_at_s[row]))
         yield from (in_flight, rate, prompt, cached, ratio, blocks, waiting, running, usage, age)

@@ -1,1 +1,1 @@
-"""Which engine holds which prefix."""
+"""Which endpoint has which prefix cached: an approximate and a precise index."""

@@ -1,12 +1,12 @@
-"""A prompt as a chain of block hashes: equal hashes at a position mean an equal prompt up to there.
+"""A prompt as a chain of block hashes; prompts with a common prefix share the first.
 
-Blocks grow with the position: 64 of 128 bytes (some 32 tokens; or of another size, as engines' blocks are), then 64 of twice
-that, of four times, and so on. So the end of a shared prefix is known to about a sixty-fourth of its length, a prompt of
-400 KB is some 350 blocks instead of 3,125, and no prompt that a gateway can buffer has many more. The hash of a block covers all before it (as in vLLM's automatic prefix caching) and
-starts from the model or adapter, whose caches share nothing. xxh3 (https://xxhash.com) is not cryptographic: a client that
-forges a collision gains a poor pick for itself.
+Blocks grow with their position: 64 blocks of 128 bytes (about 32 tokens; the size can be fitted to the engines'
+blocks), then 64 of twice that size, and so on. So the end of a shared prefix is known to about 1/64 of its length,
+and a prompt of 400 KB has about 350 blocks instead of 3,125. The hash of a block covers all blocks before it, as in
+vLLM's automatic prefix caching, and starts from the model or adapter, as these share no cache. xxh3
+(https://xxhash.com) is not cryptographic: a client that forges a collision only worsens its own pick.
 
-The low bits of a hash hold the block's size class, so that an index of hashes alone knows how much text it stands for.
+The low bits of a hash are the block's size class, so an index knows from the hash alone how much text a block covers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _CLASS_MASK: Final = (1 << _CLASS_BITS) - 1
 
 
 def hash_blocks(prompt: bytes, seed: str, first_block_bytes: int = FIRST_BLOCK_BYTES) -> list[int]:
-    """Chained 64-bit hashes of the whole blocks of ``prompt``; the rest at its end is left out."""
+    """Chained 64-bit hashes of the whole blocks of ``prompt``; the incomplete last block is left out.
+
+    ``seed``: names what shares a cache, such as the model.
+    """
     digest = xxhash.xxh3_64_intdigest
     view = memoryview(prompt)
     parent = digest(f"{first_block_bytes} {seed}".encode())
@@ -41,11 +44,11 @@ def hash_blocks(prompt: bytes, seed: str, first_block_bytes: int = FIRST_BLOCK_B
 
 
 def block_units(block: int) -> int:
-    """How many first blocks the text of one block would fill."""
+    """The size of a block in units of the first block's size."""
     return 1 << (block & _CLASS_MASK)
 
 
 def covered_units(count: int) -> int:
-    """The same of the first ``count`` blocks of any chain."""
+    """The total size of the first ``count`` blocks of any chain, in units of the first block's size."""
     size_class, rest = divmod(count, _BLOCKS_PER_CLASS)
     return _BLOCKS_PER_CLASS * ((1 << size_class) - 1) + (rest << size_class)

@@ -1,16 +1,17 @@
-"""Which endpoint probably holds which prefix in its KV cache, from what was sent where.
+"""The approximate prefix index: which endpoint probably has which prefix cached.
 
-For each block hash a bit mask of endpoints (by row), and for each endpoint its blocks: those of requests that run there, which cannot
-be evicted, and the others in the order in which they were let go. That is how engines keep theirs (vLLM's block pool), and with a cache
-that is half full of running requests it decides over every third match whether one asks who was *sent* a prompt last or who was *done* with
-it last. Two invariants make it exact and fast:
+It records which prompts were sent where. For each block hash it has a bit mask of endpoints (by row), and for each
+endpoint its blocks: those pinned by requests in flight, which cannot be evicted, and the others in the order in which
+they were unpinned. Engines manage their blocks in the same way (vLLM's block pool). The order matters: in a cache
+that is half full of running requests, every third match depends on whether blocks are ordered by the start or by the
+end of their last request. Two invariants make the index exact and fast:
 
-* an endpoint that holds a block holds all blocks before it in the chain, and has used them at least as recently
-  (chains are let go from the tail to the head, and only the least recently used are evicted);
-* so the masks along a chain only lose bits, and a binary search finds where each one ends.
+* An endpoint that holds a block holds all blocks before it in the chain, and has used them at least as
+  recently: chains are unpinned from tail to head, and the least recently used blocks are evicted first.
+* Hence the masks along a chain only lose bits, and a binary search finds where each endpoint's prefix ends.
 
-Engines evict in the same order (vLLM frees a request's blocks tail first), which is why one reported miss says so much:
-all that was used no later than the missing block is gone too.
+Engines evict in the same order (vLLM frees a request's blocks from the tail), so one reported miss tells much:
+everything used no later than the missing block is gone, too.
 """
 
 from __future__ import annotations
@@ -25,31 +26,32 @@ from extproc.prefix.hashing import FIRST_BLOCK_BYTES, block_units, covered_units
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Bounds one endpoint's memory (some 250 bytes an entry) when all prompts are short.
+# Bounds the memory for one endpoint (about 250 bytes a block) if all prompts are short.
 _MAX_BLOCKS: Final = 16_384
 _MIN_CAPACITY_BYTES: Final = 64 * 1024
-# The initial capacity is a guess: an engine that keeps confirming may hold several times as much.
+# The initial capacity is a guess; confirmed predictions may raise it by this factor.
 _GROWTH: Final = 4.0
 
 
 class Match(msgspec.Struct, frozen=True):
-    """The endpoints whose bits are set in ``holders`` hold at least the first ``blocks`` blocks."""
+    """The endpoints in the bit mask ``holders`` hold at least the first ``blocks`` blocks of a chain."""
 
     blocks: int
     holders: int
 
 
 class _Pin(msgspec.Struct):
-    """Running requests that use a block, and since when."""
+    """A block in use: by how many ``requests`` in flight, and since when."""
 
     requests: int
     since_s: float
 
 
-class _Held(msgspec.Struct):
-    """One endpoint's blocks: ``pins`` in use, the others by ``last_use``, the least recent first.
+class _EndpointBlocks(msgspec.Struct):
+    """The blocks of one endpoint, with sizes in bytes of prompt text.
 
-    ``capacity_bytes``: what it is believed to hold at most; ``limit_bytes``: what that may grow to.
+    ``capacity_bytes``: its estimated capacity. ``limit_bytes``: the most to which that may grow. ``bytes``: held now.
+    ``last_use``: when each unpinned block was last used, least recent first. ``pins``: the blocks in use.
     """
 
     capacity_bytes: float
@@ -60,27 +62,30 @@ class _Held(msgspec.Struct):
 
 
 class PrefixIndex:
-    """Bounded by ``capacity_bytes`` of prompt text for each endpoint, and by a number of blocks."""
+    """The index of one ModelServer, bounded for each endpoint in bytes of prompt text and in blocks.
+
+    ``capacity_bytes``: the initial estimate of an endpoint's capacity. ``first_block_bytes``: see ``hashing.py``.
+    """
 
     def __init__(self, capacity_bytes: float, first_block_bytes: int = FIRST_BLOCK_BYTES) -> None:
         self.first_block_bytes = first_block_bytes
         self._initial_capacity = capacity_bytes
         self._holders: dict[int, int] = {}
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _EndpointBlocks] = {}
 
     def covered_bytes(self, blocks: int) -> int:
-        """The bytes of prompt in the first ``blocks`` blocks of a chain."""
+        """The bytes of prompt text in the first ``blocks`` blocks of a chain."""
         return covered_units(blocks) * self.first_block_bytes
 
     def set_capacity(self, row: int, capacity_bytes: float) -> None:
-        """The engine of ``row`` says how much it can hold."""
+        """Set the capacity that the engine of ``row`` reports."""
         held = self._held_by(row)
         if held.limit_bytes != capacity_bytes:
             held.limit_bytes = held.capacity_bytes = max(_MIN_CAPACITY_BYTES, capacity_bytes)
             self._shrink(row, held)
 
     def match(self, chain: Sequence[int]) -> list[Match]:
-        """How far each endpoint's knowledge of ``chain`` goes: masks that shrink as the length grows."""
+        """How much of ``chain`` each endpoint holds: masks of holders by increasing length."""
         found: list[Match] = []
         start = 0
         while start < len(chain):
@@ -92,7 +97,7 @@ class PrefixIndex:
         return found
 
     def _last_with(self, holders: int, chain: Sequence[int], first: int) -> int:
-        """The last position from ``first`` on whose mask is ``holders``."""
+        """The last position from ``first`` on at which the mask is ``holders``."""
         low, high = first, len(chain) - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -103,7 +108,7 @@ class PrefixIndex:
         return low
 
     def last_use(self, row: int, block: int) -> float | None:
-        """When the endpoint of ``row`` last used ``block``, or began to; None if it is not known to hold it."""
+        """When ``row`` last used ``block``, or began to if it is in use; None if it does not hold it."""
         held = self._held.get(row)
         if held is None:
             return None
@@ -111,12 +116,12 @@ class PrefixIndex:
         return held.last_use.get(block) if pin is None else pin.since_s
 
     def record(self, row: int, chain: Sequence[int], now: float) -> None:
-        """The endpoint of ``row`` has had all of ``chain``, or as much of its head as it has room for."""
-        self.hold(row, chain, now)
-        self.let_go(row, chain, now)
+        """Record that ``row`` has served a prompt with ``chain``."""
+        self.pin(row, chain, now)
+        self.unpin(row, chain, now)
 
-    def hold(self, row: int, chain: Sequence[int], now: float) -> None:
-        """A request with ``chain`` goes to the endpoint of ``row``: it is about to hold it, until the request is over."""
+    def pin(self, row: int, chain: Sequence[int], now: float) -> None:
+        """A request with ``chain`` is sent to ``row``: it holds the blocks at least until the request ends."""
         held = self._held_by(row)
         last_use, pins, bit, unit = held.last_use, held.pins, 1 << row, self.first_block_bytes
         for block in self._head(chain, held.capacity_bytes):
@@ -130,8 +135,8 @@ class PrefixIndex:
             pins[block] = _Pin(1, now)
         self._shrink(row, held)
 
-    def let_go(self, row: int, chain: Sequence[int], now: float) -> None:
-        """The request is over: what nobody else uses there may be evicted, its tail first."""
+    def unpin(self, row: int, chain: Sequence[int], now: float) -> None:
+        """The request has ended: blocks that no other request uses may be evicted, tail first."""
         held = self._held.get(row)
         if held is None:
             return
@@ -147,40 +152,40 @@ class PrefixIndex:
         self._shrink(row, held)
 
     def forget(self, row: int) -> None:
-        """The endpoint of ``row`` is gone, or has lost its cache."""
+        """Drop everything about ``row``: the endpoint was removed, or lost its cache."""
         held = self._held.pop(row, None)
         if held is not None:
             for block in [*held.last_use, *held.pins]:
                 self._drop_bit(row, block)
 
-    def correct(self, row: int, missed_since: float) -> None:
-        """The engine turned out not to hold a block last used at ``missed_since``: nor does it hold older ones.
+    def correct(self, row: int, missed_at_s: float) -> None:
+        """A block last used at ``missed_at_s`` was not in the cache of ``row``: drop it and all older ones.
 
-        What remains is also the most that the engine is now believed to hold.
+        What remains becomes the estimated capacity.
         """
         held = self._held.get(row)
         if held is None:
             return
-        while held.last_use and next(iter(held.last_use.values())) <= missed_since:
+        while held.last_use and next(iter(held.last_use.values())) <= missed_at_s:
             self._evict_oldest(row, held)
         held.capacity_bytes = max(_MIN_CAPACITY_BYTES, held.bytes)
 
     def confirm(self, row: int) -> None:
-        """A prediction came true: where the bound is reached, let it grow a little, for the engine may hold more."""
+        """A prediction for ``row`` was right: if its estimated capacity is nearly used, raise it a little."""
         held = self._held.get(row)
         if held is not None and held.bytes > 0.9 * held.capacity_bytes:
             held.capacity_bytes = min(held.limit_bytes, 1.02 * held.capacity_bytes)
 
     def blocks_held(self, row: int) -> int:
-        """The number of blocks that the endpoint of ``row`` is believed to hold."""
+        """The number of blocks that ``row`` probably holds."""
         held = self._held.get(row)
         return len(held.last_use) + len(held.pins) if held is not None else 0
 
-    def _shrink(self, row: int, held: _Held) -> None:
+    def _shrink(self, row: int, held: _EndpointBlocks) -> None:
         while held.last_use and (held.bytes > held.capacity_bytes or len(held.last_use) > _MAX_BLOCKS):
             self._evict_oldest(row, held)
 
-    def _evict_oldest(self, row: int, held: _Held) -> None:
+    def _evict_oldest(self, row: int, held: _EndpointBlocks) -> None:
         block, _ = held.last_use.popitem(last=False)
         held.bytes -= block_units(block) * self.first_block_bytes
         self._drop_bit(row, block)
@@ -192,14 +197,14 @@ class PrefixIndex:
         else:
             del self._holders[block]
 
-    def _held_by(self, row: int) -> _Held:
+    def _held_by(self, row: int) -> _EndpointBlocks:
         held = self._held.get(row)
         if held is None:
-            held = self._held[row] = _Held(self._initial_capacity, _GROWTH * self._initial_capacity)
+            held = self._held[row] = _EndpointBlocks(self._initial_capacity, _GROWTH * self._initial_capacity)
         return held
 
     def _head(self, chain: Sequence[int], capacity_bytes: float) -> Sequence[int]:
-        """The longest head of ``chain`` that fits: a longer one would evict its own beginning's descendants at once."""
+        """The longest head of ``chain`` that fits the capacity; a longer one would evict its own blocks at once."""
         if self.covered_bytes(len(chain)) <= capacity_bytes and len(chain) <= _MAX_BLOCKS:
             return chain
         fits = min(len(chain), _MAX_BLOCKS)

@@ -1,8 +1,9 @@
-"""KV events of vLLM and SGLang, off the wire: three frames (topic, sequence, batch), of which this reads the last two.
+"""Decodes batches of KV events as vLLM and SGLang publish them.
 
-A batch is ``[timestamp, events, data_parallel_rank]``, as an array or as a map of these names; an event is an array with its
-tag first or a map with its tag under ``type``. vLLM has written arrays (``vllm/distributed/kv_events.py``, ``array_like``)
-and, since 0.30 or so, maps; SGLang writes arrays. Fields at the end may be missing, unknown ones are passed over.
+A message has three frames: topic, sequence number, batch. A batch is ``[timestamp, events, data_parallel_rank]``, as
+a msgpack array or as a map with these names. An event is an array that starts with its tag, or a map with its tag
+under ``type``. vLLM published arrays (``vllm/distributed/kv_events.py``, ``array_like``) and since about 0.30 maps;
+SGLang publishes arrays. Trailing fields may be missing; unknown ones are ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 BlockHash = int | bytes
 
-# Groups of hybrid models whose blocks hold a whole prefix; sliding windows and states do not.
+# Cache groups of hybrid models whose blocks hold a whole prefix, unlike sliding windows and states.
 _WHOLE_PREFIX: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 _STORED_FIELDS: Final = (
     *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys"),
@@ -27,7 +28,12 @@ _BATCH_FIELDS: Final = ("ts", "events", "data_parallel_rank")
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """Blocks came into a cache, each after the one before it. Hashes are the engine's own and mean nothing to others."""
+    """Blocks were added to a cache, each one the successor of the one before.
+
+    ``hashes``: the engine's own, opaque to others. ``parent``: of the first block, None at the start of a prompt.
+    ``medium``: GPU or CPU memory, for example. ``extra_keys``: what else distinguishes each block, such as a cache
+    salt.
+    """
 
     hashes: tuple[BlockHash, ...]
     parent: BlockHash | None
@@ -39,38 +45,38 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class Removed(msgspec.Struct, frozen=True):
-    """Blocks left a cache; without a medium, every one."""
+    """Blocks were removed from a cache; ``medium`` None: from all media."""
 
     hashes: tuple[BlockHash, ...]
     medium: str | None = None
 
 
 class Cleared(msgspec.Struct, frozen=True):
-    """The cache is empty."""
+    """All blocks were removed."""
 
 
 Event = Stored | Removed | Cleared
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Events of one step, and of which data-parallel rank."""
+    """The events of one engine step of one data-parallel rank."""
 
     events: tuple[Event, ...]
     rank: int
 
 
 class UnreadableEvents(Exception):
-    """The payload is none of the forms that are known."""
+    """The payload has no known format."""
 
 
 def decode_batch(payload: bytes) -> Batch:
-    """The events of one message; raises UnreadableEvents."""
+    """Decode the last frame of a message; raises UnreadableEvents."""
     try:
         fields = _named(msgspec.msgpack.decode(payload), _BATCH_FIELDS)
         events = tuple(_events(fields.get("events") or ()))
         return Batch(events, int(fields.get("data_parallel_rank") or 0))
     except (msgspec.DecodeError, TypeError, ValueError, LookupError) as error:
-        raise UnreadableEvents(f"a batch of KV events that cannot be read: {error}") from None
+        raise UnreadableEvents(f"cannot decode a batch of KV events: {error}") from None
 
 
 def _events(raw: Iterable[Any]) -> Iterator[Event]:

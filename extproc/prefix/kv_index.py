@@ -1,9 +1,11 @@
-"""Which endpoint holds which blocks of tokens, by the engines' own word.
+"""The precise prefix index: which endpoint has which blocks cached, by KV events.
 
-Engine hashes are opaque: the key of a block is computed here, from its tokens and the key of the block before it, so no hash
-seed has to be aligned. An engine's hash only leads to that key again, when a child is stored or the block removed.
+Engines' block hashes are opaque. The key of a block is computed here from its tokens and the key of the block before
+it, so hash seeds need not be aligned. An engine's hash is only used to find the key again, when a successor is stored
+or the block is removed.
 
-Requests that were just sent will be in the cache before events say so: their blocks count as held for ``SPECULATION_S``.
+The prompt of a request that was just sent will be cached before an event says so. Its blocks count as held for
+``SPECULATION_S``.
 """
 
 from __future__ import annotations
@@ -21,29 +23,32 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 SPECULATION_S: Final = 2.0
-# llm-d's weights: what lies in host memory has to be copied first.
+# The value of a cached token by medium, as in llm-d: host memory must be copied to the GPU first.
 TIER_WEIGHTS: Final = {"GPU": 1.0, "CPU": 0.8}
-# Entries of one cache; beyond it, an engine that never removes anything is not believed further.
-_MOST_BLOCKS: Final = 4_000_000
+# The most blocks of one cache: an engine that never removes any is not followed further.
+_MAX_BLOCKS: Final = 4_000_000
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Whose word it is: an endpoint (row), and which data-parallel rank of it."""
+    """Who published an event: the endpoint's row, and its data-parallel rank."""
 
     row: int
     rank: int = 0
 
 
 class Cached(msgspec.Struct, frozen=True):
-    """Endpoints whose bits are set in ``rows`` hold the first ``tokens`` tokens; ``weighted``: less, if not all is on the GPU."""
+    """The endpoints in the bit mask ``holders`` hold the first ``tokens`` tokens of a prompt.
 
-    rows: int
+    ``weighted``: the same tokens, weighted by medium.
+    """
+
+    holders: int
     tokens: int
     weighted: float
 
 
 class _Cache(msgspec.Struct):
-    """One source's blocks, by medium: the engine's hash leads to our key and the block's size."""
+    """The blocks of one source: by medium, from the engine's hash to our key and the block size in tokens."""
 
     by_medium: dict[str, dict[BlockHash, tuple[int, int]]] = msgspec.field(default_factory=dict)
 
@@ -55,18 +60,17 @@ class _Cache(msgspec.Struct):
 
 
 class KvIndex:
-    """Keys of blocks to bit masks of endpoints, for each medium and block size."""
+    """The index of one ModelServer. ``orphans``: blocks stored under an unknown parent, which are ignored."""
 
     def __init__(self) -> None:
         self._holders: dict[str, dict[int, int]] = {}
         self._caches: dict[Source, _Cache] = {}
         self._block_sizes: dict[int, int] = {}
         self._expected: OrderedDict[int, tuple[int, float]] = OrderedDict()
-        # stored under a parent of which we were never told
         self.orphans = 0
 
     def apply(self, source: Source, events: Iterable[Event]) -> None:
-        """Take over what an engine says, in its order."""
+        """Apply the events of ``source`` in order."""
         cache = self._caches.setdefault(source, _Cache())
         for event in events:
             match event:
@@ -81,7 +85,7 @@ class KvIndex:
                     cache = self._caches.setdefault(source, _Cache())
 
     def clear(self, source: Source) -> None:
-        """The cache is empty, or what we knew of it is worth nothing."""
+        """Drop all blocks of ``source``: its cache is empty, or what we know of it is unreliable."""
         cache = self._caches.pop(source, None)
         if cache is not None:
             for medium, blocks in cache.by_medium.items():
@@ -89,18 +93,19 @@ class KvIndex:
                     self._drop(source, medium, key, size)
 
     def forget(self, row: int) -> None:
-        """The endpoint of ``row`` is gone."""
+        """Drop all blocks of the endpoint of ``row``, which has been removed."""
         for source in [one for one in self._caches if one.row == row]:
             self.clear(source)
 
     def keys(self, tokens: Sequence[int], *, adapter: str | None, salt: str | None) -> dict[int, list[int]]:
-        """The chain of a prompt's whole blocks, for each block size in use."""
+        """The keys of a prompt's whole blocks, for each block size in use."""
         return {size: chain_keys(tokens, size, adapter=adapter, salt=salt) for size in self._block_sizes}
 
     def match(self, chains: dict[int, list[int]], now: float) -> list[Cached]:
-        """How much of a prompt every endpoint holds, by groups of endpoints that hold as much.
+        """How much of a prompt each endpoint holds, grouped by endpoints that hold the same.
 
-        Every block is looked up: unlike the approximate index, this one cannot be sure that a block's parents are there.
+        ``chains``: the result of ``keys``. Every block is looked up: unlike in the approximate index, an endpoint may
+        hold a block without its predecessors.
         """
         found: list[Cached] = []
         for size, chain in chains.items():
@@ -120,7 +125,7 @@ class KvIndex:
         return found
 
     def speculate(self, row: int, chains: dict[int, list[int]], now: float) -> None:
-        """A prompt is on its way to the endpoint of ``row``."""
+        """A prompt is sent to ``row``: count its blocks as held for ``SPECULATION_S``."""
         while self._expected and next(iter(self._expected.values()))[1] <= now:
             self._expected.popitem(last=False)
         for chain in chains.values():
@@ -129,7 +134,7 @@ class KvIndex:
                 self._expected[key] = ((mask if until > now else 0) | 1 << row, now + SPECULATION_S)
 
     def blocks_held(self, row: int) -> int:
-        """Blocks that the endpoint of ``row`` said it holds."""
+        """The number of blocks that ``row`` holds by its events."""
         caches = (cache for source, cache in self._caches.items() if source.row == row)
         return sum(len(blocks) for cache in caches for blocks in cache.by_medium.values())
 
@@ -175,14 +180,14 @@ class KvIndex:
         size = event.block_size
         for index, value in enumerate(event.hashes):
             tokens = event.token_ids[index * size : (index + 1) * size]
-            if len(tokens) < size or len(blocks) >= _MOST_BLOCKS:
+            if len(tokens) < size or len(blocks) >= _MAX_BLOCKS:
                 return
             extra = event.extra_keys[index] if index < len(event.extra_keys) else None
             parent = block_key(tokens, parent, _salt_of(extra, event.lora_name))
             self._hold(source, blocks, event.medium, value, (parent, size))
 
     def _copy(self, source: Source, cache: _Cache, event: Stored) -> None:
-        """Blocks that are known have reached another medium; their tokens are not repeated."""
+        """Known blocks were copied to another medium; such events do not repeat their tokens."""
         blocks = cache.by_medium[event.medium]
         for value in event.hashes:
             entry = next((held[value] for held in cache.by_medium.values() if value in held), None)
@@ -232,17 +237,17 @@ class KvIndex:
 
 
 def chain_seed(adapter: str | None) -> int:
-    """Where the chain of a base model (None) or an adapter begins."""
+    """The key before the first block, by LoRA adapter; None: the base model."""
     return xxhash.xxh3_64_intdigest((adapter or "").encode())
 
 
 def block_key(tokens: Sequence[int], parent: int, salt: str) -> int:
-    """The key of one block of tokens after the block ``parent``."""
+    """The key of a block of ``tokens`` that follows the block with the key ``parent``."""
     return xxhash.xxh3_64_intdigest(array("I", tokens).tobytes() + salt.encode(), parent)
 
 
 def chain_keys(tokens: Sequence[int], size: int, *, adapter: str | None, salt: str | None) -> list[int]:
-    """The keys of a prompt's whole blocks of ``size`` tokens. A cache salt belongs to the first block, as in vLLM."""
+    """The keys of a prompt's whole blocks of ``size`` tokens. The salt enters the first block, as in vLLM."""
     raw = array("I", tokens).tobytes()
     width = size * array("I").itemsize
     digest = xxhash.xxh3_64_intdigest
@@ -256,7 +261,7 @@ def chain_keys(tokens: Sequence[int], size: int, *, adapter: str | None, salt: s
 
 
 def _salt_of(extra: object, adapter: str | None) -> str:
-    """What an engine's extra keys add to a block's identity: not the adapter's name, which the chain begins with."""
+    """What an engine's extra keys add to a block's key, without the adapter, which ``chain_seed`` covers."""
     if not isinstance(extra, (list, tuple)):
         return ""
     parts = [str(one) for one in extra if one != adapter]

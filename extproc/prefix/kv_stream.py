@@ -1,7 +1,7 @@
-"""One publisher's stream of KV events into the index: in order, whole, or known not to be.
+"""Applies one publisher's KV events to the index, in order, and detects gaps.
 
-Messages are numbered from 0 at each start of the engine. What was missed is asked for again where the engine offers a replay;
-where it does not, the index is emptied of that engine rather than trusted, and fills again with what comes.
+An engine numbers its messages from 0 after each start. Missed messages are requested again if the engine offers a
+replay. Otherwise its blocks are dropped from the index, which fills again with later events.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class KvStream:
-    """State of one stream. ``is_whole``: everything since the engine's start has been applied; None before the first word."""
+    """One stream. ``is_whole``: every event since the engine's start was applied; None before the first one."""
 
     def __init__(self, index: KvIndex, source: Source) -> None:
         self.is_whole: bool | None = None
@@ -26,14 +26,14 @@ class KvStream:
         self._expected: int | None = None
 
     def disconnected(self) -> None:
-        """The engine is gone: so is its cache, as far as we can know."""
+        """The connection is lost: assume that the engine's cache is empty."""
         self._index.clear(self._source)
         self._expected, self.is_whole = None, None
 
     def receive(self, number: int, payload: bytes) -> int | None:
-        """Apply a message, or say from which number on to ask for a replay, which must hold this one too.
+        """Apply a message and return None, or return the number from which to request a replay.
 
-        Raises UnreadableEvents.
+        The replay must include this message. Raises UnreadableEvents.
         """
         expected = self._expected
         if number == expected or (number == 0 and expected is None):
@@ -42,7 +42,7 @@ class KvStream:
         if expected is not None and number > expected:
             return expected
         if expected is not None:
-            # backwards: another process with an empty cache
+            # a smaller number: the engine has restarted with an empty cache
             self._index.clear(self._source)
             self._expected, self.is_whole = None, None
             if number == 0:
@@ -51,11 +51,11 @@ class KvStream:
         return 0
 
     def is_old(self, number: int) -> bool:
-        """Whether a replay has already brought this message."""
+        """Whether this message was already applied, as part of a replay."""
         return self._expected is not None and number < self._expected
 
     def replayed(self, start: int, messages: Iterable[tuple[int, bytes]]) -> None:
-        """What a replay from ``start`` on brought; an engine that has said nothing yet brings nothing.
+        """Apply the ``messages`` of a replay from number ``start``; empty if the engine has published nothing.
 
         Raises UnreadableEvents.
         """
@@ -72,7 +72,7 @@ class KvStream:
         self.is_whole = is_whole
 
     def missed(self, number: int, payload: bytes) -> None:
-        """There is no replay: begin again with this message. Raises UnreadableEvents."""
+        """There is no replay: drop the engine's blocks and start with this message. Raises UnreadableEvents."""
         self._index.clear(self._source)
         self._apply(number, payload)
         self.is_whole = number == 0

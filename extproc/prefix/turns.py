@@ -1,8 +1,9 @@
-"""The end of a conversation turn: prompt plus answer is the beginning of the next prompt, and the engine holds both.
+"""Conversation turns: the next prompt starts with the last one and its answer.
 
-We never see the answer, only its length. So where a new prompt begins with a whole earlier one, of which the last bytes are
-compared too, the engine that served that one also holds its answer. How much of the answer really comes back in the next
-prompt differs (reasoning is often left out, templates add words), so its share is learned from what engines report.
+Answers are not seen, only their length is known. If a new prompt starts with a complete earlier one, down to its last
+bytes, the endpoint that served the earlier one also has its answer cached. How much of the answer returns in the next
+prompt varies (reasoning is often left out, templates add words), so this fraction is learned from what engines
+report.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ import xxhash
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# Turns remembered over all endpoints, some 300 bytes each.
-_MOST_TURNS: Final = 20_000
+# Turns kept, over all endpoints; about 300 bytes each.
+_MAX_TURNS: Final = 20_000
 _WEIGHT: Final = 0.1
 
 
 class Tail(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a prompt that no whole block covers: a digest of it, and its length."""
+    """The digest and the length in bytes of a prompt's part after its last whole block."""
 
     digest: int
     length: int
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """A served prompt beyond its last whole block, and the answer's size in bytes of text."""
+    """The end of a served prompt, and the estimated size of its answer in bytes of text."""
 
     tail: Tail
     answer_bytes: float
@@ -39,32 +40,36 @@ _NONE: Final[dict[int, Turn]] = {}
 
 
 class Turns:
-    """Ended turns by the last whole block of their prompt, and the endpoints (rows) that served them."""
+    """Ended turns by the last whole block of their prompt and by the row that served them.
+
+    ``answer_share``: the learned fraction of an answer that returns in the next prompt.
+    """
 
     def __init__(self) -> None:
         self.answer_share = 1.0
         self._turns: OrderedDict[int, dict[int, Turn]] = OrderedDict()
 
-    def ended(self, row: int, chain: Sequence[int], prompt: Turn) -> None:
-        """The endpoint has answered the prompt of ``chain``, which was made into a Turn when it was sent."""
+    def record(self, row: int, chain: Sequence[int], turn: Turn) -> None:
+        """The endpoint of ``row`` has answered the prompt with the blocks ``chain``."""
         if chain:
-            self._turns.setdefault(chain[-1], {})[row] = prompt
+            self._turns.setdefault(chain[-1], {})[row] = turn
             self._turns.move_to_end(chain[-1])
-            if len(self._turns) > _MOST_TURNS:
+            if len(self._turns) > _MAX_TURNS:
                 self._turns.popitem(last=False)
 
-    def continued(self, last_block: int, rest: bytes | memoryview) -> Iterator[tuple[int, float]]:
-        """Endpoints that served a prompt which ended after ``last_block``, and of which ``rest`` is the continuation.
+    def continuations(self, last_block: int, rest: bytes | memoryview) -> Iterator[tuple[int, float]]:
+        """The rows that served a prompt which this one continues, with the bytes that each holds.
 
-        With each, how many bytes beyond the block it holds: of the prompt and of its answer.
+        ``last_block``: the last whole block of both prompts. ``rest``: this prompt's text after it. The bytes are
+        those of the earlier prompt after the block, and of its answer.
         """
         for row, turn in self._turns.get(last_block, _NONE).items():
-            goes_on = len(rest) - turn.tail.length
-            if goes_on >= 0 and xxhash.xxh3_64_intdigest(rest[: turn.tail.length]) == turn.tail.digest:
-                yield row, turn.tail.length + min(self.answer_share * turn.answer_bytes, goes_on)
+            continued = len(rest) - turn.tail.length
+            if continued >= 0 and xxhash.xxh3_64_intdigest(rest[: turn.tail.length]) == turn.tail.digest:
+                yield row, turn.tail.length + min(self.answer_share * turn.answer_bytes, continued)
 
     def learn(self, *, expected: float, found: float) -> None:
-        """``found`` of ``expected`` tokens of an answer were in the cache when the next prompt came."""
+        """Of ``expected`` tokens of an earlier answer, ``found`` were cached for the next prompt."""
         if expected >= 1:
             share = min(1.0, max(0.0, self.answer_share * found / expected))
             self.answer_share += _WEIGHT * (max(share, 0.05) - self.answer_share)

@@ -115,7 +115,7 @@ class App:
         self._feed = DirectoryFeed(settings.config, core, metrics, settle_s=settings.settle_s, apply=performer.apply)
         self._feed.started_with(snapshot)
         self._kv_events = KvEventFeed(core, metrics)
-        self._scraper = EngineScraper(core, metrics, clock=clock, rng=random.Random(), said=performer.take_report)
+        self._scraper = EngineScraper(core, metrics, clock=clock, rng=random.Random(), deliver=performer.take_report)
         streams = StreamContext(core, metrics, clock, performer.perform, int(wall_clock()), settings.gateway)
         self._server = GrpcServer(
             streams,

@@ -70,7 +70,7 @@ class Performer:
             case AskTokens():
                 return await self._tokenizers.tokens_of(pending.arrival)
             case AskLimits():
-                return None if self._limits is None else await self._limits.reserve(pending.asks)
+                return None if self._limits is None else await self._limits.reserve(pending.charges)
             case Hold():
                 try:
                     return await self._waits[pending.ticket]

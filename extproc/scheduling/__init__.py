@@ -1,1 +1,1 @@
-"""Which endpoint takes a request."""
+"""Endpoint picking: which endpoint takes a request."""

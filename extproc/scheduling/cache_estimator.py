@@ -1,8 +1,9 @@
-"""What is known of the engines' caches, and what a prompt therefore asks of each engine.
+"""Estimates a prompt's cached tokens and remaining prefill work at each endpoint.
 
-Two indexes. The approximate one (``prefix/index.py``) remembers what was sent where. The precise one (``prefix/kv_index.py``)
-is fed by the engines' own events; an endpoint whose feed is whole is judged by it alone, one whose feed began late or has
-a gap by the better of both, one without a feed by the approximate index.
+There are two indexes. The approximate one (``prefix/index.py``) records which prompts were sent where. The precise
+one (``prefix/kv_index.py``) follows the KV events of the engines. For an endpoint whose event feed is complete, the
+precise index decides; for one whose feed started late or has a gap, the larger of both estimates; without a feed, the
+approximate index.
 """
 
 from __future__ import annotations
@@ -28,17 +29,21 @@ if TYPE_CHECKING:
     from extproc.endpoints.table import EndpointTable, Floats
     from extproc.prefix.kv_index import KvIndex
 
-# English text and code in JSON, until the engines' reported usage says better.
+# For English text and code in JSON; learned from reported usage afterwards.
 INITIAL_BYTES_PER_TOKEN: Final = 4.0
-# About what an 80 GB GPU with an 8B model, or four with a 70B one, hold; corrected by what engines report.
+# Roughly the KV cache of an 80 GB GPU with an 8B model, or of four with a 70B model; replaced by what engines report.
 _INITIAL_CACHE_TOKENS: Final = 400_000
-# For so many requests the index in blocks of the old size is asked, too.
+# After a change of the block size, look up this many requests in the index of the old size, too.
 _PREVIOUS_USES: Final = 2000
 _BLOCK_BYTES_BOUNDS: Final = (32, 512)
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """What is to be assigned: text, the model's name in the engines, what parts caches (a salt, a tenant), and tokens if known."""
+    """A prompt to look up.
+
+    ``text``: as hashed by the approximate index. ``model``: its name in the engines. ``adapter``: the LoRA adapter,
+    if any. ``scope``, ``salt``: prompts that differ in either share no cache. ``tokens``: the token IDs, if known.
+    """
 
     text: bytes
     model: str
@@ -49,7 +54,12 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Expectation(msgspec.Struct, frozen=True):
-    """A prompt against all that is known. ``matches``: who holds which whole blocks of it that were sent there before."""
+    """What is known of a prompt before an endpoint is picked.
+
+    ``chain``: its block hashes in the approximate index. ``kv_chains``: its block keys in the precise index by block
+    size, None if that was not consulted. ``matches``: which endpoints were sent which whole blocks. ``input_tokens``:
+    its length. ``demand``: what it requires of each endpoint.
+    """
 
     chain: Sequence[int]
     kv_chains: dict[int, list[int]] | None
@@ -59,36 +69,40 @@ class Expectation(msgspec.Struct, frozen=True):
 
 
 class CacheEstimator:
-    """One ModelServer's prefix indexes and what its tokenizer makes of text."""
+    """The prefix indexes of one ModelServer, and the learned cost of its prompts and answers.
+
+    ``bytes_per_token``: learned from ``ratio_samples`` answers. ``output_tokens``: mean length of an answer.
+    ``whole_feeds``, ``partial_feeds``: bit masks of the rows whose feed of KV events is complete, or has missed
+    events.
+    """
 
     def __init__(self) -> None:
         self.bytes_per_token = INITIAL_BYTES_PER_TOKEN
         self.ratio_samples = 0
         self.prompt_cost = PromptCost()
         self.answer_cost = AnswerCost()
-        # of an answer, until answers have said: the mean of Mooncake's conversations is 343, of Azure's 211, of its code 28
+        # initial guess: the mean is 343 in Mooncake's conversations, 211 in Azure's, 28 in Azure's code completions
         self.output_tokens = 200.0
         self.index = self._new_index(FIRST_BLOCK_BYTES)
         self._previous: PrefixIndex | None = None
         self._previous_uses = 0
         self.turns = Turns()
-        self.kv: KvIndex | None = None
-        # bit masks of endpoints by the state of their feed of KV events
+        self.kv_index: KvIndex | None = None
         self.whole_feeds = 0
         self.partial_feeds = 0
         self._caches: dict[int, CacheConfig] = {}
         self._block_tokens = 1
 
     def forget(self, row: int) -> None:
-        """The endpoint of ``row`` is gone."""
+        """The endpoint of ``row`` has been removed."""
         self._forget_prefixes(row)
         self._caches.pop(row, None)
-        self.note_feed(row, is_whole=None)
-        if self.kv is not None:
-            self.kv.forget(row)
+        self.set_feed_state(row, is_whole=None)
+        if self.kv_index is not None:
+            self.kv_index.forget(row)
 
-    def note_cache(self, row: int, cache: CacheConfig) -> None:
-        """The engine of ``row`` says how its cache is made."""
+    def set_cache_config(self, row: int, cache: CacheConfig) -> None:
+        """Record the block size and capacity that the engine of ``row`` reports."""
         if self._caches.get(row) == cache:
             return
         self._caches[row] = cache
@@ -96,13 +110,13 @@ class CacheEstimator:
         self.fit_blocks()
         self._set_capacity(row)
 
-    def lost_cache(self, row: int) -> None:
-        """The engine of ``row`` has begun anew, with an empty cache."""
+    def cache_lost(self, row: int) -> None:
+        """The engine of ``row`` has restarted with an empty cache."""
         self._forget_prefixes(row)
         self._set_capacity(row)
 
-    def note_feed(self, row: int, *, is_whole: bool | None) -> None:
-        """The feed of KV events of ``row`` is whole, or has missed something; None: there is none."""
+    def set_feed_state(self, row: int, *, is_whole: bool | None) -> None:
+        """Set whether the feed of KV events of ``row`` is complete or has missed events; None: there is no feed."""
         bit = 1 << row
         self.whole_feeds &= ~bit
         self.partial_feeds &= ~bit
@@ -112,15 +126,18 @@ class CacheEstimator:
             self.partial_feeds |= bit
 
     def fit_blocks(self) -> None:
-        """Blocks of text as large as the engines' blocks of tokens, to a power of two; only a factor of two begins anew."""
+        """Match the size of text blocks to the engines' token blocks, rounded to a power of two.
+
+        A new size means a new index, so it changes only when the ideal size is off by a factor of 1.6.
+        """
         if not self._caches:
             return
         low, high = _BLOCK_BYTES_BOUNDS
-        queued = self._block_tokens * self.bytes_per_token
-        size = min(high, max(low, 1 << round(math.log2(max(queued, 1.0)))))
+        ideal = self._block_tokens * self.bytes_per_token
+        size = min(high, max(low, 1 << round(math.log2(max(ideal, 1.0)))))
         current = self.index.first_block_bytes
-        if size != current and not current / 1.6 < queued < current * 1.6:
-            # what was sent so far is still known in blocks of the old size
+        if size != current and not current / 1.6 < ideal < current * 1.6:
+            # what was sent so far is only in the index of the old size
             self._previous, self._previous_uses = self.index, _PREVIOUS_USES
             self.index = self._new_index(size)
             self.turns = Turns()
@@ -128,7 +145,7 @@ class CacheEstimator:
                 self._set_capacity(row)
 
     def expect(self, prompt: Prompt, table: EndpointTable, now: float) -> Expectation:
-        """What each endpoint holds of ``prompt`` and would have to compute."""
+        """What each endpoint probably has cached of ``prompt``, and what it would have to compute."""
         seed = f"{prompt.model}\0{prompt.scope}\0{prompt.salt}" if prompt.scope or prompt.salt else prompt.model
         chain = hash_blocks(prompt.text, seed, self.index.first_block_bytes)
         input_tokens = max(len(prompt.text) / self.bytes_per_token, 1.0)
@@ -138,39 +155,44 @@ class CacheEstimator:
         cached, work = np.zeros(rows), np.full(rows, self.prompt_cost.work(input_tokens, 0.0))
         matches = self.index.match(chain)
         for match in matches:
-            held = self._whole(self.index.covered_bytes(match.blocks) / self.bytes_per_token, input_tokens)
-            holders = rows_in(match.holders, rows)
+            held = self._round_to_blocks(self.index.covered_bytes(match.blocks) / self.bytes_per_token, input_tokens)
+            holders = rows_of_bitmask(match.holders, rows)
             cached[holders], work[holders] = held, self.prompt_cost.work(input_tokens - held, held)
-        more = self._add_turns(prompt, matches, chain, cached, input_tokens)
+        is_changed = self._add_turns(prompt, matches, chain, cached, input_tokens)
         if self._previous is not None:
-            more = self._add_previous(self._previous, prompt.text, seed, cached, input_tokens) or more
+            is_changed = self._add_previous(self._previous, prompt.text, seed, cached, input_tokens) or is_changed
         kv_chains = self._add_precise(prompt, cached, input_tokens, now)
-        if more or kv_chains is not None:
+        if is_changed or kv_chains is not None:
             work = self.prompt_cost.work(input_tokens - cached, cached)
         return Expectation(
             chain,
             kv_chains,
             matches,
             input_tokens,
-            Demand(cached, work, self.output_tokens * self.answer_cost.reading_s),
+            Demand(cached, work, self.output_tokens * self.answer_cost.step_s_per_token),
         )
 
     def indexed_tokens(self, expectation: Expectation, row: int) -> tuple[float, float | None]:
-        """Of what the endpoint of ``row`` holds: the whole blocks that were sent there, and when the last was used."""
+        """The tokens in whole blocks that were sent to ``row`` before, and when the last block was used.
+
+        The time in seconds is None if no block was sent there.
+        """
         longest = max((match.blocks for match in expectation.matches if match.holders >> row & 1), default=0)
         if not longest:
             return 0.0, None
         tokens = self.index.covered_bytes(longest) / self.bytes_per_token
-        return self._whole(tokens, expectation.input_tokens), self.index.last_use(row, expectation.chain[longest - 1])
+        return self._round_to_blocks(tokens, expectation.input_tokens), self.index.last_use(
+            row, expectation.chain[longest - 1]
+        )
 
-    def sent(self, row: int, expectation: Expectation, now: float) -> None:
-        """The prompt goes to the endpoint of ``row``: it will hold it."""
-        self.index.hold(row, expectation.chain, now)
-        if self.kv is not None and expectation.kv_chains is not None:
-            self.kv.speculate(row, expectation.kv_chains, now)
+    def record_sent(self, row: int, expectation: Expectation, now: float) -> None:
+        """The prompt is sent to the endpoint of ``row``, which will have it cached."""
+        self.index.pin(row, expectation.chain, now)
+        if self.kv_index is not None and expectation.kv_chains is not None:
+            self.kv_index.speculate(row, expectation.kv_chains, now)
 
     def last_use_of(self, row: int, chain: Sequence[int], tokens: float) -> float | None:
-        """When the endpoint of ``row`` last used the block with which the first ``tokens`` of a chain end."""
+        """When the endpoint of ``row`` last used the block of ``chain`` that contains token number ``tokens``."""
         length = tokens * self.bytes_per_token
         blocks = bisect_right(range(len(chain) + 1), length, key=self.index.covered_bytes) - 1
         return self.index.last_use(row, chain[blocks - 1]) if blocks > 0 else None
@@ -185,29 +207,29 @@ class CacheEstimator:
         if cache is not None:
             self.index.set_capacity(row, cache.total_tokens * self.bytes_per_token)
 
-    def _whole(self, tokens: float, input_tokens: float) -> float:
-        """Engines know whole blocks, and always compute the last token."""
+    def _round_to_blocks(self, tokens: float, input_tokens: float) -> float:
+        """Tokens in whole blocks, without the last one of the prompt: engines always compute that."""
         return float(min(tokens, input_tokens - 1.0) // self._block_tokens * self._block_tokens)
 
     def _add_turns(
         self, prompt: Prompt, matches: Sequence[Match], chain: Sequence[int], cached: Floats, input_tokens: float
     ) -> bool:
-        """Whether anybody holds more than whole blocks."""
+        """Add cached tokens of conversation turns beyond whole blocks; returns whether there were any."""
         found = False
         for match in matches:
             covered = self.index.covered_bytes(match.blocks)
-            for row, held in self.turns.continued(chain[match.blocks - 1], memoryview(prompt.text)[covered:]):
-                tokens = self._whole((covered + held) / self.bytes_per_token, input_tokens)
+            for row, held in self.turns.continuations(chain[match.blocks - 1], memoryview(prompt.text)[covered:]):
+                tokens = self._round_to_blocks((covered + held) / self.bytes_per_token, input_tokens)
                 if match.holders >> row & 1 and tokens > cached[row]:
                     cached[row], found = tokens, True
         return found
 
     def _add_previous(self, previous: PrefixIndex, text: bytes, seed: str, cached: Floats, input_tokens: float) -> bool:
-        """Whether the index in blocks of the old size knows of anybody."""
+        """Add matches from the index of the old block size; returns whether there were any."""
         matches = previous.match(hash_blocks(text, seed, previous.first_block_bytes))
         for match in matches:
-            holders = rows_in(match.holders, cached.size)
-            held = self._whole(previous.covered_bytes(match.blocks) / self.bytes_per_token, input_tokens)
+            holders = rows_of_bitmask(match.holders, cached.size)
+            held = self._round_to_blocks(previous.covered_bytes(match.blocks) / self.bytes_per_token, input_tokens)
             cached[holders] = np.maximum(cached[holders], held)
         self._previous_uses -= 1
         if not self._previous_uses:
@@ -217,26 +239,29 @@ class CacheEstimator:
     def _add_precise(
         self, prompt: Prompt, cached: Floats, input_tokens: float, now: float
     ) -> dict[int, list[int]] | None:
-        if self.kv is None or prompt.tokens is None or not self.whole_feeds | self.partial_feeds:
+        """Apply the precise index to ``cached``; returns the prompt's keys, None if the index cannot be used."""
+        if self.kv_index is None or prompt.tokens is None or not self.whole_feeds | self.partial_feeds:
             return None
-        chains = self.kv.keys(prompt.tokens, adapter=prompt.adapter, salt=prompt.salt)
-        told = np.zeros(cached.size)
-        for found in self.kv.match(chains, now):
-            holders = rows_in(found.rows, cached.size)
-            told[holders] = np.maximum(told[holders], min(found.weighted, self._whole(found.tokens, input_tokens)))
-        whole = rows_in(self.whole_feeds, cached.size)
-        cached[whole] = told[whole]
-        partial = rows_in(self.partial_feeds, cached.size)
-        cached[partial] = np.maximum(cached[partial], told[partial])
+        chains = self.kv_index.keys(prompt.tokens, adapter=prompt.adapter, salt=prompt.salt)
+        precise = np.zeros(cached.size)
+        for found in self.kv_index.match(chains, now):
+            holders = rows_of_bitmask(found.holders, cached.size)
+            precise[holders] = np.maximum(
+                precise[holders], min(found.weighted, self._round_to_blocks(found.tokens, input_tokens))
+            )
+        whole = rows_of_bitmask(self.whole_feeds, cached.size)
+        cached[whole] = precise[whole]
+        partial = rows_of_bitmask(self.partial_feeds, cached.size)
+        cached[partial] = np.maximum(cached[partial], precise[partial])
         return chains
 
     def _new_index(self, first_block_bytes: int) -> PrefixIndex:
         return PrefixIndex(_INITIAL_CACHE_TOKENS * INITIAL_BYTES_PER_TOKEN, first_block_bytes)
 
 
-# One after the other, requests of a conversation meet the same few sets of holders.
+# Successive requests meet the same few sets of holders.
 @lru_cache(maxsize=1024)
-def rows_in(mask: int, rows: int) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """A bit mask as an index of columns."""
+def rows_of_bitmask(mask: int, rows: int) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """The row numbers set in a bit mask over ``rows`` rows, usable as an index of columns."""
     raw = np.frombuffer((mask & (1 << rows) - 1).to_bytes((rows + 7) // 8, "little"), np.uint8)
     return np.unpackbits(raw, count=rows, bitorder="little").nonzero()[0]

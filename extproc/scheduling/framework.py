@@ -1,8 +1,8 @@
-"""The scheduling framework: a profile runs filters, then weighted scorers, then one picker, over columns of endpoints.
+"""The scheduling framework: a profile runs filters, weighted scorers and a selector.
 
-The model is llm-d's (``pkg/epp/scheduling``), on arrays: a filter narrows a mask of rows, a scorer gives every row a number
-from 0 to 1, the picker orders the rows that are left, and a profile handler says which profiles run. Plugins are pure: what
-they may know is in the ``View``.
+The model is llm-d's (``pkg/epp/scheduling``), on arrays. A filter narrows a mask of rows, a scorer gives each row a
+number from 0 to 1, and a selector (llm-d: picker) orders the remaining rows by their weighted total. A profile
+handler decides which profiles run. Plugins are pure functions of the ``View``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from extproc.errors import NoEndpoint
-from extproc.scheduling.picker import Pick, Reasons, Scored, View, rows_of
+from extproc.scheduling.picker import Pick, Reasons, ScorerValues, View, rows_of
 
 if TYPE_CHECKING:
     import random
@@ -23,51 +23,51 @@ if TYPE_CHECKING:
 
 
 class Filter(Protocol):
-    """Takes endpoints out."""
+    """Excludes endpoints."""
 
-    def keep(self, view: View, among: Bools) -> Bools:
-        """The rows of ``among`` that may stay. Nobody: the profile finds no endpoint."""
+    def keep(self, view: View, candidates: Bools) -> Bools:
+        """The rows of ``candidates`` to keep. If none is left, the profile finds no endpoint."""
         ...
 
 
 class Scorer(Protocol):
-    """Says how good each endpoint is."""
+    """Rates endpoints."""
 
-    def score(self, view: View, among: Bools) -> Floats:
-        """By row, 0 (worst) to 1 (best). Rows outside ``among`` do not count, nor may they change those inside."""
+    def score(self, view: View, candidates: Bools) -> Floats:
+        """A score for each row, 0 (worst) to 1 (best). Rows outside ``candidates`` must not influence those inside."""
         ...
 
 
 class Selector(Protocol):
-    """Orders endpoints by their scores: llm-d's pickers. ``max_num_of_endpoints`` bounds the list, where it is set."""
+    """Orders endpoints by their scores (llm-d: picker)."""
 
     @property
     def max_num_of_endpoints(self) -> int | None:
-        """The most that the list may name; None: as many as the attachment takes."""
+        """The maximum number of endpoints to name, fallbacks included; None: as many as the gateway accepts."""
         ...
 
     def order(self, scores: Floats, rng: random.Random, count: int | None = None) -> list[int]:
-        """The first ``count`` positions in ``scores``, first choice first."""
+        """Up to ``count`` positions in ``scores``, best first; None: all of them."""
         ...
 
 
 class Decider(Protocol):
-    """Says whether a request's prefill goes to an engine of its own."""
+    """Decides whether a request is prefilled by an endpoint of its own."""
 
     def wants_prefill(self, view: View, decode_row: int) -> bool:
-        """``decode_row``: who will decode."""
+        """``decode_row``: the endpoint that will decode."""
         ...
 
 
 class NamedFilter(msgspec.Struct, frozen=True):
-    """A filter under the name by which it was configured."""
+    """A filter and its configured name."""
 
     name: str
     plugin: Filter
 
 
 class NamedScorer(msgspec.Struct, frozen=True):
-    """A scorer under its name, and how much it counts."""
+    """A scorer, its configured name, and its weight in the total."""
 
     name: str
     plugin: Scorer
@@ -75,61 +75,61 @@ class NamedScorer(msgspec.Struct, frozen=True):
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """Filters in their order, scorers with their weights, and who chooses."""
+    """Filters in their order, scorers with their weights, and a selector."""
 
     filters: tuple[NamedFilter, ...]
     scorers: tuple[NamedScorer, ...]
-    choice: Selector
+    selector: Selector
     name: str = "default"
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """A profile is a picker. Raises NoEndpoint, naming the filter that left nobody."""
-        among = start = view.candidates()
-        left = []
+        """Run the profile. Raises NoEndpoint, naming the filter that excluded the last endpoint."""
+        candidates = start = view.candidates()
+        after_filters = []
         for one in self.filters:
-            among = among & one.plugin.keep(view, among)
+            candidates = candidates & one.plugin.keep(view, candidates)
             if view.wants_reasons:
-                left.append((one.name, rows_of(among)))
-            if not among.any():
+                after_filters.append((one.name, rows_of(candidates)))
+            if not candidates.any():
                 msg = f"No engine is left for this request after '{one.name}'; try again later."
                 raise NoEndpoint(msg)
-        rows = among.nonzero()[0]
+        rows = candidates.nonzero()[0]
         total = np.zeros(rows.size)
         scored = []
         for scorer in self.scorers:
-            values = scorer.plugin.score(view, among)[rows].clip(0.0, 1.0)
+            values = scorer.plugin.score(view, candidates)[rows].clip(0.0, 1.0)
             total += scorer.weight * values
             if view.wants_reasons:
-                scored.append(Scored(scorer.name, scorer.weight, values))
-        count = min(view.choices, self.choice.max_num_of_endpoints or view.choices)
-        chosen: list[int] = rows[self.choice.order(total, rng, count)].tolist()
+                scored.append(ScorerValues(scorer.name, scorer.weight, values))
+        count = min(view.choices, self.selector.max_num_of_endpoints or view.choices)
+        chosen: list[int] = rows[self.selector.order(total, rng, count)].tolist()
         reasons: tuple[Reasons, ...] = ()
         if view.wants_reasons:
-            reasons = (Reasons(self.name, rows_of(start), tuple(left), tuple(rows.tolist()), tuple(scored)),)
+            reasons = (Reasons(self.name, rows_of(start), tuple(after_filters), tuple(rows.tolist()), tuple(scored)),)
         return Pick(chosen, float(view.ttft_s()[chosen[0]]), reasons=reasons)
 
 
 class ProfileHandler(Protocol):
-    """Says which profiles run, and makes one pick of what they find."""
+    """Decides which profiles run, and combines their picks into one."""
 
     def needs(self, profiles: Mapping[str, Profile]) -> str | None:
-        """What is wrong with the profiles that it is to choose among, if anything is."""
+        """An error message if the handler cannot work with these profiles, else None."""
         ...
 
     def run(
         self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
     ) -> Pick:
-        """Raises NoEndpoint."""
+        """Pick endpoints with ``profiles`` and ``deciders``, both by name. Raises NoEndpoint."""
         ...
 
 
 class ConfiguredPicker(msgspec.Struct, frozen=True):
-    """Profiles under the handler that chooses among them: what an EndpointPickerConfig describes."""
+    """The picker that an EndpointPickerConfig describes: profiles and their handler."""
 
     handler: ProfileHandler
     profiles: Mapping[str, Profile]
     deciders: Mapping[str, Decider] = {}
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """As the handler says."""
+        """Run the handler."""
         return self.handler.run(view, self.profiles, self.deciders, rng)

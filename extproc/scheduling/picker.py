@@ -1,4 +1,4 @@
-"""The seam of endpoint picking: what a picker sees, and what it answers."""
+"""The interface of pickers: what a picker sees, and what it returns."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ if TYPE_CHECKING:
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What a request asks of each endpoint, by row: the tokens that its cache probably holds, and the prefill work left.
+    """What a request requires of each endpoint, by row.
 
-    ``reading_s``: seconds that its answer takes longer for each token in flight beside it.
+    ``cached_tokens``: tokens of its prompt that are probably cached. ``work``: remaining prefill work in tokens,
+    attention included. ``decode_s_per_token``: seconds that its answer takes longer for each other token in flight.
     """
 
     cached_tokens: Floats
     work: Floats
-    reading_s: float = 0.0
+    decode_s_per_token: float = 0.0
 
 
 class RequestFacts(msgspec.Struct, frozen=True):
-    """What may be known of a request. ``model``: the name that engines know, an adapter's if one was asked for.
+    """What a picker may know of a request.
 
-    ``adapter``: that name if it is a LoRA adapter's. Header names are lower-case. ``is_trusted``: a gateway vouches for headers that
-    say what the request is worth.
+    ``model``: its name in the engines; the adapter's name if one was requested. ``adapter``: the same name if it is a
+    LoRA adapter's, else None. ``headers``: names in lower case. ``is_trusted``: a gateway wrote the headers that give
+    the request's objectives.
     """
 
     model: str
@@ -42,10 +44,10 @@ class RequestFacts(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """All that a decision rests on: endpoints as columns, the request, what it asks of each, and the time in seconds.
+    """Everything a decision depends on.
 
-    ``eligible``: the rows that may be chosen at all, None for every endpoint there is. ``choices``: how many the answer may
-    name, fallbacks included. ``wants_reasons``: the pick is to be explained.
+    ``eligible``: the rows that may be chosen; None: every endpoint. ``choices``: how many endpoints to name,
+    fallbacks included. ``wants_reasons``: whether the pick must be explained.
     """
 
     table: EndpointTable
@@ -57,27 +59,27 @@ class View(msgspec.Struct, frozen=True):
     wants_reasons: bool = False
 
     def ttft_s(self) -> Floats:
-        """Expected seconds to the first token: what waits and this prompt's own work over the learned rate."""
-        waiting: Floats = (backlogs(self.table, self.now_s) + self.demand.work) / self.table.prefill_rate
-        return waiting
+        """Expected seconds to the first token, by row: (backlog + own work) / learned prefill rate."""
+        ttft_s: Floats = (backlogs(self.table, self.now_s) + self.demand.work) / self.table.prefill_rate
+        return ttft_s
 
     def candidates(self) -> Bools:
-        """The rows that may be chosen; raises NoEndpoint."""
-        among = self.table.is_active.copy() if self.eligible is None else self.table.is_active & self.eligible
-        if not among.any():
+        """The rows that may be chosen; raises NoEndpoint if there are none."""
+        candidates = self.table.is_active.copy() if self.eligible is None else self.table.is_active & self.eligible
+        if not candidates.any():
             raise NoEndpoint(
                 "No engine is ready for this request; add endpoints to its ModelServer or try again later."
             )
-        return among
+        return candidates
 
-    def narrowed(self, among: Bools, *, choices: int | None = None) -> View:
-        """The same with only ``among`` to choose from."""
-        eligible = among if self.eligible is None else self.eligible & among
+    def narrowed(self, candidates: Bools, *, choices: int | None = None) -> View:
+        """The same view with only ``candidates`` to choose from."""
+        eligible = candidates if self.eligible is None else self.eligible & candidates
         return msgspec.structs.replace(self, eligible=eligible, choices=self.choices if choices is None else choices)
 
 
-class Scored(msgspec.Struct, frozen=True):
-    """One scorer's part in a pick: values of the rows that were left, in their order."""
+class ScorerValues(msgspec.Struct, frozen=True):
+    """The values that one scorer gave to the rows left by the filters, in the order of ``Reasons.rows``."""
 
     name: str
     weight: float
@@ -85,22 +87,26 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 class Reasons(msgspec.Struct, frozen=True):
-    """Why: the rows at the start, those that each filter left, and each scorer's values for the last of these.
+    """Why a profile picked as it did, in row numbers.
 
-    A larger total of ``weight * value`` is better; costs in seconds have a weight of -1.
+    ``candidates``: the rows at the start. ``after_filters``: each filter's name and the rows that it kept. ``rows``:
+    the rows that were scored. ``scored``: the values of each scorer; a larger sum of ``weight * value`` is better, so
+    costs in seconds have a weight of -1.
     """
 
     profile: str
     candidates: tuple[int, ...]
-    left: tuple[tuple[str, tuple[int, ...]], ...]
+    after_filters: tuple[tuple[str, tuple[int, ...]], ...]
     rows: tuple[int, ...]
-    scored: tuple[Scored, ...]
+    scored: tuple[ScorerValues, ...]
 
 
 class Pick(msgspec.Struct, frozen=True):
-    """Rows in the order in which to try them, and the first one's expected cost in seconds of waiting.
+    """A picker's decision.
 
-    ``prefill_row``: who computes the prompt, if not the first row itself. ``stage``: why there is or is no such pair.
+    ``rows``: in the order in which to try them. ``cost_s``: expected cost of the first, in seconds. ``prefill_row``:
+    the endpoint that prefills, if not the first row itself. ``stage``: why there is, or is not, a separate prefill
+    endpoint.
     """
 
     rows: list[int]
@@ -111,13 +117,13 @@ class Pick(msgspec.Struct, frozen=True):
 
 
 class Picker(Protocol):
-    """Chooses endpoints for one request. Raises NoEndpoint when there is none."""
+    """Chooses endpoints for one request."""
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """Who takes the request."""
+        """Choose endpoints; raises NoEndpoint if there are none."""
         ...
 
 
 def rows_of(mask: Bools) -> tuple[int, ...]:
-    """A mask as row numbers."""
+    """The row numbers set in a mask."""
     return tuple(np.flatnonzero(mask).tolist())

@@ -1,4 +1,4 @@
-"""The engines of one ModelServer with all that is known of them; one call assigns a request to an ordered list of them."""
+"""The endpoints of one ModelServer, what is known of them, and their picker."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from extproc.admission.estimates import InputEstimate
-from extproc.endpoints.ledger import backlog_of, charge, release
-from extproc.endpoints.table import Bools, EndpointTable, Place, Traits
+from extproc.endpoints.ledger import backlog_of, begin_request, end_request
+from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
 from extproc.prefix.kv_index import KvIndex
 from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt
 from extproc.scheduling.labels import has_labels, label_groups, serves_adapter
@@ -26,57 +26,75 @@ if TYPE_CHECKING:
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """A pick and its explanation. ``addresses``: first choice, then fallbacks. ``prefill``: who computes the prompt, if another.
+    """A committed pick, with the predictions that its outcome is compared with.
 
-    ``cached_tokens``: expected there, of which ``indexed_tokens`` are whole blocks sent there before, the last of them used
-    at ``cached_since_s``. ``tokens_ahead``: prefill work of this request and of those before it.
+    ====================  =================  ==============================================================
+    field                 unit               meaning
+    ====================  =================  ==============================================================
+    ``endpoint``                             the first choice
+    ``addresses``                            first choice, then fallbacks
+    ``input_tokens``      tokens             of the prompt
+    ``cached_tokens``     tokens             of the prompt, expected in the cache of the prefilling endpoint
+    ``indexed_tokens``    tokens             of these, in whole blocks that were sent there before
+    ``last_used_at_s``    s                  when the last of these blocks was used; None if there are none
+    ``tokens_ahead``      tokens of work     prefill of this request and of those before it
+    ``cost_s``            s                  expected cost, by the picker
+    ``work``              tokens of work     prefill of this request
+    ``in_flight_tokens``  tokens             in flight at the endpoint, this request included
+    ``tokens``            tokens             of the prompt and expected of the answer
+    ``prefill``                              the endpoint that prefills, if another; else None
+    ``stage``                                why ``prefill`` is set or not
+    ``is_precise``                           ``cached_tokens`` follows from KV events
+    ====================  =================  ==============================================================
     """
 
-    place: Place
+    endpoint: EndpointRef
     addresses: tuple[str, ...]
     input_tokens: float
     cached_tokens: float
     indexed_tokens: float
-    cached_since_s: float | None
+    last_used_at_s: float | None
     tokens_ahead: float
     cost_s: float
-    # of its prefill alone
     work: float = 0.0
-    # in flight there with it
-    tokens_there: float = 0.0
-    # of its prompt and, as far as expected, of its answer
+    in_flight_tokens: float = 0.0
     tokens: float = 0.0
-    prefill: Place | None = None
+    prefill: EndpointRef | None = None
     stage: str = ""
     is_precise: bool = False
 
     @property
-    def computing(self) -> Place:
-        """Who computes the prompt."""
-        return self.prefill or self.place
+    def prefilled_by(self) -> EndpointRef:
+        """The endpoint that computes the prompt."""
+        return self.prefill or self.endpoint
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What a request lays on an engine: prefill work, and tokens of prompt and answer."""
+    """The load of a request: prefill ``work`` in tokens of work, ``tokens`` of its prompt and expected answer."""
 
     work: float
     tokens: float
 
 
 class PickConstraints(msgspec.Struct, frozen=True):
-    """What a request's attachment and headers add: how many endpoints an answer may name, and which may be chosen at all."""
+    """What limits the choice of endpoints for a request.
+
+    ``headers``: names in lower case. ``choices``: how many endpoints to name, fallbacks included. ``subset``:
+    addresses that the gateway allows, None for all. ``candidates``: rows that have room, None for all.
+    ``wants_reasons``: whether the pick must be explained. ``is_trusted``: a gateway wrote the headers that give the
+    request's objectives.
+    """
 
     headers: Mapping[str, str] = {}
     choices: int = 4
     subset: Collection[str] | None = None
     wants_reasons: bool = False
-    # rows that have room, None for all
-    among: Bools | None = None
+    candidates: Bools | None = None
     is_trusted: bool = False
 
 
 class Consideration(msgspec.Struct, frozen=True):
-    """A pick that nothing has been charged for yet."""
+    """A pick that has not been committed: no load is counted for it."""
 
     expectation: Expectation
     view: View
@@ -84,7 +102,11 @@ class Consideration(msgspec.Struct, frozen=True):
 
 
 class Pool:
-    """One ModelServer's endpoint table, knowledge of caches, and picker."""
+    """One ModelServer's endpoints.
+
+    ``adapters``: LoRA adapters that routes request from it. ``typical_ttft_s``: recent mean.
+    ``reports_cached_tokens``: its engines report cached tokens, so an answer without them had none.
+    """
 
     def __init__(self, name: str, spec: ModelServerSpec, picker: Picker) -> None:
         self.name = name
@@ -99,18 +121,18 @@ class Pool:
         self.update(spec, picker)
 
     def update(self, spec: ModelServerSpec, picker: Picker) -> None:
-        """Follow the configuration; endpoints that stay keep all that is known of them."""
+        """Apply a new configuration; endpoints that stay keep everything learned of them."""
         self.spec, self.picker = spec, picker
         if spec.kv_events is None:
-            self.caches.kv = None
-        elif self.caches.kv is None:
-            self.caches.kv = KvIndex()
-        endpoints = {one.address: Traits(one.labels, one.price, one.draining) for one in spec.endpoints}
+            self.caches.kv_index = None
+        elif self.caches.kv_index is None:
+            self.caches.kv_index = KvIndex()
+        endpoints = {one.address: EndpointConfig(one.labels, one.price, one.draining) for one in spec.endpoints}
         for row in self.table.replace(endpoints):
             self.caches.forget(row)
 
     def stages(self) -> tuple[Bools, Bools, NDArray[np.intp]] | None:
-        """Rows of prefill and of decode engines, and the group of each row; None: every engine does both."""
+        """The rows of prefill and of decode endpoints, and the group of each row; None: every endpoint does both."""
         group = self.spec.pd_group
         if group is None:
             return None
@@ -119,84 +141,91 @@ class Pool:
         return prefill, decode, label_groups(table, group.group_key)
 
     def expect(self, prompt: Prompt, now: float) -> Expectation:
-        """What each endpoint holds of a prompt, and would have to compute."""
+        """What each endpoint probably has cached of ``prompt``, and what it would have to compute."""
         return self.caches.expect(prompt, self.table, now)
 
     def consider(
         self,
         prompt: Prompt,
-        choice: PickConstraints,
+        constraints: PickConstraints,
         *,
         now: float,
         rng: random.Random,
         expectation: Expectation | None = None,
     ) -> Consideration:
-        """Choose endpoints for a prompt, of which this is expected, and change nothing; raises NoEndpoint."""
+        """Choose endpoints for a prompt without changing anything; raises NoEndpoint.
+
+        ``expectation``: computed from ``prompt`` if not given.
+        """
         if expectation is None:
             expectation = self.expect(prompt, now)
-        facts = RequestFacts(prompt.model, expectation.input_tokens, prompt.adapter, choice.headers, choice.is_trusted)
-        eligible = self.eligible(prompt.adapter, choice.subset)
-        if choice.among is not None:
-            eligible = choice.among if eligible is None else eligible & choice.among
-        view = View(self.table, expectation.demand, facts, now, eligible, choice.choices, choice.wants_reasons)
+        facts = RequestFacts(
+            prompt.model, expectation.input_tokens, prompt.adapter, constraints.headers, constraints.is_trusted
+        )
+        eligible = self.eligible(prompt.adapter, constraints.subset)
+        if constraints.candidates is not None:
+            eligible = constraints.candidates if eligible is None else eligible & constraints.candidates
+        view = View(
+            self.table, expectation.demand, facts, now, eligible, constraints.choices, constraints.wants_reasons
+        )
         return Consideration(expectation, view, self.picker.pick(view, rng=rng))
 
-    def expected_output(self, most: int | None) -> float:
-        """Tokens of an answer: what answers of this pool have had, and no more than was asked for."""
+    def expected_output(self, max_tokens: int | None) -> float:
+        """Expected tokens of an answer: the recent mean, at most ``max_tokens``."""
         expected = self.caches.output_tokens
-        return expected if most is None else min(expected, float(most))
+        return expected if max_tokens is None else min(expected, float(max_tokens))
 
     def commit(self, considered: Consideration, now: float, output_tokens: float = 0.0) -> Assignment:
-        """The request goes where the pick says: count it as theirs."""
+        """Send the request as picked: count its load. ``output_tokens``: expected of its answer."""
         expectation, pick, table = considered.expectation, considered.pick, self.table
         first = pick.rows[0]
         computing = first if pick.prefill_row is None else pick.prefill_row
         demand = expectation.demand
         cached, work = float(demand.cached_tokens[computing]), float(demand.work[computing])
         if not expectation.matches:
-            table.cold_at_s[first] = now
+            table.cold_prompt_at_s[first] = now
         tokens_ahead = backlog_of(table, computing, now) + work
-        indexed_tokens, cached_since_s = self.caches.indexed_tokens(expectation, computing)
-        self.caches.sent(computing, expectation, now)
+        indexed_tokens, last_used_at_s = self.caches.indexed_tokens(expectation, computing)
+        self.caches.record_sent(computing, expectation, now)
         if computing != first:
-            self.caches.sent(first, expectation, now)
+            self.caches.record_sent(first, expectation, now)
         tokens = expectation.input_tokens + output_tokens
-        place, prefill = self._charge(first, pick.prefill_row, Load(work, tokens), now)
+        endpoint, prefill = self._begin(first, pick.prefill_row, Load(work, tokens), now)
         return Assignment(
-            place=place,
+            endpoint=endpoint,
             addresses=tuple([table.addresses[row] for row in pick.rows]),
             input_tokens=expectation.input_tokens,
             cached_tokens=cached,
             indexed_tokens=indexed_tokens,
-            cached_since_s=cached_since_s,
+            last_used_at_s=last_used_at_s,
             tokens_ahead=tokens_ahead,
             cost_s=pick.cost_s,
             work=work,
-            tokens_there=float(table.in_flight_tokens[first]),
+            in_flight_tokens=float(table.in_flight_tokens[first]),
             tokens=tokens,
             prefill=prefill,
             stage=pick.stage,
             is_precise=expectation.kv_chains is not None and bool(self.caches.whole_feeds >> computing & 1),
         )
 
-    def repeat(self, event: RequestStarted, now: float) -> Assignment | None:
-        """Count a request that another process has sent; None if its endpoint is not configured here."""
+    def record_remote(self, event: RequestStarted, now: float) -> Assignment | None:
+        """Count a request sent by another process; None if its endpoint is not configured here."""
         row = self.table.row_of(event.address)
         prefill_row = None if event.prefill is None else self.table.row_of(event.prefill)
         if row is None or (event.prefill is not None and prefill_row is None):
             return None
         computing = row if prefill_row is None else prefill_row
-        cached_since_s = self.caches.last_use_of(computing, event.chain, event.indexed_tokens)
+        last_used_at_s = self.caches.last_use_of(computing, event.chain, event.indexed_tokens)
         for one in {row, computing}:
-            self.caches.index.hold(one, event.chain, now)
-        place, prefill = self._charge(row, prefill_row, Load(event.work, event.tokens), now)
+            self.caches.index.pin(one, event.chain, now)
+        endpoint, prefill = self._begin(row, prefill_row, Load(event.work, event.tokens), now)
         return Assignment(
-            place=place,
+            endpoint=endpoint,
             addresses=(event.address,),
             input_tokens=event.input_tokens,
             cached_tokens=event.cached_tokens,
             indexed_tokens=event.indexed_tokens,
-            cached_since_s=cached_since_s,
+            last_used_at_s=last_used_at_s,
             tokens_ahead=event.tokens_ahead,
             cost_s=0.0,
             work=event.work,
@@ -205,22 +234,27 @@ class Pool:
         )
 
     def release(self, assignment: Assignment, chain: Sequence[int], now: float) -> None:
-        """The request with ``chain`` is over: its endpoints are free of it, and may evict it."""
-        for place in {assignment.place, assignment.computing}:
-            if self.table.holds(place):
-                self.caches.index.let_go(place.row, chain, now)
-            release(self.table, place, now, assignment.tokens)
+        """The request has ended: remove its load. ``chain``: its blocks, which its endpoints may now evict."""
+        for endpoint in {assignment.endpoint, assignment.prefilled_by}:
+            if self.table.is_current(endpoint):
+                self.caches.index.unpin(endpoint.row, chain, now)
+            end_request(self.table, endpoint, now, assignment.tokens)
 
-    def _charge(self, row: int, prefill_row: int | None, load: Load, now: float) -> tuple[Place, Place | None]:
-        """The prefill work goes to who computes it, a request in flight to both."""
+    def _begin(
+        self, row: int, prefill_row: int | None, load: Load, now: float
+    ) -> tuple[EndpointRef, EndpointRef | None]:
+        """Count the prefill work at the endpoint that computes it, and a request in flight at both."""
         table, work, tokens = self.table, load.work, load.tokens
         if prefill_row is None:
-            return charge(table, row, prefill_tokens=work, tokens=tokens, now=now), None
-        prefill = charge(table, prefill_row, prefill_tokens=work, tokens=tokens, now=now)
-        return charge(table, row, prefill_tokens=0.0, tokens=tokens, now=now), prefill
+            return begin_request(table, row, work=work, tokens=tokens, now=now), None
+        prefill = begin_request(table, prefill_row, work=work, tokens=tokens, now=now)
+        return begin_request(table, row, work=0.0, tokens=tokens, now=now), prefill
 
     def eligible(self, adapter: str | None, subset: Collection[str] | None) -> Bools | None:
-        """None: everybody."""
+        """The rows that may serve a request; None: all of them.
+
+        ``adapter``: the LoRA adapter that it requests. ``subset``: addresses that the gateway allows, None for all.
+        """
         table = self.table
         if subset is None and adapter is None and not table.has_draining:
             return None
@@ -230,12 +264,12 @@ class Pool:
             eligible[[row for one in subset for row in table.rows_named(one)]] = True
         if adapter is not None and self.adapters:
             serving = serves_adapter(table, adapter)
-            # an engine that does not know the adapter answers 404; where none says, any may
+            # an engine without the adapter answers 404; if no engine lists it, all are eligible
             if serving.any():
                 eligible = serving if eligible is None else eligible & serving
         if table.has_draining:
-            staying = table.staying()
-            among = table.is_active & staying if eligible is None else eligible & staying
-            if among.any():
-                eligible = among
+            staying = table.not_draining()
+            candidates = table.is_active & staying if eligible is None else eligible & staying
+            if candidates.any():
+                eligible = candidates
         return eligible

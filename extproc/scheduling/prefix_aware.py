@@ -1,19 +1,34 @@
-"""The default picker: the endpoint where a request costs least, in seconds, itself and the others.
+"""The default picker: the endpoint with the least cost in seconds to all requests.
 
     cost(e) = (backlog(e) + work(e) * (1 + others + behind * queued(e) + interference * running(e))) / rate(e)
-              + decode * reading_s * tokens(e) + request_cost_s * running(e)
+              + decode * decode_s_per_token * tokens(e) + request_cost_s * running(e)
 
-The first token waits for the prefill work that is ahead, and for the request's own: what of its prompt that engine does not hold, attention counted.
-Others wait for that work, too: one that would have come anyway; those who come behind it, and an engine where many are queued now will have
-many then; and every answer that runs there stands still for as long. The last line is what the answer costs beside others: each of its steps reads
-the KV cache of all that are in flight there. Engines' speeds, the price of attention and of reading, and what is in the caches are learned from
-answers; nothing is measured before.
+=========================  ==========  ===============================================================
+symbol                     unit        meaning
+=========================  ==========  ===============================================================
+``backlog(e)``             tokens      prefill work that waits at endpoint e
+``work(e)``                tokens      prefill work of this request at e: uncached tokens and attention
+``queued(e)``              requests    requests at e without a first token
+``running(e)``             requests    requests in flight at e
+``tokens(e)``              tokens      prompt and answer tokens in flight at e
+``rate(e)``                tokens/s    learned prefill rate of e
+``decode_s_per_token``     s/token     time that this answer takes longer for each token in flight
+=========================  ==========  ===============================================================
 
-That the own work is weighed by the queue is what separates long prompts from short ones under load: where many wait, a long one costs them all, and
-goes to where few do; short ones cost little and follow the least backlog. So in overload the many short ones do not stand behind the few long ones,
-and as long as queues are short it hardly matters. The terms follow Preble's E2 (ICLR 2025) and Mooncake's Conductor (FAST 2025), which estimate the
-time to the first token, and LMetric (arXiv 2603.15202), which multiplies it by the batch; the externality of a job in a queue with a known backlog is
-Hyytiä et al., "Size- and state-aware dispatching" (2012).
+The first token waits for the backlog and for the request's own prefill work. That work also delays others: the one
+request expected behind this one, the requests that arrive later (an endpoint with a long queue now will have one
+then), and the answers that are being decoded, which stop for as long. The second line is the cost of decoding: each
+step of the answer reads the KV cache of all requests in flight. Prefill rates, the cost of attention and of decoding,
+and the content of the caches are learned from answers; nothing is profiled in advance.
+
+The weight of the queue on the own work separates long prompts from short ones under load. Where many requests wait, a
+long prompt delays all of them, so it goes where few wait; short prompts cost little and follow the smallest backlog.
+In overload, the many short prompts therefore do not wait behind the few long ones; with short queues the term hardly
+matters.
+
+The terms follow Preble's E2 (ICLR 2025) and Mooncake's Conductor (FAST 2025), which estimate the time to the first
+token, and LMetric (arXiv 2603.15202), which multiplies it by the batch size. The externality of a job in a queue with
+a known backlog is from Hyytiä et al., "Size- and state-aware dispatching" (2012).
 """
 
 from __future__ import annotations
@@ -23,9 +38,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from extproc.endpoints.engine_reports import foreign
-from extproc.endpoints.ledger import backlogs, queued
-from extproc.scheduling.picker import Pick, Reasons, Scored, rows_of
+from extproc.endpoints.engine_reports import estimated_foreign
+from extproc.endpoints.ledger import backlogs, requests_in_backlog
+from extproc.scheduling.picker import Pick, Reasons, ScorerValues, rows_of
 
 if TYPE_CHECKING:
     import random
@@ -33,21 +48,27 @@ if TYPE_CHECKING:
     from extproc.endpoints.table import EndpointTable, Floats
     from extproc.scheduling.picker import Demand, View
 
-# Larger than any real cost: an endpoint that is avoided comes after all others, one that is gone never.
-_AVOIDED_S: Final = 1e6
-# Up to here sorting all is cheaper than finding the least first.
-_SORTED_WHOLE: Final = 512
+# Larger than any real cost: an endpoint in back-off comes after all others.
+_BACKOFF_COST_S: Final = 1e6
+# Up to this size a full sort is cheaper than a partition.
+_MAX_FULL_SORT: Final = 512
 
 
 class PrefixAwareParameters(msgspec.Struct, frozen=True):
-    """Weights of the module's formula, of which only ratios between seconds of different people are a matter of taste.
+    """Weights of the module's formula. A second of waiting for the first token has weight 1.
 
-    ``others``: who would have come anyway. ``behind``: how many come behind for each that is queued. ``interference``: what a second means to an
-    answer that runs, against one to somebody who waits for the first token; ``decode`` the same of its own steps. ``request_cost_s``: what keeps
-    engines level where prompts cost nothing.
-
-    ``tie_s`` and ``tie_share``: costs this close to the least are equal, and chance decides between endpoints that hold
-    as much of the prompt.
+    ==================  =======  =====================================================================
+    field               default  meaning
+    ==================  =======  =====================================================================
+    ``others``          1.0      weight of the one request expected behind this one
+    ``behind``          0.7      requests that will wait behind this one, for each that is queued now
+    ``interference``    0.05     weight of a second by which prefill work stops a running answer
+    ``decode``          0.2      weight of a second by which this answer is decoded more slowly
+    ``request_cost_s``  0.005    cost of each request in flight, in seconds; balances free prompts
+    ``tie_s``           0.001    absolute tolerance for ties, in seconds
+    ``tie_share``       0.02     relative tolerance for ties; both add up. Ties are decided at random
+                                 between endpoints that have as much of the prompt cached
+    ==================  =======  =====================================================================
     """
 
     others: float = 1.0
@@ -60,28 +81,29 @@ class PrefixAwareParameters(msgspec.Struct, frozen=True):
 
 
 class PrefixAware:
-    """Least expected seconds to the first token."""
+    """Picks the endpoint with the least cost."""
 
     def __init__(self, parameters: PrefixAwareParameters) -> None:
         self._parameters = parameters
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """See the module's formula."""
+        """The cheapest endpoint, then the next ones as fallbacks."""
         cost = self.costs(view.table, view.demand, view.now_s)
         endpoints = len(view.table)
         if view.eligible is not None or not endpoints:
-            among = view.candidates()
-            cost[~among] = np.inf
-            endpoints = int(np.count_nonzero(among))
+            candidates = view.candidates()
+            cost[~candidates] = np.inf
+            endpoints = int(np.count_nonzero(candidates))
         rows = self.order(cost, view.demand.cached_tokens, min(view.choices, endpoints), rng)
         reasons = (explain_costs("PrefixAware", cost, view),) if view.wants_reasons else ()
         return Pick(rows, float(cost[rows[0]]), reasons=reasons)
 
     def costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
-        """Seconds by row; infinite where there is no endpoint. Few calls: each costs more than its arithmetic."""
+        """The cost in seconds by row, infinite for rows without an endpoint."""
         weights = self._parameters
         backlog = backlogs(table, now)
-        waiters = queued(table, backlog)
+        # few array operations: each call costs more than its arithmetic
+        waiters = requests_in_backlog(table, backlog)
         waiters *= weights.behind
         waiters += weights.interference * table.in_flight
         waiters += 1 + weights.others
@@ -92,19 +114,19 @@ class PrefixAware:
         return cost
 
     def load_costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
-        """The part that is not prefill: what runs there, and whether the endpoint is there and well."""
+        """The second line of the formula; infinite for rows without an endpoint, very large for those in back-off."""
         cost: Floats = np.multiply(table.in_flight, self._parameters.request_cost_s)
-        cost += (self._parameters.decode * demand.reading_s) * table.in_flight_tokens
-        if table.has_foreign:
-            cost += self._parameters.request_cost_s * foreign(table, now)
-        cost += table.absence_s
+        cost += (self._parameters.decode * demand.decode_s_per_token) * table.in_flight_tokens
+        if table.has_foreign_requests:
+            cost += self._parameters.request_cost_s * estimated_foreign(table, now)
+        cost += table.absence_cost_s
         if table.has_failures:
-            cost[table.avoid_until_s > now] += _AVOIDED_S
+            cost[table.retry_at_s > now] += _BACKOFF_COST_S
         return cost
 
     def order(self, cost: Floats, cached_tokens: Floats, count: int, rng: random.Random) -> list[int]:
-        """The ``count`` cheapest rows; among those that are as good as the cheapest, chance says which comes first."""
-        # one more than is needed: the first choice may be among them
+        """The ``count`` cheapest rows, cheapest first. Ties for the first are broken at random."""
+        # one more than needed: a tied row may replace the first
         others = _cheapest(cost, min(count + 1, cost.size))
         first = others[0]
         best = float(cost[first])
@@ -117,7 +139,7 @@ class PrefixAware:
 
 
 def _cheapest(cost: Floats, count: int) -> list[int]:
-    if cost.size <= _SORTED_WHOLE:
+    if cost.size <= _MAX_FULL_SORT:
         rows: list[int] = cost.argsort()[:count].tolist()
         return rows
     nearest = cost.argpartition(count - 1)[:count]
@@ -126,20 +148,20 @@ def _cheapest(cost: Floats, count: int) -> list[int]:
 
 
 def explain_costs(profile: str, cost: Floats, view: View) -> Reasons:
-    """The parts of the cost, in seconds, of the rows that could be chosen."""
-    among = np.isfinite(cost)
-    rows = rows_of(among)
+    """The parts of the cost of each row that could be chosen. ``profile``: the name to show."""
+    candidates = np.isfinite(cost)
+    rows = rows_of(candidates)
     table, demand = view.table, view.demand
     parts = {
         "seconds until the first token": view.ttft_s(),
         "cached tokens": demand.cached_tokens,
-        "requests without a first token": queued(table, backlogs(table, view.now_s)),
+        "requests without a first token": requests_in_backlog(table, backlogs(table, view.now_s)),
         "requests in flight": table.in_flight.astype(np.float64),
         "tokens in flight": table.in_flight_tokens,
         "cost in seconds": cost,
     }
-    # only the cost decides; the rest is what it was made of
+    # only the cost decides; the other values are shown for information
     scored = tuple(
-        Scored(name, -1.0 if name == "cost in seconds" else 0.0, part[among]) for name, part in parts.items()
+        ScorerValues(name, -1.0 if name == "cost in seconds" else 0.0, part[candidates]) for name, part in parts.items()
     )
     return Reasons(profile, rows_of(view.candidates()), (), rows, scored)

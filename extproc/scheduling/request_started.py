@@ -1,4 +1,4 @@
-"""A request that a process has sent, as other processes need to know it."""
+"""The message that tells other processes of a dispatched request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from extproc.prefix.turns import Tail
 
 
 class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
-    """All that it takes to count the request and to learn from its outcome: see Assignment and Sent for the fields."""
+    """What others need to count the request and to learn from its outcome.
+
+    The fields are those of ``Assignment`` and ``Sent``. ``flow``: the flow charged, None without flow control.
+    ``service``: the charge in weighted tokens.
+    """
 
     ticket: str
     server: str
@@ -25,7 +29,6 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     tokens_ahead: float
     work: float
     tokens: float = 0.0
-    # whose flow is charged, and how much, if the server has flow control
     flow: FlowKey | None = None
     priority: int = 0
     service: float = 0.0

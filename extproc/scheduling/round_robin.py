@@ -1,4 +1,4 @@
-"""The baseline: each endpoint in turn, whatever it holds or does."""
+"""Round robin, the baseline: each endpoint in turn, whatever its cache and load."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class RoundRobin:
-    """Turns over the endpoints in the order of their rows; those that just failed come last."""
+    """Takes endpoints in the order of their rows; those in back-off come last."""
 
     def __init__(self) -> None:
         self._turn = 0
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """The next endpoint, then those after it."""
-        del rng  # and of the view only who is there: the baseline's point
+        """The next endpoint, then those after it as fallbacks."""
+        del rng  # round robin ignores chance, load and caches
         table = view.table
         rows: list[int] = np.flatnonzero(view.candidates()).tolist()
         start = self._turn % len(rows)
         self._turn += 1
         turned = rows[start:] + rows[:start]
-        turned.sort(key=lambda row: bool(table.avoid_until_s[row] > view.now_s))
+        turned.sort(key=lambda row: bool(table.retry_at_s[row] > view.now_s))
         return Pick(turned[: view.choices], 0.0)

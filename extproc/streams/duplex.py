@@ -135,7 +135,7 @@ class Duplex:
         return self._enter(self._receive(self._head, b"".join(self._pieces)))
 
     def _receive(self, head: Head, body: bytes) -> Arrival:
-        """By our routes; what they do not know goes to the pool that the gateway asks for, if it has one."""
+        """By our routes; what they do not know goes to the pool that the gateway charges for, if it has one."""
         intake, pool = self._context.core.intake, self._context.options.pool
         if pool is None:
             return intake.receive(intake.admit(head), head, body)
@@ -169,7 +169,7 @@ class Duplex:
         if self._is_settled or decision is None:
             return
         self._is_settled = True
-        now, first = self._context.clock(), decision.assignment.place.address
+        now, first = self._context.clock(), decision.assignment.endpoint.address
         outcome = self._answer.outcome(decision.ticket, first, began_s=self._began_s, now=now)
         self._context.perform(self._context.core.settle(outcome, now))
 

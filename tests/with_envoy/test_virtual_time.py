@@ -8,7 +8,7 @@ import pytest
 
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import EngineLimits
-from bench.load.client import Client
+from bench.load.client import LoadClient
 from bench.reporting.summary import Summary, summarize
 from bench.stack import ALIAS, EngineFlags, documents, running_stack
 from bench.virtual.engines import roofline_engine
@@ -42,7 +42,7 @@ WORKLOAD = conversations(
 async def real(directory: Path) -> Summary:
     flags = EngineFlags(count=ENGINES, hardware=HARDWARE, kv_blocks=BLOCKS, speed=SPEED)
     async with running_stack(directory, flags) as stack:
-        client = Client(stack.url, ALIAS, speed=SPEED, on_result=lambda _: None)
+        client = LoadClient(stack.url, ALIAS, speed=SPEED, on_result=lambda _: None)
         return summarize(await client.send(WORKLOAD), speed=SPEED)
 
 

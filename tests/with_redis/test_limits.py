@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.admission.buckets import Limit
-from extproc.admission.limits import Ask, Grant, Usage
+from extproc.admission.limits import Charge, Grant, Usage
 from extproc.errors import RateLimited
 from extproc.feeds.redis_limits import RedisLimits
 from extproc.metrics.registry import Metrics
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 CLOCK = time.monotonic  # noqa: TID251 - an edge
 
 
-def ask(amount: float, *, rate: float = 1e-6, capacity: float = 100.0, key: str = "k") -> Ask:
-    return Ask(key, Limit(rate, capacity), "output_tokens", amount, is_global=True)
+def charge(amount: float, *, rate: float = 1e-6, capacity: float = 100.0, key: str = "k") -> Charge:
+    return Charge(key, Limit(rate, capacity), "output_tokens", amount, is_global=True)
 
 
 @pytest.fixture
@@ -38,50 +38,50 @@ async def limits(redis: Redis) -> AsyncIterator[list[RedisLimits]]:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def reserve(limits: RedisLimits, *asks: Ask) -> Grant:
-    found = await limits.reserve(asks)
+async def reserve(limits: RedisLimits, *charges: Charge) -> Grant:
+    found = await limits.reserve(charges)
     assert isinstance(found, Grant)
     return found
 
 
-async def level(limits: RedisLimits, one: Ask) -> float:
-    (left,) = (await reserve(limits, Ask(one.key, one.limit, one.resource, 0.0))).levels
+async def level(limits: RedisLimits, one: Charge) -> float:
+    (left,) = (await reserve(limits, Charge(one.key, one.limit, one.resource, 0.0))).levels
     return left
 
 
-async def until(limits: RedisLimits, one: Ask, queued: float) -> None:
+async def until(limits: RedisLimits, one: Charge, queued: float) -> None:
     async with asyncio.timeout(5):
         while abs(await level(limits, one) - queued) > 0.01:  # noqa: ASYNC110 - it happens in another process
             await asyncio.sleep(0.01)
 
 
 async def test_all_of_it_or_nothing(limits: list[RedisLimits]) -> None:
-    await reserve(limits[0], ask(60))
-    refused = await limits[1].reserve([ask(50), ask(10, key="other")])
+    await reserve(limits[0], charge(60))
+    refused = await limits[1].reserve([charge(50), charge(10, key="other")])
     assert isinstance(refused, RateLimited)
     assert "50, 40 of 100 are left" in refused.message
-    assert await level(limits[2], ask(0, key="other")) == 100
-    assert await level(limits[3], ask(0)) == pytest.approx(40, abs=0.01)
+    assert await level(limits[2], charge(0, key="other")) == 100
+    assert await level(limits[3], charge(0)) == pytest.approx(40, abs=0.01)
 
 
 async def test_what_was_not_used_comes_back_and_debts_are_kept(limits: list[RedisLimits]) -> None:
-    grant = await reserve(limits[0], ask(80))
+    grant = await reserve(limits[0], charge(80))
     limits[0].settle(grant, Usage(0, 30))
-    await until(limits[1], ask(0), 70)
-    grant = await reserve(limits[1], ask(70))
+    await until(limits[1], charge(0), 70)
+    grant = await reserve(limits[1], charge(70))
     limits[1].settle(grant, Usage(0, 200))
     await asyncio.sleep(0.2)
-    assert isinstance(await limits[2].reserve([ask(1)]), RateLimited)
+    assert isinstance(await limits[2].reserve([charge(1)]), RateLimited)
 
 
 async def test_a_request_that_never_went_gives_everything_back(limits: list[RedisLimits]) -> None:
-    limits[0].settle(await reserve(limits[0], ask(100)), None)
-    await until(limits[1], ask(0), 100)
+    limits[0].settle(await reserve(limits[0], charge(100)), None)
+    await until(limits[1], charge(0), 100)
 
 
 @pytest.mark.real_time
 async def test_what_would_have_run_over_meanwhile_does_not_come_back(limits: list[RedisLimits]) -> None:
-    fast = ask(100, rate=1000.0)
+    fast = charge(100, rate=1000.0)
     old = await reserve(limits[0], fast)
     await asyncio.sleep(0.15)
     new = await reserve(limits[0], fast)
@@ -101,7 +101,7 @@ async def test_four_processes_never_grant_more_than_one_would(limits: list[Redis
         while CLOCK() < until_s:
             amount = rng.uniform(1, 120)
             began_s = CLOCK()
-            found = await one.reserve([ask(amount, rate=rate, capacity=capacity)])
+            found = await one.reserve([charge(amount, rate=rate, capacity=capacity)])
             if isinstance(found, Grant):
                 used = amount * rng.random()
                 granted.append((began_s, CLOCK(), used))
@@ -125,21 +125,21 @@ async def test_four_processes_never_grant_more_than_one_would(limits: list[Redis
 async def test_a_redis_that_begins_anew_is_used_again_with_full_buckets(
     redis: Redis, limits: list[RedisLimits]
 ) -> None:
-    await reserve(limits[0], ask(100))
+    await reserve(limits[0], charge(100))
     redis.stop()
-    assert await limits[0].reserve([ask(1)]) is None
+    assert await limits[0].reserve([charge(1)]) is None
     # and nobody waits for it again so soon
     began_s = CLOCK()
-    assert await limits[0].reserve([ask(1)]) is None
+    assert await limits[0].reserve([charge(1)]) is None
     assert CLOCK() - began_s < 0.1
     redis.start()
     async with asyncio.timeout(10):
-        while not isinstance(await limits[0].reserve([ask(50)]), Grant):  # noqa: ASYNC110 - Redis comes back by itself
+        while not isinstance(await limits[0].reserve([charge(50)]), Grant):  # noqa: ASYNC110 - Redis comes back by itself
             await asyncio.sleep(0.05)
 
 
 async def test_buckets_do_not_stay_in_redis_for_ever(redis: Redis, limits: list[RedisLimits]) -> None:
-    await reserve(limits[0], ask(50, rate=1.0))
+    await reserve(limits[0], charge(50, rate=1.0))
     process = await asyncio.create_subprocess_exec(
         "redis-cli", "-p", str(redis.port), "ttl", "test:limit:k", stdout=asyncio.subprocess.PIPE
     )

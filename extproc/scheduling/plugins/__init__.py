@@ -1,1 +1,1 @@
-"""The plugins of the field, each a frozen struct of parameters with one method. Formulas and defaults name their source."""
+"""Plugins of llm-d, Kthena and ours: each a frozen struct of parameters with one method."""

@@ -1,7 +1,7 @@
-"""Plugin types of llm-d that name what is always so here, or what is configured elsewhere: read, and not used.
+"""Plugin types of llm-d that are accepted without effect.
 
-Producers of data (the pool knows prefixes, load and latencies by itself), parsers, sources and extractors of metrics (the
-scraper), header handlers (pairs always tell the decode engine's sidecar), and the parts of flow control.
+They name what is always on here or configured elsewhere: data producers, parsers, metric sources and extractors,
+header handlers, and flow control.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """Any parameters."""
+    """Accepts any parameters and ignores them."""
 
 
-# By type: what does its work here.
+# What does the work of each type here.
 ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "approx-prefix-cache-producer": "the pool's own prefix index",

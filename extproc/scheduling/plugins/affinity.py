@@ -1,4 +1,4 @@
-"""Affinity: to a loaded LoRA adapter, to the endpoint of a session, to a label that a header names."""
+"""Affinity to a loaded LoRA adapter and to the endpoint of a session."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 class LoraAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``lora-affinity-scorer``.
 
-    1.0: the adapter is active; 0.8: fewer adapters are active or waiting than fit; 0.6: it waits to be loaded; else 0.
+    1.0: the adapter is active; 0.8: there is room for another adapter; 0.6: it is waiting to be loaded; else 0.
     """
 
-    def score(self, view: View, among: Bools) -> Floats:
-        """All 1 for a request that asks for no adapter."""
+    def score(self, view: View, candidates: Bools) -> Floats:
+        """1 for all endpoints if the request names no adapter."""
         adapter = view.request.adapter
-        scores = np.ones(among.size)
+        scores = np.ones(candidates.size)
         if adapter is None:
             return scores
-        for row in among.nonzero()[0]:
+        for row in candidates.nonzero()[0]:
             loras = view.table.loras[row]
             if adapter in loras.active:
                 continue
-            if len(loras.active | loras.waiting) < loras.most:
+            if len(loras.active | loras.waiting) < loras.max_active:
                 scores[row] = 0.8
             else:
                 scores[row] = 0.6 if adapter in loras.waiting else 0.0
@@ -38,16 +38,16 @@ class LoraAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
 
 
 class SessionAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``session-affinity-scorer``: 1 for the endpoint that the session's token names, 0 for the others.
+    """llm-d's ``session-affinity-scorer``: 1 for the endpoint that the session token names, 0 for the others.
 
-    The token is the base64 of the endpoint's address; whoever answers a request writes it into the same header.
+    The token is the base64 of an endpoint's address. Responses carry it in the same header, for the next request.
     """
 
     header: str = "x-session-token"
 
-    def score(self, view: View, among: Bools) -> Floats:
-        """All 0 without a token, or with one that names nobody."""
-        scores = np.zeros(among.size)
+    def score(self, view: View, candidates: Bools) -> Floats:
+        """0 for all endpoints without a token, or with one that names no endpoint."""
+        scores = np.zeros(candidates.size)
         row = _bound_row(view, self.header)
         if row is not None:
             scores[row] = 1.0
@@ -55,22 +55,22 @@ class SessionAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
 
 
 class SessionAffinityFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The same as a filter: that endpoint alone, or all if it is gone."""
+    """llm-d's ``session-affinity-filter``: keeps only the endpoint that the session token names."""
 
     header: str = "x-session-token"
 
-    def keep(self, view: View, among: Bools) -> Bools:
-        """Falls back to all."""
+    def keep(self, view: View, candidates: Bools) -> Bools:
+        """Keep all endpoints if the token names none of them."""
         row = _bound_row(view, self.header)
-        if row is None or not among[row]:
-            return among
-        only = np.zeros(among.size, np.bool_)
+        if row is None or not candidates[row]:
+            return candidates
+        only = np.zeros(candidates.size, np.bool_)
         only[row] = True
         return only
 
 
 def session_token(address: str) -> str:
-    """What the header carries for the endpoint at ``address``."""
+    """The session token of the endpoint at ``address``."""
     return base64.b64encode(address.encode()).decode()
 
 
@@ -79,5 +79,5 @@ def _bound_row(view: View, header: str) -> int | None:
     try:
         address = base64.b64decode(token, validate=True).decode()
     except (binascii.Error, UnicodeDecodeError):
-        return None  # a token that is none of ours binds to nobody
+        return None  # not a token of ours
     return view.table.row_of(address)

@@ -1,4 +1,4 @@
-"""Scorers of caches: what of the prompt an endpoint holds, and how full its KV cache is."""
+"""Scorers of caches: how much of the prompt is cached, and how full the KV cache is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import numpy as np
 
-from extproc.endpoints.engine_reports import kv_usage
+from extproc.endpoints.engine_reports import estimated_kv_usage
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
@@ -20,24 +20,24 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 class KvCacheUtilization(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``kv-cache-utilization-scorer`` and Kthena's ``gpu-usage``: ``1 - usage``."""
 
-    def score(self, view: View, among: Bools) -> Floats:
+    def score(self, view: View, candidates: Bools) -> Floats:
         """1 for an empty cache."""
-        del among
-        scores: Floats = 1.0 - kv_usage(view.table, view.now_s)
+        del candidates
+        scores: Floats = 1.0 - estimated_kv_usage(view.table, view.now_s)
         return scores
 
 
 class PrefixCacheScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The share of the prompt that is probably cached: llm-d's ``prefix-cache-scorer``.
+    """llm-d's ``prefix-cache-scorer``: the fraction of the prompt that is probably cached.
 
-    ``matched / total``; with ``matchLengthWeight`` w: ``w * min(1, matched / scale) ** 2 + (1 - w) * ratio``, matched in
-    tokens, so that a long match is worth more than a short one of the same share.
+    ``ratio = matched / total`` in tokens. With ``matchLengthWeight`` w it is ``w * min(1, matched / scale) ** 2 + (1
+    - w) * ratio``, so that a long match counts more than a short one of the same fraction.
     """
 
     match_length_weight: Share = 0.0
     match_length_scale_tokens: Positive = 8192
-    # What follows is llm-d's and Kthena's way of setting up the index, which here belongs to the pool and sizes itself by
-    # what engines say of their caches. Read, so that their files run unchanged, and not used.
+    # The rest configures the index of llm-d and Kthena. It is accepted without effect, so that their files run
+    # unchanged: here the index belongs to the pool and takes its size from what engines report.
     prefix_match_info_producer_name: str = ""
     auto_tune: Any = None
     block_size: Any = None
@@ -51,9 +51,9 @@ class PrefixCacheScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unkn
     max_hash_cache_size: Any = None
     top_k_matches: Any = msgspec.field(default=None, name="topKMatches")
 
-    def score(self, view: View, among: Bools) -> Floats:
-        """By row; 0 where nothing of the prompt is known."""
-        del among
+    def score(self, view: View, candidates: Bools) -> Floats:
+        """The fraction by row; 0 where nothing of the prompt is cached."""
+        del candidates
         matched = view.demand.cached_tokens
         ratio: Floats = matched / max(view.request.input_tokens, 1.0)
         weight = self.match_length_weight
@@ -65,37 +65,36 @@ class PrefixCacheScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unkn
 
 
 class PrecisePrefixCache(msgspec.Struct, frozen=True, rename="camel"):
-    """llm-d's ``precise-prefix-cache-scorer`` and Kthena's ``kvcache-aware``: ``matched / total`` by the engines' own word.
+    """llm-d's ``precise-prefix-cache-scorer`` and Kthena's ``kvcache-aware``: ``matched / total`` by KV events.
 
-    The pool knows precisely what engines hold where its ModelServer sets ``kvEvents``; where a feed or the tokenizer is missing,
-    it falls back to its approximate index, and counts that. How the index is set up is the ModelServer's; parameters are
-    read and not used.
+    The pool follows KV events if its ModelServer sets ``kvEvents``. Without a feed or a tokenizer, it falls back to
+    its approximate index. The index is configured in the ModelServer; parameters are accepted without effect.
     """
 
-    def score(self, view: View, among: Bools) -> Floats:
-        """By row; 0 where nothing of the prompt is known."""
-        return PrefixCacheScorer().score(view, among)
+    def score(self, view: View, candidates: Bools) -> Floats:
+        """The fraction by row; 0 where nothing of the prompt is cached."""
+        return PrefixCacheScorer().score(view, candidates)
 
 
 class NoHitLru(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Spreads prompts that nobody holds: llm-d's ``no-hit-lru-scorer``.
+    """llm-d's ``no-hit-lru-scorer``: spreads prompts that no endpoint has cached.
 
-    Somebody has a hit: 0.5 for all. Else ``1 - rank / (n - 1)``, those first that never had such a prompt, then those whose
-    last one is longest ago.
+    If any endpoint has a hit, all score 0.5. Otherwise ``1 - rank / (n - 1)``: first the endpoints that never
+    received a prompt without a hit, then those whose last one is longest ago.
     """
 
     lru_size: Annotated[int, msgspec.Meta(ge=1)] = 1024
 
-    def score(self, view: View, among: Bools) -> Floats:
-        """Reads when each endpoint was last sent a prompt without a hit."""
+    def score(self, view: View, candidates: Bools) -> Floats:
+        """Rank the endpoints by the time of their last prompt without a hit."""
         size = view.demand.cached_tokens.size
-        if bool((view.demand.cached_tokens[among] > 0).any()):
+        if bool((view.demand.cached_tokens[candidates] > 0).any()):
             return np.full(size, 0.5)
-        rows = among.nonzero()[0]
+        rows = candidates.nonzero()[0]
         scores = np.ones(size)
         if rows.size > 1:
-            last = view.table.cold_at_s[rows]
-            # equal times share a rank, so that endpoints that never had one are alike
+            last = view.table.cold_prompt_at_s[rows]
+            # equal times share a rank, as among endpoints that never received one
             _, rank = np.unique(last, return_inverse=True)
             scores[rows] = 1.0 - rank / (rows.size - 1)
         return scores

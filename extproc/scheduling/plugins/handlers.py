@@ -1,4 +1,4 @@
-"""Profile handlers: which profiles run for a request, and what becomes of their picks. And deciders, which disagg handlers ask."""
+"""Profile handlers, and the deciders of disaggregated serving."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Tokens = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class SingleProfile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``single-profile-handler``: the one profile there is."""
+    """llm-d's ``single-profile-handler``: runs the only profile."""
 
     def needs(self, profiles: Mapping[str, Profile]) -> str | None:
-        """What is wrong with the profiles that the file has, if anything is."""
+        """An error message unless there is exactly one profile."""
         return (
             None
             if len(profiles) == 1
@@ -38,20 +38,20 @@ class SingleProfile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
     def run(
         self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
     ) -> Pick:
-        """That profile's pick."""
+        """Run the profile."""
         del deciders
         (profile,) = profiles.values()
         return profile.pick(view, rng=rng)
 
 
 class HeaderProfile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``header-profile-handler``: the profile that a header names, else ``defaultProfile``."""
+    """llm-d's ``header-profile-handler``: runs the profile that a header names, else ``defaultProfile``."""
 
     header_name: str = "EPP-Profile"
     default_profile: str = "decode"
 
     def needs(self, profiles: Mapping[str, Profile]) -> str | None:
-        """The default must be there; a single profile always runs."""
+        """An error message if the default profile is missing; a single profile always runs."""
         if len(profiles) == 1 or self.default_profile in profiles:
             return None
         return f"there is no profile '{self.default_profile}' for requests without the header; set defaultProfile"
@@ -59,7 +59,7 @@ class HeaderProfile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
     def run(
         self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
     ) -> Pick:
-        """A name that is no profile's is the client's mistake."""
+        """Run the profile; raises BadRequest if the header names none."""
         del deciders
         if len(profiles) == 1:
             (profile,) = profiles.values()
@@ -72,16 +72,17 @@ class HeaderProfile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
 
 
 class PrefixBasedDecider(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``prefix-based-pd-decider``: send prefill on if enough of the prompt is missing where it will be decoded.
+    """llm-d's ``prefix-based-pd-decider``: remote prefill if the decode endpoint lacks enough of the prompt.
 
-    ``prompt >= max(n, m)`` and ``prompt - cached >= n``; n = ``nonCachedTokens`` (0: never), m = ``promptTokens`` (0: off).
+    The condition is ``prompt >= max(n, m)`` and ``prompt - cached >= n`` with n = ``nonCachedTokens`` (0: never) and
+    m = ``promptTokens`` (0: no minimum).
     """
 
     non_cached_tokens: Tokens = 0
     prompt_tokens: Tokens = 0
 
     def wants_prefill(self, view: View, decode_row: int) -> bool:
-        """By the cache of the decode engine that was chosen."""
+        """Decide by the prompt's tokens that ``decode_row`` has cached."""
         least, prompt = self.non_cached_tokens, view.request.input_tokens
         if not least or prompt < max(least, self.prompt_tokens):
             return False
@@ -89,16 +90,16 @@ class PrefixBasedDecider(msgspec.Struct, frozen=True, rename="camel", forbid_unk
 
 
 class AlwaysDecider(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``always-disagg-pd-decider``."""
+    """llm-d's ``always-disagg-pd-decider``: always remote prefill."""
 
     def wants_prefill(self, view: View, decode_row: int) -> bool:
-        """Yes."""
+        """Always true."""
         del view, decode_row
         return True
 
 
 class StageNames(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Which plugin or profile belongs to which stage."""
+    """The name of the plugin or profile for each stage."""
 
     decode: str | None = None
     prefill: str | None = None
@@ -108,9 +109,10 @@ class StageNames(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
 class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``disagg-profile-handler`` and, by its older name and parameters, ``pd-profile-handler``.
 
-    Decode first: its pick, then the decider's word on that engine, then the prefill profile. Prefill first: the prefill
-    profile among groups that can decode, then decode in the same group. ``groupKey`` is ours: a label whose value both engines
-    of a pair share. An encode stage is read and never run.
+    ``decode-first``: run the decode profile, ask the decider about the endpoint that it picked, then run the prefill
+    profile in its group. ``prefill-first``: run the prefill profile in the groups that can decode, then the decode
+    profile in the same group. ``groupKey`` is not in llm-d: a label whose value both endpoints of a pair share. An
+    encode stage is accepted and never run.
     """
 
     profiles: StageNames = StageNames()
@@ -132,19 +134,19 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
 
     @property
     def decider(self) -> str | None:
-        """The plugin that says whether prefill is sent on; None: never."""
+        """The name of the decider for remote prefill; None: prefill is never remote."""
         return self.deciders.prefill or self.decider_plugin_name
 
     def needs(self, profiles: Mapping[str, Profile]) -> str | None:
-        """A decode profile, and one for prefill if there is a decider."""
-        queued = [self._decode, *([self._prefill] if self.decider else [])]
-        missing = [name for name in queued if name not in profiles]
+        """An error message if the decode profile is missing, or, with a decider, the prefill profile."""
+        required = [self._decode, *([self._prefill] if self.decider else [])]
+        missing = [name for name in required if name not in profiles]
         return f"there is no profile '{missing[0]}'; add it to schedulingProfiles" if missing else None
 
     def run(
         self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
     ) -> Pick:
-        """A decode engine, with the prefill engine that its group has for it."""
+        """Pick a decode endpoint and, if the decider wants one, a prefill endpoint of its group."""
         decode = profiles[self._decode]
         if self.decider is None:
             return decode.pick(view, rng=rng)
@@ -162,7 +164,7 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
         can_decode = self._groups_of(decode, view, groups, rng)
         found = _try(prefill, view.narrowed(can_decode, choices=1), rng)
         if found is None:
-            return msgspec.structs.replace(decode.pick(view, rng=rng), stage="the prefill profile found nobody")
+            return msgspec.structs.replace(decode.pick(view, rng=rng), stage="the prefill profile found no endpoint")
         first = decode.pick(view.narrowed(groups == groups[found.rows[0]]), rng=rng)
         if not decider.wants_prefill(view, first.rows[0]):
             return msgspec.structs.replace(first, stage="the decider keeps prefill with decode")
@@ -170,18 +172,18 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
 
     def _join(self, first: Pick, found: Pick | None, groups: NDArray[np.intp]) -> Pick:
         if found is None:
-            return msgspec.structs.replace(first, stage="the prefill profile found nobody")
-        # a fallback elsewhere could not reach the prefill engine's cache
+            return msgspec.structs.replace(first, stage="the prefill profile found no endpoint")
+        # a fallback in another group could not fetch the KV cache from the prefill endpoint
         rows = [row for row in first.rows if groups[row] == groups[first.rows[0]]]
         reasons = (*first.reasons, *found.reasons)
         cost = found.cost_s
         return Pick(rows, cost, prefill_row=found.rows[0], stage="prefill sent on", reasons=reasons)
 
     def _groups_of(self, decode: Profile, view: View, groups: NDArray[np.intp], rng: random.Random) -> Bools:
-        """Rows in groups where the decode profile finds somebody."""
+        """The rows of groups in which the decode profile finds an endpoint."""
         can: Bools = groups < 0
-        among = view.candidates()
-        for number in set(groups[among].tolist()):
+        candidates = view.candidates()
+        for number in set(groups[candidates].tolist()):
             if _try(decode, view.narrowed(groups == number, choices=1), rng) is not None:
                 can |= groups == number
         return can

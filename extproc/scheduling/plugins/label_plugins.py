@@ -1,4 +1,4 @@
-"""Filters and scorers that go by endpoints' labels: roles, selectors, context lengths, a header's wish."""
+"""Filters and scorers by endpoint labels: roles, selectors, context lengths."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Requirement(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     values: tuple[str, ...] = ()
 
     def holds(self, labels: Mapping[str, str]) -> bool:
-        """As Kubernetes reads it: a missing key is in no set."""
+        """Whether ``labels`` satisfy it. As in Kubernetes, a missing key satisfies NotIn."""
         match self.operator:
             case "In":
                 return labels.get(self.key) in self.values
@@ -42,104 +42,104 @@ class Requirement(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
 
 
 class LabelSelector(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``label-selector-filter``, before ``by-label-selector``: all of matchLabels and matchExpressions hold."""
+    """llm-d's ``label-selector-filter`` (formerly ``by-label-selector``): a Kubernetes label selector."""
 
     match_labels: dict[str, str] = {}
     match_expressions: tuple[Requirement, ...] = ()
 
-    def keep(self, view: View, among: Bools) -> Bools:
-        """Nobody, if nobody has such labels."""
-        queued = self.match_labels.items()
+    def keep(self, view: View, candidates: Bools) -> Bools:
+        """Keeps the endpoints for which all matchLabels and matchExpressions hold."""
+        required = self.match_labels.items()
 
         def holds(labels: Mapping[str, str]) -> bool:
-            return queued <= labels.items() and all(one.holds(labels) for one in self.match_expressions)
+            return required <= labels.items() and all(one.holds(labels) for one in self.match_expressions)
 
-        return among & rows_where(view.table, (tuple(sorted(queued)), self.match_expressions), holds)
+        return candidates & rows_where(view.table, (tuple(sorted(required)), self.match_expressions), holds)
 
 
 class ByLabel(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``by-label`` filter: one label with one of several values, or without it if that is allowed."""
+    """llm-d's ``by-label`` filter: a label with one of ``validValues``; without it only if ``allowsNoLabel``."""
 
     label: NonEmpty
     valid_values: tuple[str, ...] = ()
     allows_no_label: bool = False
 
-    def keep(self, view: View, among: Bools) -> Bools:
-        """Nobody, if nobody has such a label."""
+    def keep(self, view: View, candidates: Bools) -> Bools:
+        """Keeps no endpoint if none has such a label."""
 
         def holds(labels: Mapping[str, str]) -> bool:
             return labels[self.label] in self.valid_values if self.label in labels else self.allows_no_label
 
-        return among & rows_where(view.table, self, holds)
+        return candidates & rows_where(view.table, self, holds)
 
 
 class PrefillRole(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``prefill-filter``: label ``llm-d.ai/role`` is prefill, or a role that includes it."""
+    """llm-d's ``prefill-filter``: the label ``llm-d.ai/role`` is a role that includes prefill."""
 
-    def keep(self, view: View, among: Bools) -> Bools:
-        """Endpoints without the label are out."""
+    def keep(self, view: View, candidates: Bools) -> Bools:
+        """Excludes endpoints without the label."""
         roles = ("prefill", "encode-prefill", "prefill-decode", "both", "encode-prefill-decode")
-        return ByLabel(ROLE_LABEL, roles).keep(view, among)
+        return ByLabel(ROLE_LABEL, roles).keep(view, candidates)
 
 
 class DecodeRole(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``decode-filter``: label ``llm-d.ai/role`` is decode, or a role that includes it, or is not there."""
+    """llm-d's ``decode-filter``: the label ``llm-d.ai/role`` is a role that includes decode, or is missing."""
 
-    def keep(self, view: View, among: Bools) -> Bools:
-        """Endpoints without the label decode, too."""
+    def keep(self, view: View, candidates: Bools) -> Bools:
+        """Keeps endpoints without the label."""
         roles = ("decode", "prefill-decode", "both", "encode-prefill-decode")
-        return ByLabel(ROLE_LABEL, roles, allows_no_label=True).keep(view, among)
+        return ByLabel(ROLE_LABEL, roles, allows_no_label=True).keep(view, candidates)
 
 
 class EncodeRole(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``encode-filter``: label ``llm-d.ai/role`` is encode, or a role that includes it."""
+    """llm-d's ``encode-filter``: the label ``llm-d.ai/role`` is a role that includes encode."""
 
-    def keep(self, view: View, among: Bools) -> Bools:
-        """Endpoints without the label are out."""
-        return ByLabel(ROLE_LABEL, ("encode", "encode-prefill", "encode-prefill-decode")).keep(view, among)
+    def keep(self, view: View, candidates: Bools) -> Bools:
+        """Excludes endpoints without the label."""
+        return ByLabel(ROLE_LABEL, ("encode", "encode-prefill", "encode-prefill-decode")).keep(view, candidates)
 
 
 class HeaderLabelAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``header-label-affinity-scorer``: 1 where the label has the header's value, else 0."""
+    """llm-d's ``header-label-affinity-scorer``: 1 if the label has the header's value, else 0."""
 
     header_name: NonEmpty
     label_key: NonEmpty
-    # whether the answer tells which label it was; extproc sees no answers in bundle mode and never writes it
+    # accepted without effect: in bundle mode extproc sees no responses
     stamp_response_header: bool = True
 
-    def score(self, view: View, among: Bools) -> Floats:
-        """All 0 without the header."""
-        wish = view.request.headers.get(self.header_name.lower())
-        if not wish:
-            return np.zeros(among.size)
-        question = ("is", self.label_key, wish)
-        return rows_where(view.table, question, lambda labels: labels.get(self.label_key) == wish).astype(np.float64)
+    def score(self, view: View, candidates: Bools) -> Floats:
+        """0 for all endpoints without the header."""
+        value = view.request.headers.get(self.header_name.lower())
+        if not value:
+            return np.zeros(candidates.size)
+        key = ("is", self.label_key, value)
+        return rows_where(view.table, key, lambda labels: labels.get(self.label_key) == value).astype(np.float64)
 
 
 class ContextLength(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``context-length-aware``: engines that are labelled for a range of prompt lengths, ``min-max`` in tokens.
+    """llm-d's ``context-length-aware``: endpoints labelled with a range of prompt lengths, ``min-max`` in tokens.
 
-    Inside: ``0.3 + 0.7 * (0.7 / (1 + width / 10000) + 0.3 * headroom / width)``, headroom to the range's end; a range of one
-    length scores 1. Outside: ``0.3 / (1 + distance / 1000)``. Without the label: 0.5.
+    Inside the range: ``0.3 + 0.7 * (0.7 / (1 + width / 10000) + 0.3 * headroom / width)`` with the headroom to its
+    upper end; a range of one length scores 1. Outside: ``0.3 / (1 + distance / 1000)``. Without the label: 0.5.
     """
 
     label: NonEmpty = _RANGE_LABEL
     enable_filtering: bool = False
 
-    def keep(self, view: View, among: Bools) -> Bools:
-        """With ``enableFiltering``, those whose range does not hold the prompt are out."""
+    def keep(self, view: View, candidates: Bools) -> Bools:
+        """With ``enableFiltering``, exclude endpoints whose range does not include the prompt's length."""
         if not self.enable_filtering:
-            return among
+            return candidates
         least, most = self._ranges(view)
         tokens = view.request.input_tokens
-        return among & ~((tokens < least) | (tokens > most))
+        return candidates & ~((tokens < least) | (tokens > most))
 
-    def score(self, view: View, among: Bools) -> Floats:
-        """Narrow ranges that hold the prompt are best."""
+    def score(self, view: View, candidates: Bools) -> Floats:
+        """Narrow ranges that include the prompt's length score highest."""
         least, most = self._ranges(view)
         tokens = view.request.input_tokens
-        scores = np.full(among.size, 0.5)
-        for row in (among & ~np.isnan(least)).nonzero()[0]:
+        scores = np.full(candidates.size, 0.5)
+        for row in (candidates & ~np.isnan(least)).nonzero()[0]:
             low, high = float(least[row]), float(most[row])
             width = high - low
             if low <= tokens <= high:
@@ -154,14 +154,14 @@ class ContextLength(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
         table = view.table
 
         def read() -> Floats:
-            return np.array([_range(one.labels.get(self.label, "")) for one in table.traits]).T
+            return np.array([_range(one.labels.get(self.label, "")) for one in table.configs]).T
 
-        least, most = table.remembered(("range", self.label), read)
+        least, most = table.cached_column(("range", self.label), read)
         return least, most
 
 
 def _range(text: str) -> tuple[float, float]:
-    """NaN twice for a label that is missing or no range: such an endpoint takes any length."""
+    """The lower and upper end; both NaN if the label is missing or malformed: such an endpoint takes any length."""
     low, separator, high = text.partition("-")
     if separator and low.strip().isdigit() and high.strip().isdigit():
         return float(low), float(high)

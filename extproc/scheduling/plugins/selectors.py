@@ -1,6 +1,6 @@
-"""Pickers: from scores to an order of endpoints.
+"""Selectors, which llm-d calls pickers: from scores to an order of endpoints.
 
-All of them cost a few array operations, however many endpoints there are.
+Each takes a few array operations, for any number of endpoints.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ Length = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class MaxScore(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Highest score first, chance among equals: llm-d's ``max-score-picker`` (shuffle, then a stable sort)."""
+    """llm-d's ``max-score-picker``: highest score first, ties at random."""
 
     max_num_of_endpoints: Length | None = None
 
     def order(self, scores: Floats, rng: random.Random, count: int | None = None) -> list[int]:
-        """The first ``count`` positions by falling score."""
+        """Positions by descending score."""
         return _highest(scores, rng, count)
 
 
 class Random(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Chance alone: llm-d's ``random-picker``."""
+    """llm-d's ``random-picker``: uniformly at random."""
 
     max_num_of_endpoints: Length | None = None
 
     def order(self, scores: Floats, rng: random.Random, count: int | None = None) -> list[int]:
-        """Any order."""
+        """Positions in random order."""
         return rng.sample(range(scores.size), scores.size if count is None else min(count, scores.size))
 
 
 class WeightedRandom(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """By chance in proportion to the scores, those of 0 last: llm-d's ``weighted-random-picker``.
+    """llm-d's ``weighted-random-picker``: at random in proportion to the scores, scores of 0 last.
 
-    Algorithm A-Res (Efraimidis and Spirakis, 2006): every endpoint draws ``U ** (1 / score)``; the largest draws win. All
-    scores 0: chance alone.
+    Algorithm A-Res (Efraimidis and Spirakis, 2006): each endpoint draws ``U ** (1 / score)``; the largest draws win.
+    If all scores are 0, the order is uniformly random.
     """
 
     max_num_of_endpoints: Length | None = None
 
     def order(self, scores: Floats, rng: random.Random, count: int | None = None) -> list[int]:
-        """Positions by falling key."""
+        """Positions by descending draw."""
         keys = np.full(scores.size, -np.inf)
-        # in the logarithm, and of that once more, small scores do not underflow
+        # compare logarithms: the draws themselves would underflow for small scores
         np.divide(np.log(_uniforms(rng, scores.size)), scores, out=keys, where=scores > 1e-300)
         tiny = (scores > 0) & (scores <= 1e-300)
         keys[tiny] = -1e308
@@ -59,15 +59,15 @@ class WeightedRandom(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
 
 
 class PowerOfTwoSelector(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The better of two that chance proposes, then the others by score (Mitzenmacher, 2001).
+    """Power of two choices: the better of two random endpoints, then the others by score (Mitzenmacher, 2001).
 
-    Where scores are late, this herds less than the maximum does.
+    With outdated scores it causes less herding than taking the maximum.
     """
 
     max_num_of_endpoints: Length | None = None
 
     def order(self, scores: Floats, rng: random.Random, count: int | None = None) -> list[int]:
-        """The winner of the two first."""
+        """The better of the two first."""
         proposed = rng.sample(range(scores.size), min(2, scores.size))
         if not proposed:
             return []
@@ -77,29 +77,30 @@ class PowerOfTwoSelector(msgspec.Struct, frozen=True, rename="camel", forbid_unk
 
 
 class Softmax(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """By chance in proportion to ``exp(score / temperature)``: towards 0 the maximum, towards infinity chance alone.
+    """At random in proportion to ``exp(score / temperature)``.
 
-    Gumbel's trick: the order of ``score / temperature + G`` with standard Gumbel noise is a draw without replacement.
+    A temperature towards 0 approaches the maximum, towards infinity a uniform choice. Ordering by ``score /
+    temperature + G`` with standard Gumbel noise G is such a draw without replacement (the Gumbel trick).
     """
 
     temperature: Positive = 0.1
     max_num_of_endpoints: Length | None = None
 
     def order(self, scores: Floats, rng: random.Random, count: int | None = None) -> list[int]:
-        """Positions by falling perturbed score."""
+        """Positions by descending perturbed score."""
         noise = -np.log(-np.log(_uniforms(rng, scores.size)))
         return _highest(scores / self.temperature + noise, rng, count)
 
 
 def _uniforms(rng: random.Random, count: int) -> Floats:
-    """``count`` numbers in (0, 1), both ends left out."""
+    """``count`` uniform random numbers in the open interval (0, 1)."""
     drawn = np.frombuffer(rng.randbytes(8 * count), np.uint64) >> np.uint64(11)
     uniforms: Floats = (drawn.astype(np.float64) + 0.5) * 2.0**-53
     return uniforms
 
 
 def _highest(keys: Floats, rng: random.Random, count: int | None) -> list[int]:
-    """The positions of the ``count`` highest keys, highest first; chance decides between equal ones."""
+    """The positions of the ``count`` highest keys, highest first, ties at random."""
     size = keys.size
     if count is None or count >= size:
         shuffled = np.array(rng.sample(range(size), size), dtype=np.intp)

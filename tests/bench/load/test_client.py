@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 
-from bench.load.client import Client, read_stream
+from bench.load.client import LoadClient, read_stream
 from bench.workload.sessions import Session, SessionTurn, Workload, one_piece
 from bench.workload.text import text_of
 
@@ -47,7 +47,7 @@ class StandIn:
 
 
 @pytest.fixture
-async def stand_in() -> AsyncIterator[tuple[StandIn, Client, list[RequestResult]]]:
+async def stand_in() -> AsyncIterator[tuple[StandIn, LoadClient, list[RequestResult]]]:
     one = StandIn()
     app = web.Application()
     app.add_routes([web.post("/v1/chat/completions", one.handle)])
@@ -57,7 +57,7 @@ async def stand_in() -> AsyncIterator[tuple[StandIn, Client, list[RequestResult]
     await site.start()
     port = runner.addresses[0][1]
     seen: list[RequestResult] = []
-    yield one, Client(f"http://127.0.0.1:{port}", "m", speed=1.0, on_result=seen.append), seen
+    yield one, LoadClient(f"http://127.0.0.1:{port}", "m", speed=1.0, on_result=seen.append), seen
     await runner.cleanup()
 
 
@@ -67,7 +67,7 @@ def talk(*texts: str) -> Workload:
     )
 
 
-async def test_a_turn_follows_the_answer_before_it(stand_in: tuple[StandIn, Client, list[RequestResult]]) -> None:
+async def test_a_turn_follows_the_answer_before_it(stand_in: tuple[StandIn, LoadClient, list[RequestResult]]) -> None:
     server, client, seen = stand_in
     server.wait_s = 0.2
     results = await client.send(talk("one", "two"))
@@ -87,7 +87,7 @@ async def test_a_turn_follows_the_answer_before_it(stand_in: tuple[StandIn, Clie
 
 
 async def test_a_refusal_and_a_cut_stream_are_errors_and_end_their_conversation(
-    stand_in: tuple[StandIn, Client, list[RequestResult]],
+    stand_in: tuple[StandIn, LoadClient, list[RequestResult]],
 ) -> None:
     server, client, _ = stand_in
     server.status = 503
@@ -99,7 +99,7 @@ async def test_a_refusal_and_a_cut_stream_are_errors_and_end_their_conversation(
 
 
 async def test_nobody_there_is_an_error_too() -> None:
-    (result,) = await Client("http://127.0.0.1:9", "m", speed=1.0, on_result=lambda _: None).send(talk("one"))
+    (result,) = await LoadClient("http://127.0.0.1:9", "m", speed=1.0, on_result=lambda _: None).send(talk("one"))
     assert "ClientConnectorError" in result.error
 
 

@@ -23,7 +23,7 @@ from bench.policies.sglang import CacheAware
 from bench.policies.simple import LeastRequest, PowerOfTwo, RandomPick
 from bench.virtual.observers import REQUEST_KEY
 from extproc.config.errors import ConfigInvalid
-from extproc.endpoints.ledger import charge
+from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.table import EndpointTable
 from extproc.scheduling.picker import Demand, RequestFacts, View
 
@@ -48,7 +48,7 @@ class Scene:
     def loaded(self, *requests: int) -> Scene:
         for row, count in enumerate(requests):
             for _ in range(count):
-                charge(self.table, row, prefill_tokens=0, now=0.0)
+                begin_request(self.table, row, work=0, now=0.0)
         return self
 
     def request(self, text: str = "x", tokens: int = 6400) -> Request:
@@ -168,7 +168,7 @@ def test_ray_follows_a_match_of_a_tenth_and_fills_the_smallest_tree() -> None:
 def test_kthena_sees_eight_kilobytes_and_prefers_who_has_nothing_in_flight() -> None:
     scene = Scene().loaded(1, 0, 0)
     scene.table.running[:3] = [1, 0, 0]
-    scene.table.seen_at_s[:3] = 0.0
+    scene.table.reported_at_s[:3] = 0.0
     # 2,048 tokens are all it looks at, so both match wholly
     assert scene.pick(KthenaDefault(), e0=6000, e1=2048) == "e1"
 

@@ -16,51 +16,51 @@ def filled(bucket: Bucket, now: float, limit: Limit = LIMIT) -> Bucket:
     return bucket
 
 
-def test_a_bucket_fills_at_its_rate_and_runs_over_at_its_capacity() -> None:
+def test_a_bucket_fills_at_its_rate_up_to_its_capacity() -> None:
     bucket = Bucket(0.0, 0.0)
     assert filled(bucket, 4.0).level == 40.0
     assert filled(bucket, 400.0).level == 100.0
 
 
-def test_what_was_not_used_comes_back() -> None:
+def test_unused_tokens_are_refunded() -> None:
     bucket = Bucket(100.0, 0.0)
-    claim = bucket.take(80.0)
+    claim = bucket.reserve(80.0)
     bucket.settle(claim, 30.0)
     assert bucket.level == 70.0
 
 
-def test_what_would_have_run_over_meanwhile_does_not_come_back() -> None:
+def test_inflow_that_would_have_overflowed_is_not_refunded() -> None:
     bucket = Bucket(100.0, 0.0)
-    claim = bucket.take(100.0)
+    claim = bucket.reserve(100.0)
     # had it taken nothing, the bucket would have been full all the time: 90 flow in, 10 may come back
     filled(bucket, 9.0).settle(claim, 0.0)
     assert bucket.level == pytest.approx(100.0)
 
 
-def test_a_claim_older_than_a_full_bucket_gives_nothing() -> None:
+def test_a_claim_from_before_a_full_bucket_is_worth_nothing() -> None:
     bucket = Bucket(100.0, 0.0)
-    old = bucket.take(100.0)
-    new = filled(bucket, 10.0).take(100.0)
+    old = bucket.reserve(100.0)
+    new = filled(bucket, 10.0).reserve(100.0)
     bucket.settle(old, 0.0)
     assert bucket.level == 0.0
     bucket.settle(new, 60.0)
     assert bucket.level == 40.0
 
 
-def test_whoever_used_more_than_was_reserved_leaves_a_debt() -> None:
+def test_using_more_than_reserved_leaves_a_debt() -> None:
     bucket = Bucket(100.0, 0.0)
-    claim = bucket.take(100.0)
+    claim = bucket.reserve(100.0)
     bucket.settle(claim, 250.0)
     assert bucket.level == -150.0
-    assert filled(bucket, 14.0).lacks(1.0) > 0
-    assert filled(bucket, 16.0).lacks(1.0) <= 0
+    assert filled(bucket, 14.0).shortfall(1.0) > 0
+    assert filled(bucket, 16.0).shortfall(1.0) <= 0
 
 
 class Taken:
-    """A grant and what came of it."""
+    """A reservation and its settlement."""
 
-    def __init__(self, at_s: float, claim: Claim) -> None:
-        self.at_s = at_s
+    def __init__(self, filled_at_s: float, claim: Claim) -> None:
+        self.filled_at_s = filled_at_s
         self.claim = claim
         self.used = claim.amount
 
@@ -75,7 +75,7 @@ class Taken:
 def test_no_window_ever_sees_more_than_the_limit_and_the_burst(
     capacity: float, rate: float, events: list[tuple[float, float, float, int]]
 ) -> None:
-    """Every event: time passes, somebody asks, and the request that began so many events ago ends with a share used."""
+    """Each event: time passes, a request reserves, and one from some events ago settles with a share used."""
     limit, bucket, now = Limit(rate, capacity), Bucket(capacity, 0.0), 0.0
     taken: list[Taken] = []
     running: list[Taken] = []
@@ -87,12 +87,12 @@ def test_no_window_ever_sees_more_than_the_limit_and_the_burst(
             one.used = one.claim.amount * used
             bucket.settle(one.claim, one.used)
         amount = share * capacity
-        if bucket.lacks(amount) <= 0:
-            taken.append(Taken(now, bucket.take(amount)))
+        if bucket.shortfall(amount) <= 0:
+            taken.append(Taken(now, bucket.reserve(amount)))
             running.append(taken[-1])
         assert bucket.level + bucket.claims <= capacity * (1 + 1e-9) + 1e-6
     for first, begin in enumerate(taken):
         sum_used = 0.0
         for end in taken[first:]:
             sum_used += end.used
-            assert sum_used <= rate * (end.at_s - begin.at_s) + capacity + 1e-3
+            assert sum_used <= rate * (end.filled_at_s - begin.filled_at_s) + capacity + 1e-3

@@ -1,4 +1,4 @@
-"""Each policy's choice, with numbers worked out by hand."""
+"""The choice of each fairness policy, with numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from extproc.admission.fairness import (
     VirtualTokenCounter,
     make_policy,
 )
-from extproc.admission.policy import FairnessPolicy, Heads
+from extproc.admission.policy import FairnessPolicy, FlowHeads
 
 ALL = np.ones(3, np.bool_)
 NONE = np.zeros(3, np.bool_)
 
 
-def heads(keys: tuple[float, ...] = (1, 2, 3), cached: tuple[float, ...] = (0, 0, 0)) -> Heads:
-    return Heads(ALL, np.array(keys, float), np.array(cached, float))
+def heads(keys: tuple[float, ...] = (1, 2, 3), cached: tuple[float, ...] = (0, 0, 0)) -> FlowHeads:
+    return FlowHeads(ALL, np.array(keys, float), np.array(cached, float))
 
 
 def of_three(policy: FairnessPolicy) -> FairnessPolicy:
     policy.grow(3)
     for row in range(3):
-        policy.begin(row, NONE)
+        policy.activate(row, NONE)
     return policy
 
 
@@ -35,37 +35,37 @@ def take(policy: FairnessPolicy, service: float, now: float = 0.0, **heads_of: t
     return row
 
 
-def test_virtual_token_counter_serves_who_had_least() -> None:
+def test_virtual_token_counter_serves_the_flow_with_the_least_service() -> None:
     policy = of_three(VirtualTokenCounter())
     assert [take(policy, service) for service in (30, 10, 20, 15, 10)] == [0, 1, 2, 1, 2]
 
 
-def test_virtual_token_counter_lifts_who_comes_back_to_the_least_of_those_that_wait() -> None:
+def test_virtual_token_counter_lifts_a_returning_flow_to_the_least_waiting_one() -> None:
     policy = VirtualTokenCounter()
     policy.grow(3)
     for row, service in ((0, 500.0), (1, 300.0)):
         policy.charge(row, service, 0.0)
-    policy.begin(2, np.array([True, True, False]))
+    policy.activate(2, np.array([True, True, False]))
     assert policy.counters[2] == 300.0
 
 
-def test_virtual_token_counter_lifts_into_an_empty_queue_by_who_was_served_last() -> None:
+def test_virtual_token_counter_lifts_to_the_last_served_flow_if_none_waits() -> None:
     policy = VirtualTokenCounter()
     policy.grow(3)
     policy.charge(0, 500.0, 0.0)
     policy.charge(0, 500.0, 0.0)
-    policy.begin(1, NONE)
+    policy.activate(1, NONE)
     assert policy.counters[1] == 500.0
 
 
-def test_virtual_token_counter_is_corrected_by_what_it_really_was() -> None:
+def test_virtual_token_counter_settles_with_the_actual_service() -> None:
     policy = of_three(VirtualTokenCounter())
     assert take(policy, 10) == 0
-    policy.correct(0, -8, 1.0)
+    policy.settle(0, -8, 1.0)
     assert [take(policy, service) for service in (5, 5, 5)] == [1, 2, 0]
 
 
-def test_deficit_locality_takes_the_longest_match_of_those_that_can_pay() -> None:
+def test_deficit_locality_takes_the_longest_match_among_flows_that_can_pay() -> None:
     policy = of_three(DeficitLocality(quantum=100))
     longest = {"cached": (10.0, 30.0, 20.0)}
     # 100 each: the second spends 60 and 60, then 2, then 0; a new round begins when nobody has any left
@@ -73,11 +73,11 @@ def test_deficit_locality_takes_the_longest_match_of_those_that_can_pay() -> Non
     assert policy.deficits.tolist() == [80.0, 20.0, 80.0]  # type: ignore[attr-defined]
 
 
-def test_deficit_locality_gives_a_flow_one_quantum_a_round_however_often_it_comes_back() -> None:
+def test_deficit_locality_gives_a_flow_one_quantum_a_round_however_often_it_returns() -> None:
     policy = DeficitLocality(quantum=100)
     policy.grow(3)
     for _ in range(5):
-        policy.begin(0, NONE)
+        policy.activate(0, NONE)
         policy.charge(0, 60.0, 0.0)
     assert policy.deficits[0] == 100 - 300
 
@@ -90,14 +90,14 @@ def test_deficit_locality_needs_as_many_rounds_as_a_large_request_took() -> None
     assert policy.deficits.tolist() == [100.0, 99.0, 98.0]
 
 
-def test_sliding_window_forgets_what_has_left_it() -> None:
+def test_sliding_window_forgets_service_outside_it() -> None:
     policy = of_three(SlidingWindow(window_s=60))
     assert [take(policy, service, now) for service, now in ((50, 0), (10, 30), (20, 30))] == [0, 1, 2]
     assert policy.choose(ALL, heads(), 59) == 1
     assert policy.choose(ALL, heads(), 60) == 0
 
 
-def test_sliding_window_does_not_charge_a_new_flow_for_the_one_whose_row_it_has() -> None:
+def test_sliding_window_does_not_charge_a_new_flow_for_the_previous_one_in_its_row() -> None:
     policy = SlidingWindow(window_s=60)
     policy.grow(3)
     policy.charge(0, 50.0, 0.0)
@@ -107,12 +107,12 @@ def test_sliding_window_does_not_charge_a_new_flow_for_the_one_whose_row_it_has(
     assert policy.used[0] == 5.0
 
 
-def test_round_robin_gives_a_turn_each_whatever_it_costs() -> None:
+def test_round_robin_takes_turns_whatever_requests_cost() -> None:
     policy = of_three(RoundRobin())
     assert [take(policy, service) for service in (1000, 1, 1, 1000, 1)] == [0, 1, 2, 0, 1]
 
 
-def test_global_strict_knows_no_flows() -> None:
+def test_global_strict_ignores_flows() -> None:
     assert take(of_three(GlobalStrict()), 1, keys=(5.0, 4.0, 6.0)) == 1
 
 

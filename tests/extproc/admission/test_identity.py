@@ -1,10 +1,10 @@
-"""Who asks: only by what a trusted hop has written, or the configuration says."""
+"""The caller: only trusted headers and the configuration count."""
 
 from __future__ import annotations
 
 import pytest
 
-from extproc.admission.identity import NOBODY, Identities
+from extproc.admission.identity import ANONYMOUS_CALLER, Identities
 from extproc.config.load import load
 
 CONFIG = b"""
@@ -32,7 +32,7 @@ def identities() -> Identities:
     return Identities(load({"all.yaml": CONFIG}))
 
 
-def test_nothing_counts_that_is_not_trusted(identities: Identities) -> None:
+def test_untrusted_headers_are_ignored(identities: Identities) -> None:
     headers = {
         "x-attache-tenant": "acme",
         "x-attache-client": "acme-1",
@@ -41,15 +41,15 @@ def test_nothing_counts_that_is_not_trusted(identities: Identities) -> None:
         "x-llm-d-slo-ttft-ms": "5",
         "x-attache-deadline-ms": "5",
     }
-    assert identities.caller(headers, is_trusted=False) == NOBODY
+    assert identities.caller(headers, is_trusted=False) == ANONYMOUS_CALLER
 
 
-def test_who_says_nothing_is_one_tenant(identities: Identities) -> None:
-    assert identities.caller({}, is_trusted=True) == NOBODY
-    assert NOBODY.tenant == "anonymous"
+def test_requests_without_identity_are_one_tenant(identities: Identities) -> None:
+    assert identities.caller({}, is_trusted=True) == ANONYMOUS_CALLER
+    assert ANONYMOUS_CALLER.tenant == "anonymous"
 
 
-def test_a_key_says_who_it_is_whatever_headers_say(identities: Identities) -> None:
+def test_an_api_key_overrides_identity_headers(identities: Identities) -> None:
     caller = identities.caller({"x-attache-client": "acme-1", "x-attache-tenant": "bell"}, is_trusted=True)
     assert (caller.tenant, caller.user, caller.api_key) == ("acme", "alice", "acme-1")
 
@@ -67,10 +67,10 @@ def test_without_an_objective_the_route_decides(identities: Identities) -> None:
 @pytest.mark.parametrize(
     ("name", "field"),
     [
-        ("x-llm-d-slo-ttft-ms", "ttft_s"),
-        ("x-slo-ttft-ms", "ttft_s"),
-        ("x-llm-d-slo-tpot-ms", "tpot_s"),
-        ("x-attache-deadline-ms", "deadline_s"),
+        ("x-llm-d-slo-ttft-ms", "ttft_target_s"),
+        ("x-slo-ttft-ms", "ttft_target_s"),
+        ("x-llm-d-slo-tpot-ms", "tpot_target_s"),
+        ("x-attache-deadline-ms", "deadline_in_s"),
     ],
 )
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_targets(identities: Identities, name: str, field: str, text: str, secon
     assert getattr(identities.caller({name: text}, is_trusted=True), field) == seconds
 
 
-def test_names_are_cut_where_they_would_fill_memory(identities: Identities) -> None:
+def test_long_names_are_truncated(identities: Identities) -> None:
     caller = identities.caller({"x-attache-tenant": "x" * 10_000, "x-attache-user": "y" * 10_000}, is_trusted=True)
     assert len(caller.tenant) == len(caller.user) == 128
 

@@ -1,4 +1,4 @@
-"""Rate limits: whose bucket, how much of it, and what callers are told."""
+"""Rate limits: which bucket, how much of it, and what refusals say."""
 
 from __future__ import annotations
 
@@ -37,79 +37,79 @@ def route(*limits: RateLimit) -> RouteLimits:
 def test_whose_bucket(limit: RateLimit, buckets: int) -> None:
     headers = [{"x-team": "red"}, {"x-team": "red"}, {"x-team": "blue"}]
     asked = [
-        route(limit).asks(caller, given, USAGE) for caller, given in zip((ALICE, BOB, CAROL), headers, strict=True)
+        route(limit).charges(caller, given, USAGE) for caller, given in zip((ALICE, BOB, CAROL), headers, strict=True)
     ]
-    assert len({asks[0].key for asks in asked}) == buckets
+    assert len({charges[0].key for charges in asked}) == buckets
 
 
 def test_every_number_of_a_limit_has_its_own_bucket_and_share_of_the_usage() -> None:
     limit = RateLimit(unit="hour", requests=10, input_tokens=3600, output_tokens=7200, total_tokens=9000, burst=0.5)
-    asks = {ask.resource: ask for ask in route(limit).asks(ALICE, {}, USAGE)}
-    assert {name: ask.amount for name, ask in asks.items()} == {
+    charges = {charge.resource: charge for charge in route(limit).charges(ALICE, {}, USAGE)}
+    assert {name: charge.amount for name, charge in charges.items()} == {
         "requests": 1.0,
         "input_tokens": 100.0,
         "output_tokens": 50.0,
         "total_tokens": 150.0,
     }
-    assert (asks["input_tokens"].limit.rate, asks["input_tokens"].limit.capacity) == (1.0, 1800.0)
+    assert (charges["input_tokens"].limit.rate, charges["input_tokens"].limit.capacity) == (1.0, 1800.0)
 
 
 @pytest.mark.parametrize(
     ("unit", "rate"), [("second", 60.0), ("minute", 1.0), ("hour", 60 / 3600), ("day", 60 / 86400)]
 )
 def test_units(unit: str, rate: float) -> None:
-    (ask,) = route(RateLimit(unit=unit, requests=60)).asks(ALICE, {}, USAGE)  # type: ignore[arg-type]  # parametrized
-    assert ask.limit.rate == pytest.approx(rate)
+    (charge,) = route(RateLimit(unit=unit, requests=60)).charges(ALICE, {}, USAGE)  # type: ignore[arg-type]  # parametrized
+    assert charge.limit.rate == pytest.approx(rate)
 
 
-def test_all_of_it_or_nothing() -> None:
-    limits, asks = LocalLimits(), route(RateLimit(requests=2, total_tokens=200)).asks(ALICE, {}, USAGE)
-    limits.reserve(asks, 0.0)
+def test_all_charges_are_reserved_or_none() -> None:
+    limits, charges = LocalLimits(), route(RateLimit(requests=2, total_tokens=200)).charges(ALICE, {}, USAGE)
+    limits.reserve(charges, 0.0)
     with pytest.raises(RateLimited, match="total tokens: the request needs 150, 50 of 200 are left"):
-        limits.reserve(asks, 0.0)
+        limits.reserve(charges, 0.0)
     # the refusal took no request from the other bucket
-    small = route(RateLimit(requests=2, total_tokens=200)).asks(ALICE, {}, Usage(10.0, 10.0))
+    small = route(RateLimit(requests=2, total_tokens=200)).charges(ALICE, {}, Usage(10.0, 10.0))
     assert limits.reserve(small, 0.0).levels == [0.0, 30.0]
 
 
-def test_a_request_that_never_went_gives_everything_back() -> None:
-    limits, asks = LocalLimits(), route(RateLimit(requests=1, total_tokens=150)).asks(ALICE, {}, USAGE)
-    limits.settle(limits.reserve(asks, 0.0), None, 0.0)
-    assert limits.reserve(asks, 0.0).levels == [0.0, 0.0]
+def test_a_request_that_was_never_dispatched_is_refunded() -> None:
+    limits, charges = LocalLimits(), route(RateLimit(requests=1, total_tokens=150)).charges(ALICE, {}, USAGE)
+    limits.settle(limits.reserve(charges, 0.0), None, 0.0)
+    assert limits.reserve(charges, 0.0).levels == [0.0, 0.0]
 
 
-def test_one_that_went_counts_as_a_request_and_by_its_tokens() -> None:
-    limits, asks = LocalLimits(), route(RateLimit(requests=2, output_tokens=100)).asks(ALICE, {}, USAGE)
-    limits.settle(limits.reserve(asks, 0.0), Usage(100.0, 5.0), 0.0)
-    assert limits.reserve(asks, 0.0).levels == [0.0, 45.0]
+def test_a_dispatched_request_counts_as_one_and_by_its_tokens() -> None:
+    limits, charges = LocalLimits(), route(RateLimit(requests=2, output_tokens=100)).charges(ALICE, {}, USAGE)
+    limits.settle(limits.reserve(charges, 0.0), Usage(100.0, 5.0), 0.0)
+    assert limits.reserve(charges, 0.0).levels == [0.0, 45.0]
 
 
-def test_who_is_refused_is_told_by_the_bucket_that_takes_longest() -> None:
+def test_a_refusal_names_the_bucket_with_the_longest_wait() -> None:
     limits = LocalLimits()
     slow, fast = RateLimit(unit="hour", requests=1), RateLimit(per="User", unit="second", total_tokens=150)
-    asks = route(slow, fast).asks(ALICE, {}, USAGE)
-    limits.reserve(asks, 0.0)
+    charges = route(slow, fast).charges(ALICE, {}, USAGE)
+    limits.reserve(charges, 0.0)
     with pytest.raises(RateLimited) as caught:
-        limits.reserve(asks, 0.5)
+        limits.reserve(charges, 0.5)
     assert caught.value.retry_after_s == 3600
     assert caught.value.error_type == "requests"
     assert caught.value.headers["x-ratelimit-reset-requests"] == "1h0m0s"
     assert caught.value.headers["x-ratelimit-remaining-tokens"] == "75"
 
 
-def test_what_can_never_be_granted_is_not_to_be_tried_again() -> None:
-    asks = route(RateLimit(output_tokens=40)).asks(ALICE, {}, USAGE)
+def test_a_charge_beyond_the_capacity_has_no_retry_after() -> None:
+    charges = route(RateLimit(output_tokens=40)).charges(ALICE, {}, USAGE)
     with pytest.raises(RateLimited, match="no more than 40 are granted at once; shorten") as caught:
-        LocalLimits().reserve(asks, 0.0)
+        LocalLimits().reserve(charges, 0.0)
     assert caught.value.retry_after_s is None
 
 
 def test_headers_are_those_of_the_emptiest_bucket() -> None:
     limits = LocalLimits()
-    asks = route(RateLimit(input_tokens=1000), RateLimit(per="User", output_tokens=60, unit="hour")).asks(
+    charges = route(RateLimit(input_tokens=1000), RateLimit(per="User", output_tokens=60, unit="hour")).charges(
         ALICE, {}, USAGE
     )
-    assert granted_headers([limits.reserve(asks, 0.0)]) == {
+    assert granted_headers([limits.reserve(charges, 0.0)]) == {
         "x-ratelimit-limit-tokens": "60",
         "x-ratelimit-remaining-tokens": "10",
         "x-ratelimit-reset-tokens": "50m0s",
@@ -117,29 +117,29 @@ def test_headers_are_those_of_the_emptiest_bucket() -> None:
 
 
 def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extproc.admission.limits.MOST_BUCKETS", 10)
+    monkeypatch.setattr("extproc.admission.limits.MAX_BUCKETS", 10)
     limits, one = LocalLimits(), route(RateLimit(requests=1))
     for number in range(30):
-        limits.reserve(one.asks(Caller(tenant=f"t{number}"), {}, USAGE), 0.0)
+        limits.reserve(one.charges(Caller(tenant=f"t{number}"), {}, USAGE), 0.0)
     assert len(limits._buckets) == 10
 
 
-def test_what_another_process_took_is_gone_here() -> None:
-    limits, (ask,) = LocalLimits(), route(RateLimit(requests=10)).asks(ALICE, {}, USAGE)
-    limits.spent_elsewhere(ask.key, ask.limit, 9.0, 0.0)
-    assert limits.reserve([ask], 0.0).levels == [0.0]
-    limits.spent_elsewhere(ask.key, ask.limit, -50.0, 0.0)
-    assert limits.reserve([ask], 0.0).levels == [9.0]
+def test_reservations_of_another_process_count_here() -> None:
+    limits, (charge,) = LocalLimits(), route(RateLimit(requests=10)).charges(ALICE, {}, USAGE)
+    limits.spent_elsewhere(charge.key, charge.limit, 9.0, 0.0)
+    assert limits.reserve([charge], 0.0).levels == [0.0]
+    limits.spent_elsewhere(charge.key, charge.limit, -50.0, 0.0)
+    assert limits.reserve([charge], 0.0).levels == [9.0]
 
 
-def test_an_estimate_is_seldom_too_low() -> None:
+def test_an_estimate_is_rarely_too_low() -> None:
     estimate = InputEstimate()
     # a template of 40 tokens, and text of 5 bytes a token where 4 are believed
     assert estimate.tokens(100, 4.0) == pytest.approx(1.1 * (25 + 16))
-    estimate.learn(100, 4.0, 60)
+    estimate.learn(prompt_bytes=100, bytes_per_token=4.0, tokens=60)
     assert estimate.tokens(100, 4.0) >= 60
-    estimate.learn(40_000, 4.0, 12_000)
+    estimate.learn(prompt_bytes=40_000, bytes_per_token=4.0, tokens=12_000)
     assert estimate.tokens(40_000, 4.0) >= 12_000
     for _ in range(2000):
-        estimate.learn(40_000, 4.0, 10_000)
+        estimate.learn(prompt_bytes=40_000, bytes_per_token=4.0, tokens=10_000)
     assert estimate.tokens(40_000, 4.0) < 10_400

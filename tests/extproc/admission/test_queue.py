@@ -1,4 +1,4 @@
-"""Who waits and who goes: bands, flows, bounds, blocked heads, and those that leave."""
+"""The queue: bands, flows, bounds, blocked heads, and withdrawals."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from extproc.admission.queue import FairQueue
 from extproc.admission.queued_request import FlowKey, QueuedRequest
-from extproc.admission.saturation import Room
+from extproc.admission.saturation import Capacity
 from extproc.config.admission import Band, FlowControl, SaturationSpec
-from extproc.endpoints.ledger import charge
+from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.table import EndpointTable
 from extproc.errors import QueueFull
 
@@ -30,20 +30,20 @@ class Scene:
         self.table.replace(["a:1", "b:1"])
         self.count = 0
 
-    def enter(self, who: str = "acme", *, now: float = 0.0, **fields: object) -> str:
+    def enqueue(self, who: str = "acme", *, now: float = 0.0, **fields: object) -> str:
         self.count += 1
         ticket = f"{who}-{self.count}"
-        self.queue.enter(
-            QueuedRequest(ticket, FlowKey(who), now, **{"expires_s": now + 60.0, **fields})  # type: ignore[arg-type]
+        self.queue.enqueue(
+            QueuedRequest(ticket, FlowKey(who), now, **{"expires_at_s": now + 60.0, **fields})  # type: ignore[arg-type]
         )
         return ticket
 
     def next(self, *, busy: int = 0, now: float = 0.0, service: float = 10.0) -> str | None:
-        """Who goes while so many engines are busy."""
+        """The next request while this many engines are busy."""
         self.table.in_flight[:] = 0
         for row in range(busy):
-            charge(self.table, row, prefill_tokens=0, now=now)
-        found = self.queue.next(Room(self.table, self.control.saturation.limits(), now), now)
+            begin_request(self.table, row, work=0, now=now)
+        found = self.queue.next(Capacity(self.table, self.control.saturation.limits(), now), now)
         if found is None:
             return None
         self.queue.begin_service(found[0], service, now)
@@ -59,19 +59,19 @@ def only(row: int) -> Bools:
     return rows
 
 
-def test_nobody_goes_while_all_engines_are_full() -> None:
+def test_no_request_is_dispatched_while_all_engines_are_full() -> None:
     scene = Scene()
-    ticket = scene.enter()
+    ticket = scene.enqueue()
     assert scene.next(busy=2) is None
     assert scene.next(busy=1) == ticket
     assert len(scene.queue) == 0
 
 
-def test_flows_share_by_what_they_cost() -> None:
+def test_flows_share_by_cost() -> None:
     scene = Scene()
     for _ in range(6):
-        scene.enter("acme")
-        scene.enter("bell")
+        scene.enqueue("acme")
+        scene.enqueue("bell")
     assert scene.next(service=30) == "acme-1"
     assert scene.drain(4) == ["bell", "bell", "bell", "acme"]
 
@@ -79,36 +79,36 @@ def test_flows_share_by_what_they_cost() -> None:
 def test_a_tenant_of_twice_the_weight_gets_twice_as_much() -> None:
     scene = Scene(weights={"acme": 2.0})
     for _ in range(20):
-        scene.enter("acme")
-        scene.enter("bell")
+        scene.enqueue("acme")
+        scene.enqueue("bell")
     assert scene.drain(15).count("acme") == 10
 
 
-def test_bands_share_by_their_shares_and_borrow_what_others_leave() -> None:
+def test_bands_get_their_shares_and_borrow_unused_ones() -> None:
     scene = Scene()
     for _ in range(400):
-        scene.enter("critical", priority=10)
-        scene.enter("high", priority=5)
-        scene.enter("standard", priority=0)
-        scene.enter("besteffort", priority=-1)
+        scene.enqueue("critical", priority=10)
+        scene.enqueue("high", priority=5)
+        scene.enqueue("standard", priority=0)
+        scene.enqueue("besteffort", priority=-1)
     went = scene.drain(400)
     assert [went.count(name) for name in ("critical", "high", "standard", "besteffort")] == [320, 60, 16, 4]
 
     alone = Scene()
     for _ in range(100):
-        alone.enter("high", priority=5)
-        alone.enter("standard", priority=0)
+        alone.enqueue("high", priority=5)
+        alone.enqueue("standard", priority=0)
     went = alone.drain(95)
     assert went.count("high") == pytest.approx(75, abs=1)
 
 
 @pytest.mark.parametrize(("ageing", "latest_s"), [("5s", 5.0), ("1h", 60.0)])
-def test_ageing_bounds_how_long_a_long_request_is_passed_by_short_ones(ageing: str, latest_s: float) -> None:
+def test_ageing_bounds_how_long_short_requests_overtake_a_long_one(ageing: str, latest_s: float) -> None:
     scene = Scene(order="ShortestFirst", ageing=ageing)
-    long, now = scene.enter(input_tokens=100_000.0, uncached_tokens=100_000.0, expires_s=1e9), 0.0
+    long, now = scene.enqueue(input_tokens=100_000.0, uncached_tokens=100_000.0, expires_at_s=1e9), 0.0
     # ten short ones a second, and ten turns a second
     while now < 60.0:
-        scene.enter(now=now, input_tokens=100.0, uncached_tokens=100.0)
+        scene.enqueue(now=now, input_tokens=100.0, uncached_tokens=100.0)
         if scene.next(now=now) == long:
             break
         now += 0.1
@@ -118,153 +118,153 @@ def test_ageing_bounds_how_long_a_long_request_is_passed_by_short_ones(ageing: s
 def test_strict_bands_serve_the_higher_first() -> None:
     scene = Scene(sharing="Strict")
     for _ in range(3):
-        scene.enter("standard", priority=0)
-        scene.enter("critical", priority=12)
+        scene.enqueue("standard", priority=0)
+        scene.enqueue("critical", priority=12)
     assert scene.drain(6) == ["critical"] * 3 + ["standard"] * 3
 
 
-def test_a_band_at_its_ceiling_does_not_hold_up_those_below() -> None:
+def test_a_band_at_its_ceiling_does_not_block_lower_bands() -> None:
     bands = (Band(name="high", priority=1, share=99, ceiling=0.4), Band(name="low", priority=0, share=1))
     scene = Scene(bands=bands)
-    high, low = scene.enter("high", priority=1), scene.enter("low", priority=0)
+    high, low = scene.enqueue("high", priority=1), scene.enqueue("low", priority=0)
     assert scene.next(busy=1) == low
     assert scene.next(busy=0) == high
 
 
-def test_a_head_without_room_does_not_hold_up_the_band_below() -> None:
+def test_a_head_without_room_does_not_block_the_band_below() -> None:
     scene = Scene(sharing="Strict")
-    scene.enter("critical", priority=10, eligible=lambda: only(0))
-    low = scene.enter("standard", priority=0)
+    scene.enqueue("critical", priority=10, eligible=lambda: only(0))
+    low = scene.enqueue("standard", priority=0)
     # the first engine is busy, and kept for the critical one; the second is free
     assert scene.next(busy=1) == low
 
 
-def test_nobody_passes_a_blocked_head_on_the_engine_that_it_waits_for() -> None:
+def test_no_request_overtakes_a_blocked_head_at_the_engine_set_aside_for_it() -> None:
     scene = Scene(fairness="GlobalStrict")
-    head = scene.enter("acme", eligible=lambda: only(0))
-    scene.enter("bell", eligible=lambda: only(0))
+    head = scene.enqueue("acme", eligible=lambda: only(0))
+    scene.enqueue("bell", eligible=lambda: only(0))
     assert scene.next(busy=1) is None
     assert scene.next(busy=0) == head
 
 
-def test_a_small_request_passes_a_large_one_only_where_that_is_not_delayed() -> None:
+def test_a_small_request_overtakes_a_large_one_only_without_delaying_it() -> None:
     limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=None, max_tokens=1000)
     scene = Scene(saturation=limits, fairness="GlobalStrict")
     table = scene.table
-    charge(table, 0, prefill_tokens=0, tokens=500, now=0.0)
-    charge(table, 1, prefill_tokens=0, tokens=600, now=0.0)
-    scene.enter("large", input_tokens=800.0)
+    begin_request(table, 0, work=0, tokens=500, now=0.0)
+    begin_request(table, 1, work=0, tokens=600, now=0.0)
+    scene.enqueue("large", input_tokens=800.0)
     for _ in range(2):
-        scene.enter("small", input_tokens=300.0)
-    # the large one will go to the first engine, which has more room: that is kept
-    found = scene.queue.next(Room(table, limits.limits(), 0.0), 0.0)
+        scene.enqueue("small", input_tokens=300.0)
+    # the large one will go to the first engine, which has more capacity: that is kept
+    found = scene.queue.next(Capacity(table, limits.limits(), 0.0), 0.0)
     assert found is not None
     assert found[0].ticket == "small-2"
     assert found[1].nonzero()[0].tolist() == [1]
-    charge(table, 1, prefill_tokens=0, tokens=300, now=0.0)
-    assert scene.queue.next(Room(table, limits.limits(), 0.0), 0.0) is None
+    begin_request(table, 1, work=0, tokens=300, now=0.0)
+    assert scene.queue.next(Capacity(table, limits.limits(), 0.0), 0.0) is None
     # and a request larger than any engine goes to one that is empty
     table.in_flight[0], table.in_flight_tokens[0] = 0, 0.0
-    scene.enter("huge", input_tokens=5000.0, now=-1.0)
-    huge = scene.queue.next(Room(table, limits.limits(), 0.0), 0.0)
+    scene.enqueue("huge", input_tokens=5000.0, now=-1.0)
+    huge = scene.queue.next(Capacity(table, limits.limits(), 0.0), 0.0)
     assert huge is not None
     assert huge[0].ticket == "huge-4"
 
 
-def test_locality_serves_what_a_free_engine_holds_within_the_deficits() -> None:
+def test_locality_serves_what_a_free_engine_has_cached_within_the_deficits() -> None:
     scene = Scene(fairness="DeficitLocality", quantum=1000)
-    charge(scene.table, 0, prefill_tokens=0, now=0.0)
+    begin_request(scene.table, 0, work=0, now=0.0)
 
-    def enter(who: str, row: int, cached: float) -> str:
-        return scene.enter(who, input_tokens=900.0, uncached_tokens=900 - cached, holders=((row, cached),))
+    def enqueue(who: str, row: int, cached: float) -> str:
+        return scene.enqueue(who, input_tokens=900.0, uncached_tokens=900 - cached, holders=((row, cached),))
 
-    elsewhere, some, most = enter("acme", 0, 800), enter("acme", 1, 300), enter("bell", 1, 700)
+    elsewhere, some, most = enqueue("acme", 0, 800), enqueue("acme", 1, 300), enqueue("bell", 1, 700)
     # the first engine is busy: what only it holds waits for it, while others can be served better
     assert scene.next(busy=1, service=1200) == most
     # bell has spent what it had
-    again = enter("bell", 1, 850)
+    again = enqueue("bell", 1, 850)
     assert scene.next(busy=1, service=100) == some
     assert scene.next(busy=1, service=100) == elsewhere
     assert scene.next(busy=1, service=100) == again
 
 
-def test_locality_lets_nobody_wait_beyond_the_ageing_bound() -> None:
+def test_locality_delays_no_request_beyond_the_ageing_bound() -> None:
     scene = Scene(fairness="DeficitLocality", ageing="10s")
-    old = scene.enter("acme", input_tokens=900.0, uncached_tokens=900.0)
-    near = scene.enter("acme", now=5.0, input_tokens=900.0, uncached_tokens=10.0, holders=((1, 890.0),))
+    old = scene.enqueue("acme", input_tokens=900.0, uncached_tokens=900.0)
+    near = scene.enqueue("acme", now=5.0, input_tokens=900.0, uncached_tokens=10.0, holders=((1, 890.0),))
     assert scene.next(busy=1, now=11.0) == old
     assert scene.next(busy=1, now=11.0) == near
 
 
-def test_a_full_band_refuses_and_a_full_queue_makes_the_lowest_band_give_way() -> None:
+def test_a_full_band_refuses_and_a_full_queue_evicts_from_the_lowest_band() -> None:
     bands = (
         Band(name="high", priority=1, share=1, max_requests=2),
         Band(name="low", priority=0, share=1, max_requests=9),
     )
     scene = Scene(bands=bands, max_requests=4)
     for _ in range(4):
-        scene.enter("low")
+        scene.enqueue("low")
     with pytest.raises(QueueFull):
-        scene.enter("low")
-    evicted = scene.queue.enter(QueuedRequest("h1", FlowKey("acme"), 0.0, 60.0, priority=1))
+        scene.enqueue("low")
+    evicted = scene.queue.enqueue(QueuedRequest("h1", FlowKey("acme"), 0.0, 60.0, priority=1))
     assert [one.ticket for one in evicted] == ["low-4"]
-    scene.queue.enter(QueuedRequest("h2", FlowKey("acme"), 0.0, 60.0, priority=1))
+    scene.queue.enqueue(QueuedRequest("h2", FlowKey("acme"), 0.0, 60.0, priority=1))
     with pytest.raises(QueueFull, match="high"):
-        scene.queue.enter(QueuedRequest("h3", FlowKey("acme"), 0.0, 60.0, priority=1))
+        scene.queue.enqueue(QueuedRequest("h3", FlowKey("acme"), 0.0, 60.0, priority=1))
     assert len(scene.queue) == 4
 
 
-def test_bytes_are_bounded_too_and_counted_back() -> None:
+def test_bytes_are_bounded_too_and_released() -> None:
     scene = Scene(max_bytes="1Ki")
-    ticket = scene.enter(size_bytes=1000)
+    ticket = scene.enqueue(size_bytes=1000)
     with pytest.raises(QueueFull):
-        scene.enter(size_bytes=100)
-    scene.queue.leave(ticket)
-    scene.enter(size_bytes=100)
+        scene.enqueue(size_bytes=100)
+    scene.queue.withdraw(ticket)
+    scene.enqueue(size_bytes=100)
     assert scene.queue.bytes == 100
 
 
-def test_an_eviction_that_would_not_help_takes_nobodys_place() -> None:
+def test_an_eviction_that_would_not_help_evicts_nothing() -> None:
     scene = Scene(max_bytes="1Ki")
-    low = scene.enter("low", size_bytes=100, priority=-1)
+    low = scene.enqueue("low", size_bytes=100, priority=-1)
     with pytest.raises(QueueFull):
-        scene.enter("high", size_bytes=2000, priority=5)
-    assert scene.queue.leave(low) is not None
+        scene.enqueue("high", size_bytes=2000, priority=5)
+    assert scene.queue.withdraw(low) is not None
 
 
-def test_who_leaves_frees_the_place_at_once_and_is_passed_over() -> None:
+def test_a_withdrawn_request_frees_its_place_at_once_and_is_skipped() -> None:
     scene = Scene()
-    tickets = [scene.enter() for _ in range(30)]
+    tickets = [scene.enqueue() for _ in range(30)]
     for ticket in tickets[:29]:
-        scene.queue.leave(ticket)
+        scene.queue.withdraw(ticket)
     assert len(scene.queue) == 1
-    assert scene.queue.leave(tickets[0]) is None
+    assert scene.queue.withdraw(tickets[0]) is None
     assert scene.next() == tickets[29]
     assert scene.next() is None
 
 
-def test_who_has_waited_long_enough_is_told_so_in_order() -> None:
+def test_requests_expire_in_order() -> None:
     scene = Scene()
-    late = scene.enter(expires_s=9.0)
-    early = scene.enter(expires_s=5.0)
-    gone = scene.enter(expires_s=4.0)
-    scene.queue.leave(gone)
-    assert scene.queue.next_expiry_s() == 5.0
+    late = scene.enqueue(expires_at_s=9.0)
+    early = scene.enqueue(expires_at_s=5.0)
+    gone = scene.enqueue(expires_at_s=4.0)
+    scene.queue.withdraw(gone)
+    assert scene.queue.next_expiry_at_s() == 5.0
     assert [one.ticket for one in scene.queue.expire(8.0)] == [early]
     assert [one.ticket for one in scene.queue.expire(9.0)] == [late]
-    assert scene.queue.next_expiry_s() is None
+    assert scene.queue.next_expiry_at_s() is None
 
 
 def test_idle_flows_are_forgotten_the_least_indebted_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extproc.admission.flows.MOST_IDLE_FLOWS", 10)
+    monkeypatch.setattr("extproc.admission.flows.MAX_IDLE_FLOWS", 10)
     scene = Scene()
     for number in range(10):
-        ticket = scene.enter(f"t{number}")
+        ticket = scene.enqueue(f"t{number}")
         assert scene.next(service=float(number)) == ticket
         if number:
             queued = QueuedRequest(ticket, FlowKey(f"t{number}"), 0.0, 60.0)
             scene.queue.end_service(queued, 0.0, 1.0)
-    scene.enter("new")
+    scene.enqueue("new")
     flows = scene.queue.band_of(0).flows
     assert len(flows) < 11
     # the first still runs

@@ -1,4 +1,4 @@
-"""How full engines are said to be, and that no silence of theirs stops requests."""
+"""Saturation, and that missing reports never stop requests."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from extproc.admission.queued_request import FlowKey, QueuedRequest
-from extproc.admission.saturation import LOOK_AGAIN_S, Room, Stages
+from extproc.admission.saturation import RECHECK_S, Capacity, Stages
 from extproc.config.admission import SaturationSpec
-from extproc.endpoints.engine_reports import EngineState, report
-from extproc.endpoints.ledger import charge
-from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointTable, Traits
+from extproc.endpoints.engine_reports import EngineReport, apply_report
+from extproc.endpoints.ledger import begin_request
+from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointConfig, EndpointTable
 
 NOW = 100.0
 REPORTS = SaturationSpec(queue_depth=5, kv_usage=0.8, max_wait=None).limits()
@@ -27,126 +27,126 @@ def table() -> EndpointTable:
 
 
 def say(table: EndpointTable, row: int, *, waiting: float = 0, running: float = 0, kv: float = 0) -> None:
-    report(table, row, EngineState(waiting, running, kv), NOW)
+    apply_report(table, row, EngineReport(waiting, running, kv), NOW)
 
 
 def test_the_larger_of_queue_and_cache_counts_and_engines_are_averaged(table: EndpointTable) -> None:
     say(table, 0, waiting=1, kv=0.4)
     say(table, 1, waiting=0, kv=0.2)
-    assert Room(table, REPORTS, NOW).saturation == pytest.approx((0.5 + 0.25) / 2)
+    assert Capacity(table, REPORTS, NOW).saturation == pytest.approx((0.5 + 0.25) / 2)
 
 
 def test_one_very_full_engine_does_not_make_the_others_full(table: EndpointTable) -> None:
     say(table, 0, waiting=500)
     say(table, 1)
-    room = Room(table, REPORTS, NOW)
-    assert room.saturation == 0.5
-    rows = room.rows_for(WANTED)
+    capacity = Capacity(table, REPORTS, NOW)
+    assert capacity.saturation == 0.5
+    rows = capacity.rows_for(WANTED)
     assert rows is not None
     assert rows.nonzero()[0].tolist() == [1]
 
 
-def test_a_burst_between_two_reports_does_not_pour_into_engines_that_looked_empty(table: EndpointTable) -> None:
+def test_a_burst_between_two_reports_does_not_overload_engines_that_looked_empty(table: EndpointTable) -> None:
     say(table, 0)
     say(table, 1)
     sent = 0
-    while (rows := Room(table, REPORTS, NOW + 0.1).rows_for(WANTED)) is not None:
-        charge(table, int(rows.argmax()), prefill_tokens=10_000, tokens=10_100, now=NOW + 0.1)
+    while (rows := Capacity(table, REPORTS, NOW + 0.1).rows_for(WANTED)) is not None:
+        begin_request(table, int(rows.argmax()), work=10_000, tokens=10_100, now=NOW + 0.1)
         sent += 1
     assert sent == 10
     # once their prefill is done by our books, they run, and do not wait
-    assert Room(table, REPORTS, NOW + 0.1 + 1.5 * 50_000 / INITIAL_PREFILL_RATE).rows_for(WANTED) is not None
+    assert Capacity(table, REPORTS, NOW + 0.1 + 1.5 * 50_000 / INITIAL_PREFILL_RATE).rows_for(WANTED) is not None
 
 
-def test_tokens_sent_since_count_against_a_cache_whose_size_is_known(table: EndpointTable) -> None:
-    table.kv_tokens[:] = 10_000
+def test_tokens_dispatched_since_the_report_count_against_a_known_cache_size(table: EndpointTable) -> None:
+    table.kv_capacity_tokens[:] = 10_000
     for row in (0, 1):
         say(table, row, kv=0.5)
-    charge(table, 0, prefill_tokens=0, tokens=4_000, now=NOW)
-    room = Room(table, REPORTS, NOW)
-    assert room.pressure[0] == pytest.approx((0.5 + 0.4) / 0.8)
-    assert not room.open[0]
+    begin_request(table, 0, work=0, tokens=4_000, now=NOW)
+    capacity = Capacity(table, REPORTS, NOW)
+    assert capacity.pressure[0] == pytest.approx((0.5 + 0.4) / 0.8)
+    assert not capacity.open[0]
 
 
-def test_silent_engines_never_stop_requests(table: EndpointTable) -> None:
+def test_missing_reports_never_stop_requests(table: EndpointTable) -> None:
     say(table, 0, waiting=500, kv=1.0)
     say(table, 1, waiting=500, kv=1.0)
-    assert Room(table, REPORTS, NOW + 1).rows_for(WANTED) is None
-    late = Room(table, REPORTS, NOW + 60)
+    assert Capacity(table, REPORTS, NOW + 1).rows_for(WANTED) is None
+    late = Capacity(table, REPORTS, NOW + 60)
     assert late.rows_for(WANTED) is not None
     assert late.stale_endpoints == 2
 
 
-def test_engines_that_never_said_anything_are_judged_by_our_own_books(table: EndpointTable) -> None:
-    assert Room(table, REPORTS, NOW).saturation == 0.0
+def test_engines_without_any_report_are_judged_by_our_own_counts(table: EndpointTable) -> None:
+    assert Capacity(table, REPORTS, NOW).saturation == 0.0
     for row in (0, 1):
         for _ in range(128):
-            charge(table, row, prefill_tokens=0, now=NOW)
-    assert Room(table, REPORTS, NOW).rows_for(WANTED) is None
+            begin_request(table, row, work=0, now=NOW)
+    assert Capacity(table, REPORTS, NOW).rows_for(WANTED) is None
     # a limit of our own takes the place of that guess
     many = SaturationSpec(queue_depth=5, kv_usage=0.8, max_wait=None, max_requests=500).limits()
-    assert Room(table, many, NOW).saturation == pytest.approx(128 / 500)
+    assert Capacity(table, many, NOW).saturation == pytest.approx(128 / 500)
 
 
 def test_requests_and_tokens_in_flight(table: EndpointTable) -> None:
     limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=None, max_requests=2, max_tokens=1000).limits()
-    charge(table, 0, prefill_tokens=0, tokens=950, now=NOW)
-    charge(table, 1, prefill_tokens=0, tokens=10, now=NOW)
-    rows = Room(table, limits, NOW).rows_for(WANTED)
+    begin_request(table, 0, work=0, tokens=950, now=NOW)
+    begin_request(table, 1, work=0, tokens=10, now=NOW)
+    rows = Capacity(table, limits, NOW).rows_for(WANTED)
     assert rows is not None
     assert rows.nonzero()[0].tolist() == [1]
-    charge(table, 1, prefill_tokens=0, tokens=10, now=NOW)
-    assert Room(table, limits, NOW).rows_for(WANTED) is None
+    begin_request(table, 1, work=0, tokens=10, now=NOW)
+    assert Capacity(table, limits, NOW).rows_for(WANTED) is None
 
 
-def test_the_wait_until_a_prompt_would_begin_and_when_it_is_short_again(table: EndpointTable) -> None:
+def test_the_expected_wait_fills_an_engine_until_it_is_short_again(table: EndpointTable) -> None:
     limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait="500ms").limits()
     for row, tokens in ((0, 7_000), (1, 9_000)):
-        charge(table, row, prefill_tokens=tokens, now=NOW)
-    room = Room(table, limits, NOW)
-    assert room.rows_for(WANTED) is None
-    again_s = room.opens_at_s()
+        begin_request(table, row, work=tokens, now=NOW)
+    capacity = Capacity(table, limits, NOW)
+    assert capacity.rows_for(WANTED) is None
+    again_s = capacity.opens_at_s()
     assert again_s == pytest.approx(NOW + 0.2, abs=0.001)
-    assert Room(table, limits, again_s).open.nonzero()[0].tolist() == [0]
+    assert Capacity(table, limits, again_s).open.nonzero()[0].tolist() == [0]
 
 
-def test_there_is_always_a_time_to_look_again(table: EndpointTable) -> None:
-    assert Room(table, REPORTS, NOW).opens_at_s() == NOW + LOOK_AGAIN_S
+def test_there_is_always_a_time_to_check_again(table: EndpointTable) -> None:
+    assert Capacity(table, REPORTS, NOW).opens_at_s() == NOW + RECHECK_S
 
 
-def test_failing_and_leaving_engines_have_no_room_unless_there_are_no_others(table: EndpointTable) -> None:
-    table.has_failures, table.avoid_until_s[0] = True, NOW + 5
-    assert Room(table, REPORTS, NOW).open.nonzero()[0].tolist() == [1]
-    table.avoid_until_s[1] = NOW + 5
-    assert Room(table, REPORTS, NOW).open.nonzero()[0].tolist() == [0, 1]
-    table.avoid_until_s[:] = 0
-    table.replace({"a:1": Traits(is_draining=True), "b:1": Traits()})
-    assert Room(table, REPORTS, NOW).open.nonzero()[0].tolist() == [1]
+def test_failing_and_draining_engines_have_no_room_unless_there_are_no_others(table: EndpointTable) -> None:
+    table.has_failures, table.retry_at_s[0] = True, NOW + 5
+    assert Capacity(table, REPORTS, NOW).open.nonzero()[0].tolist() == [1]
+    table.retry_at_s[1] = NOW + 5
+    assert Capacity(table, REPORTS, NOW).open.nonzero()[0].tolist() == [0, 1]
+    table.retry_at_s[:] = 0
+    table.replace({"a:1": EndpointConfig(is_draining=True), "b:1": EndpointConfig()})
+    assert Capacity(table, REPORTS, NOW).open.nonzero()[0].tolist() == [1]
 
 
-def test_without_engines_nobody_goes(table: EndpointTable) -> None:
+def test_without_engines_no_request_is_dispatched(table: EndpointTable) -> None:
     table.replace([])
-    room = Room(table, REPORTS, NOW)
-    assert not room.has_endpoints
-    assert room.rows_for(WANTED) is None
-    assert math.isfinite(room.opens_at_s())
+    capacity = Capacity(table, REPORTS, NOW)
+    assert not capacity.has_endpoints
+    assert capacity.rows_for(WANTED) is None
+    assert math.isfinite(capacity.opens_at_s())
 
 
-def test_an_engine_a_little_too_full_may_be_worth_the_wait_for_what_it_has_cached(table: EndpointTable) -> None:
+def test_a_slightly_too_full_engine_with_the_prefix_cached_may_be_used(table: EndpointTable) -> None:
     limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait="500ms", headroom=1.0).limits()
     cached = QueuedRequest("t", FlowKey("acme"), NOW, NOW + 60, input_tokens=100.0, uncached_tokens=10.0)
-    charge(table, 0, prefill_tokens=0.9 * INITIAL_PREFILL_RATE, now=NOW)
+    begin_request(table, 0, work=0.9 * INITIAL_PREFILL_RATE, now=NOW)
 
     def rows(queued: QueuedRequest) -> list[int] | None:
-        found = Room(table, limits, NOW).rows_for(queued)
+        found = Capacity(table, limits, NOW).rows_for(queued)
         return None if found is None else found.nonzero()[0].tolist()
 
     assert rows(WANTED) == [1]
     assert rows(cached) == [0, 1]
-    charge(table, 0, prefill_tokens=0.2 * INITIAL_PREFILL_RATE, now=NOW)
+    begin_request(table, 0, work=0.2 * INITIAL_PREFILL_RATE, now=NOW)
     assert rows(cached) == [1]
     # and with nobody free, nobody goes
-    charge(table, 1, prefill_tokens=0.6 * INITIAL_PREFILL_RATE, now=NOW)
+    begin_request(table, 1, work=0.6 * INITIAL_PREFILL_RATE, now=NOW)
     assert rows(cached) is None
 
 
@@ -159,12 +159,12 @@ def test_a_pair_needs_room_at_both_engines_of_one_group() -> None:
     group[[2, 3]] = 1
     stages = Stages(prefill, decode, group)
     limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=None, max_requests=1).limits()
-    charge(table, 0, prefill_tokens=0, now=NOW)
-    rows = Room(table, limits, NOW, stages).rows_for(WANTED)
+    begin_request(table, 0, work=0, now=NOW)
+    rows = Capacity(table, limits, NOW, stages).rows_for(WANTED)
     assert rows is not None
     assert rows.nonzero()[0].tolist() == [2, 3]
-    charge(table, 3, prefill_tokens=0, now=NOW)
+    begin_request(table, 3, work=0, now=NOW)
     # a free decode engine of one group and a free prefill engine of the other are no pair
-    room = Room(table, limits, NOW, stages)
-    assert room.rows_for(WANTED) is None
-    assert room.saturation == 0.5
+    capacity = Capacity(table, limits, NOW, stages)
+    assert capacity.rows_for(WANTED) is None
+    assert capacity.saturation == 0.5

@@ -12,9 +12,9 @@ from extproc.config.load import load
 from extproc.core.core import Core
 from extproc.core.running import MOST_ENDED
 from extproc.core.types import Head, Outcome
-from extproc.endpoints.engine_reports import EngineState, report
-from extproc.endpoints.ledger import backlogs, queued
-from extproc.endpoints.table import Loras
+from extproc.endpoints.engine_reports import EngineReport, apply_report
+from extproc.endpoints.ledger import backlogs, requests_in_backlog
+from extproc.endpoints.table import LoraState
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownModel, UnknownPath
 from extproc.request.model import Api
 from extproc.streams.messages import ProcessingResponse
@@ -243,7 +243,7 @@ def test_bytes_per_token_are_learned_from_reported_usage(core: Core, pool: Pool)
 def test_the_prefill_rate_is_learned_from_streamed_answers_only(core: Core, pool: Pool) -> None:
     for streamed in (False, True):
         decision = arrive(core, chat(stream=streamed))
-        row = decision.assignment.place.row
+        row = decision.assignment.endpoint.row
         before = pool.table.prefill_rate[row]
         settle(core, outcome_of(decision, ttfb_s=0.05, prompt_tokens=3250, cached_tokens=0), 1.0)
         assert bool(pool.table.prefill_rate[row] > before) is streamed
@@ -258,7 +258,7 @@ def test_a_restarted_engine_is_known_by_its_first_unexpected_miss(core: Core, po
         settle(core, outcome_of(decision, prompt_tokens=3250, cached_tokens=16), now + 0.5)
     # asked again, one of the prompts is not there any more
     again = arrive(core, chat(prompts[3]), now=100.0)
-    row = again.assignment.place.row
+    row = again.assignment.endpoint.row
     assert again.assignment.cached_tokens > 2000
     core.finish(again.ticket, 100.4)
     settle(core, outcome_of(again, prompt_tokens=3250), 100.5)
@@ -290,11 +290,11 @@ def test_engines_say_who_waits_and_so_how_much_does(core: Core, pool: Pool) -> N
     for number in range(9):
         arrive(core, chat(f"{number} {LONG}"), 0.0)
     row = int(table.in_flight.argmax())
-    sent = len(table.pending[row])
+    sent = len(table.prefill_queues[row])
     assert sent >= 3
-    report(table, row, EngineState(waiting=1, running=sent - 1, first_tokens=sent - 1), 0.5)
-    assert len(table.pending[row]) == 1
-    assert queued(table, backlogs(table, 0.5))[row] == pytest.approx(1.0)
+    apply_report(table, row, EngineReport(waiting=1, running=sent - 1, first_tokens=sent - 1), 0.5)
+    assert len(table.prefill_queues[row]) == 1
+    assert requests_in_backlog(table, backlogs(table, 0.5))[row] == pytest.approx(1.0)
 
 
 def test_siblings_of_a_burst_go_where_the_first_one_went(core: Core) -> None:
@@ -314,7 +314,7 @@ def test_a_miss_right_behind_its_sibling_is_no_news(core: Core, pool: Pool) -> N
     pool.reports_cached_tokens = True
     sibling = arrive(core, chat(), now=0.0)
     again = arrive(core, chat(), now=0.2)
-    assert again.assignment.place.row == sibling.assignment.place.row
+    assert again.assignment.endpoint.row == sibling.assignment.endpoint.row
     settle(core, outcome_of(again, prompt_tokens=3250), 1.0)
 
     assert arrive(core, chat(), now=5.0).assignment.cached_tokens > 2000
@@ -373,7 +373,7 @@ def test_an_adapter_goes_only_where_it_is_served(core: Core) -> None:
     table = core.pools["llama"].table
     row = table.row_of("10.0.0.2:8000")
     assert row is not None
-    table.set_loras(row, Loras(served=frozenset({"llama-3.1-8b", "sql"})))
+    table.set_loras(row, LoraState(served=frozenset({"llama-3.1-8b", "sql"})))
     for number in range(10):
         assert arrive(core, chat(f"{number} hello", model="sql")).assignment.addresses == ("10.0.0.2:8000",)
     assert len(arrive(core, chat()).assignment.addresses) == 3

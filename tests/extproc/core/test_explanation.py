@@ -68,7 +68,7 @@ def arrival_of(core: Core) -> Arrival:
 def test_filters_and_scores_are_shown_with_their_weights() -> None:
     core = core_of(configured=True)
     table = core.pools["llama"].table
-    table.waiting[:3], table.seen_at_s[:3] = (4, 9, 0), 0.0
+    table.waiting[:3], table.reported_at_s[:3] = (4, 9, 0), 0.0
     shown = core.explain(arrival_of(core), 0.0)
     (profile,) = shown.profiles
     assert [(step.removed, step.left) for step in profile.filters] == [(("10.0.0.2:8000",), 2)]
@@ -143,7 +143,7 @@ def test_a_sample_of_decisions_and_their_outcomes_is_written_down() -> None:
     assert log.samples()
     decision = explained(core)
     metrics.count(decision)
-    served = decision.assignment.place.address
+    served = decision.assignment.endpoint.address
     settled = settle(core, Outcome(decision.ticket, 200, served, 1.0, 0.5, 700, 5, 64), 1.0)
     assert settled is not None
     metrics.count(settled)

@@ -25,7 +25,7 @@ from extproc.core.peer_events import (
     encode,
 )
 from extproc.core.types import Head, Outcome
-from extproc.endpoints.engine_reports import CacheConfig, EngineState
+from extproc.endpoints.engine_reports import CacheConfig, EngineReport
 from extproc.request.model import Api
 from tests.extproc.conftest import CONFIG, decide
 
@@ -67,7 +67,7 @@ def test_a_request_counts_everywhere_until_it_ends(pair: tuple[Process, Process]
     one, other = pair
     decision, started = one.decide("hello " * 200)
     other.hear(one, started)
-    address = decision.assignment.place.address
+    address = decision.assignment.endpoint.address
     row, its_row = one.pool.table.row_of(address), other.pool.table.row_of(address)
     assert other.pool.table.in_flight[its_row] == 1
     assert other.pool.table.backlog_tokens[its_row] == one.pool.table.backlog_tokens[row] > 0
@@ -80,7 +80,7 @@ def test_a_prefix_that_one_sent_is_known_to_the_other(pair: tuple[Process, Proce
     first, started = one.decide("the same long beginning " * 300)
     other.hear(one, started)
     second, _ = other.decide("the same long beginning " * 300)
-    assert second.assignment.place.address == first.assignment.place.address
+    assert second.assignment.endpoint.address == first.assignment.endpoint.address
     assert second.assignment.cached_tokens > 1000
 
 
@@ -88,7 +88,7 @@ def test_an_outcome_that_comes_to_one_teaches_both_and_is_counted_by_its_owner(p
     one, other = pair
     decision, started = one.decide("hello " * 2000)
     other.hear(one, started)
-    served = decision.assignment.place.address
+    served = decision.assignment.endpoint.address
     outcome = Outcome(decision.ticket, 200, served, 1.0, 0.5, 3000, 10, 0)
     effects = other.core.settle(outcome, 1.0)
     assert told(effects) == [Learned(outcome)]
@@ -142,14 +142,14 @@ def test_what_only_one_is_configured_for_is_passed_over() -> None:
 
 def test_one_asks_the_engines_for_all(pair: tuple[Process, Process]) -> None:
     one, other = pair
-    said = EngineSaid("llama", "10.0.0.2:8000", EngineState(waiting=4, running=2), CacheConfig(16, 64_000))
-    other.hear(one, said, EngineSaid("llama", "10.0.0.2:8000", EngineState(), models=frozenset({"sql"})), now=5.0)
+    said = EngineSaid("llama", "10.0.0.2:8000", EngineReport(waiting=4, running=2), CacheConfig(16, 64_000))
+    other.hear(one, said, EngineSaid("llama", "10.0.0.2:8000", EngineReport(), models=frozenset({"sql"})), now=5.0)
     row = other.pool.table.row_of("10.0.0.2:8000")
     assert row is not None
-    assert (other.pool.table.waiting[row], other.pool.table.seen_at_s[row]) == (4, 5.0)
+    assert (other.pool.table.waiting[row], other.pool.table.reported_at_s[row]) == (4, 5.0)
     assert other.pool.table.loras[row].served == frozenset({"sql"})
     assert other.pool.caches.index.first_block_bytes == 64
-    other.hear(one, EngineSaid("gone", "10.0.0.2:8000", EngineState()), EngineSaid("llama", "gone:1", EngineState()))
+    other.hear(one, EngineSaid("gone", "10.0.0.2:8000", EngineReport()), EngineSaid("llama", "gone:1", EngineReport()))
 
 
 LIMITED = CONFIG.replace(b"  loraAdapters: [sql]", b"  loraAdapters: [sql]\n  rateLimits: [{unit: hour, requests: 10}]")

@@ -88,7 +88,7 @@ class Requests(RuleBasedStateMachine):
         self.core = Core(load({"a.yaml": FULL}), rng=random.Random(0), ticket_prefix="t", machine="here")
         self.pool = self.core.pools["llama"]
         self.pools = [self.pool]
-        self.pool.caches.note_feed(0, is_whole=True)
+        self.pool.caches.set_feed_state(0, is_whole=True)
         self.store = LocalLimits()
         self.unsettled_grants: list[Grant] = []
         # tickets of requests whose streams are open, and of all that ever were
@@ -153,7 +153,7 @@ class Requests(RuleBasedStateMachine):
     def grant(self, ask: AskLimits) -> Grant:
         import msgspec  # noqa: PLC0415 - here alone
 
-        grant = msgspec.structs.replace(self.store.reserve(ask.asks, self.now), is_global=True)
+        grant = msgspec.structs.replace(self.store.reserve(ask.charges, self.now), is_global=True)
         self.unsettled_grants.append(grant)
         return grant
 

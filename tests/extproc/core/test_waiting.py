@@ -136,7 +136,7 @@ def test_who_has_waited_long_enough_is_told_and_gets_back_what_was_granted() -> 
     scene = Scene()
     scene.sent()
     scene.held(now=1.0)
-    assert scene.core.admission.look_again_s(1.0) is not None
+    assert scene.core.admission.wake_at_s(1.0) is not None
     (released,) = scene.release(31.0)
     assert isinstance(released, Refused)
     assert isinstance(released.refusal, QueueTimeout)

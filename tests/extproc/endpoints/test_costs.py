@@ -12,7 +12,7 @@ from extproc.endpoints.prompt_cost import INITIAL_ATTENTION, PromptCost
 
 @pytest.mark.parametrize("attention", [8_000.0, 33_000.0, 120_000.0])
 @pytest.mark.parametrize("rate", [3_000.0, 40_000.0])
-def test_the_price_of_attention_is_found_to_a_factor_of_two_though_a_third_waited_for_others(
+def test_attention_is_found_within_a_factor_of_two_though_a_third_waited_for_others(
     attention: float, rate: float
 ) -> None:
     cost, rng = PromptCost(), random.Random(0)
@@ -28,13 +28,13 @@ def test_the_price_of_attention_is_found_to_a_factor_of_two_though_a_third_waite
     assert attention / 2 < cost.attention < 2 * attention
 
 
-def test_before_anything_is_known_the_price_is_that_of_an_8b_model() -> None:
+def test_the_initial_cost_is_that_of_an_8b_model() -> None:
     assert PromptCost().attention == INITIAL_ATTENTION
     # 1,000 tokens after 9,000: each attends to 9,500 others on average
     assert PromptCost().work(1_000.0, 9_000.0) == 1_000 * (1 + 9_500 / 20_000)
 
 
-def test_what_waited_mostly_for_others_says_nothing_of_prompts() -> None:
+def test_first_tokens_that_mostly_waited_for_others_teach_nothing() -> None:
     cost = PromptCost()
     for _ in range(100):
         cost.learn(uncached=50_000, cached=0, seconds=100.0, share=0.1)
@@ -43,7 +43,7 @@ def test_what_waited_mostly_for_others_says_nothing_of_prompts() -> None:
     assert cost.attention == INITIAL_ATTENTION
 
 
-def test_the_price_of_reading_is_found_among_steps_that_computed_prompts() -> None:
+def test_the_cost_of_decoding_is_found_among_steps_that_computed_prompts() -> None:
     cost, rng = AnswerCost(), random.Random(0)
     for _ in range(1500):
         tokens = rng.uniform(2_000, 400_000)
@@ -51,5 +51,5 @@ def test_the_price_of_reading_is_found_among_steps_that_computed_prompts() -> No
         if rng.random() < 0.4:
             tpot_s += rng.expovariate(30)
         cost.learn(tokens=tokens, tpot_s=tpot_s)
-    assert cost.reading_s == pytest.approx(5e-8, rel=0.3)
+    assert cost.step_s_per_token == pytest.approx(5e-8, rel=0.3)
     assert cost.step_s == pytest.approx(0.017, rel=0.3)

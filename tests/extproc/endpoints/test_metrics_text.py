@@ -1,4 +1,4 @@
-"""Pages of three engines, and pages that are none."""
+"""Metrics pages of three engines, and invalid ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from extproc.endpoints.engine_reports import CacheConfig
 from extproc.endpoints.metrics_text import NAMES, MetricsReader
-from extproc.endpoints.table import Loras
+from extproc.endpoints.table import LoraState
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -49,25 +49,25 @@ def reader(engine: str = "vLLM") -> MetricsReader:
 
 def test_a_page_of_vllm() -> None:
     reading = reader().read(page())
-    assert (reading.state.waiting, reading.state.running, reading.state.kv_usage) == (1.0, 7.0, 0.5)
-    assert reading.state.loras == Loras(frozenset({"sql", "law"}), most=2)
+    assert (reading.report.waiting, reading.report.running, reading.report.kv_usage) == (1.0, 7.0, 0.5)
+    assert reading.report.loras == LoraState(frozenset({"sql", "law"}), max_active=2)
     assert reading.cache == CacheConfig(16, 32_000)
 
 
-def test_latencies_are_means_of_what_came_since_the_page_before() -> None:
+def test_latencies_are_means_since_the_previous_page() -> None:
     one = reader()
-    assert one.read(page(4.0, 2.0)).state.ttft_s is None
+    assert one.read(page(4.0, 2.0)).report.ttft_s is None
     # 2 more requests in 0.6 s more
-    assert one.read(page(6.0, 2.6)).state.ttft_s == pytest.approx(0.3)
-    assert one.read(page(6.0, 2.6)).state.ttft_s is None
+    assert one.read(page(6.0, 2.6)).report.ttft_s == pytest.approx(0.3)
+    assert one.read(page(6.0, 2.6)).report.ttft_s is None
 
 
-def test_counts_that_run_backwards_are_a_restart() -> None:
+def test_a_decreasing_counter_is_a_restart() -> None:
     one = reader()
     assert not one.read(page(400.0, 20.0)).has_restarted
     again = one.read(page(2.0, 0.5))
     assert again.has_restarted
-    assert again.state.ttft_s == 0.25
+    assert again.report.ttft_s == 0.25
     assert not one.read(page(3.0, 0.6)).has_restarted
 
 
@@ -79,9 +79,9 @@ sglang:token_usage{model_name="m"} 0.4
 sglang:cache_config_info{page_size="1",num_pages="200000"} 1.0
 """
     reading = reader("SGLang").read(text)
-    assert (reading.state.waiting, reading.state.running, reading.state.kv_usage) == (2.0, 5.0, 0.4)
+    assert (reading.report.waiting, reading.report.running, reading.report.kv_usage) == (2.0, 5.0, 0.4)
     assert reading.cache == CacheConfig(1, 200_000)
-    assert reading.state.loras is None
+    assert reading.report.loras is None
 
 
 def test_a_page_of_tensorrt_llm() -> None:
@@ -92,32 +92,32 @@ trtllm_kv_cache_tokens_per_block 32
 trtllm_kv_cache_max_blocks 5000
 """
     reading = reader("TensorRT-LLM").read(text)
-    assert (reading.state.waiting, reading.state.running, reading.state.kv_usage) == (3.0, 6.0, 0.9)
+    assert (reading.report.waiting, reading.report.running, reading.report.kv_usage) == (3.0, 6.0, 0.9)
     assert reading.cache == CacheConfig(32, 160_000)
 
 
-def test_lines_that_moved_are_found_again() -> None:
+def test_moved_lines_are_found_again() -> None:
     one = reader()
     one.read(page())
     moved = b"# a new comment\n" * 5000 + page(5.0, 2.1)
-    assert one.read(moved).state.ttft_s == pytest.approx(0.1)
-    assert one.read(page(7.0, 2.5)).state.ttft_s == pytest.approx(0.2)
+    assert one.read(moved).report.ttft_s == pytest.approx(0.1)
+    assert one.read(page(7.0, 2.5)).report.ttft_s == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("text", [b"", b"<html>", b"vllm:num_requests_waiting", b"vllm:num_requests_waiting{", b"\n\n"])
-def test_what_is_no_page_says_nothing(text: bytes) -> None:
+def test_an_invalid_page_reports_nothing(text: bytes) -> None:
     reading = reader().read(text)
-    assert reading.state.waiting is None
+    assert reading.report.waiting is None
     assert reading.cache is None
 
 
-def test_values_that_are_none_are_left_out() -> None:
-    assert reader().read(b"vllm:kv_cache_usage_perc NaN\nvllm:num_requests_waiting x\n").state.kv_usage is None
-    assert reader().read(b"vllm:num_requests_waiting 7 1700000000\n").state.waiting == 7
+def test_invalid_values_are_ignored() -> None:
+    assert reader().read(b"vllm:kv_cache_usage_perc NaN\nvllm:num_requests_waiting x\n").report.kv_usage is None
+    assert reader().read(b"vllm:num_requests_waiting 7 1700000000\n").report.waiting == 7
 
 
 @given(st.binary(max_size=300), st.integers(0, 2000))
-def test_no_bytes_raise(noise: bytes, cut: int) -> None:
+def test_no_input_raises(noise: bytes, cut: int) -> None:
     one = reader()
     one.read(page()[:cut] + noise)
     one.read(noise + page()[cut:])

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoints.ledger import backlog_of, backlogs, charge, release
-from extproc.endpoints.prefill_rate import learn_prefill_rate, note_failure, note_success
+from extproc.endpoints.ledger import backlog_of, backlogs, begin_request, end_request
+from extproc.endpoints.prefill_rate import learn_prefill_rate
 from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointTable
 
 
@@ -21,7 +21,7 @@ def test_endpoints_that_stay_keep_their_row_and_what_is_known() -> None:
     table = table_of("a", "b", "c")
     row = table.row_of("b")
     assert row is not None
-    charge(table, row, prefill_tokens=100, now=0.0)
+    begin_request(table, row, work=100, now=0.0)
 
     gone = table.replace(["c", "b", "d"])
 
@@ -34,12 +34,12 @@ def test_endpoints_that_stay_keep_their_row_and_what_is_known() -> None:
 
 def test_a_release_from_an_earlier_use_of_the_row_changes_nothing() -> None:
     table = table_of("a")
-    place = charge(table, 0, prefill_tokens=1, now=0.0)
+    endpoint = begin_request(table, 0, work=1, now=0.0)
     table.replace([])
     table.replace(["a"])
-    charge(table, 0, prefill_tokens=1, now=0.0)
+    begin_request(table, 0, work=1, now=0.0)
 
-    release(table, place, 0.0)
+    end_request(table, endpoint, 0.0)
 
     assert table.in_flight[0] == 1
 
@@ -58,20 +58,20 @@ def test_rows_are_distinct_and_only_the_configured_are_active(configurations: li
 def test_waiting_prefill_drains_at_the_learned_rate_and_is_gone_with_the_last_request() -> None:
     table = table_of("a")
     table.prefill_rate[0] = 1000.0
-    first = charge(table, 0, prefill_tokens=3000, now=10.0)
-    second = charge(table, 0, prefill_tokens=500, now=11.0)
+    first = begin_request(table, 0, work=3000, now=10.0)
+    second = begin_request(table, 0, work=500, now=11.0)
 
     assert backlog_of(table, 0, 11.0) == 2500
     assert backlogs(table, 12.0)[0] == 1500
-    release(table, first, 12.0)
+    end_request(table, first, 12.0)
     # whoever is over does not wait: at most the second does
     assert backlog_of(table, 0, 12.0) == 500
-    release(table, second, 12.0)
+    end_request(table, second, 12.0)
     assert backlog_of(table, 0, 12.0) == 0
     assert table.in_flight[0] == 0
 
 
-def test_what_one_endpoint_teaches_is_assumed_of_its_peers_until_they_teach_better() -> None:
+def test_one_endpoints_rate_is_assumed_of_the_others_until_they_have_samples() -> None:
     table = table_of("a", "b", "c")
     for _ in range(200):
         learn_prefill_rate(table, 0, tokens_ahead=30_000, ttft_s=1.0)
@@ -91,7 +91,7 @@ def test_the_prefill_rate_is_learned_from_long_prompts_only() -> None:
     assert 19_900 < table.prefill_rate[0] <= 20_000
 
 
-def test_a_newcomer_is_taken_to_be_like_its_peers() -> None:
+def test_a_new_endpoint_is_assumed_to_be_like_the_others() -> None:
     table = table_of("a", "b", "c")
     table.prefill_rate[:3], table.rate_samples[:3] = [5_000, 20_000, 21_000], 1
     table.replace(["a", "b", "c", "d"])
@@ -99,17 +99,3 @@ def test_a_newcomer_is_taken_to_be_like_its_peers() -> None:
     row = table.row_of("d")
     assert row is not None
     assert table.prefill_rate[row] == 20_000
-
-
-def test_an_endpoint_that_keeps_failing_is_avoided_longer_each_time_up_to_a_bound() -> None:
-    table, now = table_of("a"), 100.0
-    pauses = []
-    for _ in range(8):
-        note_failure(table, 0, now=now)
-        pauses.append(table.avoid_until_s[0] - now)
-        # of requests that were on their way
-        note_failure(table, 0, now=now + 0.5)
-        now = table.avoid_until_s[0]
-    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
-    note_success(table, 0)
-    assert table.avoid_until_s[0] == 0

@@ -1,4 +1,4 @@
-"""The directory is followed; what is broken is refused."""
+"""The directory is followed; a broken configuration is refused."""
 
 from __future__ import annotations
 

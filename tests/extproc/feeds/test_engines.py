@@ -1,4 +1,4 @@
-"""Engines that are asked how they are: over real HTTP."""
+"""Scraping engines over real HTTP."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ spec:
 
 
 class Engine:
-    """A server of pages; what it says can be changed."""
+    """A server of metrics pages that can be changed."""
 
     def __init__(self) -> None:
         self.waiting = 2
@@ -80,7 +80,7 @@ async def scraped(engine: Engine, *more: str) -> AsyncIterator[tuple[Pool, Metri
     clock = asyncio.get_running_loop().time
     metrics = Metrics(core.pools.values, lambda: 0.0, clock)
     scraper = EngineScraper(
-        core, metrics, clock=clock, rng=random.Random(0), said=lambda event: core.take_report(event, clock())
+        core, metrics, clock=clock, rng=random.Random(0), deliver=lambda event: core.take_report(event, clock())
     )
     task = asyncio.create_task(scraper.run())
     try:
@@ -91,7 +91,7 @@ async def scraped(engine: Engine, *more: str) -> AsyncIterator[tuple[Pool, Metri
         await runner.cleanup()
 
 
-async def test_pools_learn_what_engines_say() -> None:
+async def test_pools_receive_engines_reports() -> None:
     engine = Engine()
     async with scraped(engine) as (pool, _, _, _):
         await eventually(lambda: pool.table.waiting[0] == 2 and pool.table.loras[0].served is not None)
@@ -103,16 +103,16 @@ async def test_pools_learn_what_engines_say() -> None:
         await eventually(lambda: pool.table.waiting[0] == 9)
 
 
-async def test_a_restart_empties_what_is_known_of_its_cache() -> None:
+async def test_a_restart_empties_the_index_of_its_cache() -> None:
     engine = Engine()
     async with scraped(engine) as (pool, _, _, _):
-        await eventually(lambda: pool.table.seen_at_s[0] > 0)
+        await eventually(lambda: pool.table.reported_at_s[0] > 0)
         pool.caches.index.record(0, [32, 64], 0.0)
         engine.count = 1
         await eventually(lambda: pool.caches.index.blocks_held(0) == 0)
 
 
-async def test_an_engine_that_fails_is_asked_less_and_the_others_go_on() -> None:
+async def test_a_failing_engine_is_scraped_less_often_and_the_others_go_on() -> None:
     engine = Engine()
     async with scraped(engine, "127.0.0.1:1") as (pool, metrics, _, _):
         await eventually(lambda: engine.asked >= 10)
@@ -139,7 +139,7 @@ async def test_an_engine_that_fails_is_asked_less_and_the_others_go_on() -> None
         await eventually(lambda: pool.table.waiting[0] == 5)
 
 
-async def test_an_endpoint_that_is_taken_out_is_asked_no_more() -> None:
+async def test_a_removed_endpoint_is_not_scraped() -> None:
     engine = Engine()
     async with scraped(engine) as (_, _, core, _):
         await eventually(lambda: engine.asked > 2)

@@ -1,4 +1,4 @@
-"""The kept connection against servers that answer in every way."""
+"""The persistent connection against all kinds of servers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_pages_come_over_one_connection() -> None:
         assert [request.split(b" ")[1] for request in asked] == [b"/metrics", b"/v1/models", b"/metrics"]
 
 
-async def test_answers_in_pieces_and_in_chunks_are_put_together() -> None:
+async def test_responses_in_pieces_and_in_chunks_are_assembled() -> None:
     pieces = [b"HTTP/1.1 200", b" OK\r\ncontent-length: 6\r", b"\n\r\nab", b"cdef"]
     chunks = [OK + b"Transfer-Encoding: chunked\r\n\r\n", b"3\r\nabc\r\n2;x=y\r\nde", b"\r\n0\r", b"\n\r\n"]
     async with serving(pieces, chunks) as (getter, _):
@@ -111,14 +111,16 @@ async def test_answers_in_pieces_and_in_chunks_are_put_together() -> None:
         ([OK + b"content-length: 10\r\n\r\nabc"], "no answer in time"),
     ],
 )
-async def test_what_is_no_page_is_an_error_and_the_next_try_begins_anew(answer: list[bytes], message: str) -> None:
+async def test_an_invalid_response_is_a_failure_and_the_next_request_starts_anew(
+    answer: list[bytes], message: str
+) -> None:
     async with serving(answer, whole(b"good")) as (getter, _):
         with pytest.raises(GetFailed, match=message):
             await getter.get("/")
         assert await getter.get("/") == b"good"
 
 
-async def test_a_server_that_closes_kept_connections_is_asked_over_a_new_one() -> None:
+async def test_a_closed_connection_is_replaced() -> None:
     async with serving([*whole(b"one"), b""], whole(b"two")) as (getter, _):
         assert await getter.get("/") == b"one"
         await asyncio.sleep(0.05)

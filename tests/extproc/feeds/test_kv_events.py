@@ -55,7 +55,7 @@ class Engine:
         self._publisher.drop(count)
 
     def garble_the_past(self) -> None:
-        """Its first message is nothing that can be read."""
+        """Its first message is unreadable."""
         assert self._publisher is not None
         self._publisher._sent.append((0, b"\xc1"))
         self._publisher._next = 1
@@ -78,7 +78,7 @@ def block(letter: str) -> bytes:
 
 def held(pool: Pool, text: bytes) -> float:
     """Tokens that the engine holds of ``text``."""
-    kv = pool.caches.kv
+    kv = pool.caches.kv_index
     assert kv is not None
     found = kv.match(kv.keys(tokens_of(text), adapter=None, salt=None), 1e9)
     return max((one.weighted for one in found), default=0.0)
@@ -111,7 +111,7 @@ spec:
 
 
 @pytest.mark.parametrize("form", ["maps", "arrays"])
-async def test_what_engines_store_and_remove_is_known(form: Form) -> None:
+async def test_stored_and_removed_blocks_are_followed(form: Form) -> None:
     engine = Engine(form=form)
     engine.start()
     async with subscribed(engine) as (pool, _):
@@ -124,7 +124,7 @@ async def test_what_engines_store_and_remove_is_known(form: Form) -> None:
     await engine.stop()
 
 
-async def test_what_was_said_before_we_came_is_replayed() -> None:
+async def test_events_before_the_subscription_are_replayed() -> None:
     engine = Engine()
     engine.start()
     await engine.store(block("a"))
@@ -134,7 +134,7 @@ async def test_what_was_said_before_we_came_is_replayed() -> None:
     await engine.stop()
 
 
-async def test_lost_messages_are_asked_for_again() -> None:
+async def test_lost_messages_are_replayed() -> None:
     engine = Engine()
     engine.start()
     async with subscribed(engine) as (pool, metrics):
@@ -187,14 +187,14 @@ async def test_without_a_replay_a_gap_is_not_trusted() -> None:
     await engine.stop()
 
 
-async def test_nobody_there_leaves_the_approximate_index_to_decide() -> None:
+async def test_without_a_publisher_the_approximate_index_decides() -> None:
     engine = Engine()
     async with subscribed(engine) as (pool, _):
         await asyncio.sleep(0.5)
         assert pool.caches.whole_feeds == pool.caches.partial_feeds == 0
 
 
-async def test_a_replay_that_cannot_be_read_ends_nothing() -> None:
+async def test_an_unreadable_replay_does_not_end_the_subscription() -> None:
     engine = Engine()
     engine.start()
     engine.garble_the_past()

@@ -30,7 +30,7 @@ def test_an_empty_index_matches_nothing() -> None:
     assert PrefixIndex(CAPACITY).match(chain_of(1)) == []
 
 
-def test_endpoints_are_told_apart_by_how_much_they_hold() -> None:
+def test_endpoints_are_distinguished_by_how_much_they_hold() -> None:
     index = PrefixIndex(CAPACITY)
     index.record(0, chain_of(1, 2), 0.0)
     index.record(3, chain_of(1, 9), 0.0)
@@ -49,7 +49,7 @@ def test_the_tail_of_the_least_recent_prompt_goes_first() -> None:
     assert matched(index, 0, recent) == len(recent)
 
 
-def test_a_prefix_in_use_outlives_what_is_not() -> None:
+def test_a_prefix_in_use_outlives_unused_ones() -> None:
     index = PrefixIndex(CAPACITY)
     shared = chain_of(1, 2, 3, 4)
     for turn in range(40):
@@ -68,12 +68,12 @@ def test_of_a_prompt_larger_than_the_cache_the_head_is_kept() -> None:
     assert sum(map(_bytes, chain[:kept])) <= CAPACITY < sum(map(_bytes, chain[: kept + 1]))
 
 
-def test_a_reported_miss_clears_all_that_was_used_no_later() -> None:
+def test_a_reported_miss_drops_everything_used_no_later() -> None:
     index = PrefixIndex(CAPACITY)
     index.record(0, chain_of(1), 1.0)
     index.record(0, chain_of(2), 2.0)
     index.record(0, chain_of(3), 3.0)
-    index.correct(0, missed_since=2.0)
+    index.correct(0, missed_at_s=2.0)
 
     assert [matched(index, 0, chain_of(part)) for part in (1, 2, 3)] == [0, 0, 8]
 
@@ -83,7 +83,7 @@ def test_a_miss_lowers_the_bound_and_confirmed_hits_raise_it_again() -> None:
     long = chain_of(*range(1, 129))
     index.record(0, long, 1.0)
     index.record(0, long[: len(long) // 2], 2.0)
-    index.correct(0, missed_since=1.0)
+    index.correct(0, missed_at_s=1.0)
     index.record(0, long, 3.0)
     lowered = matched(index, 0, long)
     for _ in range(100):
@@ -124,18 +124,18 @@ class AgainstAPlainModel(RuleBasedStateMachine):
     def hold(self, row: int, parts: list[int]) -> None:
         self.now += 1
         chain = chain_of(*parts)
-        self.index.hold(row, chain, self.now)
+        self.index.pin(row, chain, self.now)
         self.recorded.setdefault(row, []).append(chain)
         self.running.append((row, chain))
         self._use(row, chain)
 
     @rule(data=st.data())
-    def let_go(self, data: st.DataObject) -> None:
+    def unpin(self, data: st.DataObject) -> None:
         if not self.running:
             return
         self.now += 1
         row, chain = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.index.let_go(row, chain, self.now)
+        self.index.unpin(row, chain, self.now)
         in_use = {block for other, held in self.running if other == row for block in held}
         kept = self.lru.get(row, [])
         for block in reversed(chain):

@@ -74,7 +74,7 @@ def test_maps_and_arrays_are_read_alike(batch: object) -> None:
     assert read.rank == 1
 
 
-def test_fields_at_the_end_may_be_missing() -> None:
+def test_trailing_fields_may_be_missing() -> None:
     read = decode_batch(msgspec.msgpack.encode([0.0, [["BlockStored", [b"\x01" * 32], b"\x02" * 32, [1, 2], 2]]]))
     assert read.events == (Stored((b"\x01" * 32,), b"\x02" * 32, (1, 2), 2),)
     assert read.rank == 0
@@ -98,7 +98,7 @@ def test_blocks_of_sliding_windows_hold_no_prefix() -> None:
         msgspec.msgpack.encode([0.0, [[]]]),
     ],
 )
-def test_what_is_no_batch_is_refused_with_one_error(payload: bytes) -> None:
+def test_an_invalid_batch_is_refused_with_one_error(payload: bytes) -> None:
     with pytest.raises(UnreadableEvents):
         decode_batch(payload)
 
@@ -119,7 +119,7 @@ def test_sequence_numbers_tell_gaps_and_restarts() -> None:
     assert stream.receive(1, message(1)) is None
 
 
-def test_a_stream_that_began_without_us_is_asked_for_from_its_beginning() -> None:
+def test_a_stream_joined_late_is_replayed_from_its_start() -> None:
     stream = KvStream(KvIndex(), Source(0))
     assert stream.receive(17, message(17)) == 0
     stream.missed(17, message(17))

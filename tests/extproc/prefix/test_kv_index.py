@@ -1,4 +1,4 @@
-"""The precise index against what a cache really holds."""
+"""The precise index against the real content of a cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def held(
     found: dict[int, float] = {}
     for one in index.match(index.keys(tokens, adapter=adapter, salt=salt), now):
         for row in range(16):
-            if one.rows >> row & 1:
+            if one.holders >> row & 1:
                 found[row] = max(found.get(row, 0.0), one.weighted)
     return found
 
@@ -44,7 +44,7 @@ def test_the_longest_run_from_the_beginning_counts() -> None:
     assert index.blocks_held(1) == 4
 
 
-def test_children_are_found_through_the_engines_own_hashes() -> None:
+def test_successors_are_found_by_the_engines_own_hashes() -> None:
     index = KvIndex()
     tokens = list(range(12))
     index.apply(
@@ -53,7 +53,7 @@ def test_children_are_found_through_the_engines_own_hashes() -> None:
     assert held(index, tokens) == {0: 12.0}
 
 
-def test_a_child_of_an_unknown_block_is_counted_and_left_out() -> None:
+def test_a_successor_of_an_unknown_block_is_counted_and_ignored() -> None:
     index = KvIndex()
     index.apply(Source(0), [stored([1, 2, 3, 4], [2], parent=1)])
     assert index.orphans == 1
@@ -111,7 +111,7 @@ def test_ranks_of_one_endpoint_are_kept_apart_and_seen_together() -> None:
     assert held(index, [1, 2, 3, 4]) == {}
 
 
-def test_a_prompt_that_was_just_sent_counts_for_a_while() -> None:
+def test_a_prompt_just_sent_counts_for_a_while() -> None:
     index = KvIndex()
     index.apply(Source(0), [stored([9, 9, 9, 9], [9])])
     tokens = list(range(8))

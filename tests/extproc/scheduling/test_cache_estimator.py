@@ -1,4 +1,4 @@
-"""What is expected in each cache: sent prefixes, ended turns, the engines' own events."""
+"""The expected content of caches: sent prefixes, ended turns, KV events."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def cached(caches: CacheEstimator, table: EndpointTable, prompt: Prompt, now: fl
 def test_a_sent_prefix_is_expected_in_whole_blocks_of_the_engine() -> None:
     caches, table = CacheEstimator(), table_of(2)
     for row in range(2):
-        caches.note_cache(row, CacheConfig(32, 100_000))
+        caches.set_cache_config(row, CacheConfig(32, 100_000))
     prompt = Prompt(b"a" * 1000, "m")
-    caches.sent(1, caches.expect(prompt, table, 0.0), 0.0)
+    caches.record_sent(1, caches.expect(prompt, table, 0.0), 0.0)
     # 7 blocks of 128 bytes are 896 bytes, 224 tokens: 7 blocks of 32
     assert cached(caches, table, Prompt(b"a" * 900 + b"b" * 500, "m")) == [0.0, 224.0]
     # and never the whole prompt: the last token is always computed
@@ -36,7 +36,7 @@ def test_a_sent_prefix_is_expected_in_whole_blocks_of_the_engine() -> None:
 
 def test_blocks_of_text_follow_the_engines_blocks_of_tokens() -> None:
     caches = CacheEstimator()
-    caches.note_cache(0, CacheConfig(16, 1000))
+    caches.set_cache_config(0, CacheConfig(16, 1000))
     assert caches.index.first_block_bytes == 64
     index = caches.index
     caches.bytes_per_token = 3.5
@@ -47,34 +47,34 @@ def test_blocks_of_text_follow_the_engines_blocks_of_tokens() -> None:
     assert caches.index.first_block_bytes == 32
 
 
-def test_what_was_sent_before_the_blocks_changed_is_still_known() -> None:
+def test_prompts_sent_before_a_change_of_block_size_are_still_known() -> None:
     caches, table = CacheEstimator(), table_of(2)
     prompt = Prompt(b"a" * 2000, "m")
-    caches.sent(1, caches.expect(prompt, table, 0.0), 0.0)
+    caches.record_sent(1, caches.expect(prompt, table, 0.0), 0.0)
     caches.bytes_per_token = 1.0
-    caches.note_cache(0, CacheConfig(32, 100_000))
+    caches.set_cache_config(0, CacheConfig(32, 100_000))
     assert caches.index.first_block_bytes == 32
     assert cached(caches, table, Prompt(b"a" * 2000 + b"b" * 100, "m")) == [0.0, 1920.0]
     caches.forget(1)
     assert cached(caches, table, Prompt(b"a" * 2000 + b"b" * 100, "m")) == [0.0, 0.0]
 
 
-def test_capacity_is_what_the_engine_says() -> None:
+def test_capacity_is_what_the_engine_reports() -> None:
     caches, table = CacheEstimator(), table_of(1)
-    caches.note_cache(0, CacheConfig(32, 16_384 // 4 * 10))
+    caches.set_cache_config(0, CacheConfig(32, 16_384 // 4 * 10))
     for number in range(40):
         prompt = Prompt(f"{number:04}".encode() + bytes(16_380), "m")
         expectation = caches.expect(prompt, table, 0.0)
-        caches.sent(0, expectation, float(number))
-        caches.index.let_go(0, expectation.chain, number + 0.5)
+        caches.record_sent(0, expectation, float(number))
+        caches.index.unpin(0, expectation.chain, number + 0.5)
     found = [cached(caches, table, Prompt(f"{number:04}".encode() + bytes(16_380), "m"))[0] > 0 for number in range(40)]
     assert found == [False] * 30 + [True] * 10
 
 
-def test_scopes_and_salts_part_caches() -> None:
+def test_scopes_and_salts_separate_caches() -> None:
     caches, table = CacheEstimator(), table_of(1)
     text = b"a" * 1000
-    caches.sent(0, caches.expect(Prompt(text, "m", scope="acme"), table, 0.0), 0.0)
+    caches.record_sent(0, caches.expect(Prompt(text, "m", scope="acme"), table, 0.0), 0.0)
     assert cached(caches, table, Prompt(text, "m", scope="acme"))[0] > 0
     for other in (
         Prompt(text, "m"),
@@ -89,9 +89,9 @@ def test_the_next_turn_finds_prompt_and_answer() -> None:
     caches, table = CacheEstimator(), table_of(2)
     first = b'\nuser\n"' + b"q" * 1000 + b'"'
     expectation = caches.expect(Prompt(first, "m"), table, 0.0)
-    caches.sent(1, expectation, 0.0)
+    caches.record_sent(1, expectation, 0.0)
     covered = caches.index.covered_bytes(len(expectation.chain))
-    caches.turns.ended(1, expectation.chain, Turn(tail_of(first, covered), 400.0))
+    caches.turns.record(1, expectation.chain, Turn(tail_of(first, covered), 400.0))
     second = first + b'\nassistant\n"' + b"x" * 400 + b'"\nuser\n"more"'
     # 1008 bytes of prompt and 400 of answer, four bytes a token
     assert cached(caches, table, Prompt(second, "m")) == [0.0, 352.0]
@@ -99,7 +99,7 @@ def test_the_next_turn_finds_prompt_and_answer() -> None:
     assert cached(caches, table, Prompt(other, "m")) == [0.0, 224.0], "not the same prompt: whole blocks only"
 
 
-def test_how_much_of_an_answer_comes_back_is_learned() -> None:
+def test_the_share_of_an_answer_in_the_next_prompt_is_learned() -> None:
     turns = Turns()
     for _ in range(60):
         turns.learn(expected=1000, found=0)
@@ -109,21 +109,21 @@ def test_how_much_of_an_answer_comes_back_is_learned() -> None:
     assert turns.answer_share > 0.9
 
 
-def test_events_overrule_memory_where_the_feed_is_whole() -> None:
+def test_events_overrule_the_approximate_index_with_a_complete_feed() -> None:
     caches, table = CacheEstimator(), table_of(3)
-    caches.kv = KvIndex()
+    caches.kv_index = KvIndex()
     text, tokens = b"a" * 1024, list(range(256))
     for row in range(3):
-        caches.sent(row, caches.expect(Prompt(text, "m"), table, 0.0), 0.0)
-    caches.note_feed(0, is_whole=True)
-    caches.note_feed(1, is_whole=False)
-    caches.kv.apply(Source(0), [Stored((1,), None, tuple(tokens[:16]), 16)])
-    caches.kv.apply(Source(1), [Stored((1,), None, tuple(tokens[:16]), 16)])
+        caches.record_sent(row, caches.expect(Prompt(text, "m"), table, 0.0), 0.0)
+    caches.set_feed_state(0, is_whole=True)
+    caches.set_feed_state(1, is_whole=False)
+    caches.kv_index.apply(Source(0), [Stored((1,), None, tuple(tokens[:16]), 16)])
+    caches.kv_index.apply(Source(1), [Stored((1,), None, tuple(tokens[:16]), 16)])
     prompt = Prompt(text, "m", tokens=tokens)
     # by its own word 16; by the better of both 255; without a feed 255
     assert cached(caches, table, prompt, now=100.0) == [16.0, 255.0, 255.0]
     assert cached(caches, table, Prompt(text, "m"), now=100.0) == [255.0] * 3, "without tokens, memory serves"
-    caches.note_feed(0, is_whole=None)
+    caches.set_feed_state(0, is_whole=None)
     assert cached(caches, table, prompt, now=100.0) == [255.0] * 3
 
 

@@ -28,7 +28,7 @@ DEFAULT = Profile(
         NamedScorer("kv-cache-utilization-scorer", KvCacheUtilization(), 2.0),
         NamedScorer("prefix-cache-scorer", PrefixCacheScorer(), 3.0),
     ),
-    choice=MaxScore(),
+    selector=MaxScore(),
 )
 
 
@@ -46,18 +46,18 @@ def test_scores_are_weighted_and_added_as_llm_d_does() -> None:
     assert [one.name for one in ranking.reasons[0].scored] == [one.name for one in DEFAULT.scorers]
 
 
-def test_filters_narrow_one_after_the_other_and_say_how_far() -> None:
+def test_filters_narrow_in_order_and_record_what_they_kept() -> None:
     filters = (NamedFilter("queue", LeastRequestFilter()), NamedFilter("healthy", Healthy()))
     profile = Profile(filters, DEFAULT.scorers, MaxScore())
-    view = view_of(4, waiting=[0, 50, 2, 3], avoid_until_s=[5, 0, 0, 0], now_s=1.0)
+    view = view_of(4, waiting=[0, 50, 2, 3], retry_at_s=[5, 0, 0, 0], now_s=1.0)
     ranking = profile.pick(explained(view), rng=random.Random(0))
-    assert ranking.reasons[0].left == (("queue", (0, 2, 3)), ("healthy", (2, 3)))
+    assert ranking.reasons[0].after_filters == (("queue", (0, 2, 3)), ("healthy", (2, 3)))
     assert ranking.reasons[0].rows == (2, 3)
     assert sorted(ranking.rows) == [2, 3]
     assert view.table.is_active.sum() == 4, "the table is only read"
 
 
-def test_a_filter_that_leaves_nobody_is_named() -> None:
+def test_the_filter_that_excludes_the_last_endpoint_is_named() -> None:
     profile = Profile((NamedFilter("short-queues", LeastRequestFilter()),), (), MaxScore())
     with pytest.raises(NoEndpoint, match="short-queues"):
         profile.pick(view_of(2, waiting=[50, 50]), rng=random.Random(0))
@@ -65,18 +65,18 @@ def test_a_filter_that_leaves_nobody_is_named() -> None:
         DEFAULT.pick(view_of(0), rng=random.Random(0))
 
 
-def test_a_scorer_out_of_bounds_is_held_to_them() -> None:
+def test_scores_are_clipped_to_their_range() -> None:
     class Wild:
-        def score(self, view: object, among: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> object:
+        def score(self, view: object, candidates: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> object:
             del view
-            return np.where(np.arange(among.size) % 2, 7.0, -7.0)
+            return np.where(np.arange(candidates.size) % 2, 7.0, -7.0)
 
     profile = Profile((), (NamedScorer("wild", Wild()),), MaxScore())  # type: ignore[arg-type]
     ranking = profile.pick(explained(view_of(4)), rng=random.Random(0))
     assert ranking.reasons[0].scored[0].values.tolist() == [0.0, 1.0, 0.0, 1.0]
 
 
-def test_the_ranking_is_as_long_as_it_is_told() -> None:
+def test_the_ranking_has_the_requested_length() -> None:
     long = view_of(10)
     assert len(DEFAULT.pick(long, rng=random.Random(0)).rows) == 4
     assert len(DEFAULT.pick(msgspec.structs.replace(long, choices=1), rng=random.Random(0)).rows) == 1

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from extproc.config.errors import ConfigInvalid
-from extproc.endpoints.table import Traits
+from extproc.endpoints.table import EndpointConfig
 from extproc.errors import BadRequest
 from extproc.scheduling.picker_config import read_picker_text
 from extproc.scheduling.registry import BUILT_IN
@@ -61,7 +61,10 @@ def view_of_pairs(
     view = view_of(4, cached=cached, waiting=waiting, **options)  # type: ignore[arg-type]
     roles = [("prefill", "a"), ("decode", "a"), ("prefill", "b"), ("decode", "b")]
     view.table.replace(
-        {f"e{row}:1": Traits({"llm-d.ai/role": role, "group": group}) for row, (role, group) in enumerate(roles)}
+        {
+            f"e{row}:1": EndpointConfig({"llm-d.ai/role": role, "group": group})
+            for row, (role, group) in enumerate(roles)
+        }
     )
     return view
 
@@ -104,12 +107,12 @@ def test_the_older_handler_and_its_parameters_are_read() -> None:
     assert picker.pick(view_of_pairs(cached=(0, 999, 0, 999)), rng=random.Random(0)).prefill_row in {0, 2}
 
 
-def test_nobody_for_prefill_means_the_decode_engine_does_it_all() -> None:
+def test_without_a_prefill_endpoint_the_decode_endpoint_serves_the_whole_request() -> None:
     picker = read_picker_text("pd.yaml", DISAGG, BUILT_IN).picker
     view = view_of_pairs()
-    view.table.replace({"e1:1": Traits({"llm-d.ai/role": "decode", "group": "a"})})
+    view.table.replace({"e1:1": EndpointConfig({"llm-d.ai/role": "decode", "group": "a"})})
     pick = picker.pick(view, rng=random.Random(0))
-    assert (pick.rows, pick.prefill_row, pick.stage) == ([1], None, "the prefill profile found nobody")
+    assert (pick.rows, pick.prefill_row, pick.stage) == ([1], None, "the prefill profile found no endpoint")
 
 
 HEADER = """\

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoints.ledger import charge
-from extproc.endpoints.prefill_rate import note_failure
+from extproc.endpoints.backoff import record_failure
+from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.prompt_cost import PromptCost
-from extproc.endpoints.table import EndpointTable, Traits
+from extproc.endpoints.table import EndpointConfig, EndpointTable
 from extproc.errors import NoEndpoint
 from extproc.scheduling.pairs import CACHED, NO_PREFILL, SENT_ON, PairParameters, PrefillDecodePairs
 from extproc.scheduling.picker import Demand, RequestFacts, View
@@ -29,7 +29,10 @@ def view_of(*endpoints: str, input_tokens: float = 4000.0, cached: dict[int, flo
     table = EndpointTable()
     roles = {"p": "prefill", "d": "decode"}
     table.replace(
-        {f"e{number}:1": Traits({"role": roles[one[0]], "group": one[2:]}) for number, one in enumerate(endpoints)}
+        {
+            f"e{number}:1": EndpointConfig({"role": roles[one[0]], "group": one[2:]})
+            for number, one in enumerate(endpoints)
+        }
     )
     held = np.zeros(len(table.addresses))
     for row, tokens in (cached or {}).items():
@@ -40,7 +43,7 @@ def view_of(*endpoints: str, input_tokens: float = 4000.0, cached: dict[int, flo
 
 def test_the_least_busy_prefill_engine_decides_the_group() -> None:
     view = view_of("p/a", "d/a", "p/b", "d/b")
-    charge(view.table, 0, prefill_tokens=50_000, now=0.0)
+    begin_request(view.table, 0, work=50_000, now=0.0)
     pick = PICKER.pick(view, rng=random.Random(0))
     assert (pick.rows, pick.prefill_row, pick.stage) == ([3], 2, SENT_ON)
 
@@ -56,12 +59,12 @@ def test_a_prompt_that_is_nearly_cached_where_it_is_decoded_stays_there() -> Non
 
 def test_a_group_without_a_ready_decode_engine_is_never_picked() -> None:
     view = view_of("p/a", "d/b", "p/b")
-    charge(view.table, 2, prefill_tokens=500_000, now=0.0)
+    begin_request(view.table, 2, work=500_000, now=0.0)
     for seed in range(20):
         pick = PICKER.pick(view, rng=random.Random(seed))
         assert (pick.rows, pick.prefill_row) == ([1], 2)
     view = view_of("p/a", "d/a", "p/b", "d/b")
-    note_failure(view.table, 1, now=0.0)
+    record_failure(view.table, 1, now=0.0)
     assert PICKER.pick(view, rng=random.Random(0)).rows == [3]
 
 
@@ -80,7 +83,7 @@ def test_the_subset_of_the_gateway_holds_for_both_roles() -> None:
     eligible = np.zeros(len(view.table.addresses), np.bool_)
     eligible[[0, 1, 3]] = True
     view = msgspec.structs.replace(view, eligible=eligible)
-    charge(view.table, 0, prefill_tokens=500_000, now=0.0)
+    begin_request(view.table, 0, work=500_000, now=0.0)
     pick = PICKER.pick(view, rng=random.Random(0))
     assert (pick.rows, pick.prefill_row) == ([3], None)
 
@@ -99,7 +102,7 @@ def test_pairs_never_cross_groups(
     for row in range(len(endpoints)):
         view.table.in_flight[row], view.table.backlog_tokens[row] = states[row][0], states[row][1]
         if states[row][3]:
-            note_failure(view.table, row, now=0.0)
+            record_failure(view.table, row, now=0.0)
     if not any(one.startswith("d") for one in endpoints):
         with pytest.raises(NoEndpoint):
             PICKER.pick(view, rng=random.Random(seed))

@@ -1,4 +1,4 @@
-"""EndpointPickerConfig files: read as llm-d would, refused with line and advice."""
+"""EndpointPickerConfig files: read as in llm-d, refused with line and advice."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_file_of_llm_ds_is_read_with_its_weights_and_parameters() -> None:
         NamedScorer("token-load-scorer", TokenLoad(), 1.0),
         NamedScorer("prefix", PrefixCacheScorer(match_length_weight=0.5), 3.0),
     )
-    assert profile.choice == WeightedRandom(max_num_of_endpoints=2)
+    assert profile.selector == WeightedRandom(max_num_of_endpoints=2)
 
 
 def test_it_picks_as_its_formulas_say() -> None:
@@ -76,7 +76,7 @@ plugins:
 """
     profile = profile_of(text)
     assert profile.scorers == (NamedScorer("queue-scorer", Queue(), 1.0),)
-    assert profile.choice == MaxScore()
+    assert profile.selector == MaxScore()
 
 
 @pytest.mark.parametrize(

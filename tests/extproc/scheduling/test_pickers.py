@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoints.ledger import charge
-from extproc.endpoints.prefill_rate import note_failure
+from extproc.endpoints.backoff import record_failure
+from extproc.endpoints.ledger import begin_request
 from extproc.endpoints.prompt_cost import PromptCost
 from extproc.endpoints.table import EndpointTable
 from extproc.errors import NoEndpoint
@@ -50,7 +50,7 @@ def view(table: EndpointTable, input_tokens: float, cached_tokens: Floats, now: 
 
 def test_cost_is_uncached_and_waiting_tokens_over_the_rate_plus_requests() -> None:
     table = table_of(3)
-    charge(table, 1, prefill_tokens=5_000, now=0.0)
+    begin_request(table, 1, work=5_000, now=0.0)
     costs = PICKER.costs(table, demand(2_000, cached(table, e2=1_500)), 0.1)
 
     # the work of 2000 tokens is 2000 * (1 + 1000/20000) = 2100, that of 500 after 1500 is 500 * (1 + 1750/20000) = 543.75
@@ -69,17 +69,17 @@ def test_a_cached_prefix_wins_until_its_endpoint_is_busier_than_it_saves() -> No
         return pick.rows[0]
 
     assert first() == 0
-    charge(table, 0, prefill_tokens=11_000, now=0.0)
+    begin_request(table, 0, work=11_000, now=0.0)
     assert first() == 0  # 2900 * (1.5 + 0.7 + 0.05) + 11000 + a request, 200, against 1.5 * 12500
-    charge(table, 0, prefill_tokens=1_000, now=0.0)
+    begin_request(table, 0, work=1_000, now=0.0)
     assert first() == 1  # 2900 * (1.5 + 1.4 + 0.1) + 12000 + 400
 
 
-def test_a_long_prompt_goes_where_few_wait_and_a_short_one_where_little_does() -> None:
+def test_a_long_prompt_goes_where_few_requests_wait_and_a_short_one_where_little_work_does() -> None:
     table = table_of(2)
     for _ in range(10):
-        charge(table, 0, prefill_tokens=1_000, now=0.0)
-    charge(table, 1, prefill_tokens=14_000, now=0.0)
+        begin_request(table, 0, work=1_000, now=0.0)
+    begin_request(table, 1, work=14_000, now=0.0)
 
     assert PICKER.pick(view(table, 100, cached(table), 0.0), rng=random.Random(0)).rows[0] == 0
     assert PICKER.pick(view(table, 30_000, cached(table), 0.0), rng=random.Random(0)).rows[0] == 1
@@ -87,11 +87,11 @@ def test_a_long_prompt_goes_where_few_wait_and_a_short_one_where_little_does() -
 
 def test_an_answer_keeps_away_from_engines_whose_steps_are_long() -> None:
     table = table_of(2)
-    charge(table, 0, prefill_tokens=0, tokens=100_000, now=0.0)
-    charge(table, 1, prefill_tokens=0, tokens=10_000, now=0.0)
+    begin_request(table, 0, work=0, tokens=100_000, now=0.0)
+    begin_request(table, 1, work=0, tokens=10_000, now=0.0)
     asked = view(table, 10, cached(table), 0.0)
     # 200 tokens of an answer, each 8e-8 s longer for a token in flight: 0.2 * 1.6e-5 * 90,000 = 0.288 s apart
-    asked = msgspec.structs.replace(asked, demand=msgspec.structs.replace(asked.demand, reading_s=200 * 8e-8))
+    asked = msgspec.structs.replace(asked, demand=msgspec.structs.replace(asked.demand, decode_s_per_token=200 * 8e-8))
     costs = PICKER.costs(table, asked.demand, 0.0)
 
     assert costs[0] - costs[1] == pytest.approx(0.288)
@@ -115,7 +115,7 @@ def test_fallbacks_follow_in_order_of_cost_and_are_bounded() -> None:
     table = table_of(6)
     for row, requests in enumerate([3, 1, 5, 0, 2, 4]):
         for _ in range(requests):
-            charge(table, row, prefill_tokens=0, now=0.0)
+            begin_request(table, row, work=0, now=0.0)
 
     pick = PICKER.pick(view(table, 10, cached(table), 0.0), rng=random.Random(0))
     assert pick.rows == [3, 1, 4, 0]
@@ -123,9 +123,9 @@ def test_fallbacks_follow_in_order_of_cost_and_are_bounded() -> None:
 
 def test_an_endpoint_that_just_failed_comes_last_though_it_is_idle() -> None:
     table = table_of(3)
-    charge(table, 0, prefill_tokens=50_000, now=0.0)
-    charge(table, 1, prefill_tokens=60_000, now=0.0)
-    note_failure(table, 2, now=0.0)
+    begin_request(table, 0, work=50_000, now=0.0)
+    begin_request(table, 1, work=60_000, now=0.0)
+    record_failure(table, 2, now=0.0)
 
     assert PICKER.pick(view(table, 10, cached(table), 0.5), rng=random.Random(0)).rows == [
         0,
@@ -135,10 +135,10 @@ def test_an_endpoint_that_just_failed_comes_last_though_it_is_idle() -> None:
     assert PICKER.pick(view(table, 10, cached(table), 1.5), rng=random.Random(0)).rows[0] == 2
 
 
-def test_where_all_failed_one_is_picked_all_the_same() -> None:
+def test_if_all_failed_one_is_still_picked() -> None:
     table = table_of(2)
     for row in range(2):
-        note_failure(table, row, now=0.0)
+        record_failure(table, row, now=0.0)
 
     assert len(PICKER.pick(view(table, 1, cached(table), 0.0), rng=random.Random(0)).rows) == 2
 
@@ -150,7 +150,7 @@ def test_without_endpoints_there_is_no_pick(picker: PrefixAware | RoundRobin) ->
         picker.pick(view(table, 1, cached(table), 0.0), rng=random.Random(0))
 
 
-def test_round_robin_takes_turns_and_passes_over_what_just_failed() -> None:
+def test_round_robin_takes_turns_and_skips_endpoints_that_just_failed() -> None:
     table, picker = table_of(3), RoundRobin()
 
     def pick() -> list[int]:
@@ -158,7 +158,7 @@ def test_round_robin_takes_turns_and_passes_over_what_just_failed() -> None:
         return picker.pick(one, rng=random.Random(0)).rows
 
     assert [pick() for _ in range(4)] == [[0, 1], [1, 2], [2, 0], [0, 1]]
-    note_failure(table, 1, now=0.0)
+    record_failure(table, 1, now=0.0)
     assert pick() == [2, 0]
 
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.admission.buckets import Claim, Limit
-from extproc.admission.limits import Ask, Grant
-from extproc.core.types import Decision
-from extproc.endpoints.table import Place
+from extproc.admission.limits import Charge, Grant
+from extproc.core.effects import Decision
+from extproc.endpoints.table import EndpointRef
 from extproc.scheduling.pool import Assignment
 from extproc.streams.messages import CommonResponse, ProcessingResponse
 from extproc.streams.responses import (
@@ -43,15 +43,15 @@ def decided(
     grants: tuple[Grant, ...] = (),
 ) -> Decision:
     assignment = Assignment(
-        place=Place(addresses[0], 0, 0),
+        endpoint=EndpointRef(addresses[0], 0, 0),
         addresses=addresses,
         input_tokens=1.0,
         cached_tokens=0.0,
         indexed_tokens=0.0,
-        cached_since_s=None,
+        last_used_at_s=None,
         tokens_ahead=0.0,
         cost_s=0.0,
-        prefill=None if prefill is None else Place(prefill, 1, 0),
+        prefill=None if prefill is None else EndpointRef(prefill, 1, 0),
     )
     return Decision(ticket, server, assignment, body, grants=grants)
 
@@ -112,7 +112,7 @@ def test_an_override_asks_for_no_bodies_of_answers() -> None:
 
 
 def test_what_limits_granted_stands_beside_the_ticket() -> None:
-    ask = Ask("key", Limit(rate=1.0, capacity=10.0), "requests", 1.0)
+    ask = Charge("key", Limit(rate=1.0, capacity=10.0), "requests", 1.0)
     decision = decided(grants=(Grant([ask], [Claim(1.0, 1.0, 0)], [9.0]),))
     message = expected(decision, is_duplex=False)
     own = message.dynamic_metadata.fields["attache"].struct_value.fields

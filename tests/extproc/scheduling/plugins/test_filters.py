@@ -1,4 +1,4 @@
-"""Who may stay, case by case."""
+"""Which endpoints each filter keeps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from extproc.endpoints.table import Loras
+from extproc.endpoints.table import LoraState
 from extproc.scheduling.plugins.affinity import SessionAffinityFilter, session_token
 from extproc.scheduling.plugins.filters import (
     Concurrency,
@@ -36,8 +36,8 @@ def kept(plugin: Filter, view: View) -> list[int]:
     [
         (LeastRequestFilter(), {"waiting": [9, 10, 0]}, [0, 2]),
         (LeastRequestFilter(max_waiting_requests=5), {"waiting": [9, 10, 5]}, []),
-        (Healthy(), {"avoid_until_s": [0, 7, 0]}, [0, 2]),
-        (Healthy(), {"avoid_until_s": [9, 9, 9]}, [0, 1, 2]),
+        (Healthy(), {"retry_at_s": [0, 7, 0]}, [0, 2]),
+        (Healthy(), {"retry_at_s": [9, 9, 9]}, [0, 1, 2]),
         # saturated at 5 waiting or 80% of the cache
         (SaturationFilter(), {"waiting": [4, 5, 0], "kv_usage": [0, 0, 0.8]}, [0]),
         (SaturationFilter(headroom=0.5), {"waiting": [7, 8, 0], "kv_usage": [0, 0, 1.0]}, [0, 2]),
@@ -64,24 +64,26 @@ def kept(plugin: Filter, view: View) -> list[int]:
         (Utilization((Condition("active-requests", 1),), fallback_on_empty=True), {"in_flight": [2, 2, 3]}, [0, 1, 2]),
     ],
 )
-def test_filters_keep_whom_they_say(plugin: Filter, columns: dict[str, list[float]], expected: list[int]) -> None:
+def test_filters_keep_the_documented_endpoints(
+    plugin: Filter, columns: dict[str, list[float]], expected: list[int]
+) -> None:
     assert kept(plugin, view_of(3, now_s=1.0, **columns)) == expected
 
 
 def test_an_adapter_stays_where_it_is_loaded() -> None:
     view = view_of(3, adapter="sql")
-    view.table.set_loras(1, Loras(frozenset({"sql", "law"}), most=2))
+    view.table.set_loras(1, LoraState(frozenset({"sql", "law"}), max_active=2))
     assert kept(LoraLoaded(), view) == [1]
-    view.table.set_loras(2, Loras(served=frozenset({"sql"})))
+    view.table.set_loras(2, LoraState(served=frozenset({"sql"})))
     assert kept(LoraLoaded(), view) == [1, 2], "an idle adapter is in no batch, but served all the same"
     assert kept(LoraLoaded(), view_of(3)) == [0, 1, 2]
 
 
-def test_a_model_is_asked_of_engines_that_have_it_or_have_not_said() -> None:
+def test_a_model_is_served_by_endpoints_that_list_it_or_have_no_list() -> None:
     view = view_of(3)
     assert kept(ModelLoaded(), view) == [0, 1, 2]
-    view.table.set_loras(0, Loras(served=frozenset({"m"})))
-    view.table.set_loras(1, Loras(served=frozenset({"other"})))
+    view.table.set_loras(0, LoraState(served=frozenset({"m"})))
+    view.table.set_loras(1, LoraState(served=frozenset({"other"})))
     assert kept(ModelLoaded(), view) == [0, 2]
 
 
@@ -93,14 +95,14 @@ def test_a_subset_hint_is_obeyed_to_the_letter(hint: str | None, expected: list[
     assert kept(SubsetHint(), view_of(3, headers=headers)) == expected
 
 
-def test_a_session_stays_unless_its_endpoint_is_gone() -> None:
+def test_a_session_stays_unless_its_endpoint_was_removed() -> None:
     bound = {"x-session-token": session_token("e1:1")}
     assert kept(SessionAffinityFilter(), view_of(3, headers=bound)) == [1]
     gone = {"x-session-token": session_token("e7:1")}
     assert kept(SessionAffinityFilter(), view_of(3, headers=gone)) == [0, 1, 2]
 
 
-def test_who_holds_the_prompt_keeps_it_until_the_wait_costs_too_much() -> None:
+def test_a_cached_prompt_stays_until_the_wait_is_too_long() -> None:
     # rate 10,000/s: a backlog of 100,000 is 10 s
     sticky = PrefixCacheAffinity()
     assert kept(sticky, view_of(3, cached=[850, 790, 0])) == [0]

@@ -1,4 +1,4 @@
-"""Labels: roles, selectors, ranges, and what a header wishes for."""
+"""Label plugins: roles, selectors, ranges, and label affinity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from extproc.endpoints.table import Traits
+from extproc.endpoints.table import EndpointConfig
 from extproc.scheduling.plugins.label_plugins import (
     ROLE_LABEL,
     ByLabel,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def labelled(*labels: dict[str, str], **options: object) -> View:
     view = view_of(len(labels), **options)  # type: ignore[arg-type]
-    view.table.replace({f"e{number}:1": Traits(one) for number, one in enumerate(labels)})
+    view.table.replace({f"e{number}:1": EndpointConfig(one) for number, one in enumerate(labels)})
     return view
 
 
@@ -78,11 +78,11 @@ def test_one_label_with_one_of_several_values() -> None:
 def test_labels_that_change_are_seen_at_once() -> None:
     view = labelled({"zone": "a"}, {"zone": "b"})
     assert kept(LabelSelector({"zone": "a"}), view) == [0]
-    view.table.replace({"e0:1": Traits({"zone": "b"}), "e1:1": Traits({"zone": "a"})})
+    view.table.replace({"e0:1": EndpointConfig({"zone": "b"}), "e1:1": EndpointConfig({"zone": "a"})})
     assert kept(LabelSelector({"zone": "a"}), view) == [1]
 
 
-def test_a_header_wishes_for_a_label() -> None:
+def test_a_header_selects_a_label() -> None:
     plugin = HeaderLabelAffinity("x-Preferred-Zone", "zone")
     view = labelled({"zone": "a"}, {"zone": "b"}, {}, headers={"x-preferred-zone": "b"})
     assert plugin.score(view, view.table.is_active)[:3].tolist() == [0, 1, 0]

@@ -1,4 +1,4 @@
-"""Scores worked out by hand, and what holds of all of them."""
+"""Scores worked out by hand, and properties of all scorers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.endpoints.prompt_cost import PromptCost
-from extproc.endpoints.table import Loras
+from extproc.endpoints.table import LoraState
 from extproc.scheduling.plugins.affinity import LoraAffinity, SessionAffinity, session_token
 from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, NoHitLru, PrefixCacheScorer
 from extproc.scheduling.plugins.latency_scorers import CostScorer, LatencyScorer, LeastLatency, RandomScore
@@ -83,20 +83,20 @@ def test_prefix_cache_is_the_share_and_if_asked_the_length() -> None:
     assert scores(PrefixCacheScorer(match_length_weight=0.4), view) == pytest.approx([0.0, 0.4, 1.0])
 
 
-def test_prompts_that_nobody_holds_go_where_the_last_one_is_longest_ago() -> None:
-    assert scores(NoHitLru(), view_of(3, cold_at_s=[20, 0, 10])) == pytest.approx([0.0, 1.0, 0.5])
-    assert scores(NoHitLru(), view_of(3, cached=[0, 5, 0], cold_at_s=[20, 0, 10])) == [0.5] * 3
+def test_uncached_prompts_go_where_the_last_one_is_longest_ago() -> None:
+    assert scores(NoHitLru(), view_of(3, cold_prompt_at_s=[20, 0, 10])) == pytest.approx([0.0, 1.0, 0.5])
+    assert scores(NoHitLru(), view_of(3, cached=[0, 5, 0], cold_prompt_at_s=[20, 0, 10])) == [0.5] * 3
     assert scores(NoHitLru(), view_of(1)) == [1.0]
 
 
 def test_an_adapter_is_best_where_it_is_loaded_then_where_there_is_room() -> None:
     view = view_of(5, adapter="sql")
     view.table.loras[:5] = [
-        Loras(frozenset({"sql"}), most=1),
-        Loras(frozenset({"a"}), most=2),
-        Loras(frozenset({"a", "b"}), frozenset({"sql"}), most=2),
-        Loras(frozenset({"a", "b"}), most=2),
-        Loras(frozenset({"a"}), frozenset({"a"}), most=2),
+        LoraState(frozenset({"sql"}), max_active=1),
+        LoraState(frozenset({"a"}), max_active=2),
+        LoraState(frozenset({"a", "b"}), frozenset({"sql"}), max_active=2),
+        LoraState(frozenset({"a", "b"}), max_active=2),
+        LoraState(frozenset({"a"}), frozenset({"a"}), max_active=2),
     ]
     assert scores(LoraAffinity(), view) == [1.0, 0.8, 0.6, 0.0, 0.8]
     assert scores(LoraAffinity(), view_of(2)) == [1.0, 1.0]
@@ -128,7 +128,7 @@ ENDPOINT = st.fixed_dictionaries(
         "in_flight": st.integers(0, 300),
         "kv_usage": st.floats(0, 1),
         "backlog_tokens": st.floats(0, 1e7),
-        "cold_at_s": st.integers(0, 5),
+        "cold_prompt_at_s": st.integers(0, 5),
         "cached": st.floats(0, 1000),
         "ttft_s": st.floats(0, 10),
         "tpot_s": st.floats(0, 1),
@@ -157,13 +157,13 @@ def test_a_latency_objective_is_met_closely_or_missed_least() -> None:
     assert scores(LatencyScorer(), view_of(1, headers={"x-slo-ttft-ms": "soon"})) == pytest.approx([0.4])
 
 
-def test_a_clients_own_objective_counts_for_nothing() -> None:
+def test_an_untrusted_objective_is_ignored() -> None:
     view = view_of(1, headers={"x-slo-ttft-ms": "60000"})
     own = msgspec.structs.replace(view, request=msgspec.structs.replace(view.request, is_trusted=False))
     assert scores(LatencyScorer(), view) != scores(LatencyScorer(), own) == pytest.approx([0.4])
 
 
-def test_noise_is_uniform_and_another_one_for_every_request() -> None:
+def test_noise_is_uniform_and_different_for_each_request() -> None:
     drawn = np.array([scores(RandomScore(), view_of(4, now_s=0.001 * number)) for number in range(2000)])
     assert drawn.min() >= 0
     assert drawn.max() < 1
@@ -207,12 +207,12 @@ def test_more_load_never_raises_a_load_score(
 
 
 @given(ENDPOINTS, st.sampled_from(ALL))
-def test_endpoints_that_are_out_change_nothing(endpoints: list[dict[str, float]], plugin: Scorer) -> None:
+def test_excluded_endpoints_do_not_change_scores(endpoints: list[dict[str, float]], plugin: Scorer) -> None:
     view = view_from(endpoints)
     size = view.table.is_active.size
     extreme = view_from([*endpoints, {**endpoints[0], "waiting": 10_000, "running": 10_000, "in_flight": 10_000}])
-    among = np.zeros(extreme.table.is_active.size, np.bool_)
-    among[: len(endpoints)] = True
+    candidates = np.zeros(extreme.table.is_active.size, np.bool_)
+    candidates[: len(endpoints)] = True
     alone = plugin.score(view, view.table.is_active)[: len(endpoints)]
-    assert plugin.score(extreme, among)[: len(endpoints)] == pytest.approx(alone)
+    assert plugin.score(extreme, candidates)[: len(endpoints)] == pytest.approx(alone)
     assert size <= extreme.table.is_active.size

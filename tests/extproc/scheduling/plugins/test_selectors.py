@@ -1,4 +1,4 @@
-"""Pickers: the order that scores give, and what chance makes of it."""
+"""Selectors: the order by scores, and its randomness."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_weighted_random_follows_the_scores_and_leaves_zero_for_last() -> None:
     assert WeightedRandom().order(np.array([0.0, 1e-9, 1.0]), random.Random(0))[-1] == 0
 
 
-def test_the_smallest_of_scores_is_no_trouble() -> None:
+def test_the_smallest_scores_do_not_underflow() -> None:
     assert WeightedRandom().order(np.array([1e-300, 1.0, 0.0]), random.Random(0)) == [1, 0, 2]
     assert sorted(WeightedRandom().order(np.array([5e-324, 1.0]), random.Random(0))) == [0, 1]
 
@@ -58,7 +58,7 @@ def test_power_of_two_takes_the_better_of_two() -> None:
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=20), st.sampled_from(ALL), st.integers(0, 1000))
-def test_everybody_comes_once(scores: list[float], choice: Selector, seed: int) -> None:
+def test_every_endpoint_appears_once(scores: list[float], choice: Selector, seed: int) -> None:
     order = choice.order(np.array(scores), random.Random(seed))
     assert sorted(order) == list(range(len(scores)))
 

@@ -28,10 +28,10 @@ def view_of(
     table = EndpointTable()
     table.replace(f"e{number}:1" for number in range(count))
     # as engines have just said
-    table.seen_at_s[:count] = now_s
+    table.reported_at_s[:count] = now_s
     for name, values in columns.items():
         getattr(table, name)[:count] = values
-    table.seen_in_flight[:] = table.in_flight
+    table.in_flight_at_report[:] = table.in_flight
     held = np.zeros(len(table.addresses))
     held[: len(cached)] = cached
     demand = Demand(held, PromptCost().work(input_tokens - held, held))
