@@ -1,27 +1,27 @@
-"""The names on the wire between Envoy, extproc and the bundle that the controller writes: headers and metadata keys."""
+"""Names on the wire between Envoy, extproc and the bundle: paths, headers, metadata keys."""
 
 from __future__ import annotations
 
 from typing import Final
 
-# What is routed to engines, and what the gateway answers by itself. All else that engines serve stays out of reach.
+# The paths that are routed to engines; MODELS_PATH is answered by extproc. Clients reach nothing else of the engines.
 CHAT_PATH: Final = "/v1/chat/completions"
 COMPLETIONS_PATH: Final = "/v1/completions"
 EMBEDDINGS_PATH: Final = "/v1/embeddings"
 RESPONSES_PATH: Final = "/v1/responses"
 MODELS_PATH: Final = "/v1/models"
 
-# The endpoint picker protocol of the Gateway API Inference Extension: header and metadata key, and its namespace.
+# The endpoint picker protocol of the Gateway API Inference Extension: header and metadata key, and the key's namespace.
 DESTINATION: Final = "x-gateway-destination-endpoint"
 LB_NAMESPACE: Final = "envoy.lb"
-# Of the same protocol: the endpoints that may be chosen, and the one that served.
+# The same protocol's metadata keys for the endpoints that may be chosen and for the one that served.
 SUBSET: Final = "x-gateway-destination-endpoint-subset"
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 SERVED: Final = "x-gateway-destination-endpoint-served"
-# By this header the protocol's conformance tests choose the endpoint.
+# The protocol's conformance tests choose the endpoint by this header.
 CONFORMANCE_HEADER: Final = "test-epp-endpoint-selection"
 
-# What the sidecar of a decode engine obeys (llm-d): it must be our word, never a client's.
+# Headers that the sidecar of a decode engine obeys (llm-d): removed from what clients send.
 PREFILLER: Final = "x-prefiller-host-port"
 SIDECAR_HEADERS: Final = (
     PREFILLER,
@@ -30,53 +30,55 @@ SIDECAR_HEADERS: Final = (
     "x-kv-cache-source-host-port",
 )
 
-# Which ModelServer a request goes to; Envoy's routes match on it.
+# The ModelServer that a request goes to; Envoy's routes match on it.
 SERVER_HEADER: Final = "x-attache-server"
 
-# Headers that belong to the gateway: what a client sends under these prefixes is removed before anything reads it.
+# Headers that belong to the gateway: Envoy removes what a client sends under these prefixes before anything reads it.
 RESERVED_PREFIXES: Final = ("x-gateway-", "x-attache-")
 
-# Who asks, as Envoy writes it after authentication: the name of an API key, or what a token says.
+# The caller, as Envoy writes it after authentication: the name of an API key, or claims of a token.
 CLIENT: Final = "x-attache-client"
 TENANT: Final = "x-attache-tenant"
 USER: Final = "x-attache-user"
 # Milliseconds from arrival until the first token is wanted.
 DEADLINE_MS: Final = "x-attache-deadline-ms"
-# Of llm-d and, older, of the Gateway API Inference Extension: what a request is worth, whose flow it belongs to, its targets.
+# Priority by InferenceObjective, the flow for fair queueing, and latency targets: llm-d's names, then the older ones of the
+# Gateway API Inference Extension.
 OBJECTIVES: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 FAIRNESS_IDS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 SLO_TTFT_MS: Final = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 SLO_TPOT_MS: Final = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
-# Clients' own words in those are removed as well.
+# What a client sends under these prefixes is removed as well.
 OBJECTIVE_PREFIXES: Final = ("x-llm-d-", "x-slo-")
 
-# Of OpenAI's API; in our metadata under the same names.
+# OpenAI's response headers for rate limits; our dynamic metadata uses the same names.
 RATE_LIMIT_HEADERS: Final = tuple(
     f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")
 )
 
-# On gRPC streams of our own bundle, which has removed all of these that a client sent: no client can write it.
+# gRPC metadata on streams of our own bundle: its presence says that Envoy has removed the headers above from what clients
+# sent. Clients cannot write it, because gRPC metadata are not HTTP request headers.
 BUNDLE_MARK: Final = "x-attache-bundle"
 
-# Our own dynamic metadata: the ticket that joins a decision with its access log entry, and the model asked for.
+# Our own dynamic metadata: the ticket joins a decision with its access log entry.
 NAMESPACE: Final = "attache"
 TICKET: Final = "ticket"
 
-# Token usage as Envoy's json_to_metadata and sse_to_metadata filters read it out of answers.
+# Token usage, which Envoy's json_to_metadata and sse_to_metadata filters read out of answers.
 USAGE_NAMESPACE: Final = "attache.usage"
 PROMPT_TOKENS: Final = "prompt_tokens"
 COMPLETION_TOKENS: Final = "completion_tokens"
 CACHED_TOKENS: Final = "cached_tokens"
 
-# The host that served, written by the override_host load balancing policy.
+# The host that served, which the override_host load balancing policy writes.
 SERVED_NAMESPACE: Final = "attache.served"
 SERVED_HOST: Final = "host"
 
-# Access log custom tag: microseconds from the request's first byte to the answer's first body byte.
+# Custom tag of access log entries: microseconds from the request's first byte to the answer's first body byte.
 TTFT_TAG: Final = "ttft_us"
 
-# extproc's own answers name themselves so in Envoy's response code details; what is so named is sent as it is.
+# Envoy's response code details of extproc's own answers begin so; the bundle does not rewrite those answers' bodies.
 DETAILS_PREFIX: Final = "attache_"
 
-# The name under which Envoy reports to the access log service.
+# The log name under which Envoy reports to the access log service.
 ACCESS_LOG_NAME: Final = "attache"

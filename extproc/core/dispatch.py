@@ -85,12 +85,12 @@ class Dispatcher:
             return self.refuse(record, refusal, now, out, was_held=was_held)
         explanation = explain(considered, pool) if record.wants_reasons else None
         output_tokens = pool.expected_output(request.max_output_tokens)
-        assignment, chain = pool.commit(considered, now, output_tokens), considered.expectation.chain
+        assignment, found = pool.commit(considered, now, output_tokens), considered.expectation
         run = record.run = Run(
             pool=pool,
             assignment=assignment,
-            chain=chain,
-            tail=tail_of(request.prompt, pool.caches.index.covered_bytes(len(chain))),
+            chain=found.chain,
+            tail=tail_of(request.prompt, found.covered_bytes),
             prompt_bytes=len(request.prompt),
             is_streamed=request.is_streamed,
             sent_at_s=now,

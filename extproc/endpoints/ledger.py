@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
@@ -27,14 +26,13 @@ def begin_request(table: EndpointTable, row: int, *, work: float, now: float, to
     """
     table.in_flight[row] += 1
     table.in_flight_tokens[row] += tokens
-    endpoint = table.ref(row)
     if not work:
-        return endpoint
+        return table.ref(row)
     table.mean_work += _MEAN_WEIGHT * (work - table.mean_work)
-    backlog = backlog_of(table, row, now) + work
-    number = table.prefill_queues[row].add(work, now)
-    _set_backlog(table, row, backlog=backlog, requests=len(table.prefill_queues[row]), now=now)
-    return msgspec.structs.replace(endpoint, prefill_number=number)
+    backlog, queue = backlog_of(table, row, now) + work, table.prefill_queues[row]
+    number = queue.add(work, now)
+    _set_backlog(table, row, backlog=backlog, requests=len(queue), now=now)
+    return table.ref(row, prefill_number=number)
 
 
 def end_request(table: EndpointTable, endpoint: EndpointRef, now: float, tokens: float = 0.0) -> None:

@@ -52,3 +52,7 @@ def covered_units(count: int) -> int:
     """The total size of the first ``count`` blocks of any chain, in units of the first block's size."""
     size_class, rest = divmod(count, _BLOCKS_PER_CLASS)
     return _BLOCKS_PER_CLASS * ((1 << size_class) - 1) + (rest << size_class)
+
+
+# The same by ``count``, for all chains that there can be: a pick looks several of them up.
+COVERED_UNITS: Final = tuple(covered_units(count) for count in range(_BLOCKS_PER_CLASS * (_CLASS_MASK + 1) + 1))

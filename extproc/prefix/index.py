@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.prefix.hashing import FIRST_BLOCK_BYTES, block_units, covered_units
+from extproc.prefix.hashing import COVERED_UNITS, FIRST_BLOCK_BYTES, block_units
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +75,7 @@ class PrefixIndex:
 
     def covered_bytes(self, blocks: int) -> int:
         """The bytes of prompt text in the first ``blocks`` blocks of a chain."""
-        return covered_units(blocks) * self.first_block_bytes
+        return COVERED_UNITS[blocks] * self.first_block_bytes
 
     def set_capacity(self, row: int, capacity_bytes: float) -> None:
         """Set the capacity that the engine of ``row`` reports."""

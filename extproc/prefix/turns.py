@@ -47,15 +47,15 @@ class Turns:
 
     def __init__(self) -> None:
         self.answer_share = 1.0
-        self._turns: OrderedDict[int, dict[int, Turn]] = OrderedDict()
+        self.by_block: OrderedDict[int, dict[int, Turn]] = OrderedDict()
 
     def record(self, row: int, chain: Sequence[int], turn: Turn) -> None:
         """The endpoint of ``row`` has answered the prompt with the blocks ``chain``."""
         if chain:
-            self._turns.setdefault(chain[-1], {})[row] = turn
-            self._turns.move_to_end(chain[-1])
-            if len(self._turns) > _MAX_TURNS:
-                self._turns.popitem(last=False)
+            self.by_block.setdefault(chain[-1], {})[row] = turn
+            self.by_block.move_to_end(chain[-1])
+            if len(self.by_block) > _MAX_TURNS:
+                self.by_block.popitem(last=False)
 
     def continuations(self, last_block: int, rest: bytes | memoryview) -> Iterator[tuple[int, float]]:
         """The rows that served a prompt which this one continues, with the bytes that each holds.
@@ -63,7 +63,7 @@ class Turns:
         ``last_block``: the last whole block of both prompts. ``rest``: this prompt's text after it. The bytes are
         those of the earlier prompt after the block, and of its answer.
         """
-        for row, turn in self._turns.get(last_block, _NONE).items():
+        for row, turn in self.by_block.get(last_block, _NONE).items():
             continued = len(rest) - turn.tail.length
             if continued >= 0 and xxhash.xxh3_64_intdigest(rest[: turn.tail.length]) == turn.tail.digest:
                 yield row, turn.tail.length + min(self.answer_share * turn.answer_bytes, continued)

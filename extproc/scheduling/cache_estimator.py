@@ -19,7 +19,7 @@ import numpy as np
 
 from extproc.endpoints.answer_cost import AnswerCost
 from extproc.endpoints.prompt_cost import PromptCost
-from extproc.prefix.hashing import FIRST_BLOCK_BYTES, hash_blocks
+from extproc.prefix.hashing import COVERED_UNITS, FIRST_BLOCK_BYTES, hash_blocks
 from extproc.prefix.index import Match, PrefixIndex
 from extproc.prefix.turns import Turns
 from extproc.scheduling.picker import Demand
@@ -58,7 +58,7 @@ class Expectation(msgspec.Struct, frozen=True):
 
     ``chain``: its block hashes in the approximate index. ``kv_chains``: its block keys in the precise index by block
     size, None if that was not consulted. ``matches``: which endpoints were sent which whole blocks. ``input_tokens``:
-    its length. ``demand``: what it requires of each endpoint.
+    its length. ``demand``: what it requires of each endpoint. ``covered_bytes``: of its text, in whole blocks.
     """
 
     chain: Sequence[int]
@@ -66,6 +66,7 @@ class Expectation(msgspec.Struct, frozen=True):
     matches: Sequence[Match]
     input_tokens: float
     demand: Demand
+    covered_bytes: int
 
 
 class CacheEstimator:
@@ -152,25 +153,23 @@ class CacheEstimator:
         if prompt.tokens is not None:
             input_tokens = float(max(len(prompt.tokens), 1))
         rows = len(table.addresses)
-        cached, work = np.zeros(rows), np.full(rows, self.prompt_cost.work(input_tokens, 0.0))
+        cached = np.zeros(rows)
+        unit = self.index.first_block_bytes
         matches = self.index.match(chain)
         for match in matches:
-            held = self._round_to_blocks(self.index.covered_bytes(match.blocks) / self.bytes_per_token, input_tokens)
-            holders = rows_of_bitmask(match.holders, rows)
-            cached[holders], work[holders] = held, self.prompt_cost.work(input_tokens - held, held)
-        is_changed = self._add_turns(prompt, matches, chain, cached, input_tokens)
+            covered = COVERED_UNITS[match.blocks] * unit
+            held = self._round_to_blocks(covered / self.bytes_per_token, input_tokens)
+            cached[rows_of_bitmask(match.holders, rows)] = held
+            if chain[match.blocks - 1] in self.turns.by_block:
+                self._add_turns(prompt, match, chain, covered, cached, input_tokens)
         if self._previous is not None:
-            is_changed = self._add_previous(self._previous, prompt.text, seed, cached, input_tokens) or is_changed
-        kv_chains = self._add_precise(prompt, cached, input_tokens, now)
-        if is_changed or kv_chains is not None:
-            work = self.prompt_cost.work(input_tokens - cached, cached)
-        return Expectation(
-            chain,
-            kv_chains,
-            matches,
-            input_tokens,
-            Demand(cached, work, self.output_tokens * self.answer_cost.step_s_per_token),
-        )
+            self._add_previous(self._previous, prompt.text, seed, cached, input_tokens)
+        kv_chains = None
+        if self.kv_index is not None:
+            kv_chains = self._add_precise(self.kv_index, prompt, cached, input_tokens, now)
+        work = self.prompt_cost.work(input_tokens - cached, cached)
+        demand = Demand(cached, work, self.output_tokens * self.answer_cost.step_s_per_token)
+        return Expectation(chain, kv_chains, matches, input_tokens, demand, COVERED_UNITS[len(chain)] * unit)
 
     def indexed_tokens(self, expectation: Expectation, row: int) -> tuple[float, float | None]:
         """The tokens in whole blocks that were sent to ``row`` before, and when the last block was used.
@@ -180,7 +179,7 @@ class CacheEstimator:
         longest = max((match.blocks for match in expectation.matches if match.holders >> row & 1), default=0)
         if not longest:
             return 0.0, None
-        tokens = self.index.covered_bytes(longest) / self.bytes_per_token
+        tokens = COVERED_UNITS[longest] * self.index.first_block_bytes / self.bytes_per_token
         return self._round_to_blocks(tokens, expectation.input_tokens), self.index.last_use(
             row, expectation.chain[longest - 1]
         )
@@ -212,20 +211,16 @@ class CacheEstimator:
         return float(min(tokens, input_tokens - 1.0) // self._block_tokens * self._block_tokens)
 
     def _add_turns(
-        self, prompt: Prompt, matches: Sequence[Match], chain: Sequence[int], cached: Floats, input_tokens: float
-    ) -> bool:
-        """Add cached tokens of conversation turns beyond whole blocks; returns whether there were any."""
-        found = False
-        for match in matches:
-            covered = self.index.covered_bytes(match.blocks)
-            for row, held in self.turns.continuations(chain[match.blocks - 1], memoryview(prompt.text)[covered:]):
-                tokens = self._round_to_blocks((covered + held) / self.bytes_per_token, input_tokens)
-                if match.holders >> row & 1 and tokens > cached[row]:
-                    cached[row], found = tokens, True
-        return found
+        self, prompt: Prompt, match: Match, chain: Sequence[int], covered: int, cached: Floats, input_tokens: float
+    ) -> None:
+        """Add cached tokens of conversation turns that go on behind a match, which covers so many bytes."""
+        for row, held in self.turns.continuations(chain[match.blocks - 1], memoryview(prompt.text)[covered:]):
+            tokens = self._round_to_blocks((covered + held) / self.bytes_per_token, input_tokens)
+            if match.holders >> row & 1 and tokens > cached[row]:
+                cached[row] = tokens
 
-    def _add_previous(self, previous: PrefixIndex, text: bytes, seed: str, cached: Floats, input_tokens: float) -> bool:
-        """Add matches from the index of the old block size; returns whether there were any."""
+    def _add_previous(self, previous: PrefixIndex, text: bytes, seed: str, cached: Floats, input_tokens: float) -> None:
+        """Add matches from the index of the old block size."""
         matches = previous.match(hash_blocks(text, seed, previous.first_block_bytes))
         for match in matches:
             holders = rows_of_bitmask(match.holders, cached.size)
@@ -234,17 +229,16 @@ class CacheEstimator:
         self._previous_uses -= 1
         if not self._previous_uses:
             self._previous = None
-        return bool(matches)
 
     def _add_precise(
-        self, prompt: Prompt, cached: Floats, input_tokens: float, now: float
+        self, kv_index: KvIndex, prompt: Prompt, cached: Floats, input_tokens: float, now: float
     ) -> dict[int, list[int]] | None:
         """Apply the precise index to ``cached``; returns the prompt's keys, None if the index cannot be used."""
-        if self.kv_index is None or prompt.tokens is None or not self.whole_feeds | self.partial_feeds:
+        if prompt.tokens is None or not self.whole_feeds | self.partial_feeds:
             return None
-        chains = self.kv_index.keys(prompt.tokens, adapter=prompt.adapter, salt=prompt.salt)
+        chains = kv_index.keys(prompt.tokens, adapter=prompt.adapter, salt=prompt.salt)
         precise = np.zeros(cached.size)
-        for found in self.kv_index.match(chains, now):
+        for found in kv_index.match(chains, now):
             holders = rows_of_bitmask(found.holders, cached.size)
             precise[holders] = np.maximum(
                 precise[holders], min(found.weighted, self._round_to_blocks(found.tokens, input_tokens))

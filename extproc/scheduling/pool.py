@@ -69,13 +69,6 @@ class Assignment(msgspec.Struct, frozen=True):
         return self.prefill or self.endpoint
 
 
-class Load(msgspec.Struct, frozen=True):
-    """The load of a request: prefill ``work`` in tokens of work, ``tokens`` of its prompt and expected answer."""
-
-    work: float
-    tokens: float
-
-
 class PickConstraints(msgspec.Struct, frozen=True):
     """What limits the choice of endpoints for a request.
 
@@ -184,13 +177,14 @@ class Pool:
         cached, work = float(demand.cached_tokens[computing]), float(demand.work[computing])
         if not expectation.matches:
             table.cold_prompt_at_s[first] = now
-        tokens_ahead = backlog_of(table, computing, now) + work
         indexed_tokens, last_used_at_s = self.caches.indexed_tokens(expectation, computing)
         self.caches.record_sent(computing, expectation, now)
         if computing != first:
             self.caches.record_sent(first, expectation, now)
         tokens = expectation.input_tokens + output_tokens
-        endpoint, prefill = self._begin(first, pick.prefill_row, Load(work, tokens), now)
+        endpoint, prefill = self._begin(first, pick.prefill_row, work=work, tokens=tokens, now=now)
+        # the ledger has just counted the request as the last of them
+        tokens_ahead = float(table.backlog_tokens[computing]) if work else backlog_of(table, computing, now)
         return Assignment(
             endpoint=endpoint,
             addresses=tuple([table.addresses[row] for row in pick.rows]),
@@ -218,7 +212,7 @@ class Pool:
         last_used_at_s = self.caches.last_use_of(computing, event.chain, event.indexed_tokens)
         for one in {row, computing}:
             self.caches.index.pin(one, event.chain, now)
-        endpoint, prefill = self._begin(row, prefill_row, Load(event.work, event.tokens), now)
+        endpoint, prefill = self._begin(row, prefill_row, work=event.work, tokens=event.tokens, now=now)
         return Assignment(
             endpoint=endpoint,
             addresses=(event.address,),
@@ -235,16 +229,17 @@ class Pool:
 
     def release(self, assignment: Assignment, chain: Sequence[int], now: float) -> None:
         """The request has ended: remove its load. ``chain``: its blocks, which its endpoints may now evict."""
-        for endpoint in {assignment.endpoint, assignment.prefilled_by}:
+        first, prefill = assignment.endpoint, assignment.prefill
+        for endpoint in (first,) if prefill is None else (first, prefill):
             if self.table.is_current(endpoint):
                 self.caches.index.unpin(endpoint.row, chain, now)
             end_request(self.table, endpoint, now, assignment.tokens)
 
     def _begin(
-        self, row: int, prefill_row: int | None, load: Load, now: float
+        self, row: int, prefill_row: int | None, *, work: float, tokens: float, now: float
     ) -> tuple[EndpointRef, EndpointRef | None]:
         """Count the prefill work at the endpoint that computes it, and a request in flight at both."""
-        table, work, tokens = self.table, load.work, load.tokens
+        table = self.table
         if prefill_row is None:
             return begin_request(table, row, work=work, tokens=tokens, now=now), None
         prefill = begin_request(table, prefill_row, work=work, tokens=tokens, now=now)

@@ -1,8 +1,8 @@
 """Token usage out of an answer that passes in pieces of any size, plain or streamed, without holding the answer.
 
-Usage stands at the end: of the JSON object, or of one of the last events. So the end of what has come since the last line break
-is kept, a few kilobytes, and where the line (or the answer) ends, the last ``"usage": {...}`` in it is read. A quotation mark
-inside of generated text is escaped, so text cannot be mistaken for it.
+Usage stands at the end: of the JSON object, or of one of the last events of a stream. So only the end of the current line is
+kept, a few kilobytes, and where the line or the answer ends, the last ``"usage": {...}`` in it is read. Generated text cannot
+be mistaken for it: a quotation mark inside of a JSON string is escaped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-# Longer than any usage object with all its details, and what engines write after it.
+# More than a usage object with all its details and what engines write behind it.
 _KEPT_BYTES: Final = 16 * 1024
 _KEY: Final = b'"usage":'
 
@@ -26,14 +26,14 @@ class ReportedUsage(msgspec.Struct, frozen=True):
 
 
 class UsageReader:
-    """Feed it the pieces of one answer."""
+    """Reads one answer, piece by piece."""
 
     def __init__(self) -> None:
         self.usage = ReportedUsage()
         self._line = bytearray()
 
     def feed(self, piece: bytes) -> None:
-        """The next bytes of the answer."""
+        """Take the next bytes of the answer."""
         start = 0
         while (end := piece.find(b"\n", start)) >= 0:
             self._keep(piece[start:end])
@@ -43,7 +43,7 @@ class UsageReader:
         self._keep(piece[start:] if start else piece)
 
     def finish(self) -> ReportedUsage:
-        """The answer has ended."""
+        """The answer has ended: return what it reported."""
         self._read()
         return self.usage
 
@@ -61,12 +61,13 @@ class UsageReader:
             value, _ = _decoder.raw_decode(text)
         except JSONDecodeError:
             return
-        if isinstance(value, dict):  # null in every event but the last
+        # null in every event but the last
+        if isinstance(value, dict):
             self.usage = _usage(value)
 
 
 def _usage(found: dict[str, Any]) -> ReportedUsage:
-    """Chat and completions' names, or the responses API's."""
+    """Read the fields of chat and completions, or those of the responses API."""
     details = found.get("prompt_tokens_details") or found.get("input_tokens_details") or {}
     return ReportedUsage(
         prompt_tokens=_count(found.get("prompt_tokens", found.get("input_tokens"))),
