@@ -61,7 +61,7 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
             Command("top", "show engines, queues and tenants live", "extproc.cli.top"),
         ),
         "Try without a GPU": (
-            Command("engine", "simulate one vLLM engine", "bench.engine.__main__"),
+            Command("engine", "simulate one vLLM engine, or several", "bench.engine.__main__"),
             Command(
                 "up",
                 "start Envoy, extproc and simulated engines on this machine",
