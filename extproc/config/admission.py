@@ -104,8 +104,8 @@ class Band(Spec, frozen=True):
 
     ``name``: in metrics. ``priority``: the lowest one of the band. ``share``: of the engines while all bands want
     them, relative to the others' shares. ``ceiling``: send only while engines are less full than this.
-    ``max_requests``: most that may wait. ``max_bytes``: most that their bodies may hold. ``fairness`` and
-    ``order``: if not the queue's.
+    ``max_requests``: most that may wait. ``max_bytes``: most that their bodies may hold. ``fairness`` and ``order``:
+    if not the queue's.
     """
 
     name: Name

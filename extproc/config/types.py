@@ -31,10 +31,8 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StringMatch(Spec, frozen=True):
-    """Exactly one of the three is set.
-
-    ``exact``: the whole value. ``prefix``: its beginning. ``regex``: matches the whole value (RE2-compatible
-    syntax, as in Envoy).
+    """Exactly one of the three is set. ``exact``: the value. ``prefix``: its beginning. ``regex``: matches all of it
+    (RE2).
     """
 
     exact: str | None = None
@@ -43,20 +41,15 @@ class StringMatch(Spec, frozen=True):
 
 
 class ModelMatch(Spec, frozen=True):
-    """All given conditions must hold.
-
-    ``headers``: by name, which is case-insensitive. ``uri``: the request's path.
-    """
+    """All given conditions must hold. ``headers``: by name, which is case-insensitive. ``uri``: the request's path."""
 
     headers: dict[str, StringMatch] = msgspec.field(default_factory=dict)
     uri: StringMatch | None = None
 
 
 class TargetModel(Spec, frozen=True):
-    """One weighted destination of a rule.
-
-    ``model_server_name``: the name of a ModelServer. ``weight``: its share of the requests, relative to the other
-    targets' weights.
+    """One weighted destination of a rule. ``model_server_name``: the name of a ModelServer. ``weight``: its share of
+    the requests, relative to the other targets' weights.
     """
 
     model_server_name: Name
@@ -64,9 +57,8 @@ class TargetModel(Spec, frozen=True):
 
 
 class RouteRule(Spec, frozen=True):
-    """The first rule whose match holds decides; a rule without a match always holds.
-
-    ``target_models``: where requests go. ``name``: for people. ``model_match``: conditions on the request.
+    """The first rule whose match holds decides; a rule without a match always holds. ``target_models``: where requests
+    go. ``name``: for people. ``model_match``: conditions on the request.
     """
 
     target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=16)]
@@ -100,9 +92,7 @@ class ModelRouteSpec(Spec, frozen=True):
 
 
 class StaticEndpoint(Spec, frozen=True):
-    """One engine.
-
-    ``address``: ``ip:port`` (``[::1]:8000`` for IPv6). ``labels``: what policies and ``pdGroup`` tell endpoints
+    """One engine. ``address``: ``ip:port`` or ``[ip6]:port``. ``labels``: what policies and ``pdGroup`` tell endpoints
     apart by. ``price``: what a second of it costs, relative to others. ``draining``: it gets nothing new while
     others are there. ``kv_events`` and ``kv_replay``: where this engine publishes and replays KV events, if not on
     its ModelServer's ports.
@@ -117,11 +107,9 @@ class StaticEndpoint(Spec, frozen=True):
 
 
 class PdGroup(Spec, frozen=True):
-    """Engines in two roles: one computes the prompt (prefill), another of the same group writes the answer (decode).
-
-    ``prefill_labels`` and ``decode_labels``: an endpoint that has all of these labels has the role. ``group_key``:
-    a label; both engines of a pair have the same value of it. ``min_uncached_tokens``: a prompt of which the decode
-    engine misses fewer tokens is computed there.
+    """Engines in two roles: one computes the prompt, another writes the answer. ``prefill_labels`` and
+    ``decode_labels``: labels of the role. ``group_key``: a label; both engines of a pair have the same value of it.
+    ``min_uncached_tokens``: prompts of which the decode engine misses fewer tokens are computed there.
     """
 
     prefill_labels: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
@@ -131,12 +119,9 @@ class PdGroup(Spec, frozen=True):
 
 
 class KvEventsSpec(Spec, frozen=True):
-    """Engines publish what enters and leaves their KV caches (vLLM's ``--kv-events-config``); we know their caches
-    precisely.
-
-    ``port``: rank r of a data-parallel engine publishes on this port plus r. ``replay_port``: where missed events
-    are replayed; without it, what was missed stays unknown. ``topic``: subscribe to topics that begin so.
-    ``data_parallel_size``: ranks of an engine.
+    """Engines publish what enters and leaves their KV caches (vLLM's ``--kv-events-config``). ``port``: rank r of a
+    data-parallel engine publishes on this port plus r. ``replay_port``: where missed events are replayed; without
+    it, what was missed stays unknown. ``topic``: their beginning. ``data_parallel_size``: an engine's ranks.
     """
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 5557
@@ -146,10 +131,7 @@ class KvEventsSpec(Spec, frozen=True):
 
 
 class TokenizerSpec(Spec, frozen=True):
-    """How prompts become tokens, for precise matching.
-
-    ``path``: a directory with the model's tokenizer files; without it, engines' own /tokenize is asked.
-    """
+    """How prompts become tokens. ``path``: directory of tokenizer files; or else engines' /tokenize is asked."""
 
     path: NonEmpty | None = None
     # the longest that a request waits for its tokens; then the approximate index decides
@@ -162,18 +144,16 @@ class TokenizerSpec(Spec, frozen=True):
 
 
 class RetryPolicy(Spec, frozen=True):
-    """How Envoy goes down the list of endpoints when one fails before its first byte.
-
-    ``attempts``: how many further endpoints it tries.
+    """How Envoy goes down the list of endpoints when one fails before its first byte. ``attempts``: how many further
+    endpoints it tries.
     """
 
     attempts: Annotated[int, msgspec.Meta(ge=0, le=10)] = 2
 
 
 class OutlierDetection(Spec, frozen=True):
-    """When Envoy takes an engine out of the set.
-
-    ``consecutive_failures``: failures in a row that do so. ``ejection_time``: for how long at first.
+    """When Envoy takes an engine out of the set. ``consecutive_failures``: failures in a row that do so.
+    ``ejection_time``: for how long at first.
     """
 
     consecutive_failures: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 3
@@ -181,11 +161,9 @@ class OutlierDetection(Spec, frozen=True):
 
 
 class TrafficPolicy(Spec, frozen=True):
-    """Time limits and retries between Envoy and the engines.
-
-    ``timeout``: the longest that a whole answer may take. ``connect_timeout``: the longest that connecting to an
-    engine may take. ``retry``: what happens when an engine fails before its first byte. ``outlier_detection``: when
-    an engine is avoided.
+    """Time limits and retries between Envoy and the engines. ``timeout``: the longest that a whole answer may take.
+    ``connect_timeout``: the longest that connecting to an engine may take. ``retry``: what happens when an engine
+    fails before its first byte. ``outlier_detection``: when an engine is avoided.
     """
 
     timeout: str = "30m"
@@ -205,12 +183,10 @@ class TrafficPolicy(Spec, frozen=True):
 
 
 class ModelServerSpec(Spec, frozen=True):
-    """The engines that serve one base model.
-
-    ``model``: the name under which the engines serve it. ``endpoints``: the engines. ``engine``: whose metrics'
-    names they use. ``traffic_policy``: time limits and retries. ``pd_group``: prefill and decode on separate
-    engines. ``kv_events``: engines publish what is in their caches. ``tokenizer``: how prompts become tokens, where
-    ``kv_events`` is set.
+    """The engines that serve one base model. ``model``: the name under which the engines serve it. ``endpoints``: the
+    engines. ``engine``: whose metrics' names they use. ``traffic_policy``: time limits and retries. ``pd_group``:
+    prefill and decode on separate engines. ``kv_events``: engines publish what is in their caches. ``tokenizer``:
+    how prompts become tokens, where ``kv_events`` is set.
     """
 
     model: NonEmpty
@@ -241,11 +217,10 @@ class ModelServerSpec(Spec, frozen=True):
 
 
 class GatewayConfigSpec(Spec, frozen=True):
-    """How Envoy listens and how it talks to extproc. At most one such document in a directory.
-
-    ``listen``: where clients connect. ``admin``: Envoy's administration, for this machine only. ``extproc``: where
-    extproc listens, ``ip:port`` or ``unix:/path``. ``max_body_size``: the largest request. ``access_log_flush``:
-    how long Envoy may keep outcomes back.
+    """How Envoy listens and how it talks to extproc. At most one such document in a directory. ``listen``: where
+    clients connect. ``admin``: Envoy's administration, for this machine only. ``extproc``: where extproc listens,
+    ``ip:port`` or ``unix:/path``. ``max_body_size``: the largest request. ``access_log_flush``: how long Envoy may
+    keep outcomes back.
     """
 
     listen: str = "127.0.0.1:8080"
