@@ -9,7 +9,9 @@ export ENVOY
 VLLM   := .venv-vllm
 GATEWAY := .tools/sglang-router
 
-.PHONY: help run up test test-vllm check fix bench sglang-gateway lab generate lock envoy-binary clean
+DOCS   := .venv-docs
+
+.PHONY: help run up test test-vllm check fix bench sglang-gateway lab generate docs lock envoy-binary clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -48,10 +50,14 @@ sglang-gateway: $(GATEWAY)/ready ## SGLang's gateway for `make bench` to compare
 lab: $(VENV)/ready ## endpoint-picking policies side by side on real traces, in virtual time: one table with intervals, under bench/out/lab/
 	$(RUN) -m bench lab $(ARGS)
 
-generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles
+generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles, reference pages
 	$(RUN) -m tools.envoy_messages
 	$(RUN) -m controller bundle --golden
 	$(RUN) -m tools.architecture_tree
+	$(RUN) -m tools.reference
+
+docs: $(DOCS)/ready ## the documentation as a site, under .site/
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
 
 lock: ## write requirements.lock anew (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --all-extras --group dev \
@@ -77,6 +83,13 @@ $(VLLM)/ready:
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# In an environment of its own: the site's tools have nothing to do with ours.
+$(DOCS)/ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --group docs
+	@touch $@
+
 # An environment of its own: it pins web frameworks that have nothing to do with ours.
 $(GATEWAY)/ready:
 	$(PYTHON) -m venv $(GATEWAY)
@@ -84,4 +97,4 @@ $(GATEWAY)/ready:
 	@touch $@
 
 clean: ## remove all that make has made
-	rm -rf $(VENV) $(VLLM) .tools .cache bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VLLM) $(DOCS) .site .tools .cache bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

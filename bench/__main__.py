@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
+import msgspec
 from rich.console import Console
 
 from bench.lab import compare, lab_command, replay_command, workload_command
@@ -21,33 +24,44 @@ from bench.workload.traces import FORMATS, TraceInvalid
 from extproc.config.errors import ConfigInvalid
 
 
+class Program(msgspec.Struct, frozen=True):
+    """One command: its summary, its options, and what it does with them."""
+
+    name: str
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    call: Callable[[argparse.Namespace, Console], int]
+
+    def parser(self, prog: str) -> argparse.ArgumentParser:
+        """The options of the command by itself."""
+        made = argparse.ArgumentParser(
+            prog=prog,
+            description=f"{self.summary}.",
+            epilog="Exit status: 0; 1 if a check fails; 2 if something cannot be read; 130 after Ctrl-C, with finished "
+            "trials kept.",
+        )
+        self.add_arguments(made)
+        return made
+
+    def main(self, words: list[str], prog: str) -> int:
+        """The command by itself; returns its exit status."""
+        return _run(self, self.parser(prog).parse_args(words))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.split("\n", 1)[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    replay_command.add_arguments(
-        commands.add_parser("replay", help="policies side by side on a trace, in virtual time")
-    )
-    comparing = commands.add_parser("compare", help="two replays, or two policies of one, paired by request")
-    comparing.add_argument("first", help="FILE of a replay's --json, or FILE:POLICY")
-    comparing.add_argument("second", help="the same")
-    describing = commands.add_parser("workload", help="what a trace or a generator is like: lengths, reusable prefixes")
-    describing.add_argument("--trace", required=True)
-    describing.add_argument("--format", choices=sorted(FORMATS))
-    for flag in ("--skip", "--limit", "--seed"):
-        describing.add_argument(flag, type=int, default=0)
-    validating = commands.add_parser("validate", help="the engine model against real engines")
-    validating.add_argument("--traces", type=Path, default=TRACES, help="where vllm_run_* and vllm_profile_* are")
-    table = commands.add_parser("lab", help="the table of policies, traces and loads")
-    lab_command.add_arguments(table)
+    for program in PROGRAMS.values():
+        program.add_arguments(commands.add_parser(program.name, help=program.summary, description=program.summary))
     options = parser.parse_args(arguments)
+    return _run(PROGRAMS[options.command], options)
+
+
+def _run(program: Program, options: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
-        if options.command == "compare":
-            first, second = compare.read_side(options.first), compare.read_side(options.second)
-            console.print(compare.table(first, second, compare.compare(first, second)).on_terminal())
-            return 0
-        return _COMMANDS[options.command](options, console)
+        return program.call(options, console)
     except (TraceInvalid, ConfigInvalid, HardwareUnknown, compare.NotComparable, ValueError) as error:
         console.print(str(error), style="red", markup=False)
         return 2
@@ -56,12 +70,63 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-_COMMANDS: Final = {
-    "replay": replay_command.replay,
-    "workload": workload_command.describe,
-    "validate": lambda options, console: validate(options.traces, console),
-    "lab": lab_command.lab,
-}
+def _add_sides(parser: argparse.ArgumentParser) -> None:
+    for side in ("first", "second"):
+        parser.add_argument(side, metavar=side.upper(), help="FILE that replay --json wrote, or FILE:POLICY")
+
+
+def _compare(options: argparse.Namespace, console: Console) -> int:
+    first, second = compare.read_side(options.first), compare.read_side(options.second)
+    console.print(compare.table(first, second, compare.compare(first, second)).on_terminal())
+    return 0
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--trace", required=True, help="a file, or a generator with its numbers")
+    add("--format", choices=sorted(FORMATS), help="of the file (default: by its name)")
+    add("--skip", type=int, default=0, metavar="N", help="rows or sessions to skip (default: 0)")
+    add("--limit", type=int, default=0, metavar="N", help="rows or sessions to read (default: all)")
+    add("--seed", type=int, default=0, help="of a generator (default: 0)")
+
+
+def _add_runs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        default=TRACES,
+        help="directory with vllm_run_* and vllm_profile_* (default: %(default)s)",
+    )
+
+
+def _validate(options: argparse.Namespace, console: Console) -> int:
+    return validate(options.traces, console)
+
+
+_PROGRAMS: Final = (
+    Program(
+        "replay",
+        "Compare policies on a trace, in virtual time",
+        replay_command.add_arguments,
+        replay_command.replay,
+    ),
+    Program("compare", "Compare two replays, or two policies of one, request by request", _add_sides, _compare),
+    Program(
+        "workload",
+        "Describe a trace or a generator: lengths, and how much of its prompts could be cached",
+        _add_trace,
+        workload_command.describe,
+    ),
+    Program("validate", "Compare the simulated engine with measurements of real ones", _add_runs, _validate),
+    Program(
+        "lab",
+        "Compare many policies on two traces at three loads, in virtual time",
+        lab_command.add_arguments,
+        lab_command.lab,
+    ),
+)
+PROGRAMS: Final[Mapping[str, Program]] = MappingProxyType({one.name: one for one in _PROGRAMS})
 
 if __name__ == "__main__":
     sys.exit(main())

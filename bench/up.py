@@ -17,14 +17,24 @@ from bench.processes import StartFailed
 from bench.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, running_stack
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 after Ctrl-C or SIGTERM, 2 if something did not come up."""
-    parser = argparse.ArgumentParser(prog="bench.up", description=__doc__)
-    parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--hardware", default="h100-llama-3.1-8b", help="see python -m bench.engine --help")
-    parser.add_argument("--listen", default="127.0.0.1:8080", help="where Envoy listens (default: %(default)s)")
-    parser.add_argument("--picker", choices=["PrefixAware", "RoundRobin"], default="PrefixAware")
-    options = parser.parse_args(arguments)
+def parser(prog: str = "bench.up") -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
+        prog=prog,
+        description="Start Envoy, extproc and simulated engines on this machine, and print a request to try. Ctrl-C ends all.",
+        epilog="Exit status: 0 after Ctrl-C or SIGTERM, 2 if something did not start.",
+    )
+    add = made.add_argument
+    add("--engines", type=int, default=4, metavar="N", help="how many engines (default: %(default)s)")
+    add("--hardware", default="h100-llama-3.1-8b", help="of the engines (default: %(default)s)")
+    add("--listen", default="127.0.0.1:8080", metavar="IP:PORT", help="where Envoy listens (default: %(default)s)")
+    add("--picker", choices=["PrefixAware", "RoundRobin"], default="PrefixAware", help="default: %(default)s")
+    return made
+
+
+def main(arguments: list[str] | None = None, prog: str = "bench.up") -> int:
+    """Exit status: 0 after Ctrl-C or SIGTERM, 2 if something did not start."""
+    options = parser(prog).parse_args(arguments)
     flags = EngineFlags(count=options.engines, hardware=options.hardware)
     console = Console(highlight=False)
     try:

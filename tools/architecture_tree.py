@@ -14,7 +14,7 @@ ROOT: Final = Path(__file__).parent.parent
 PAGE: Final = ROOT / "ARCHITECTURE.md"
 BEGIN: Final = "<!-- the tree: written by make generate -->"
 END: Final = "<!-- end of the tree -->"
-_PACKAGES: Final = ("extproc", "controller", "bench")
+_PACKAGES: Final = ("attache", "extproc", "controller", "bench")
 _COLUMN: Final = 36
 _WIDTH: Final = 120
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, prog: str = "bench.engine") -> int:
     """Serve until SIGINT or SIGTERM; exit status 2 if a port cannot be had."""
-    engines = _read(arguments)
+    engines = _read(arguments, prog)
     status = 0
     try:
         uvloop.run(_serve(engines))
@@ -47,21 +47,21 @@ async def _serve(engines: Sequence[EngineSettings]) -> None:
                 tasks.create_task(EngineServer(settings).run())
 
 
-def _read(arguments: list[str] | None) -> list[EngineSettings]:
-    parser = _parser()
-    options = parser.parse_args(arguments)
+def _read(arguments: list[str] | None, prog: str) -> list[EngineSettings]:
+    made = parser(prog)
+    options = made.parse_args(arguments)
     ports: list[int] = options.port or [8000]
     events: list[int | None] = options.kv_events_port or [None] * len(ports)
     replays: list[int | None] = options.kv_replay_port or [None] * len(ports)
     if not len(ports) == len(events) == len(replays):
-        parser.error("write --kv-events-port and --kv-replay-port as often as --port, or not at all")
+        made.error("write --kv-events-port and --kv-replay-port as often as --port, or not at all")
     hardware = PRESETS[options.hardware]
     blocks = options.num_gpu_blocks_override or hardware.kv_tokens() // options.block_size
     capacity = blocks * options.block_size
     if options.speed <= 0:
-        parser.error("--speed must be above 0")
+        made.error("--speed must be above 0")
     if options.max_model_len is not None and options.max_model_len > capacity:
-        parser.error(f"--max-model-len {options.max_model_len} is more than the KV cache holds ({capacity} tokens)")
+        made.error(f"--max-model-len {options.max_model_len} is more than the KV cache holds ({capacity} tokens)")
 
     def engine(number: int) -> EngineSettings:
         return EngineSettings(
@@ -89,29 +89,57 @@ def _publisher(options: argparse.Namespace, port: int, events: int | None, repla
     return KvEventsConfig(events, replay, topic, options.kv_events_form)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bench.engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def parser(prog: str = "bench.engine") -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
+        prog=prog,
+        description="Simulate a vLLM engine: an OpenAI-compatible server whose latencies are those of a named GPU, "
+        "without the GPU. Its answers are filler text. One process can be several engines: repeat --port.",
     )
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, action="append", help="default: 8000; repeat it for several engines")
-    parser.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="the name that clients ask for")
-    parser.add_argument("--lora", action="append", default=[], metavar="NAME", help="an adapter that is loaded")
-    parser.add_argument("--hardware", choices=sorted(PRESETS), default="h100-llama-3.1-8b")
-    parser.add_argument("--speed", type=float, default=1.0, help="engine seconds in a second")
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--num-gpu-blocks-override", type=int, help="default: what the GPU's memory holds")
-    parser.add_argument("--max-model-len", type=int, help="default: 131072, or what the KV cache holds")
-    parser.add_argument("--default-max-tokens", type=int, default=256, help="of answers whose request names no limit")
-    parser.add_argument("--stream-headers", choices=["immediate", "first-token"], default="immediate")
-    parser.add_argument("--seed", type=int, default=0, help="of the first engine; each further one has one more")
-    events = parser.add_argument_group("KV events", "with several engines: one port for each, in the order of --port")
-    events.add_argument("--kv-events-port", type=int, action="append", help="publish what enters and leaves the cache")
-    events.add_argument("--kv-replay-port", type=int, action="append", help="replay what a subscriber has missed")
-    events.add_argument("--kv-events-form", choices=["maps", "arrays"], default="maps", help="vLLM's, new and old")
-    return parser
+    add = made.add_argument
+    add("--host", default="127.0.0.1", help="IP address to listen on (default: %(default)s)")
+    add("--port", type=int, action="append", help="port to listen on; repeat it for several engines (default: 8000)")
+    add("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="the name it serves (default: %(default)s)")
+    add("--lora", action="append", default=[], metavar="NAME", help="a LoRA adapter it has loaded; may be repeated")
+    add(
+        "--hardware",
+        choices=sorted(PRESETS),
+        default="h100-llama-3.1-8b",
+        help="GPU and model whose latencies it has (default: %(default)s)",
+    )
+    add("--speed", type=float, default=1.0, help="simulated seconds in one second (default: %(default)s)")
+    add(
+        "--stream-headers", choices=["immediate", "first-token"], default="immediate", help="when a stream's headers go"
+    )
+    add("--default-max-tokens", type=int, default=256, help="of requests that set no limit (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the first engine; each further one has one more (default: %(default)s)")
+    _add_limits(made)
+    add = made.add_argument_group(
+        "KV events", "with several engines: one port for each, in the order of --port"
+    ).add_argument
+    add(
+        "--kv-events-port",
+        type=int,
+        action="append",
+        metavar="PORT",
+        help="publish what enters and leaves the KV cache",
+    )
+    add(
+        "--kv-replay-port", type=int, action="append", metavar="PORT", help="replay events that a subscriber has missed"
+    )
+    add(
+        "--kv-events-form", choices=["maps", "arrays"], default="maps", help="vLLM's current encoding, or its older one"
+    )
+    return made
+
+
+def _add_limits(made: argparse.ArgumentParser) -> None:
+    add = made.add_argument_group("limits, as in vLLM").add_argument
+    add("--max-num-seqs", type=int, default=256, help="requests in a batch (default: %(default)s)")
+    add("--max-num-batched-tokens", type=int, default=8192, help="tokens in a step (default: %(default)s)")
+    add("--block-size", type=int, default=16, help="tokens in a KV block (default: %(default)s)")
+    add("--num-gpu-blocks-override", type=int, metavar="N", help="KV blocks (default: what the GPU's memory holds)")
+    add("--max-model-len", type=int, metavar="N", help="longest request in tokens (default: 131072, or the KV cache)")
 
 
 if __name__ == "__main__":

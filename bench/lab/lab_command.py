@@ -98,19 +98,27 @@ class PolicyLine(msgspec.Struct, frozen=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Traces, policies, seeds and hardware; the loads are fixed."""
-    parser.add_argument("--traces", type=Path, default=TRACES, help="directory of Mooncake's traces (%(default)s)")
-    parser.add_argument("--policies", default=",".join(_POLICIES))
-    parser.add_argument(
+    add = parser.add_argument
+    add(
+        "--traces",
+        type=Path,
+        default=TRACES,
+        metavar="DIR",
+        help="directory with Mooncake's traces (default: %(default)s)",
+    )
+    add("--policies", default=",".join(_POLICIES), help="default: %(default)s")
+    add(
         "--seeds",
         type=int,
         default=1,
-        help="number of seeds of ties and answers (%(default)s)",
+        metavar="N",
+        help="of ties and answers; intervals also come from windows of the traces (default: %(default)s)",
     )
-    parser.add_argument("--hardware", default="h100x4", help="mixed: h100*4+l40s*4 with --model 8b (%(default)s)")
-    parser.add_argument("--model", default="70b")
-    parser.add_argument("--rate-factor", type=float, default=1.0, help="multiplies all rates, for other hardware")
-    parser.add_argument("--out", type=Path, default=Path("bench/out/lab"))
-    parser.add_argument("--jobs", type=int, default=0)
+    add("--hardware", default="h100x4", help="GPUs of each engine; mixed: h100*4+l40s*4 (default: %(default)s)")
+    add("--model", default="70b", help="what engines serve (default: %(default)s)")
+    add("--rate-factor", type=float, default=1.0, metavar="X", help="multiply all loads, for other hardware")
+    add("--out", type=Path, default=Path("bench/out/lab"), metavar="DIR", help="for reports (default: %(default)s)")
+    add("--jobs", type=int, default=0, metavar="N", help="processes (default: one for each processor)")
 
 
 def lab(options: argparse.Namespace, console: Console) -> int:

@@ -32,40 +32,59 @@ KEPT = Path("bench/out/lab")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that are given more than once make a grid."""
-    parser.add_argument(
-        "--trace", required=True, action="append", help=f"a file, or {', '.join(GENERATORS)} with NAME=NUMBER,..."
+    """Options that may be repeated make a grid."""
+    add = parser.add_argument
+    add(
+        "--trace",
+        required=True,
+        action="append",
+        metavar="TRACE",
+        help=f"a file, or a generator with its numbers as in shared-prefix:groups=256; generators: {', '.join(GENERATORS)}",
     )
-    parser.add_argument("--format", choices=sorted(FORMATS), help="of the trace (default: by its name)")
-    parser.add_argument(
+    add("--format", choices=sorted(FORMATS), help="of the file (default: by its name)")
+    add(
         "--policies",
         default="attache,llm-d-token-load,round-robin",
-        help=f"of {', '.join(POLICIES)}, or EndpointPickerConfig files",
+        help=f"a list of names, or of files with an EndpointPickerConfig; names: {', '.join(POLICIES)} (default: %(default)s)",
     )
-    parser.add_argument("--engines", type=_at_least(1), action="append", help="(8)")
-    parser.add_argument("--hardware", action="append", help="of each engine: h100x4, or mixed: h100*4+l40s*4 (h100x4)")
-    parser.add_argument("--model", action="append", help="(70b)")
-    parser.add_argument("--rate-scale", type=_positive, action="append", help="times as many sessions per second (1)")
-    parser.add_argument("--seed", type=int, action="append", help="of ties, answers and generators (0)")
-    parser.add_argument("--skip", type=_at_least(0), action="append", help="rows or sessions to skip (0)")
-    parser.add_argument("--limit", type=_at_least(0), default=0, help="rows or sessions to play (all)")
-    parser.add_argument("--block-size", type=_at_least(1), default=64, help="tokens of a KV block (64)")
-    parser.add_argument("--kv-blocks", type=_at_least(1), help="of each engine (what its GPUs' memory holds)")
-    parser.add_argument("--scrape", default="200ms", help="interval of reading an engine's metrics (200ms)")
-    parser.add_argument("--log-delay", default="200ms", help="of access logs (200ms)")
-    parser.add_argument("--event-delay", default="50ms", help="of KV events (50ms)")
-    parser.add_argument(
+    add(
+        "--rate-scale", type=_positive, action="append", metavar="X", help="start sessions X times as fast (default: 1)"
+    )
+    add("--seed", type=int, action="append", help="of ties, answers and generators (default: 0)")
+    add("--skip", type=_at_least(0), action="append", metavar="N", help="rows or sessions to skip (default: 0)")
+    add("--limit", type=_at_least(0), default=0, metavar="N", help="rows or sessions to play (default: all)")
+    add("--jobs", type=_at_least(0), default=0, metavar="N", help="processes (default: one for each processor)")
+    add("--fresh", action="store_true", help="also run again what earlier commands have finished")
+    _add_engines(parser)
+    add = parser.add_argument_group("results").add_argument
+    add("--slo-ttft", default="5s", metavar="DURATION", help="longest TTFT that goodput counts (default: %(default)s)")
+    add("--slo-tpot", default="100ms", metavar="DURATION", help="longest TPOT that it counts (default: %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write every request's numbers")
+    add("--csv", type=Path, metavar="FILE", help="write a line for each trial")
+    add("--html", type=Path, metavar="FILE", help="write a report with plots")
+
+
+def _add_engines(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("engines, and what is known of them").add_argument
+    add("--engines", type=_at_least(1), action="append", metavar="N", help="how many (default: 8)")
+    add("--hardware", action="append", help="GPUs of each: h100x4; mixed: h100*4+l40s*4 (default: h100x4)")
+    add("--model", action="append", help="what they serve (default: 70b)")
+    add("--block-size", type=_at_least(1), default=64, metavar="N", help="tokens in a KV block (default: %(default)s)")
+    add("--kv-blocks", type=_at_least(1), metavar="N", help="of each engine (default: what its GPUs' memory holds)")
+    add(
+        "--scrape",
+        default="200ms",
+        metavar="DURATION",
+        help="between two readings of an engine's metrics (default: %(default)s)",
+    )
+    add("--log-delay", default="200ms", metavar="DURATION", help="of access logs (default: %(default)s)")
+    add("--event-delay", default="50ms", metavar="DURATION", help="of KV events (default: %(default)s)")
+    add(
         "--flow-control",
         default="",
-        help="a queue in front of the engines: a ModelServer's flowControl as JSON; {} for its defaults",
+        metavar="JSON",
+        help="queue requests before the engines: a ModelServer's flowControl; {} takes its defaults",
     )
-    parser.add_argument("--slo-ttft", default="5s", help="goodput: the first token within this time (5s)")
-    parser.add_argument("--slo-tpot", default="100ms", help="goodput: the mean time per further token (100ms)")
-    parser.add_argument("--json", type=Path, help="file for all numbers")
-    parser.add_argument("--csv", type=Path, help="file with a line for each trial")
-    parser.add_argument("--html", type=Path, help="file for a report with plots")
-    parser.add_argument("--jobs", type=_at_least(0), default=0, help="processes (one for each processor)")
-    parser.add_argument("--fresh", action="store_true", help="run trials again although their reports are kept")
 
 
 def replay(options: argparse.Namespace, console: Console) -> int:

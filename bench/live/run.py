@@ -53,11 +53,11 @@ class ComparisonSettings(msgspec.Struct, frozen=True):
     out: Path
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, prog: str = "python -m bench.live.run") -> int:
     """Run the comparison and print it."""
     console = Console()
     try:
-        settings = _read(arguments)
+        settings = _read(arguments, prog)
         comparison = uvloop.run(_compare(settings, console))
     except (StartFailed, EnvoyMissing, TraceInvalid, ConfigInvalid) as error:
         console.print(str(error), style="red", markup=False)
@@ -155,25 +155,40 @@ async def _served(http: aiohttp.ClientSession, engine: str) -> int:
         return int(sum(map(float, counted)))
 
 
-def _read(arguments: list[str] | None) -> ComparisonSettings:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.live.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+def parser(prog: str = "python -m bench.live.run") -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
+        prog=prog,
+        description="Send the same load through Envoy, extproc and simulated engines once for every policy, and compare "
+        "latencies. Without a trace, the load is generated conversations.",
+        epilog="Exit status: 0; 1 if a request failed; 2 if something could not be started or read; 130 after Ctrl-C.",
     )
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="replay Mooncake JSONL or Azure CSV, plain or .gz")
-    parser.add_argument("--skip", type=int, default=0, help="rows of the trace to skip")
-    parser.add_argument("--limit", type=int, default=800, help="rows of the trace to replay (default: 800)")
-    parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--hardware", choices=sorted(PRESETS), default="h100-llama-3.1-8b")
-    parser.add_argument("--kv-blocks", type=int, help="default: 3000 for generated conversations, a GPU's for traces")
-    parser.add_argument("--speed", type=float, help="engine seconds per second (default: 1; 4 for traces)")
-    parser.add_argument(
+    add = made.add_argument
+    add("--trace", type=Path, metavar="FILE", help="replay a trace: Mooncake's JSONL or Azure's CSV, plain or .gz")
+    add("--skip", type=int, default=0, metavar="N", help="rows of the trace to skip (default: %(default)s)")
+    add("--limit", type=int, default=800, metavar="N", help="rows of the trace to replay (default: %(default)s)")
+    add("--engines", type=int, default=4, metavar="N", help="how many engines (default: %(default)s)")
+    add("--hardware", choices=sorted(PRESETS), default="h100-llama-3.1-8b", help="default: %(default)s")
+    add(
+        "--kv-blocks",
+        type=int,
+        metavar="N",
+        help="KV blocks of an engine (default: 3000 for conversations; for traces, what the GPU holds)",
+    )
+    add("--speed", type=float, help="simulated seconds in one second (default: 1; for traces, 4)")
+    add(
         "--policies",
         default=",".join(POLICIES),
-        help="names, or files of EndpointPickerConfig, such as\nbench/policies/configs/llm-d-default.yaml (default: %(default)s)",
+        help="names, or files with an EndpointPickerConfig, such as bench/policies/configs/llm-d-default.yaml "
+        "(default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of generated conversations")
-    parser.add_argument("--out", type=Path, help="default: bench/out/run-NAME")
-    options = parser.parse_args(arguments)
+    add("--seed", type=int, default=0, help="of generated conversations (default: %(default)s)")
+    add("--out", type=Path, metavar="DIR", help="where the report goes (default: bench/out/run-NAME)")
+    return made
+
+
+def _read(arguments: list[str] | None, prog: str) -> ComparisonSettings:
+    options = parser(prog).parse_args(arguments)
     policies = tuple(options.policies.split(","))
     for policy in policies:
         _check(policy)  # before anything is started

@@ -42,21 +42,31 @@ class Report(msgspec.Struct, frozen=True):
     scraping: dict[str, scraping.Cost] = {}
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parser(prog: str = "bench.micro") -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
+        prog=prog,
+        description="Measure what extproc costs a request: its rate and CPU time behind Envoy, beside an ext_proc server that "
+        "does nothing and other baselines. --quick --only 2KB takes about a minute.",
+        epilog="Exit status: 0; 2 if something could not be started; 130 after Ctrl-C or SIGTERM.",
+    )
+    add = made.add_argument
+    add("--out", type=Path, metavar="DIR", default=Path("bench/out"), help="for overhead.json (default: %(default)s)")
+    add("--only", metavar="TEXT", default="", help="only cases whose name contains TEXT, such as 2KB or pieces")
+    add("--quick", action="store_true", help="only 2 KB and 100 KB with 8 endpoints, and nothing else")
+    add(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="more of them where other work disturbs (default: 8, or 10 with --quick)",
+    )
+    add("--against", type=Path, metavar="DIR", help="a checkout whose extproc is measured, too")
+    return made
+
+
+def main(arguments: list[str] | None = None, prog: str = "bench.micro") -> int:
     """Exit status: 0, 2 if something could not be started, 130 after Ctrl-C or SIGTERM."""
-    parser = argparse.ArgumentParser(
-        prog="bench.micro", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("bench/out"))
-    parser.add_argument(
-        "--only", metavar="TEXT", default="", help="cases whose name contains it, such as 2KB or pieces"
-    )
-    parser.add_argument("--quick", action="store_true", help="only 2 KB and 100 KB with 8 endpoints, and nothing else")
-    parser.add_argument(
-        "--rounds", type=int, help="more of them where other work disturbs; default: 8, or 10 with --quick"
-    )
-    parser.add_argument("--against", type=Path, metavar="DIR", help="a checkout whose extproc is measured too")
-    options = parser.parse_args(arguments)
+    options = parser(prog).parse_args(arguments)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH)

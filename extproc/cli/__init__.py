@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line: each command is a module with parser(prog) and main(words, prog)."""

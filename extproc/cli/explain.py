@@ -1,37 +1,50 @@
-"""``extproc explain``: what would be decided for a request, by a running process or by a configuration alone."""
+"""``extproc explain``: where a request would go and why, by a running process or by a configuration alone."""
 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from extproc.config.directory import load_directory
-from extproc.core.core import Core
-from extproc.core.explanation import Explanation, to_text
-from extproc.core.types import Head
+from extproc.cli.mistakes import report
+from extproc.config.errors import ConfigInvalid
 from extproc.errors import Refusal
 from extproc.protocol import CHAT_PATH
 
+if TYPE_CHECKING:
+    from extproc.cli.decide import Explanation
 
-def run(words: list[str]) -> int:
-    """Exit status: 0, 1 if the request would be refused, 2 if nobody could be asked. Raises ConfigInvalid."""
-    parser = argparse.ArgumentParser(prog="extproc explain", description=__doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--config", type=Path, metavar="DIR", help="decide by this configuration, with nothing known yet"
+
+def parser(prog: str = "extproc explain") -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
+        prog=prog,
+        description="Explain where a request would go: the filters, the scores with their weights, and the pick. "
+        "Nothing is sent to an engine.",
+        epilog="Exit status: 0; 1 if the request would be refused; 2 if the question could not be asked.",
     )
-    source.add_argument("--url", help="ask the extproc that runs with --debug, such as http://127.0.0.1:9003")
-    parser.add_argument("--path", default=CHAT_PATH, help="of the request (default: %(default)s)")
-    parser.add_argument("--header", action="append", default=[], metavar="'NAME: VALUE'", help="of the request")
-    parser.add_argument("--json", action="store_true", help="all of it, for programs")
-    parser.add_argument("body", help="a file with the request's body, - for standard input")
-    options = parser.parse_args(words)
+    source = made.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--config", type=Path, metavar="DIR", help="use this configuration, knowing nothing yet about its engines"
+    )
+    source.add_argument("--url", help="ask the process that runs with --debug, at its metrics address")
+    made.add_argument("--path", default=CHAT_PATH, help="the request's path (default: %(default)s)")
+    made.add_argument(
+        "--header", action="append", default=[], metavar="'NAME: VALUE'", help="a request header; may be repeated"
+    )
+    made.add_argument("--json", action="store_true", help="print everything as JSON")
+    made.add_argument("body", metavar="FILE", help="the request's body; - reads standard input")
+    return made
+
+
+def main(words: list[str], prog: str = "extproc explain") -> int:
+    """Exit status: 0, 1 if the request would be refused, 2 if the question could not be asked."""
+    options = parser(prog).parse_args(words)
     pairs = (line.partition(":") for line in options.header)
     headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
     try:
@@ -40,12 +53,9 @@ def run(words: list[str]) -> int:
         print(f"{options.body} cannot be read: {error.strerror}", file=sys.stderr)
         return 2
     try:
-        if options.url is not None:
-            explanation = _ask(options.url, options.path, headers, body)
-        else:
-            explanation = _decide(
-                options.config, Head("POST", options.path, headers, has_body=True, is_trusted=True), body
-            )
+        explanation = _explain(options, headers, body)
+    except ConfigInvalid as error:
+        return report(error)
     except Refusal as refusal:
         print(f"refused with {refusal.status}: {refusal.message}", file=sys.stderr)
         return 1
@@ -55,16 +65,24 @@ def run(words: list[str]) -> int:
     except OSError as error:
         print(f"nobody answers at {options.url}: {error}; is extproc running with --debug?", file=sys.stderr)
         return 2
+    # loads numpy: not for --help
+    from extproc.cli.decide import to_text  # noqa: PLC0415
+
     print(msgspec.json.format(msgspec.json.encode(explanation)).decode() if options.json else to_text(explanation))
     return 0
 
 
-def _decide(directory: Path, head: Head, body: bytes) -> Explanation:
-    core = Core(load_directory(directory), rng=random.Random(), ticket_prefix="explain")
-    return core.explain(core.intake.receive(core.intake.admit(head), head, body), 0.0)
+def _explain(options: argparse.Namespace, headers: dict[str, str], body: bytes) -> Explanation:
+    from extproc.cli.decide import decide  # noqa: PLC0415 - loads numpy: not for --help
+
+    if options.url is not None:
+        return _ask(options.url, options.path, headers, body)
+    return decide(options.config, path=options.path, headers=headers, body=body)
 
 
 def _ask(url: str, path: str, headers: dict[str, str], body: bytes) -> Explanation:
+    from extproc.cli.decide import Explanation  # noqa: PLC0415 - loads numpy: not for --help
+
     if not url.startswith(("http://", "https://")):
         raise OSError(f"'{url}' is not an address; write http://HOST:PORT")
     request = urllib.request.Request(f"{url.rstrip('/')}/debug/explain{path}", data=body, headers=headers)  # noqa: S310 - checked

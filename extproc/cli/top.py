@@ -21,26 +21,40 @@ _TIMEOUT_S: Final = 5.0
 _CLEAR: Final = "\x1b[H\x1b[2J"
 
 
-def run(words: list[str]) -> int:
-    """Exit status: 0, 2 if nobody answers."""
-    parser = argparse.ArgumentParser(prog="extproc top", description=__doc__)
-    parser.add_argument(
+def parser(prog: str = "extproc top") -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
+        prog=prog,
+        description="Show engines, queues and tenants of running extproc processes, refreshed in the terminal until Ctrl-C.",
+        epilog="Exit status: 0, or 2 if a process does not answer.",
+    )
+    made.add_argument(
         "metrics",
         nargs="*",
         default=["127.0.0.1:9003"],
         metavar="IP:PORT",
-        help="of /metrics, one for each process (default: 127.0.0.1:9003)",
+        help="metrics address of each process (default: 127.0.0.1:9003)",
     )
-    parser.add_argument("--interval", default="1s", help="between two pictures (default: %(default)s)")
-    parser.add_argument("--tenants", type=int, default=20, metavar="N", help="show the N largest (default: 20)")
-    parser.add_argument("--once", action="store_true", help="one picture, of rates over one interval, and no more")
-    options = parser.parse_args(words)
+    made.add_argument(
+        "--interval", default="1s", metavar="DURATION", help="between two refreshes (default: %(default)s)"
+    )
+    made.add_argument(
+        "--tenants", type=int, default=20, metavar="N", help="show the N largest tenants (default: %(default)s)"
+    )
+    made.add_argument("--once", action="store_true", help="print once, with rates over one interval, and end")
+    return made
+
+
+def main(words: list[str], prog: str = "extproc top") -> int:
+    """Exit status: 0, 2 if a process does not answer."""
+    made = parser(prog)
+    options = made.parse_args(words)
     try:
         for one in options.metrics:
             parse_address(one)
         interval_s = max(0.1, Duration(options.interval))
     except ValueError as error:
-        parser.error(str(error))
+        made.error(str(error))
     try:
         for text in _pictures(options.metrics, interval_s, options.tenants):
             print(text if options.once else _CLEAR + text, flush=True)

@@ -22,10 +22,15 @@ UNIT_SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0, "
 
 
 class RateLimit(Spec, frozen=True):
-    """What each tenant, user, API key or value of ``header`` may use in a ``unit``; ``Route``: all callers together.
+    """What each tenant, user, API key or value of a header may use in a unit of time.
 
-    A token bucket fills at the limit's rate. It holds ``burst`` times the limit, so that in any time t no more than
-    ``limit * (t / unit + burst)`` passes.
+    A bucket that fills at the limit's rate: in any time t no more than ``limit * t / unit + burst * limit`` passes.
+    At least one of the four limits is set.
+
+    ``per``: whose use is counted together; ``Route`` is everybody's. ``header``: the header's name, with ``per:
+    Header``. ``unit``: of time; a month is 30 days. ``requests``: how many. ``input_tokens``: tokens of prompts.
+    ``output_tokens``: tokens of answers. ``total_tokens``: of both. ``burst``: how much the bucket holds, as a
+    multiple of the limit.
     """
 
     per: Literal["Tenant", "User", "ApiKey", "Header", "Route"] = "Tenant"
@@ -63,12 +68,12 @@ def _number(limit: float | None) -> float:
 
 
 class SaturationSpec(Spec, frozen=True):
-    """Limits of an engine; the one that is nearest to its limit says how full the engine is. null: no limit.
+    """When an engine has room for one more. The fullest of these says how full an engine is; null: it does not count.
 
-    ``queue_depth`` and ``kv_usage``: as engines report, plus what was sent since. ``max_requests`` and ``max_tokens``
-    in flight, and ``max_wait`` until an engine begins a new prompt: by what extproc sent, whatever engines report.
-    ``headroom``: while another engine has room, a full one may still be chosen for its cache, up to ``1 + headroom``
-    times the limits of its queue depth, KV usage and wait.
+    ``queue_depth``: requests that wait in the engine, as it reports, with what was sent since. ``kv_usage``: share
+    of the KV cache in use, in the same way. ``max_requests`` and ``max_tokens``: in flight, by our own count.
+    ``max_wait``: until the engine begins a new prompt, by our own estimate. ``headroom``: how far beyond its queue
+    depth, KV usage and wait a full engine may still be chosen, for what it has cached, while another has room.
     """
 
     queue_depth: Annotated[int, msgspec.Meta(ge=1)] | None = 5
@@ -95,10 +100,12 @@ Order = Literal["FirstCome", "Deadline", "ShortestFirst", "SessionBoost", "Least
 
 
 class Band(Spec, frozen=True):
-    """Requests from ``priority`` up to the next band's.
+    """Requests of a priority and above, up to the next band's.
 
-    ``share``: weight against other bands while all have requests waiting. ``ceiling``: its requests go only while
-    engines are less full than this. ``fairness``, ``order``: None for the queue's.
+    ``name``: in metrics. ``priority``: the lowest one of the band. ``share``: of the engines while all bands want
+    them, relative to the others' shares. ``ceiling``: send only while engines are less full than this.
+    ``max_requests``: most that may wait. ``max_bytes``: most that their bodies may hold. ``fairness`` and ``order``:
+    if not the queue's.
     """
 
     name: Name
@@ -123,12 +130,15 @@ BANDS = (
 class FlowControl(Spec, frozen=True):
     """Hold requests while engines are full; release them band by band, and within a band flow by flow.
 
-    ``flow_by``: what makes a flow, between which the queue is fair. ``weights``: by tenant, or by the header's value.
-    ``ageing``: a request is never overtaken by one that arrived more than this later. ``input_weight``,
-    ``cached_weight`` and ``output_weight``: what a flow is charged for a token. ``quantum``: tokens of
-    DeficitLocality. ``window``: of SlidingWindow. ``shed_from``: from this fullness on (1: engines full, 2: queue
-    full too) requests of negative priority are refused at random, more often the fuller it is. ``timeout``: the
-    longest wait; ``no_endpoint_timeout``: while there is no engine at all.
+    ``saturation``: when engines are full. ``timeout``: longest wait for engines with room. ``no_endpoint_timeout``:
+    longest wait for a first engine. ``max_requests``: most that may wait, over all bands. ``max_bytes``: most that
+    their bodies may hold. ``bands``: by priority. ``sharing``: whether bands have shares of the engines, or higher
+    ones go first. ``fairness``: between flows of a band. ``order``: inside a flow. ``ageing``: a request is never
+    overtaken by one that arrived more than this later. ``flow_by``: what is treated fairly. ``session_header``:
+    names a session or program, for ``flow_by`` and ``order``. ``weights``: by tenant, or by the header's value.
+    ``input_weight`` and ``output_weight``: what a token costs a flow. ``window``: of SlidingWindow. ``quantum``:
+    tokens of DeficitLocality. ``shed_from``: from this fullness on (1: engines full, 2: the queue, too) requests of
+    negative priority are refused at random.
     """
 
     saturation: SaturationSpec = SaturationSpec()
@@ -160,7 +170,10 @@ class FlowControl(Spec, frozen=True):
 
 
 class ObjectiveSpec(Spec, frozen=True):
-    """``pool_ref`` is read and ignored: an objective holds for every ModelServer of its namespace."""
+    """An objective holds for every ModelServer of its namespace.
+
+    ``priority``: higher goes first; below 0 may be shed. ``pool_ref``: read and not used.
+    """
 
     priority: Priority = 0
     pool_ref: dict[str, str] = msgspec.field(default_factory=dict)

@@ -10,7 +10,11 @@ from extproc.config.spec import Name, NonEmpty, Spec
 
 
 class ApiKey(Spec, frozen=True):
-    """A key that clients send as ``authorization: Bearer KEY``, and the tenant and user that it stands for."""
+    """A key that clients send as ``authorization: Bearer KEY``, and who that is.
+
+    ``name``: for limits by API key and for people. ``key``: the secret. ``tenant``: whose it is. ``user``: of that
+    tenant.
+    """
 
     name: Name
     key: Annotated[str, msgspec.Meta(min_length=8, max_length=512)]
@@ -19,7 +23,12 @@ class ApiKey(Spec, frozen=True):
 
 
 class JwtIssuer(Spec, frozen=True):
-    """Tokens that ``issuer`` signs with a key of ``jwks_file``, which Envoy reads; claims for tenant and user."""
+    """Tokens of one issuer, and which claims say who it is.
+
+    ``name``: for people. ``issuer``: the claim ``iss``. ``jwks_file``: a file that Envoy reads, with the keys that
+    sign. ``audiences``: accepted ones; any if there are none. ``tenant_claim`` and ``user_claim``: the claims that
+    name them.
+    """
 
     name: Name
     issuer: NonEmpty
@@ -30,7 +39,10 @@ class JwtIssuer(Spec, frozen=True):
 
 
 class Authentication(Spec, frozen=True):
-    """By API keys or by signed tokens; a request without either is answered 401."""
+    """By keys or by tokens; a request that brings neither is answered 401.
+
+    ``api_keys``: known keys. ``jwt``: issuers of signed tokens.
+    """
 
     api_keys: Annotated[tuple[ApiKey, ...], msgspec.Meta(max_length=10_000)] = ()
     jwt: Annotated[tuple[JwtIssuer, ...], msgspec.Meta(max_length=16)] = ()

@@ -21,7 +21,9 @@ API_VERSION = "attache.dev/v1alpha1"
 
 
 class StringMatch(Spec, frozen=True):
-    """Exactly one of the three is set. ``regex`` must match the whole value (RE2-compatible syntax, as in Envoy)."""
+    """Exactly one of the three is set. ``exact``: the value. ``prefix``: its beginning. ``regex``: matches all of it
+    (RE2).
+    """
 
     exact: str | None = None
     prefix: str | None = None
@@ -29,21 +31,25 @@ class StringMatch(Spec, frozen=True):
 
 
 class ModelMatch(Spec, frozen=True):
-    """All given conditions must hold. Header names are case-insensitive."""
+    """All given conditions must hold. ``headers``: by name, which is case-insensitive. ``uri``: the request's path."""
 
     headers: dict[str, StringMatch] = msgspec.field(default_factory=dict)
     uri: StringMatch | None = None
 
 
 class TargetModel(Spec, frozen=True):
-    """One weighted destination of a rule."""
+    """One weighted destination of a rule. ``model_server_name``: the name of a ModelServer. ``weight``: its share of
+    the requests, relative to the other targets' weights.
+    """
 
     model_server_name: Name
     weight: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 100
 
 
 class RouteRule(Spec, frozen=True):
-    """The first rule whose match holds decides; a rule without a match always holds."""
+    """The first rule whose match holds decides; a rule without a match always holds. ``target_models``: where requests
+    go. ``name``: for people. ``model_match``: conditions on the request.
+    """
 
     target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=16)]
     name: str = ""
@@ -57,7 +63,11 @@ class RouteRule(Spec, frozen=True):
 class ModelRouteSpec(Spec, frozen=True):
     """Which model names a client may ask for, and where such requests go.
 
-    A request for ``model_name`` is sent on under the ModelServer's own model name; one for an adapter keeps its name.
+    A request for ``model_name`` is sent on under the ModelServer's own model name; one for an adapter keeps its
+    name.
+
+    ``rules``: the first one that matches decides. ``model_name``: what clients ask for. ``lora_adapters``: adapters
+    that the engines have loaded, and clients may ask for. ``rate_limits``: each request must pass all of them.
     """
 
     rules: Annotated[tuple[RouteRule, ...], msgspec.Meta(min_length=1, max_length=16)]
@@ -67,11 +77,10 @@ class ModelRouteSpec(Spec, frozen=True):
 
 
 class StaticEndpoint(Spec, frozen=True):
-    """One engine: ``ip:port`` (``[::1]:8000`` for IPv6).
-
-    ``price``: cost of one second, relative to other endpoints. ``draining``: no new requests while another can take
-    them. ``kv_events`` and ``kv_replay``: addresses of its KV events and of their replay; by default its
-    ModelServer's ports.
+    """One engine. ``address``: ``ip:port`` or ``[ip6]:port``. ``labels``: what policies and ``pdGroup`` tell endpoints
+    apart by. ``price``: what a second of it costs, relative to others. ``draining``: it gets nothing new while
+    others are there. ``kv_events`` and ``kv_replay``: where this engine publishes and replays KV events, if not on
+    its ModelServer's ports.
     """
 
     address: NonEmpty
@@ -83,9 +92,9 @@ class StaticEndpoint(Spec, frozen=True):
 
 
 class PdGroup(Spec, frozen=True):
-    """Prefill and decode engines, told apart by labels. A pair has the same value of the label ``group_key``.
-
-    The decode engine computes a prompt itself if its cache lacks fewer than ``min_uncached_tokens`` of it.
+    """Engines in two roles: one computes the prompt, another writes the answer. ``prefill_labels`` and
+    ``decode_labels``: labels of the role. ``group_key``: a label; both engines of a pair have the same value of it.
+    ``min_uncached_tokens``: prompts of which the decode engine misses fewer tokens are computed there.
     """
 
     prefill_labels: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
@@ -95,10 +104,9 @@ class PdGroup(Spec, frozen=True):
 
 
 class KvEventsSpec(Spec, frozen=True):
-    """Engines publish what enters and leaves their KV caches (vLLM's ``--kv-events-config``).
-
-    Rank r of ``data_parallel_size`` publishes on ``port + r``. Without ``replay_port``, missed events are not
-    recovered.
+    """Engines publish what enters and leaves their KV caches (vLLM's ``--kv-events-config``). ``port``: rank r of a
+    data-parallel engine publishes on this port plus r. ``replay_port``: where missed events are replayed; without
+    it, what was missed stays unknown. ``topic``: their beginning. ``data_parallel_size``: an engine's ranks.
     """
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 5557
@@ -108,7 +116,7 @@ class KvEventsSpec(Spec, frozen=True):
 
 
 class TokenizerSpec(Spec, frozen=True):
-    """How prompts become tokens for precise matching: by the files in ``path``, or else by the engines' /tokenize."""
+    """How prompts become tokens. ``path``: directory of tokenizer files; or else engines' /tokenize is asked."""
 
     path: NonEmpty | None = None
     # a request waits no longer than this for its tokens; the approximate index then decides
@@ -116,20 +124,27 @@ class TokenizerSpec(Spec, frozen=True):
 
 
 class RetryPolicy(Spec, frozen=True):
-    """How Envoy goes down the list of endpoints when one fails before its first byte."""
+    """How Envoy goes down the list of endpoints when one fails before its first byte. ``attempts``: how many further
+    endpoints it tries.
+    """
 
     attempts: Annotated[int, msgspec.Meta(ge=0, le=10)] = 2
 
 
 class OutlierDetection(Spec, frozen=True):
-    """When Envoy ejects an engine, and for how long the first time."""
+    """When Envoy takes an engine out of the set. ``consecutive_failures``: failures in a row that do so.
+    ``ejection_time``: for how long at first.
+    """
 
     consecutive_failures: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 3
     ejection_time: Duration = Duration("10s")
 
 
 class TrafficPolicy(Spec, frozen=True):
-    """Time limits and retries between Envoy and the engines."""
+    """Time limits and retries between Envoy and the engines. ``timeout``: the longest that a whole answer may take.
+    ``connect_timeout``: the longest that connecting to an engine may take. ``retry``: what happens when an engine
+    fails before its first byte. ``outlier_detection``: when an engine is avoided.
+    """
 
     timeout: Duration = Duration("30m")
     connect_timeout: Duration = Duration("1s")
@@ -138,7 +153,11 @@ class TrafficPolicy(Spec, frozen=True):
 
 
 class ModelServerSpec(Spec, frozen=True):
-    """The engines that serve one base model."""
+    """The engines that serve one base model. ``model``: the name under which the engines serve it. ``endpoints``: the
+    engines. ``engine``: whose metrics' names they use. ``traffic_policy``: time limits and retries. ``pd_group``:
+    prefill and decode on separate engines. ``kv_events``: engines publish what is in their caches. ``tokenizer``:
+    how prompts become tokens, where ``kv_events`` is set.
+    """
 
     model: NonEmpty
     endpoints: Annotated[tuple[StaticEndpoint, ...], msgspec.Meta(max_length=10_000)]
@@ -163,7 +182,11 @@ class ModelServerSpec(Spec, frozen=True):
 
 
 class GatewayConfigSpec(Spec, frozen=True):
-    """How Envoy listens and how it talks to extproc. At most one such document in a directory."""
+    """How Envoy listens and how it talks to extproc. At most one such document in a directory. ``listen``: where
+    clients connect. ``admin``: Envoy's administration, for this machine only. ``extproc``: where extproc listens,
+    ``ip:port`` or ``unix:/path``. ``max_body_size``: the largest request. ``access_log_flush``: how long Envoy may
+    keep outcomes back.
+    """
 
     listen: str = "127.0.0.1:8080"
     admin: str = "127.0.0.1:9901"

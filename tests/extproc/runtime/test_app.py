@@ -246,7 +246,7 @@ async def test_an_address_in_use_is_said_and_ends_it(tmp_path: Path) -> None:
 def test_check_says_every_mistake_and_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "all.yaml").write_bytes(CONFIG)
     assert main(["check", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "good: 1 routes, 1 servers\n"
+    assert capsys.readouterr().out == f"{tmp_path} is valid: 1 ModelRoute, 1 ModelServer with 3 endpoints\n"
 
     (tmp_path / "all.yaml").write_bytes(
         CONFIG.replace(b"Name: llama}", b"Name: lama}").replace(b"modelName:", b"modelNam:")

@@ -1,0 +1,3 @@
+"""The one command, attache: finds the program that a word names, and runs it."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,84 @@
+"""The command line: ``attache COMMAND``, also as ``python -m attache COMMAND``."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Final
+
+from attache import __version__
+from attache.commands import COMMANDS, GROUPS
+
+if TYPE_CHECKING:
+    from attache.commands import Command
+
+_USAGE: Final = 2
+_OURS: Final = frozenset({"attache", "extproc", "controller", "bench"})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: that of the command; 2 for a command that does not exist or cannot be loaded."""
+    words = sys.argv[1:] if arguments is None else arguments
+    first = words[0] if words else ""
+    if first in COMMANDS:
+        return _run(COMMANDS[first], words[1:])
+    match first:
+        case "--version":
+            print(f"attache {__version__}")
+            return 0
+        case "--help" | "-h" | "help":
+            print(usage())
+            return 0
+        case "":
+            print(usage(), file=sys.stderr)
+            return _USAGE
+    from attache.misspelt import suggestion  # noqa: PLC0415 - not when all is well
+
+    what = "option" if first.startswith("-") else "command"
+    return _refuse(f"there is no {what} '{first}'{suggestion(first, COMMANDS)}", "attache --help")
+
+
+def usage() -> str:
+    """The commands in their groups."""
+    width = max(map(len, COMMANDS)) + 2
+    lines = ["usage: attache COMMAND ...", "", "Make an Envoy serve large language models well."]
+    for title, commands in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {one.name:{width}}{one.summary}" for one in commands)]
+    return "\n".join([*lines, "", "attache COMMAND --help shows a command's options, attache --version the version."])
+
+
+def _run(command: Command, words: list[str]) -> int:
+    prog = f"attache {command.name}"
+    try:
+        return _run_installed(command, prog, words)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in _OURS or not command.extra:
+            raise
+        package = f"attache[{command.extra}]"
+        return _refuse(f"{prog} needs the Python package '{missing}'; run: pip install '{package}'")
+
+
+def _run_installed(command: Command, prog: str, words: list[str]) -> int:
+    program = command.load()
+    if not command.passes_options:
+        from attache.misspelt import misspelt_option  # noqa: PLC0415 - not for --help
+
+        mistake = misspelt_option(program.parser(prog), words)
+        if mistake:
+            return _refuse(f"{prog}: {mistake}", f"{prog} --help")
+    if command.needs_envoy:
+        from attache.envoy import export_path  # noqa: PLC0415 - most commands start no Envoy
+
+        export_path()
+    return program.main(words, prog)
+
+
+def _refuse(message: str, help_command: str = "") -> int:
+    print(message, file=sys.stderr)
+    if help_command:
+        print(f"try: {help_command}", file=sys.stderr)
+    return _USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

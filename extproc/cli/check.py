@@ -1,0 +1,64 @@
+"""``extproc check``: every mistake in a configuration directory, or a summary of it if there is none."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from extproc.cli.mistakes import counted, report
+from extproc.config.directory import load_directory
+from extproc.config.errors import ConfigInvalid
+
+if TYPE_CHECKING:
+    from extproc.config.types import Snapshot
+
+
+def parser(prog: str = "extproc check") -> argparse.ArgumentParser:
+    """The words of the command."""
+    made = argparse.ArgumentParser(
+        prog=prog,
+        description="Read a configuration directory and report every mistake, with file, line and what to write instead.",
+        epilog="Exit status: 0 if the directory can be used, 2 if not.",
+    )
+    made.add_argument(
+        "directory", type=Path, metavar="DIR", help="holds YAML files: ModelServers, ModelRoutes and others"
+    )
+    return made
+
+
+def main(words: list[str], prog: str = "extproc check") -> int:
+    """Exit status: 0, or 2 if there is a mistake."""
+    directory = parser(prog).parse_args(words).directory
+    try:
+        snapshot = load_directory(directory)
+        notes = _notes(snapshot)
+    except ConfigInvalid as error:
+        return report(error)
+    for note in notes:
+        print(f"note: {note}")
+    print(f"{directory} is valid: {_summary(snapshot)}")
+    return 0
+
+
+def _notes(snapshot: Snapshot) -> list[str]:
+    """What has no effect in the EndpointPickerConfigs; raises ConfigInvalid."""
+    if not snapshot.picker_files:
+        return []
+    # numpy, which plugins need, takes longer to load than the whole of this command
+    from extproc.scheduling.pickers import picker_notes  # noqa: PLC0415
+
+    return picker_notes(snapshot)
+
+
+def _summary(snapshot: Snapshot) -> str:
+    endpoints = sum(len(server.spec.endpoints) for server in snapshot.servers)
+    parts = [
+        counted(len(snapshot.routes), "ModelRoute"),
+        f"{counted(len(snapshot.servers), 'ModelServer')} with {counted(endpoints, 'endpoint')}",
+    ]
+    if snapshot.objectives:
+        parts.append(counted(len(snapshot.objectives), "InferenceObjective"))
+    if snapshot.picker_files:
+        parts.append(counted(len(snapshot.picker_files), "EndpointPickerConfig"))
+    return ", ".join(parts)

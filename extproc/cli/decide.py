@@ -1,0 +1,24 @@
+"""Where the command line meets the core: one decision by a configuration, and nothing else known."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from extproc.config.directory import load_directory
+from extproc.core.core import Core
+from extproc.core.explanation import Explanation, to_text
+from extproc.core.types import Head
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["Explanation", "decide", "to_text"]
+
+
+def decide(directory: Path, *, path: str, headers: Mapping[str, str], body: bytes) -> Explanation:
+    """What a process that has just started with this configuration would do; raises ConfigInvalid and Refusal."""
+    core = Core(load_directory(directory), rng=random.Random(), ticket_prefix="explain")
+    head = Head("POST", path, headers, has_body=True, is_trusted=True)
+    return core.explain(core.intake.receive(core.intake.admit(head), head, body), 0.0)

@@ -1,0 +1,77 @@
+"""Where the command line meets the shell: from options to settings, and from there to running processes.
+
+Loading this module loads gRPC and Envoy's schema; the other modules of the command line do without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from extproc.config.quantities import Duration
+from extproc.config.spec import full_key
+from extproc.config.validation import parse_address, worker_addresses
+from extproc.replication.redis_bus import RedisMissing
+from extproc.runtime import app, workers
+from extproc.streams.context import GatewayOptions
+from extproc.streams.server import ListenFailed
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from extproc.config.directory import ConfigDirectory
+    from extproc.config.types import Snapshot
+
+
+def supervise(words: Sequence[str], count: int) -> int:
+    """Run ``count`` workers with these words until a signal."""
+    return asyncio.run(workers.supervise(words, count))
+
+
+def serve(options: argparse.Namespace, directory: ConfigDirectory, snapshot: Snapshot) -> int:
+    """Run one process until a signal; exit status 2 if it cannot start."""
+    try:
+        uvloop.run(app.serve(_settings(options, directory), snapshot))
+    except (ListenFailed, RedisMissing, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _settings(options: argparse.Namespace, config: ConfigDirectory) -> app.Settings:
+    """Of options that were checked."""
+    worker, listen, decisions = None, options.listen, options.decision_log
+    metrics = None if options.metrics == "off" else parse_address(options.metrics)
+    if options.worker is not None:
+        place, _, directory = options.worker.partition(":")
+        number, count = map(int, place.split("/"))
+        worker = app.Worker(number, count, Path(directory))
+        listen = worker_addresses(listen, count)[number]
+        metrics = None if metrics is None else (metrics[0], metrics[1] + number)
+        decisions = None if decisions is None else decisions.with_name(f"{decisions.name}.{number}")
+    return app.Settings(
+        config=config,
+        listen=listen,
+        metrics=metrics,
+        drain_s=Duration(options.drain),
+        settle_s=Duration(options.settle),
+        gateway=GatewayOptions(
+            buffered_choices=options.buffered_choices,
+            duplex_choices=options.duplex_choices,
+            pool=None if options.pool is None else full_key(options.pool),
+            overrides_mode=options.mode_override,
+            conformance=options.conformance,
+            trusts_headers=options.trust_headers,
+        ),
+        decision_log=decisions,
+        decision_share=options.decision_sample,
+        shows_reasons=options.debug,
+        worker=worker,
+        redis=options.redis,
+        redis_channel=options.redis_channel,
+    )

@@ -1,0 +1,21 @@
+"""How the command line reports a configuration that cannot be used."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from extproc.config.errors import ConfigInvalid
+
+
+def report(error: ConfigInvalid) -> int:
+    """Print every mistake and their number to standard error; returns the exit status."""
+    print(error, file=sys.stderr)
+    print(counted(len(error.mistakes), "mistake"), file=sys.stderr)
+    return 2
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 mistake``, ``2 mistakes``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

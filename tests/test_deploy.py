@@ -1,0 +1,81 @@
+"""What lies under deploy/ fits the commands and the configuration that it names."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from attache.commands import COMMANDS
+from attache.misspelt import misspelt_option
+from extproc.config.load import load_directory
+
+DEPLOY = Path(__file__).parent.parent / "deploy"
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+
+def parses(words: list[str]) -> None:
+    command = COMMANDS[words[0]]
+    parser = command.load().parser("attache")
+    if command.passes_options:
+        parser.parse_known_args(words[1:])
+    else:
+        assert misspelt_option(parser, words[1:]) == ""
+        parser.parse_args(words[1:])
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_a_unit_runs_commands_that_exist(unit: Path) -> None:
+    lines = re.findall(r"^Exec\w+=/opt/attache/bin/attache (.*)$", unit.read_text(), re.MULTILINE)
+    assert lines
+    for line in lines:
+        parses(shlex.split(line))
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path) -> None:
+    for unit in UNITS:
+        (tmp_path / unit.name).write_text(re.sub(r"/opt/attache/bin/[\w-]+", "/bin/true", unit.read_text()))
+    command = ["systemd-analyze", "verify", *map(str, tmp_path.iterdir())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_processes_may_drain_before_they_are_killed() -> None:
+    unit = (DEPLOY / "systemd" / "attache-extproc.service").read_text()
+    assert "--drain 5m" in unit
+    assert "TimeoutStopSec=330" in unit
+    extproc = COMPOSE["services"]["extproc"]
+    assert extproc["command"][-2:] == ["--drain", "5m"]
+    assert extproc["stop_grace_period"] == "5m30s"
+
+
+def test_services_run_commands_that_exist() -> None:
+    for service in COMPOSE["services"].values():
+        if service["image"] == "attache":
+            parses(service["command"])
+
+
+def test_the_configuration_names_the_services_addresses() -> None:
+    snapshot = load_directory(DEPLOY / "compose")
+    addresses = {
+        name: service["networks"]["default"]["ipv4_address"]
+        for name, service in COMPOSE["services"].items()
+        if "networks" in service
+    }
+    assert snapshot.gateway.extproc == f"{addresses['extproc']}:9002"
+    engines = {f"{addresses[name]}:8000" for name in ("engine-1", "engine-2")}
+    assert {one.address for one in snapshot.servers[0].spec.endpoints} == engines
+
+
+def test_the_image_holds_every_package() -> None:
+    text = (DEPLOY / "Containerfile").read_text()
+    for package in ("attache", "bench", "controller", "extproc"):
+        assert f"\nCOPY {package} {package}\n" in text
+        assert f"\n!{package}\n" in (DEPLOY.parent / ".dockerignore").read_text()

@@ -1,0 +1,75 @@
+"""What pages tell people to type exists, and links inside the repository lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from attache.commands import COMMANDS
+from attache.misspelt import misspelt_option
+from extproc.config.load import load
+from tools.site_pages import PAGES, with_site_links
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+SOURCES = [*(ROOT / name for name in PAGES), *DOCS]
+README = (ROOT / "README.md").read_text()
+# in a block of code: at the beginning of a line, maybe indented, with its continuation lines
+_COMMAND = re.compile(r"^(?: {4})?(?:\S+/)?attache ((?:[^\n]*\\\n)*[^\n]*)", re.MULTILINE)
+
+
+def commands() -> list[str]:
+    found = (line for page in SOURCES for line in _COMMAND.findall(page.read_text()))
+    return sorted({line.replace("\\\n", " ").partition("#")[0].strip().removesuffix("&").strip() for line in found})
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_on_a_page_parses(line: str) -> None:
+    name, *words = shlex.split(line)
+    parser = COMMANDS[name].load().parser("attache")
+    if COMMANDS[name].passes_options:
+        parser.parse_known_args(words)
+    else:
+        assert misspelt_option(parser, words) == ""
+        parser.parse_args(words)
+
+
+def test_pages_tell_people_to_type_commands() -> None:
+    assert {line.split()[0] for line in commands()} >= {"check", "extproc", "bundle", "engine", "envoy", "explain"}
+
+
+def test_the_configuration_in_the_readme_is_valid() -> None:
+    (text,) = re.findall(r"<<'END'\n(.*?)\nEND\n", README, re.DOTALL)
+    snapshot = load({"attache.yaml": text.encode()})
+    ports = [endpoint.address.rpartition(":")[2] for endpoint in snapshot.servers[0].spec.endpoints]
+    assert re.findall(r"^attache engine --port (\d+)", README, re.MULTILINE) == ports
+
+
+@pytest.mark.parametrize("page", SOURCES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in SOURCES if page.name != "ARCHITECTURE.md"], ids=lambda page: page.name
+)
+def test_prose_is_at_most_120_columns_wide(page: Path) -> None:
+    lines = (line for line in page.read_text().splitlines() if not line.lstrip().startswith("|"))
+    assert [line for line in lines if len(line) > 120] == []
+
+
+def test_the_site_shows_every_page() -> None:
+    shown = re.findall(r"[\w/-]+\.md", yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    there = {str(page.relative_to(ROOT / "docs")) for page in DOCS}
+    assert sorted(shown) == sorted(there | set(PAGES.values()))
+
+
+def test_links_of_pages_at_the_top_are_those_of_the_site() -> None:
+    text = "[a](docs/lab.md#traffic) [b](ARCHITECTURE.md) [c](https://x/docs/y) [d](#here)"
+    expected = "[a](lab.md#traffic) [b](architecture.md) [c](https://x/docs/y) [d](#here)"
+    assert with_site_links(text) == expected

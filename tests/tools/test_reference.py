@@ -1,0 +1,93 @@
+"""The reference pages are those of the code, and say what the source says."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+import pytest
+from msgspec import inspect
+
+from extproc.scheduling.registry import BUILT_IN
+from tools.reference import field_docs
+from tools.reference.__main__ import FOLDER, pages
+from tools.reference.commands import page as commands_page
+from tools.reference.field_types import default_text, type_text
+from tools.reference.kinds import KINDS, anchor, page
+
+
+class Part(msgspec.Struct, frozen=True, rename="camel"):
+    """One part. ``both_ends`` and ``middle``: where it begins. Their sum is ``total``.
+
+    A second paragraph about ``both_ends``.
+    """
+
+    both_ends: int
+    middle: int = 2
+    # how long it may be,
+    # in metres
+    length: Annotated[float, msgspec.Meta(gt=0, le=10)] = 1.5
+    colour: Annotated[Literal["red", "blue"], msgspec.Meta(description="of its **outside**")] = "red"
+    tags: tuple[str, ...] = ()
+    names: Annotated[dict[str, int], msgspec.Meta(max_length=3)] | None = None
+
+
+def fields() -> dict[str, inspect.Field]:
+    kind = inspect.type_info(Part)
+    assert isinstance(kind, inspect.StructType)
+    return {field.name: field for field in kind.fields}
+
+
+def test_the_pages_are_up_to_date() -> None:
+    assert {file.name for file in FOLDER.iterdir()} == set(pages()), "run make generate"
+    for name, text in pages().items():
+        assert (FOLDER / name).read_text() == text.rstrip("\n") + "\n", f"{name}: run make generate"
+
+
+def test_meanings_come_from_descriptions_comments_and_docstrings() -> None:
+    docs = field_docs.read(Part)
+    assert docs.text == "One part.\n\nA second paragraph about `bothEnds`."
+    assert docs.fields == {
+        "both_ends": "Where it begins. Their sum is `total`",
+        "middle": "Where it begins. Their sum is `total`",
+        "length": "How long it may be, in metres",
+        "colour": "of its **outside**",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "default"),
+    [
+        ("both_ends", "integer", "required"),
+        ("middle", "integer", "`2`"),
+        ("length", "number, at most 10, above 0", "`1.5`"),
+        ("colour", "`blue`, `red`", "`red`"),
+        ("tags", "list of string", ""),
+        ("names", "map of string to integer, at most 3", ""),
+    ],
+)
+def test_types_and_defaults_in_words(name: str, expected: str, default: str) -> None:
+    field = fields()[name]
+    assert type_text(field.type, lambda kind: kind.cls.__name__) == expected
+    assert default_text(field) == default
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_links_lead_to_sections(kind: type) -> None:
+    text = page(kind)
+    linked = {line.partition(")")[0] for line in text.split("](#")[1:]}
+    sections = {anchor(line.removeprefix("## ")) for line in text.splitlines() if line.startswith("## ")}
+    assert linked <= sections
+
+
+def test_every_plugin_and_command_has_its_section() -> None:
+    text = (FOLDER / "plugins.md").read_text()
+    assert [name for name in BUILT_IN if f"`{name}`" not in text] == []
+    assert "### attache explain" in commands_page()
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_every_field_of_a_kind_has_a_meaning(kind: type) -> None:
+    rows = [line for line in page(kind).splitlines() if line.startswith("| `")]
+    advice = "say it in the struct's docstring, as ``field``: meaning"
+    assert [row for row in rows if row.endswith("|  |")] == [], advice

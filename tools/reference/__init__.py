@@ -1,0 +1,1 @@
+"""Writes the reference pages under docs/reference from the code: make generate."""

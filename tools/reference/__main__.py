@@ -1,0 +1,25 @@
+"""Write the pages under docs/reference: ``python -m tools.reference``, part of ``make generate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tools.reference import commands, kinds, plugins
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FOLDER: Final = Path(__file__).parents[2] / "docs" / "reference"
+
+
+def pages() -> Mapping[str, str]:
+    """Every page by the name of its file."""
+    found = {f"{name}.md": kinds.page(cls) for name, cls in kinds.KINDS.items()}
+    return {**found, "plugins.md": plugins.page(), "commands.md": commands.page()}
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text.rstrip("\n") + "\n")
