@@ -104,7 +104,7 @@ spec:
     metrics = Metrics(pipeline.pools.values, lambda: 0.0, lambda: 0.0)
     task = asyncio.create_task(KvEventFeed(pipeline, metrics).run())
     try:
-        yield pipeline.pools["s"], metrics
+        yield pipeline.pools["default/s"], metrics
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -147,7 +147,7 @@ async def test_lost_messages_are_asked_for_again() -> None:
         await eventually(lambda: held(pool, block("a") + block("b") + block("c") + block("d")) == 16)
         assert is_whole(pool)
         assert (
-            metrics.registry.get_sample_value("attache_kv_events_total", {"server": "s", "result": "replayed"}) or 0
+            metrics.registry.get_sample_value("attache_kv_events_total", {"server": "default/s", "result": "replayed"}) or 0
         ) >= 2
     await engine.stop()
 
@@ -201,7 +201,7 @@ async def test_a_replay_that_cannot_be_read_ends_nothing() -> None:
     async with subscribed(engine) as (pool, metrics):
 
         def unreadable() -> float:
-            labels = {"server": "s", "result": "unreadable"}
+            labels = {"server": "default/s", "result": "unreadable"}
             return metrics.registry.get_sample_value("attache_kv_events_total", labels) or 0
 
         await eventually(lambda: unreadable() >= 1)
