@@ -147,7 +147,8 @@ async def test_lost_messages_are_asked_for_again() -> None:
         await eventually(lambda: held(pool, block("a") + block("b") + block("c") + block("d")) == 16)
         assert is_whole(pool)
         assert (
-            metrics.registry.get_sample_value("attache_kv_events_total", {"server": "default/s", "result": "replayed"}) or 0
+            metrics.registry.get_sample_value("attache_kv_events_total", {"server": "default/s", "result": "replayed"})
+            or 0
         ) >= 2
     await engine.stop()
 
