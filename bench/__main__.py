@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m bench``: replay, compare, lab, workload, validate.
 
 Exit status: 0; 1 if a check failed; 2 if something cannot be read or makes no sense; 130 after Ctrl-C. Finished

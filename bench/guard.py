@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ends process groups once the program that started them is gone, however it went: SIGKILL leaves no other chance.
 
 The program holds the write end of a pipe and writes a line for each group: ``+PID`` when it starts one, ``-PID`` when it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that belong together: started one by one, watched while they come up, all ended whatever happens."""
 
 from __future__ import annotations

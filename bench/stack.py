@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole system on loopback: engines, extproc, the bundle, a real Envoy."""
 
 from __future__ import annotations

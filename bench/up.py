@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``make up``: the whole system on loopback, left running until Ctrl-C, with a line to try."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processor time of processes, threads and the machine, and peak memory, from /proc."""
 
 from __future__ import annotations

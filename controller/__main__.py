@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: ``python -m controller bundle`` writes, and keeps up to date, an Envoy bundle."""
 
 from __future__ import annotations

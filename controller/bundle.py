@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bundle command: writes the bundle of a directory and follows its changes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``controller bundle``: write a configuration directory as an Envoy bundle, and keep it up to date."""
 
 from __future__ import annotations

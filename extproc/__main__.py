@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: ``python -m extproc --config DIR`` serves; also check, explain and top."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors for clients: each knows its HTTP status and its OpenAI error object."""
 
 from __future__ import annotations

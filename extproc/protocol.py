@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names on the wire between Envoy, extproc and the bundle: paths, headers, metadata keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What holds for all tests: how hypothesis chooses its examples, and that nothing outlives a runner that is killed."""
 
 from __future__ import annotations

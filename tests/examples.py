@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many examples hypothesis tries where one takes long: all of them in CI, a fifth of them elsewhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real Redis. Without its binary these tests are skipped, loudly; where it must be there, they fail."""
 
 from __future__ import annotations

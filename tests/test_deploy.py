@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lies under deploy/ fits the commands and the configuration that it names."""
 
 from __future__ import annotations

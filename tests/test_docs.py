@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What pages tell people to type exists, and links inside the repository lead somewhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waiting for something to come true, without sleeping longer than it takes."""
 
 from __future__ import annotations

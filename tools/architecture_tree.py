@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the tree of modules in ARCHITECTURE.md from the first lines of their docstrings: ``make generate``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages of the site that stand at the top of the repository: a hook of MkDocs, see mkdocs.yml."""
 
 from __future__ import annotations

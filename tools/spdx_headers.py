@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Put the licence's SPDX line on top of every Python file that lacks it.
 
 ``python -m tools.spdx_headers`` writes, with ``--check`` it only lists the files and fails if there are any.

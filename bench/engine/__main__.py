@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m bench.engine``: an OpenAI-compatible server that behaves like vLLM on a named GPU, without the GPU.
 
 One process can be several engines, each with a port, state and KV cache of its own: repeat --port.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fields of OpenAI API requests that the engine reads, as vLLM reads them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV cache: blocks held by requests, blocks kept for reuse, and eviction.
 
 As in vLLM V1 (``vllm/v1/core/block_pool.py``, ``kv_cache_manager.py``): a full block is known by the hash of all text

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the scheduler in real time: steps take as long as the model says.
 
 Durations are divided by the speed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults on request: ``POST /faults`` with one of these objects."""
 
 from __future__ import annotations

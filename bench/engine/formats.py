@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers in the bytes that vLLM writes: one format for each API, streamed and whole."""
 
 from __future__ import annotations

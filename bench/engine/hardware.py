@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named models on named GPUs: numbers behind the step times, each with its source.
 
 GPU peaks: the vendors' data sheets (dense bf16), as in BLIS's hardware_config. Model shapes: their published

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes of the KV cache in their order: what KV events are made from."""
 
 from __future__ import annotations

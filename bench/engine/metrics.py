@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``GET /metrics`` under vLLM's names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step times of Dynamo's mocked engines, to compare our simulator with theirs.
 
     prefill, ms = 16.50 + 0.01518 t + 4.21e-7 t^2

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events over ZeroMQ as vLLM publishes them: PUB for news, ROUTER for replays.
 
 Source: ``vllm/distributed/kv_events.py``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request in the engine, its tokens, and the steps that compute them."""
 
 from __future__ import annotations

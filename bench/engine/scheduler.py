@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Continuous batching with chunked prefill, as vLLM V1 does it.
 
 Source: ``vllm/v1/core/sched/scheduler.py``. Each step has a budget of tokens. Running requests come first, in their

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTTP server around the engine core, with aiohttp."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a step of continuous batching takes: a roofline over its FLOPs and bytes.
 
 The parts of a step are summed up in a StepBatch; a StepTime turns it into seconds.

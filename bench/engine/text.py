@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text as the engine sees it: four bytes are a token; blocks have chained hashes.
 
 A real tokenizer needs a token for about four bytes of English. Messages are padded to whole tokens, so that the next

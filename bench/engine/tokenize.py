@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``POST /tokenize`` as in vLLM: the tokens of a chat or of a prompt."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """What queues do for tenants, in virtual time; knows virtual, workload, reporting."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m bench.fairness``: what queues do for tenants, as tables and plots."""
 
 from __future__ import annotations

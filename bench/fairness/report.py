@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of all scenarios: a page with tables and a plot."""
 
 from __future__ import annotations

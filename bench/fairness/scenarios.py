@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scenarios for queues, each with and without the policy that it tests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The service that tenants are given, and the largest gap between two that wait."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workloads of tenants, played with a queue in front of simulated engines."""
 
 from __future__ import annotations

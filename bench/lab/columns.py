@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of policies side by side, as the terminal and the HTML page show it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two policies, or one before and after a change, paired by request; with intervals."""
 
 from __future__ import annotations

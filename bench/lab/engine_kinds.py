@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines by words: ``h100x4``, or mixed: ``h100*4+l40s*4``.
 
 ``h100x4`` is four H100s for each engine; ``h100*4+l40s*4`` is four engines of one kind and four of another.

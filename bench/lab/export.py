@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results of a replay as JSON and CSV."""
 
 from __future__ import annotations

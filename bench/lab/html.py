@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lab's report as one self-contained HTML file: tables and plots."""
 
 from __future__ import annotations

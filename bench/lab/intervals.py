@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How certain a number is: bootstrap over windows of requests in a row (Künsch, 1989).
 
 Requests of one burst meet the same queues, so they are not independent observations; windows of a trace, and seeds,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``make lab``: one table of policies, traces and loads, with intervals.
 
 Eight engines, each a 70B model on four H100s. Nothing was tuned on the rows that are played: conversations from row

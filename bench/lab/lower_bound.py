@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A lower bound of TTFT: an idle engine that holds all that was sent before.
 
 What a request takes beyond that, its excess, is what a picker can change.

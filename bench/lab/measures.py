@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the requests of trials to the measures that people compare."""
 
 from __future__ import annotations

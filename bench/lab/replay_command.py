@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m bench replay``: policies side by side on a trace, in virtual time."""
 
 from __future__ import annotations

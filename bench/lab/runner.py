@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs trials on all processors, keeps finished ones, continues after a stop."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One trial: a policy on a workload with engines, in virtual time, and its report."""
 
 from __future__ import annotations

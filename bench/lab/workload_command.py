@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m bench workload``: lengths and reusable prefixes of a workload."""
 
 from __future__ import annotations

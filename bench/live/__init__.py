@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks behind a real Envoy on loopback; knows stack, load and reporting."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicted against reported cached tokens: by KV events, and approximate.
 
 ``python -m bench.live.prediction`` plays the same conversations twice through Envoy, once with the engines' KV events

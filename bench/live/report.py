@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of a comparison: a table, and a page with plots and raw numbers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``make run``: a real Envoy, extproc and engines under load, policy by policy.
 
 Every policy meets the same workload with cold caches. Exit status: 0; 1 if a request failed; 2 if something cannot be

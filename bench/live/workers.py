@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What several extproc processes lose against one.
 
 ``python -m bench.live.workers`` plays the same conversations with 1, 2 and 4 processes, which replicate their events

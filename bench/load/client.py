@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams chat completions and notes when their tokens come.
 
 Sessions begin at their instants whatever the state of the others (open loop); turns follow their answers (closed

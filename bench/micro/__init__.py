@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the request path costs beside baselines of the same run, and its parts alone."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``make bench``: print what the request path costs; all in ``bench/out/overhead.json``.
 
 ``--quick`` compares the servers on the README's configuration alone, ``--only 2KB`` runs the cases whose name

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The second baseline: reads and answers as much as extproc does, but decides nothing.
 
 An answer has four endpoints, as header and as metadata, a ticket, the length, and the whole body with the engines'

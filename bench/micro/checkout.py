@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the extproc of any checkout: ``python -m bench.micro.checkout DIR [--samples FILE] ARGS``.
 
 ``--samples`` waits for SIGUSR1, from then on takes a sample of the main thread's Python stack after every 4 ms of its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From rounds to figures: medians, and ratios to the no-op server with their range."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines that answer at once, so that all that is measured is in front of them.
 
 One process serves them all, each on a port of its own. Answers are not streamed: a gateway that sends headers and the

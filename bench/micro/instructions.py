@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instructions that a process executes, counted by ``perf stat``.
 
 The counter is hardware; most virtual machines do not show it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What rate limits cost a request: in memory and in Redis, against none, alternating.
 
 Redis is a real one on loopback. Requests are sent over gRPC as Envoy sends them, one after the other: the times are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first baseline: an ext_proc server that reads nothing and lets requests pass.
 
 What it costs is what gRPC costs in Python. Its answers are constant bytes. They name the ModelServer: without a name,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load the servers of a case in turn, one request at a time and many, round by round."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The README's table of costs, as Markdown, from the figures of a whole run."""
 
 from __future__ import annotations

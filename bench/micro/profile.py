@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where extproc's processor time goes, in place: behind Envoy, 24 requests at once.
 
 ``python -m bench.micro.profile`` prints microseconds of a request by thread, by library (with ``perf``, if there is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What scraping 100 engines five times a second costs: our client against aiohttp's.
 
 Both use the same reader. The pages are vLLM's own, recorded from version 0.32 (49 KB). A second process serves them

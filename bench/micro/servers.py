@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a case compares, started side by side: baselines, extproc, SGLang's gateway.
 
 Baselines and extproc each have an Envoy of their own with the same bundle; all share the engines.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """extproc's processor time for an answer of one token against a streamed thousand.
 
 In bundle mode extproc sees no byte of an answer, so the two should cost the same.

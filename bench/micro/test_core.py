@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of a decision by themselves, timed with pytest-benchmark (``make bench``)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading and writing ext_proc messages by themselves, with warm and with cold caches: ``make bench`` runs these."""
 
 from __future__ import annotations

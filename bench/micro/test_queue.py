@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The queue with 10,000 requests of 1,000 tenants: time by operation, bytes a request."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a changed configuration costs: 50 ModelServers of 40 endpoints, as 100 files or one, in YAML and in JSON."""
 
 from __future__ import annotations

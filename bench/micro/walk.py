@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which modules a request visits on its way: every call between modules of extproc.
 
 ``python -m bench.micro.walk`` runs extproc in this process, sends it requests over gRPC as Envoy does, and watches

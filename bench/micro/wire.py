@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A client that costs next to nothing: prepared requests on keep-alive connections.
 
 Each connection sends its next request as soon as the answer to the last one is whole.

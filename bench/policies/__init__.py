@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """The field's picking policies; knows engine and the observers of virtual."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AIBrix's ``prefix-cache`` and ``least-kv-cache``.
 
 ``prefix-cache``: if running counts differ by more than 8, the fewest running. Else the best match among endpoints

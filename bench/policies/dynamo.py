@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVIDIA Dynamo's KV router: the least ``prefill blocks + decode blocks``.
 
     cost = max(active prefill tokens + own tokens - overlap, 0) / block size + active decode blocks, own ones included

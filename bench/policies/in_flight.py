@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests in flight, as a router knows them when answers pass through it.
 
 Such a router sees first tokens and ends without delay. Attaché's picker does not: it sees no answers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kthena's defaults: ``least-request`` as a filter, then three scores of equal weight.
 
 The scores are least-request, least-latency and prefix-cache, whole numbers from 0 to 100. The prefix score covers the

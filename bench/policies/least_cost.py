@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The last step of most policies: the least cost, ties broken by chance."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """llm-d's default for prefill-bound traffic: prefix affinity, then token load.
 
 The default since August 2026. ``prefix-cache-affinity-filter``: endpoints that hold at least 80% of the prompt,

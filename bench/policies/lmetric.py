@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LMetric (arXiv 2603.15202): the least product of prefill tokens and batch size.
 
 Prefill tokens: uncached tokens of queued requests and of this one. There are no parameters.

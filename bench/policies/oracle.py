@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An oracle: the least TTFT by the engines' real state, which no router knows.
 
 For each engine: the time to prefill everything that waits there, by the engine's own step times with its present

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Preble's E2, exploit and explore (ICLR 2025; WukLab/preble).
 
 Exploit: if more than half of the prompt is cached somewhere, the least loaded endpoint among those that hold most of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routers' own memories of the prompts that they sent, in place of Attaché's index.
 
 Blocks are the engines'. Routers differ in when a prompt enters (at the pick, or with the end of its answer) and in

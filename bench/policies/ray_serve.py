@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray Serve's ``PrefixCacheAffinityRouter``: best match, else power of two.
 
 If requests in flight differ by at most 10: the best match if it covers a tenth of the prompt, else the endpoint with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Policies by name, each with the observer and the configuration that it needs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's ``cache_aware``: the best match in its tree, unless loads are unequal.
 
 It is now part of the Shepherd Model Gateway. Loads are requests in flight. If they differ by more than 32 and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every proxy has: random, least request, power of two choices.
 
 Round robin is extproc's own.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A distribution in five numbers: the mean and percentiles by the nearest rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots with matplotlib: figures and cumulative distributions."""
 
 from __future__ import annotations

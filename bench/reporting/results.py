@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one request met: the record that the load client and the simulation both write."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results to the numbers that people compare: TTFT, TPOT, cache hits, throughput."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One table for all outputs: the terminal, Markdown and HTML."""
 
 from __future__ import annotations

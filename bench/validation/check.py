@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m bench validate``: the engine model against real engines.
 
 Two questions. Is the scheduler right? Two runs of a real vLLM are replayed with step times from kernels that were

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step times by interpolation between kernels that were measured inside vLLM.
 
 Source: LLMServingSim's profiles (casys-kaist, MIT). For each layer: dense kernels by the number of tokens, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorded runs of a real vLLM, and the same requests through the engine model."""
 
 from __future__ import annotations

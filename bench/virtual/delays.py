@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How late the picker learns what happens in the engines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines in virtual time: step by step, or in leaps while nothing can change."""
 
 from __future__ import annotations

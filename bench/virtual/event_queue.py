@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Virtual time: actions in the order of their instants."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events in virtual time: from an engine's journal to the core's precise index."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A workload against extproc's own core and simulated engines, in virtual time.
 
 No Envoy, no HTTP: a request is picked for when it arrives or is released, and reaches its engine after the time that

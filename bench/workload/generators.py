@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generators by name, with their parameters: ``shared-prefix:groups=256,prefix=4096``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A workload as plain data: sessions with their arrivals and turns."""
 
 from __future__ import annotations

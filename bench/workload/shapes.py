@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generated traffic of several kinds, each a struct of parameters with defaults.
 
 Lengths are tokens, rates are requests or sessions per second. Equal shapes and seeds give equal workloads. Arrivals

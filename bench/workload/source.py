@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A workload by the name of a generator or the file of a trace."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of a workload's prompts a cache could hold.
 
 For a cache without a bound, and for caches of given sizes. Requests come in the order in which they would leave if

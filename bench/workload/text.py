@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text of a given length in tokens, cut from endless named texts.
 
 Traces hold no text but say where prompts are equal, and prompts are long: an agent's has half a megabyte. So a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Public traces as workloads, by the name of their format; plain or gzipped.
 
 Traces hold lengths, not text. Where they name the blocks of their prompts, equal names become equal text.

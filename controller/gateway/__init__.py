@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """From configuration snapshots to Envoy's files."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """API keys or signed tokens, checked by Envoy before any other filter."""
 
 from __future__ import annotations

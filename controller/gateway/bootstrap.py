@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bootstrap: Envoy's identity, its admin address, and where the other files are."""
 
 from __future__ import annotations

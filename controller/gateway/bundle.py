@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A snapshot to an Envoy bundle: a bootstrap and the files that Envoy watches."""
 
 from __future__ import annotations

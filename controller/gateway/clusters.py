@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clusters: one for extproc, one for the engines of each ModelServer."""
 
 from __future__ import annotations

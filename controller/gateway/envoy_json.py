@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Helpers for Envoy's configuration: durations, addresses, extensions, JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTTP filters: ask extproc, read the model without it, read usage from answers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The listener: connection manager, headers stripped from requests, access log."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Envoy's own answers as error objects that OpenAI's clients parse."""
 
 from __future__ import annotations

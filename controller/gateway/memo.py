@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Remembers what was made from objects that have not changed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From one bundle to the next while Envoy runs: make before break."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routes: by extproc's decision, or without extproc by the model's name."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rate limits and fair queueing: whether a request may go, and when."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token buckets with reservations: unused tokens are refunded, the limit always holds.
 
 A bucket holds at most ``capacity`` tokens and fills at ``rate`` tokens a second. In any t seconds, no more than

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fairness that keeps cache locality: within a bound, the longest match goes first."""
 
 from __future__ import annotations

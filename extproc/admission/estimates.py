@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many input tokens to reserve for a prompt that has not been tokenized.
 
     reserve = margin * (bytes / bytes_per_token + extra)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fairness policies between flows, by their names in the configuration.
 
 ``policy.py`` has their protocol. Each class documents only what is particular to it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flows of one band, and what waits in each.
 
 A flow has a row from its first request until it is forgotten, so its account with the fairness policy outlives its

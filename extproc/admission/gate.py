@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flow control of a ModelServer: requests wait while its engines have no room."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The caller of a request: tenant, user, priority and latency targets, from headers."""
 
 from __future__ import annotations

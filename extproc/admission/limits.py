@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rate limits of ModelRoutes: which buckets a request is charged to, and refusals."""
 
 from __future__ import annotations

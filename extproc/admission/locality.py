@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds waiting requests with long prefix matches at given endpoints."""
 
 from __future__ import annotations

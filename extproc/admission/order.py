@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ordering policies within a flow: the waiting request with the smallest key goes first.
 
 A key is an instant, computed once on arrival: the arrival time plus a delay that the policy chooses, at most the

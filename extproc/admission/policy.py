@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The protocol of fairness policies, which decide whose request is dispatched next.
 
 A policy keeps a column or two with one row for each flow. Service is counted in weighted tokens (an output token

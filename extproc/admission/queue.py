@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The queue of one ModelServer: priority bands, flows in a band, an order in a flow.
 
 Bands either have guaranteed shares (a virtual token counter weighted by share: a share that one band does not use is

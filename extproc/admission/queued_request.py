@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A waiting request as the queue sees it."""
 
 from __future__ import annotations

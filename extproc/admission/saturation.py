@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How full endpoints are: whether a request can be dispatched now, and to which.
 
 The pressure on an endpoint is the largest of these, each as a fraction of its limit: requests waiting in the engine

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``extproc check``: every mistake in a configuration directory, or a summary of it if there is none."""
 
 from __future__ import annotations

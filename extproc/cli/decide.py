@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the command line meets the core: one decision by a configuration, and nothing else known."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``extproc explain``: where a request would go and why, by a running process or by a configuration alone."""
 
 from __future__ import annotations

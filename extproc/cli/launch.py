@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the command line meets the shell: from options to settings, and from there to running processes.
 
 Loading this module loads gRPC and Envoy's schema; the other modules of the command line do without.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the command line reports a configuration that cannot be used."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m extproc --config DIR``: serve until a signal, in one process or in several."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``extproc top``: engines, queues and tenants of running processes, live in the terminal, by their metrics pages."""
 
 from __future__ import annotations

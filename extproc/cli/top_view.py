@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two readings of metrics to a picture of what goes on: engines, queues, tenants."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration directory: types, decoding, checks; knows nothing else of extproc."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rate limits, flow control and objectives: who may ask how much, who goes first."""
 
 from __future__ import annotations

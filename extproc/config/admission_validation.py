@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of limits, queues and authentication beyond their shape."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One document to the object that it holds, or to every mistake in it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A configuration directory of which only what has changed is read again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files to documents, documents to plain data, and the line of each field."""
 
 from __future__ import annotations

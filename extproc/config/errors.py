@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mistake in configuration: where it stands and what to write instead."""
 
 from __future__ import annotations

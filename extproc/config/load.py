@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files to one Snapshot, or to every mistake; only what changed is decoded again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EndpointPickerConfig, as llm-d and the Gateway API Inference Extension write it.
 
 Source: llm-d-router ``pkg/epp/config``. ``plugins`` name types and parameters; ``schedulingProfiles`` refer to them

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flow control section of llm-d's EndpointPickerConfig as our FlowControl."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Durations (``250ms``, ``1h30m``) and sizes (``64Mi``), decoded when read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every way in which plain data differs from a type; decoders stop at the first.
 
 Walks the data beside msgspec's own description of the type; single values, and in the end the whole, are judged by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all documents share: how fields are spelled and how objects are named."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kinds that extproc and the controller share, and the Snapshot of all of them.
 
 The YAML documents of the configuration directory (and, in a cluster, the custom resources of the same names) decode

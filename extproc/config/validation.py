@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of a document beyond its shape: addresses, expressions, related fields."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What requests cost their callers: grants of rate limits, and the service that flows are charged for."""
 
 from __future__ import annotations

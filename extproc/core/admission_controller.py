@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits and gates: what a request must pass before an engine gets it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The life of every request: it arrives, may have to wait, runs, ends, and its outcome becomes known.
 
 One record a request in one table. Each verb takes the time in seconds, changes the table and what hangs on it, and returns

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The step from a request to its engine: pick, and count it there. Also for requests that another process has sent."""
 
 from __future__ import annotations

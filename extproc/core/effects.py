@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the core asks its shell to do: each verb returns a list of these, and does nothing to the world by itself."""
 
 from __future__ import annotations

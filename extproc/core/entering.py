@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first half of a request's life: its limits grant it, its tokens are known, its gate lets it pass or it has to wait."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pick with its reasons, in addresses and words instead of rows: for people, for the decision log, for tests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the end of a request teaches: Envoy's access log entry, joined with the assignment by its ticket."""
 
 from __future__ import annotations

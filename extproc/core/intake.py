@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where requests come in: refuse what can be refused, parse, route, and see who asks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which requests the other processes run, and when each process was last heard of."""
 
 from __future__ import annotations

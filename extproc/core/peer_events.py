@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What extproc processes tell each other, so that each picks as if it had seen every request.
 
 Every process repeats the bookkeeping of the others: a request that one of them sends counts for its endpoint everywhere, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one record of a request, from its arrival until its stream is closed and its outcome known."""
 
 from __future__ import annotations

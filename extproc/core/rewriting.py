@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must change in a request's body for its engine."""
 
 from __future__ import annotations

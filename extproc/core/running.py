@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that engines have: from the dispatch until the stream is closed and the outcome known, in whichever order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The states of a request and the events that are legal in each, as one table.
 
         arrives           asks the limit store      asks for tokens          waits           an engine has it

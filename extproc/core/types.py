@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a request is on its way: its headers, the parsed and routed request, its outcome."""
 
 from __future__ import annotations

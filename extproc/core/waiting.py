@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that wait at a gate: who goes when there is room, who has waited too long, who must move to another gate."""
 
 from __future__ import annotations

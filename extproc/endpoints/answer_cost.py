@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a token of an answer costs, learned from answers.
 
     tpot_s = step_s + step_s_per_token * tokens in flight at the endpoint

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Back-off: an endpoint that failed is avoided for a while, twice as long after each failure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports of engines about themselves, and how far to trust them as they age.
 
 A report is fully trusted for ``FRESH_S``. After that its weight halves every ``_HALF_LIFE_S``, and our own in-flight

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Least squares of relative errors with exponential forgetting.
 
 Fits ``seconds ~ sum(coefficient * feature)`` so that an error counts relative to the measured seconds, and old

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The in-flight ledger: a request counts at its endpoint from the pick to its end.
 
 It counts from the pick, not from the answer, because other requests are picked in between. The backlog of prefill

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the /metrics pages of vLLM, SGLang and TensorRT-LLM.
 
 A page has hundreds of lines, of which a dozen matter. Each is searched for near its position on the previous page, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests sent to one engine that, as far as is known, have no first token.
 
 Engines start requests in order of arrival. So if a request has its first token, all before it have theirs; and if an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learns how fast endpoints prefill, in tokens of work a second."""
 
 from __future__ import annotations

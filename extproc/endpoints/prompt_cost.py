@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a prompt costs, learned from first tokens: overhead, tokens, and attention.
 
     ttft_s = (overhead + tokens + pairs / attention) / rate,   pairs = uncached * (cached + uncached / 2)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The endpoints of one ModelServer as columns of numbers, with one row for each.
 
 A pick computes with whole columns. An endpoint keeps its row for as long as it is configured; then the row may be

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Renders chat templates as Hugging Face's ``apply_chat_template`` does, in a sandbox."""
 
 from __future__ import annotations

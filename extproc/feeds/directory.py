@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follows the configuration directory; the last good configuration stays in use."""
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _POLL_S: Final = 0.1
 
 
 class DirectoryFeed:
-    """Feeds a directory's snapshots to the pipeline."""
+    """Feeds a directory's snapshots to the core."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class DirectoryFeed:
         self._version = ""
 
     def started_with(self, snapshot: Snapshot) -> None:
-        """The pipeline was made with ``snapshot``."""
+        """The core was made with ``snapshot``."""
         self._version = snapshot.version
         self._metrics.config_applied()
 

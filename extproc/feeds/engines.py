@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scrapes the metrics of every engine a few times a second, for the pools.
 
 Each endpoint has its own timer and connection, so an engine that hangs does not delay others. After a failed scrape

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A minimal HTTP GET client over a persistent connection, for scraping engines.
 
 It uses callbacks instead of coroutines: for a hundred engines scraped five times a second, tasks, futures and

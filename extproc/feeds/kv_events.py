@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Subscribes to KV events over ZeroMQ, with a socket for each endpoint and rank.
 
 The transport is vLLM's (``vllm/distributed/kv_events.py``): a PUB socket with the frames topic, 8-byte sequence

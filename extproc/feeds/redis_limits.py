@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rate limits that all machines share: buckets in Redis, one round trip a request.
 
 Scripts change the buckets atomically, with the arithmetic of ``admission/buckets.py``. They use Redis' time, so the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizes prompts with the model's tokenizer files, or with the engines' /tokenize."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What queues and limits do, by server, band and tenant, as Prometheus metrics.
 
 Tenants are named by those that a trusted hop has authenticated; beyond so many, the rest are one.

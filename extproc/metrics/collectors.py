@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counters and histograms that cost next to nothing to write, and are put into Prometheus' form when they are read.
 
 prometheus_client's own take a lock and look labels up for every event, which at several events a request is a tenth of what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sample of decisions and what came of them, as JSON lines: two lines a request, joined by its ticket."""
 
 from __future__ import annotations

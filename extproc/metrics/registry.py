@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decisions, refusals and outcomes as Prometheus metrics.
 
 Labels come from the configuration and from fixed sets, never from what a client sends: its model name, path or headers

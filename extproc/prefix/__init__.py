@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which endpoint has which prefix cached: an approximate and a precise index."""

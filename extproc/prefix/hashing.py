@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prompt as a chain of block hashes; prompts with a common prefix share the first.
 
 Blocks grow with their position: 64 blocks of 128 bytes (about 32 tokens; the size can be fitted to the engines'

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The approximate prefix index: which endpoint probably has which prefix cached.
 
 It records which prompts were sent where. For each block hash it has a bit mask of endpoints (by row), and for each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decodes batches of KV events as vLLM and SGLang publish them.
 
 A message has three frames: topic, sequence number, batch. A batch is ``[timestamp, events, data_parallel_rank]``, as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The precise prefix index: which endpoint has which blocks cached, by KV events.
 
 Engines' block hashes are opaque. The key of a block is computed here from its tokens and the key of the block before

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Applies one publisher's KV events to the index, in order, and detects gaps.
 
 An engine numbers its messages from 0 after each start. Missed messages are requested again if the engine offers a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversation turns: the next prompt starts with the last one and its answer.
 
 Answers are not seen, only their length is known. If a new prompt starts with a complete earlier one, down to its last

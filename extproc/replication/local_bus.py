@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Between workers on one machine: every worker publishes on a socket file of its own and listens to all others'."""
 
 from __future__ import annotations

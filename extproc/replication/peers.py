@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tells the other processes what this one does, and hears what they do: batches every few milliseconds, over buses.
 
 ZeroMQ between the workers of one machine, Redis between machines. Both may lose messages; a heartbeat with all running

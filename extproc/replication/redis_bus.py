@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Between machines: one Redis channel. While Redis is away every process decides by what it sees itself."""
 
 from __future__ import annotations

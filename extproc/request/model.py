@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A parsed request, the same for every API."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenAI request bodies to an InferenceRequest.
 
 Only the fields on which a decision depends are read and checked; the engine checks the others.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Change top-level fields of a JSON object without decoding or re-encoding the values of the others.
 
 The object is decoded one level deep, changed and written again: every other value is copied byte for byte, so that numbers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conditions on headers and paths, compiled once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the model that a client asks for to the ModelServer that answers: ModelRoutes, their rules, their weights."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """One process or several: puts the parts together; knows all but the command line."""

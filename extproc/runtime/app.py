@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Puts the parts of one process together, and runs them until a signal."""
 
 from __future__ import annotations

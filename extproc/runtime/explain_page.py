@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``POST /debug/explain/v1/chat/completions`` with a request's headers and body: what would be decided now, and why."""
 
 from __future__ import annotations

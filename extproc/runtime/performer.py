@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Performs the core's effects: answers held streams, asks for what requests wait for, tells peers, counts, wakes the core."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Estimates a prompt's cached tokens and remaining prefill work at each endpoint.
 
 There are two indexes. The approximate one (``prefix/index.py``) records which prompts were sent where. The precise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduling framework: a profile runs filters, weighted scorers and a selector.
 
 The model is llm-d's (``pkg/epp/scheduling``), on arrays. A filter narrows a mask of rows, a scorer gives each row a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masks of rows by endpoint labels and adapters, cached until these change."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill/decode disaggregation: one endpoint prefills, another of its group decodes.
 
     cost_s(d) = load(d) + min cost_s(p) over prefill endpoints p of d's group     if the prefill is remote

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of pickers: what a picker sees, and what it returns."""
 
 from __future__ import annotations

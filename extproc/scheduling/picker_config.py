@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An EndpointPickerConfig to the picker that it describes, or to every mistake in it.
 
 Where the file says nothing, llm-d's defaults hold: weight 1, ``max-score-picker``, ``single-profile-handler``.

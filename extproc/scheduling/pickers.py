@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pickers of all ModelServers, each kept while its configuration stays."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The endpoints of one ModelServer, what is known of them, and their picker."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The default picker: the endpoint with the least cost in seconds to all requests.
 
     cost(e) = (backlog(e) + work(e) * (1 + others + behind * queued(e) + interference * running(e))) / rate(e)

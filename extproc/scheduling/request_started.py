@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The message that tells other processes of a dispatched request."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Round robin, the baseline: each endpoint in turn, whatever its cache and load."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Envoy's access log entries to outcomes."""
 
 from __future__ import annotations

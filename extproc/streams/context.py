@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every stream works with."""
 
 from __future__ import annotations

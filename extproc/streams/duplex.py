@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The endpoint picker protocol (Gateway API Inference Extension, proposal 004): bodies come and go in pieces.
 
 Request headers and body are collected; the end of the body brings the decision, which answers the headers, and then the body

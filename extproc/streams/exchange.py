@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request's conversation with a gateway, message by message: no I/O, so that it can be tested in memory.
 
 The gateway says in its first message how it sends bodies. Whole (BUFFERED), as our bundle and some gateways do: headers are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Headers and metadata of ext_proc messages as plain data."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classes of the Envoy messages on the request path, in protobuf's C implementation (upb).
 
 Their schema is ``messages.binpb``, a FileDescriptorSet that ``make generate`` writes from envoy-data-plane together with the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The request of one stream, between the core and the gateway: what it waits for, and how it ends."""
 
 from __future__ import annotations

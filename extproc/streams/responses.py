@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decisions and refusals as serialized ext_proc answers."""
 
 from __future__ import annotations

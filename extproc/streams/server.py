@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gRPC shell: external processing, access logs and health on one grpc.aio server."""
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ OPTIONS: Final = (
 
 
 class GrpcServer:
-    """Owns the listening socket and answers with what ``new_exchange`` and the pipeline decide."""
+    """Owns the listening socket and answers with what ``new_exchange`` decides."""
 
     def __init__(
         self,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token usage out of an answer that passes in pieces of any size, plain or streamed, without holding the answer.
 
 Usage stands at the end: of the JSON object, or of one of the last events of a stream. So only the end of the current line is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Protobuf's wire format, as far as frequent answers are written in it directly.
 
 Such an answer is mostly constant. Built from message objects it costs about as much as the pick that it carries, because every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one command: it finds programs, says what was meant, and loads little."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """attache completion: scripts that know every command and option."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """attache envoy: which binary is run, with which words."""
 
 from __future__ import annotations

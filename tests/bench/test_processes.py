@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes end with the block that started them, in every way in which it can end."""
 
 from __future__ import annotations

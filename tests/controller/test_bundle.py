@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bundle as data, and the way from one bundle to the next."""
 
 from __future__ import annotations

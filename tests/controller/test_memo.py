@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a build is spared by the one before it, and that it comes to the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small configuration, a core over it, and the steps that most tests take."""
 
 from __future__ import annotations

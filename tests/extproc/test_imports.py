@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process that serves loads nothing that only the controller, the benchmarks or unused features need."""
 
 from __future__ import annotations

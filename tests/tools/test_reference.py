@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference pages are those of the code, and say what the source says."""
 
 from __future__ import annotations

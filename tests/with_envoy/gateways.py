@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gateways that are configured elsewhere: a real Envoy with ext_proc in full-duplex mode, and engines that tell what reached them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many clients that ask again and again, and count what they were told."""
 
 from __future__ import annotations

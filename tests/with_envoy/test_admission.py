@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits and queues through a real Envoy: who is held, who goes first, what those are told who cannot go."""
 
 from __future__ import annotations

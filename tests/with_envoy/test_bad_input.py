@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What clients get wrong, or try: each gets a clear error in OpenAI's shape, and harms nobody else."""
 
 from __future__ import annotations

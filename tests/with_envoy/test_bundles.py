@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bundles in a real Envoy: accepted as they are, and harmless to answers that pass through."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration is replaced under load: what clients notice of it, which is nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines die, extproc restarts or hangs; clients ask all the while."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rate limits through a real Envoy under random traffic: no window sees more than was promised, with Redis and without."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our messages have the fields that Envoy has: its binary holds the descriptors that it was built from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What OpenAI's Python client does, it can do through the gateway; what goes wrong has the class that it expects."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events end to end: engines publish, extproc predicts, engines report what was really cached."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The endpoint picker protocol (Gateway API Inference Extension, docs/proposals/004), case by case, through a real Envoy.
 
 From its text: the pick in a header and in metadata, always both and equal; a list of fallbacks where the gateway goes down it;

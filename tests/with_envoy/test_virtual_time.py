@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Virtual time says what real time does: the same workload through Envoy, extproc and engines, and in one process under a virtual clock."""
 
 from __future__ import annotations

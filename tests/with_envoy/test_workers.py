@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several extproc processes behind one Envoy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The buckets in Redis keep the same promise as those in memory, whoever asks and whatever goes wrong."""
 
 from __future__ import annotations

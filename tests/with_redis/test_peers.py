@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that share over a bus: Redis between machines, sockets between workers."""
 
 from __future__ import annotations

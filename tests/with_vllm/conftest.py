@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real vLLM engines on the CPU behind a real Envoy. ``make test-vllm`` installs what they need and names their Python."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A load generator that people already use, vLLM's own, against the stack of ``make up``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a simulator cannot show: real engines' metrics, usage, KV events and adapters, through the whole gateway."""
 
 from __future__ import annotations

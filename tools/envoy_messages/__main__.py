@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write extproc's message descriptors and their types, or with ``--check`` compare those that are committed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Protobuf descriptors of the Envoy messages that extproc uses, read out of envoy-data-plane.
 
 envoy-data-plane is the one source of Envoy's schema, but its betterproto2 classes parse in pure Python, 300 times slower

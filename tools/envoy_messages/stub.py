@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Static types of the message classes, so that mypy finds a misspelt field."""
 
 from __future__ import annotations

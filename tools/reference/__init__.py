@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the reference pages under docs/reference from the code: make generate."""

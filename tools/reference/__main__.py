@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the pages under docs/reference: ``python -m tools.reference``, part of ``make generate``."""
 
 from __future__ import annotations

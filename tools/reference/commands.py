@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference page of the command line: every command with its options."""
 
 from __future__ import annotations

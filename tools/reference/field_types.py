@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Types and defaults of fields in words, by msgspec's own description of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference pages of the kinds: every field with its type, default and meaning."""
 
 from __future__ import annotations

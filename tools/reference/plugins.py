@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference page of the plugins: every type with its formula and parameters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sessions of coding agents (callanjfox/kv-cache-tester), with ids of blocks.
 
 A line is a session; an id names a block of prompt tokens, 64 in the published files. Replayed in a closed loop: a

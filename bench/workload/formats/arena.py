@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Chatbot Arena log of VTC's artifact (OSDI 2024): requests of 27 clients."""
 
 from __future__ import annotations

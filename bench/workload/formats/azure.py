@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Azure's traces of 2023 (Splitwise, ISCA 2024): times and lengths.
 
 They say nothing about prefixes, so all prompts differ.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BurstGPT's traces (Wang et al., KDD 2025): times and lengths by model.
 
 The requests went to an Azure OpenAI service. Rows without an answer are requests that failed there; they are left

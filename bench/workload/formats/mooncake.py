@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mooncake's traces (FAST 2025): times, lengths, and ids of 512-token blocks.
 
 An id names a block of prompt tokens. Equal ids become equal text, so that prompts share prefixes exactly where the

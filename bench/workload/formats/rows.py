@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of a trace file, decoded; errors name the file and the line."""
 
 from __future__ import annotations

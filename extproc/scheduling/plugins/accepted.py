@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plugin types of llm-d that are accepted without effect.
 
 They name what is always on here or configured elsewhere: data producers, parsers, metric sources and extractors,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Affinity to a loaded LoRA adapter and to the endpoint of a session."""
 
 from __future__ import annotations

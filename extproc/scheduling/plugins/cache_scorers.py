@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scorers of caches: how much of the prompt is cached, and how full the KV cache is."""
 
 from __future__ import annotations

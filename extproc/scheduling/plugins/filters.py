@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Filters: which endpoints may not take a request."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profile handlers, and the deciders of disaggregated serving."""
 
 from __future__ import annotations

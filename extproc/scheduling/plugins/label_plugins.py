@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Filters and scorers by endpoint labels: roles, selectors, context lengths."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scorers by observed or expected latency, by price, and at random."""
 
 from __future__ import annotations

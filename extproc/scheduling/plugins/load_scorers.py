@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scorers of load: requests and tokens that wait, run or are in flight."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selectors, which llm-d calls pickers: from scores to an order of endpoints.
 
 Each takes a few array operations, for any number of endpoints.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV cache's blocks: none lost, none held twice, the oldest forgotten first."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Continuous batching as stories: who runs, who waits, who gives way."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine as a client sees it: vLLM's answers, metrics and faults."""
 
 from __future__ import annotations

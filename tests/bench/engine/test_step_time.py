@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step times against numbers worked out by hand, and against published measurements."""
 
 from __future__ import annotations

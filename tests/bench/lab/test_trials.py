@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every policy plays a workload to its end, and what may be expected of a few on traffic that tells them apart."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comparison as a command: what it prints, writes and returns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each policy's rule on a case worked out by hand from its documentation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One table in three outputs."""
 
 from __future__ import annotations

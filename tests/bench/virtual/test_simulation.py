@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policies in virtual time: what the whole is for, in a second."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats of traces beyond Mooncake's and Azure's, and generated traffic."""
 
 from __future__ import annotations

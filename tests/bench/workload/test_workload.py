@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workloads: the same seed the same text, traces read as they are meant, broken rows named."""
 
 from __future__ import annotations

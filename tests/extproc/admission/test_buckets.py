@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buckets never grant more than their limit in any window, whatever is reserved, settled late, or not at all."""
 
 from __future__ import annotations

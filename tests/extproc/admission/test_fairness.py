@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The choice of each fairness policy, with numbers worked out by hand."""
 
 from __future__ import annotations

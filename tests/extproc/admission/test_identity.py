@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The caller: only trusted headers and the configuration count."""
 
 from __future__ import annotations

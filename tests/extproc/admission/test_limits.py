@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rate limits: which bucket, how much of it, and what refusals say."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ordering within a flow, and that no request is overtaken without bound."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The queue: bands, flows, bounds, blocked heads, and withdrawals."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saturation, and that missing reports never stop requests."""
 
 from __future__ import annotations

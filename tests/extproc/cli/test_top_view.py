@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The terminal picture: rates between two readings, sums over processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A directory is read again where it has changed, and only there."""
 
 from __future__ import annotations

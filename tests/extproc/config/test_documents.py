@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files come apart where YAML and JSON say, and every line is found again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A directory of YAML becomes one snapshot, or every mistake with its place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What has not changed is the same object again; what has, is read and checked anew. Objects are namespace and name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """llm-d's flow control, unchanged: what of it means what here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Durations as Go writes them, sizes as Kubernetes does."""
 
 from __future__ import annotations

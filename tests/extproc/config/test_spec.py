@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects are namespace and name, in one spelling."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests arrive, are over, and their outcomes teach: the whole way without a network."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Explanations: the reasons of a pick in words, as a page, as a command, as a log."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two processes that tell each other everything pick as one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of states, and the core held against it: whatever happens in whatever order, nothing is left behind."""
 
 from __future__ import annotations

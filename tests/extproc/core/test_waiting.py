@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that are held, let go, given up, moved: as function calls, with the time passed in."""
 
 from __future__ import annotations

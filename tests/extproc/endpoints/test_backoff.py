@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Back-off after failures."""
 
 from __future__ import annotations

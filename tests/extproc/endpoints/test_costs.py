@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What prompts and answers cost, learned from engines with known costs."""
 
 from __future__ import annotations

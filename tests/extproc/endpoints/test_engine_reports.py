@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines' reports: trusted while fresh, replaced by our own counts as they age."""
 
 from __future__ import annotations

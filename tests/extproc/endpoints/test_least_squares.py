@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Least squares of relative errors, against known coefficients."""
 
 from __future__ import annotations

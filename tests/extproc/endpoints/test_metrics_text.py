@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics pages of three engines, and invalid ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The requests that wait at an engine, by what was sent and what the engine counts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of endpoints across changes of the configuration."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The directory is followed; what is broken is refused."""
 
 from __future__ import annotations

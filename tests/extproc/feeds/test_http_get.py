@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The persistent connection against all kinds of servers."""
 
 from __future__ import annotations

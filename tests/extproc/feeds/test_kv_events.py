@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events over real ZeroMQ sockets: from a publisher that restarts, loses messages and replays."""
 
 from __future__ import annotations

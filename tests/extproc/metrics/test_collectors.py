@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cheap counters and histograms, in the form in which Prometheus reads them."""
 
 from __future__ import annotations

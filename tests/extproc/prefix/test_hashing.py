@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts as chains of blocks that grow with the position."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prefix index against a plain model of it: a list of block lists, searched from the front."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KV events as vLLM and SGLang have written them over the years."""
 
 from __future__ import annotations

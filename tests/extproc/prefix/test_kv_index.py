@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The precise index against the real content of a cache."""
 
 from __future__ import annotations

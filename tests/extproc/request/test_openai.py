@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenAI bodies: what is read, what is refused and how, what is changed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changed bodies: what is changed, and that nothing else is, however the client has written it."""
 
 from __future__ import annotations

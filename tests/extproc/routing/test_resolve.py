@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ModelRoutes: names, conditions in order, weights."""
 
 from __future__ import annotations

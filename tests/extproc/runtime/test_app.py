@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """extproc as a process: it starts, is asked over gRPC, drains and ends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The expected content of caches: sent prefixes, ended turns, KV events."""
 
 from __future__ import annotations

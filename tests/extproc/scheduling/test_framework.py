@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A profile: filters, then weighted scores, then a choice, with the reasons."""
 
 from __future__ import annotations

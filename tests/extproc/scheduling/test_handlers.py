@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EndpointPickerConfigs of several profiles, as their handlers run them."""
 
 from __future__ import annotations

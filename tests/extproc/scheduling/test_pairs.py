@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefill/decode pairs: always in one group, never without a decode engine, and only where the transfer pays."""
 
 from __future__ import annotations

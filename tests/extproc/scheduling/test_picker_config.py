@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EndpointPickerConfig files: read as in llm-d, refused with line and advice."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A picker stays, with what it has learned, as long as what it was made from stays."""
 
 from __future__ import annotations

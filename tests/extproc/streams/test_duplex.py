@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The endpoint picker protocol, message by message."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request's messages, without a network."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The generated messages are equal on the wire to those of envoy-data-plane."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers that are written directly are those that protobuf's own classes would write."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Usage out of answers in pieces."""
 
 from __future__ import annotations

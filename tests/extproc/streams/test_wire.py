@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is written directly is what protobuf itself would write."""
 
 from __future__ import annotations

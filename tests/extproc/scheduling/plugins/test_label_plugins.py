@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Label plugins: roles, selectors, ranges, and label affinity."""
 
 from __future__ import annotations

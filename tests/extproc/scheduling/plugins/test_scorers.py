@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores worked out by hand, and properties of all scorers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selectors: the order by scores, and its randomness."""
 
 from __future__ import annotations

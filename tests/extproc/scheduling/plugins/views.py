@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A view over a few endpoints, column by column."""
 
 from __future__ import annotations
