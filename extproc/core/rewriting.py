@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.request.openai import with_changes
+from extproc.request.rewrite import with_changes
 
 if TYPE_CHECKING:
     from extproc.core.types import Arrival
@@ -19,4 +19,4 @@ def changed_body(arrival: Arrival) -> bytes | None:
         changes["model"] = arrival.destination.model
     if request.leaves_usage_out and arrival.pool.spec.stream_usage == "Always":
         changes["stream_options"] = {**request.stream_options, "include_usage": True}
-    return with_changes(arrival.body, changes) if changes else None
+    return with_changes(arrival.body, changes, request.contents) if changes else None

@@ -14,7 +14,6 @@ from extproc.errors import BadRequest
 from extproc.protocol import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH
 from extproc.request.model import Api, InferenceRequest
 from extproc.request.rewrite import span_of
-from extproc.request.rewrite import with_changes as with_changes  # noqa: PLC0414 - the core imports it from here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
