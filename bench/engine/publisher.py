@@ -55,6 +55,11 @@ class Publisher:
         """The next messages get lost on their way."""
         self._drops += count
 
+    def publish_before_anybody_listens(self, payload: bytes) -> None:
+        """Only those who ask for a replay get this message; it may be anything."""
+        self._sent.append((self._next, payload))
+        self._next += 1
+
     async def publish(self, changes: Sequence[Stored | Removed]) -> None:
         """One message for the changes of one step."""
         if not changes:

@@ -18,6 +18,7 @@ from extproc.scheduling.picker import Demand
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Collection
 
     from bench.engine.request import Request
     from bench.policies.in_flight import InFlightTracker
@@ -44,6 +45,10 @@ class Remembering:
         self._running: dict[int, tuple[int, Request]] = {}
         self._predicted: deque[tuple[float, int, Request]] = deque()
         self._cost = PromptCost()
+
+    def held(self, row: int) -> Collection[int]:
+        """The hashes of the blocks that it remembers of an endpoint."""
+        return self._held[row].keys()
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """The policy's own, of what its router would know."""

@@ -98,6 +98,11 @@ class LocalLimits:
     def __init__(self) -> None:
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()
 
+    @property
+    def buckets(self) -> int:
+        """How many there are."""
+        return len(self._buckets)
+
     def reserve(self, asks: Sequence[Ask], now: float) -> Grant:
         """All or nothing; raises RateLimited."""
         buckets = [self._bucket(ask, now) for ask in asks]
