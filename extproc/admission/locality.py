@@ -48,6 +48,11 @@ class CacheLocality:
                     return entry[2]
         return None
 
+    @property
+    def entries(self) -> int:
+        """Over all heaps, those of requests that have gone included."""
+        return self._entries
+
     def sweep(self, waiting: int) -> None:
         """Let go of those that wait no more, when they are the most."""
         if self._entries <= 64 + 8 * waiting:
