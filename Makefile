@@ -11,7 +11,11 @@ GATEWAY := .tools/sglang-router
 
 DOCS   := .venv-docs
 
-.PHONY: help run up test test-vllm check fix bench sglang-gateway lab generate docs lock envoy-binary clean
+PYTEST := $(RUN) $(if $(COVERAGE),-m coverage run) -m pytest
+
+.PHONY: help run up test test-pure test-envoy test-real-time test-some test-vllm coverage coverage-report check fix bench \
+  sglang-gateway lab generate docs lock envoy-binary clean
+.NOTPARALLEL:
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -22,8 +26,29 @@ run: $(VENV)/ready $(ENVOY) ## Envoy, extproc and engines under load, prefix-awa
 up: $(VENV)/ready $(ENVOY) ## the same stack left running, with a curl line to try
 	$(RUN) -m bench.up $(ARGS)
 
-test: $(VENV)/ready $(ENVOY) ## all tests
-	$(RUN) -m pytest $(ARGS)
+test: $(if $(ARGS),test-some,test-pure test-envoy test-real-time) ## all tests, in three stages; ARGS="-k NAME" or a path: some, in one
+
+test-some: $(VENV)/ready $(ENVOY)
+	$(PYTEST) $(ARGS)
+
+test-pure: $(VENV)/ready ## tests that need neither Envoy nor Redis, side by side
+	$(PYTEST) -n auto --dist worksteal tests --ignore-glob='*/with_*'
+
+# One more than there are processors where CI runs: these tests wait for others half of their time.
+test-envoy: $(VENV)/ready $(ENVOY) ## tests with a real Envoy and a real Redis, side by side
+	$(PYTEST) -n 3 --dist loadfile -m 'not real_time' tests/with_*
+
+test-real-time: $(VENV)/ready $(ENVOY) ## tests that depend on how fast the machine is, one after the other
+	$(PYTEST) -m real_time tests/with_*
+
+coverage: $(VENV)/ready $(ENVOY) ## branches that the tests take, by package; fails where a pure package has less than it should
+	$(RUN) -m coverage erase
+	$(MAKE) test-pure test-envoy COVERAGE=1
+	$(MAKE) coverage-report
+
+coverage-report: $(VENV)/ready
+	$(RUN) -m coverage combine --quiet
+	$(RUN) -m tools.coverage_by_package
 
 test-vllm: $(VENV)/ready $(ENVOY) $(VLLM)/ready ## tests with real vLLM engines on the CPU (installs 3 GB; Python 3.11 and a CPU build of torch)
 	ATTACHE_VLLM=$(CURDIR)/$(VLLM)/bin/python $(RUN) -m pytest tests/with_vllm $(ARGS)
@@ -97,4 +122,4 @@ $(GATEWAY)/ready:
 	@touch $@
 
 clean: ## remove all that make has made
-	rm -rf $(VENV) $(VLLM) $(DOCS) .site .tools .cache bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VLLM) $(DOCS) .site .tools .cache .coverage* bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

@@ -16,6 +16,8 @@ import msgspec
 import yaml
 
 from bench.processes import Processes, free_ports, ports_in_a_row
+from controller.bundle import write_once
+from extproc.config.directory import load_directory
 from extproc.config.types import API_VERSION
 
 if TYPE_CHECKING:
@@ -157,7 +159,9 @@ async def running_stack(  # noqa: PLR0913 - what tests want to be different
     workers: int = 1,
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Stack]:
-    """Start it all in ``directory`` and wait until it serves; end it all on the way out. Raises StartFailed.
+    """Start it all in ``directory`` and wait until it serves; end it all on the way out.
+
+    Raises StartFailed, EnvoyMissing, and ConfigInvalid if what is overridden makes no configuration.
 
     ``picker``: a name, or the file of an EndpointPickerConfig. ``watch``: the bundle follows changes of the configuration.
     ``gateway``, ``more`` and ``route``: overrides of the default GatewayConfig, ModelServer and ModelRoute.
@@ -196,16 +200,19 @@ async def running_stack(  # noqa: PLR0913 - what tests want to be different
         *(*python, "extproc", "--config", str(config), "--listen", str(gateway["extproc"]), "--metrics", metrics),
         *extproc_flags,
     ]
-    commands["bundle"] = [*python, "controller", "bundle", "--config", str(config), "--out", str(bundle)]
     if watch:
-        commands["bundle"].append("--watch")
+        written = ["--config", str(config), "--out", str(bundle), "--watch"]
+        commands["bundle"] = [*python, "controller", "bundle", *written]
+    else:  # in this process: it need not outlive the writing
+        write_once(load_directory(config), bundle, str(bundle.resolve()))
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
 
         def answers(address: str, path: str) -> _Answers:
             return _Answers(http, f"http://{address}{path}", headers or {})
 
         pids = {name: await processes.start(name, command) for name, command in commands.items()}
-        await processes.wait_ready("bundle", _IsThere(bundle / "bootstrap.json"))
+        if watch:
+            await processes.wait_ready("bundle", _IsThere(bundle / "bootstrap.json"))
         pids["envoy"] = await processes.start("envoy", envoy_command(bundle))
         for number, address in enumerate(engines):
             name = f"engine-{number}" if flags.apart else "engines"

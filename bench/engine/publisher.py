@@ -63,6 +63,11 @@ class KvEventPublisher:
         """Do not send the next ``count`` messages; they can still be replayed."""
         self._drops += count
 
+    def publish_before_anybody_listens(self, payload: bytes) -> None:
+        """Store a message, which may be anything, for those who ask for a replay; subscribers do not get it."""
+        self._sent.append((self._next, payload))
+        self._next += 1
+
     async def publish(self, changes: Sequence[CacheChange]) -> None:
         """Send one message with the changes of a step."""
         if not changes:

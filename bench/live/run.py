@@ -130,7 +130,6 @@ async def _run(policy: str, stack: Stack, settings: ComparisonSettings, progress
         progress.update(bar, advance=1, state=state)
 
     pids = {**stack.pids, "client": os.getpid()}
-    pids.pop("bundle")
     cpu_before = {name: cpu_seconds(pid) for name, pid in pids.items()}
     machine_before = machine_time()
     client = LoadClient(stack.url, ALIAS, speed=settings.flags.speed, on_result=show)

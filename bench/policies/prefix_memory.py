@@ -19,6 +19,7 @@ from extproc.scheduling.picker import Demand
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Collection
 
     from bench.engine.request import Request
     from bench.policies.in_flight import InFlightTracker
@@ -49,6 +50,10 @@ class WithPrefixMemory:
         self._running: dict[int, tuple[int, Request]] = {}
         self._predicted: deque[tuple[float, int, Request]] = deque()
         self._cost = PromptCost()
+
+    def held(self, row: int) -> Collection[int]:
+        """The hashes of the blocks that it remembers of an endpoint."""
+        return self._held[row].keys()
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """The pick of the policy, from what its router would know."""

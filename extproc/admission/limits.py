@@ -105,6 +105,11 @@ class LocalLimits:
     def __init__(self) -> None:
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()
 
+    @property
+    def buckets(self) -> int:
+        """How many there are."""
+        return len(self._buckets)
+
     def reserve(self, charges: Sequence[Charge], now: float) -> Grant:
         """Reserve all charges or none; raises RateLimited."""
         buckets = [self._bucket(charge, now) for charge in charges]

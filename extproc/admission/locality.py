@@ -54,6 +54,11 @@ class CacheLocality:
                     return entry[2]
         return None
 
+    @property
+    def entries(self) -> int:
+        """Over all heaps, those of requests that have gone included."""
+        return self._entries
+
     def sweep(self, waiting: int) -> None:
         """Drop the entries of requests that no longer wait, if they are the majority; ``waiting``: how many wait."""
         if self._entries <= 64 + 8 * waiting:

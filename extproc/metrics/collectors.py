@@ -73,6 +73,11 @@ class DeferredHistograms(Collector):
             buckets = self._series[values] = _Buckets(self._bounds)
         buckets.observe(seconds)
 
+    @property
+    def pending(self) -> int:
+        """Values that are not sorted into buckets yet."""
+        return sum(buckets.pending for buckets in self._series.values())
+
     def describe(self) -> Iterable[Metric]:
         """Its name, so that a second one of that name is refused."""
         return [HistogramMetricFamily(self._name, self._text, labels=self._labels)]
@@ -101,6 +106,10 @@ class _Buckets:
         self._counts = np.zeros(len(bounds) + 1, np.int64)
         self._sum = 0.0
         self._pending: list[float] = []
+
+    @property
+    def pending(self) -> int:
+        return len(self._pending)
 
     def observe(self, seconds: float) -> None:
         self._pending.append(seconds)

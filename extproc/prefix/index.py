@@ -182,6 +182,21 @@ class PrefixIndex:
         held = self._held.get(row)
         return len(held.last_use) + len(held.pins) if held is not None else 0
 
+    def bytes_held(self, row: int) -> int:
+        """The bytes of prompt in those blocks."""
+        held = self._held.get(row)
+        return held.bytes if held is not None else 0
+
+    def evictable(self, row: int) -> list[int]:
+        """The blocks of ``row`` that no running request uses, in the order in which they would be evicted."""
+        held = self._held.get(row)
+        return list(held.last_use) if held is not None else []
+
+    @property
+    def blocks(self) -> int:
+        """The number of different blocks that are known of, wherever they are."""
+        return len(self._holders)
+
     def _shrink(self, row: int, held: _EndpointBlocks) -> None:
         while held.last_use and (held.bytes > held.capacity_bytes or len(held.last_use) > _MAX_BLOCKS):
             self._evict_oldest(row, held)

@@ -33,6 +33,11 @@ class UsageReader:
         self.usage = ReportedUsage()
         self._line = bytearray()
 
+    @property
+    def kept_bytes(self) -> int:
+        """How much of the answer is kept."""
+        return len(self._line)
+
     def feed(self, piece: bytes) -> None:
         """Take the next bytes of the answer."""
         start = 0

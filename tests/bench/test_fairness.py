@@ -39,7 +39,7 @@ TENANTS = st.lists(
 )
 
 
-@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.too_slow])
 @given(loads=TENANTS, seed=st.integers(0, 10_000))
 def test_two_that_wait_are_never_further_apart_than_vtcs_theorem_allows(loads: list[TenantLoad], seed: int) -> None:
     named = [

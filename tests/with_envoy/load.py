@@ -23,12 +23,13 @@ class Tally(msgspec.Struct):
 
 
 class Load:
-    """``clients`` at once, alternately streamed and plain, until told to stop."""
+    """``clients`` at once, alternately streamed and plain, until told to stop. ``pause_s``: after each answer."""
 
-    def __init__(self, url: str, *, clients: int = 24, output_tokens: int = 20) -> None:
+    def __init__(self, url: str, *, clients: int = 24, output_tokens: int = 20, pause_s: float = 0.0) -> None:
         self._url = f"{url}/v1/chat/completions"
         self._clients = clients
         self._output_tokens = output_tokens
+        self._pause_s = pause_s
         self._stopped = asyncio.Event()
         self._numbers: Iterator[int] = itertools.count()
         self.tally = Tally()
@@ -55,6 +56,7 @@ class Load:
     async def _ask_again(self) -> None:
         while not self._stopped.is_set():
             await self._ask(next(self._numbers))
+            await asyncio.sleep(self._pause_s)
 
     async def _ask(self, number: int) -> None:
         is_streamed = number % 2 == 0

@@ -157,7 +157,7 @@ async def test_of_two_hundred_held_clients_fifty_leave_and_the_rest_are_served_i
     resets_before = await envoy_stat(stack, "http.attache.downstream_rq_rx_reset")
     # without an engine everybody is held, for as long as the test needs
     control = {"saturation": ONE_AT_A_TIME, "sharing": "Strict", "fairness": "RoundRobin", "noEndpointTimeout": "5m"}
-    await change(stack, "ModelServer", endpoints=[], flowControl=control)
+    await without_engine(stack, **control)
     await eventually(lambda: listener_waits(stack, "301s"))
     clients: dict[str, asyncio.Task[httpx.Response]] = {}
     for number in range(200):
@@ -192,6 +192,21 @@ async def test_of_two_hundred_held_clients_fifty_leave_and_the_rest_are_served_i
     assert await envoy_stat(stack, "http.attache.downstream_rq_rx_reset") - resets_before == 50
     await eventually(lambda: metric_is(stack, "attache_in_flight", 0))
     assert await metric(stack, "attache_open_streams") == 0
+
+
+async def has_engine_in_envoy(stack: Stack) -> bool:
+    async with httpx.AsyncClient(verify=False) as http:  # noqa: S501 - plain HTTP; loading certificates takes long
+        return "server/llama::127.0.0.1" in (await http.get(f"{stack.admin}/clusters")).text
+
+
+async def without_engine(stack: Stack, **control: object) -> None:
+    """Take the only engine away, and wait until both extproc and Envoy have let go of it."""
+    await change(stack, "ModelServer", endpoints=[], flowControl=control)
+
+    async def is_gone() -> bool:
+        return not await has_engine_in_envoy(stack)
+
+    await eventually(is_gone)
 
 
 async def listener_waits(stack: Stack, message_timeout: str) -> bool:
@@ -377,7 +392,7 @@ async def test_a_model_without_engines_holds_its_requests_until_the_first_is_the
     stack = held.stack
     engine = stack.engines[0].removeprefix("http://")
     control = {"saturation": ONE_AT_A_TIME, "fairness": "RoundRobin", "noEndpointTimeout": "30s"}
-    await change(stack, "ModelServer", endpoints=[], flowControl=control)
+    await without_engine(stack, **control)
     clients = []
     for number in range(6):
         headers = {"x-attache-tenant": "a" if number < 3 else "b"}
@@ -395,7 +410,7 @@ async def test_a_model_without_engines_holds_its_requests_until_the_first_is_the
 
 async def test_a_model_that_gets_no_engine_in_time_says_so(held: Scene) -> None:
     stack = held.stack
-    await change(stack, "ModelServer", endpoints=[], flowControl={"noEndpointTimeout": "200ms"})
+    await without_engine(stack, noEndpointTimeout="200ms")
     answer = await held.ask("nobody there", {})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_endpoint")
     assert answer.headers["retry-after"]

@@ -44,7 +44,7 @@ async def test_a_hundred_replacements_of_the_configuration_lose_no_request(fresh
         engines = rng.sample(addresses, rng.randint(1, 3))
         return documents(engines, gateway=fresh.gateway, server=rng.choice(["llama", "llama-b", "llama-c"]))
 
-    async with Load(fresh.url) as load:
+    async with Load(fresh.url, pause_s=0.1) as load:
         for number in range(100):
             replace(fresh, variant(number))
             await asyncio.sleep(rng.choice([0.02, 0.05, 0.3]))
@@ -75,8 +75,7 @@ async def test_a_server_under_a_new_name_takes_over_without_a_lost_request(fresh
         others = {"first", "second", "llama"} - {name}
         return f"server/{name}::" in clusters and not any(f"server/{one}::" in clusters for one in others)
 
-    # it takes a while, and others want the processors too
-    async with Load(fresh.url, clients=8) as load:
+    async with Load(fresh.url, pause_s=0.1) as load:
         for name in ("first", "second"):
             replace(fresh, documents(addresses, gateway=fresh.gateway, server=name))
             await eventually(lambda name=name: is_used_by_extproc(name), timeout_s=30)

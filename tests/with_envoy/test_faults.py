@@ -46,7 +46,7 @@ async def mended(sturdy: Stack) -> AsyncIterator[Stack]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def apart(tmp_path: Path) -> AsyncIterator[Stack]:
     """A stack of this test's own whose engines can be killed one by one."""
-    async with running_stack(tmp_path / "stack", APART, watch=True) as running:
+    async with running_stack(tmp_path / "stack", APART) as running:
         yield running
 
 
@@ -54,7 +54,7 @@ async def apart(tmp_path: Path) -> AsyncIterator[Stack]:
 async def closed(tmp_path: Path) -> AsyncIterator[Stack]:
     """The same for those who prefer errors."""
     gateway = {"failureMode": "Close", "messageTimeout": "1s"}
-    async with running_stack(tmp_path / "stack", FLAGS, watch=True, gateway=gateway) as running:
+    async with running_stack(tmp_path / "stack", FLAGS, gateway=gateway) as running:
         yield running
 
 

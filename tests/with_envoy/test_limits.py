@@ -83,7 +83,7 @@ class Traffic:
                 self.refused += 1
             else:
                 self.other.append(answer.status_code)
-            await asyncio.sleep(rng.expovariate(30))
+            await asyncio.sleep(rng.expovariate(10))
 
     def most_over(self, *, rate: float, burst: float) -> float:
         """By how much the worst window exceeded the promise; below 0 by how much it fell short."""

@@ -129,7 +129,7 @@ async def test_usage_host_and_times_come_back_to_extproc(stack: Stack, client: o
     assert total(text, "attache_in_flight") == 0
 
 
-async def test_nothing_of_the_gateway_leaks_to_clients_or_engines(stack: Stack, model: str) -> None:
+async def test_no_header_of_the_gateway_reaches_a_client(stack: Stack, model: str) -> None:
     async with httpx.AsyncClient() as http:
         answer = await http.post(f"{stack.url}/v1/completions", json={"model": model, "prompt": "x", "max_tokens": 1})
     assert not [name for name in answer.headers if name.startswith(("x-attache", "x-gateway", "x-envoy"))]

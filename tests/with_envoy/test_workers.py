@@ -49,7 +49,7 @@ async def test_a_worker_that_is_killed_costs_nobody_anything_and_comes_back(tmp_
             found = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name)]
             return sum(found) if found else None
 
-        async with Load(stack.url) as load:
+        async with Load(stack.url, pause_s=0.05) as load:
 
             async def both_work() -> bool:
                 # Envoy asks for their health once a second, and the first to answer has all until then

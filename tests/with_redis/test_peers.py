@@ -103,11 +103,16 @@ async def test_two_machines_share_over_redis(redis: Redis) -> None:
 
 
 async def test_channels_are_kept_apart(redis: Redis) -> None:
-    async with processes(RedisBus(redis.url, "one"), RedisBus(redis.url, "two")) as (one, other):
-        for _ in range(5):
-            one.send("hello")
-            await asyncio.sleep(0.05)
-        assert other.in_flight == 0
+    buses = [RedisBus(redis.url, channel) for channel in ("one", "one", "two", "two")]
+    async with processes(*buses) as (one, sibling, other, its_sibling):
+        await connected([one, sibling])
+        await connected([other, its_sibling])
+        one.send("hello")
+        await eventually(lambda: sibling.in_flight == 1)
+        # what is said on the second channel later comes later too: nothing of the first is still under way
+        its_sibling.send("hello")
+        await eventually(lambda: other.in_flight == 1)
+        assert [process.in_flight for process in (one, sibling, other, its_sibling)] == [1, 1, 1, 1]
 
 
 async def test_redis_goes_and_comes_back(redis: Redis) -> None:

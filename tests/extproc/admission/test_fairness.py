@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from extproc.admission.deficit_locality import DeficitLocality
 from extproc.admission.fairness import (
@@ -120,3 +121,32 @@ def test_global_strict_ignores_flows() -> None:
 def test_policies_are_made_by_the_names_of_the_configuration() -> None:
     names = ["VirtualTokenCounter", "DeficitLocality", "SlidingWindow", "RoundRobin", "GlobalStrict"]
     assert [type(make_policy(name, quantum=1, window_s=1)).__name__ for name in names] == names
+
+
+@pytest.mark.parametrize("policy", [VirtualTokenCounter(), SlidingWindow(10.0), DeficitLocality(100.0), RoundRobin()])
+def test_a_flow_that_was_served_is_in_debt_until_its_row_is_another_flows(policy: FairnessPolicy) -> None:
+    of_three(policy)
+    row = take(policy, 50.0)
+    others = {policy.debt(other) for other in range(3) if other != row}
+    assert policy.debt(row) > max(others)
+    policy.forget(row)
+    policy.begin(row, NONE)
+    assert policy.debt(row) <= max(others)
+
+
+def test_what_a_request_took_beyond_its_estimate_is_spent_too() -> None:
+    deficits, window = of_three(DeficitLocality(100.0)), of_three(SlidingWindow(10.0))
+    for policy in (deficits, window):
+        policy.charge(0, 30.0, 0.0)
+        policy.correct(0, 20.0, 1.0)
+        policy.correct(0, -5.0, 2.0)
+    assert deficits.debt(0) == -55.0
+    assert window.debt(0) == 45.0
+
+
+def test_without_fairness_nobody_is_in_debt() -> None:
+    policy = of_three(GlobalStrict())
+    take(policy, 50.0)
+    policy.correct(0, 5.0, 0.0)
+    policy.forget(0)
+    assert [policy.debt(row) for row in range(3)] == [0.0, 0.0, 0.0]

@@ -122,7 +122,7 @@ def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     limits, one = LocalLimits(), route(RateLimit(requests=1))
     for number in range(30):
         limits.reserve(one.charges(Caller(tenant=f"t{number}"), {}, USAGE), 0.0)
-    assert len(limits._buckets) == 10
+    assert limits.buckets == 10
 
 
 def test_reservations_of_another_process_count_here() -> None:

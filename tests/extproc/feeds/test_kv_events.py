@@ -18,6 +18,7 @@ from extproc.config.load import load
 from extproc.core.core import Core
 from extproc.feeds.kv_events import KvEventFeed
 from extproc.metrics.registry import Metrics
+from extproc.scheduling.cache_estimator import Prompt
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -58,8 +59,7 @@ class Engine:
     def garble_the_past(self) -> None:
         """Its first message is unreadable."""
         assert self._publisher is not None
-        self._publisher._sent.append((0, b"\xc1"))
-        self._publisher._next = 1
+        self._publisher.publish_before_anybody_listens(b"\xc1")
 
     async def store(self, text: bytes, *, after: int | None = None) -> None:
         """One block of text; its hash is its first byte."""
@@ -191,9 +191,19 @@ async def test_without_a_replay_a_gap_is_not_trusted() -> None:
 
 async def test_without_a_publisher_the_approximate_index_decides() -> None:
     engine = Engine()
+    prompt = Prompt(b"a" * 4000, "m")
     async with subscribed(engine) as (pool, _):
-        await asyncio.sleep(0.5)
+        expected = pool.caches.expect(prompt, pool.table, 0.0)
+        assert expected.demand.cached_tokens[0] == 0
+        pool.caches.sent(0, expected, 0.0)
+        await asyncio.sleep(0.3)
         assert pool.caches.whole_feeds == pool.caches.partial_feeds == 0
+        expected = pool.caches.expect(prompt, pool.table, 1.0)
+        assert expected.demand.cached_tokens[0] > 900
+        # it was subscribed all the time
+        engine.start()
+        await eventually(lambda: is_whole(pool))
+    await engine.stop()
 
 
 async def test_an_unreadable_replay_does_not_end_the_subscription() -> None:

@@ -177,15 +177,16 @@ class AgainstAPlainModel(RuleBasedStateMachine):
 
     @invariant()
     def is_bounded(self) -> None:
-        held = self.index._held
         for row, kept in self.lru.items():
             in_use = {block for other, chain in self.running if other == row for block in chain}
-            assert list(held[row].last_use) == [block for block in kept if block not in in_use]
-            assert held[row].pins.keys() == in_use.intersection(kept)
-            assert held[row].bytes == sum(map(_bytes, kept))
-            assert held[row].bytes <= CAPACITY or not held[row].last_use
-        union = {block for kept in self.lru.values() for block in kept}
-        assert self.index._holders.keys() == union
+            free = [block for block in kept if block not in in_use]
+            assert self.index.evictable(row) == free
+            assert self.index.blocks_held(row) == len(kept)
+            assert self.index.bytes_held(row) == sum(map(_bytes, kept))
+            if free:
+                assert self.index.bytes_held(row) <= CAPACITY
+            assert all(self.index.last_use(row, block) is not None for block in kept)
+        assert self.index.blocks == len({block for kept in self.lru.values() for block in kept})
 
 
 TestAgainstAPlainModel = AgainstAPlainModel.TestCase
