@@ -14,7 +14,7 @@ import yaml
 
 from attache.commands import COMMANDS
 from attache.misspelt import misspelt_option
-from extproc.config.load import load_directory
+from extproc.config.directory import load_directory
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))

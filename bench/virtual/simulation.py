@@ -280,7 +280,7 @@ class Simulation:
             completion_tokens=request.produced,
             cached_tokens=request.cached_tokens or None,
         )
-        self._events.at(now + self._delays.log_s, lambda later: self._settle(outcome, later))
+        self._events.at(now + self._delays.log_s, lambda later: self._perform(self.core.settle(outcome, later), later))
         self._results.append(
             RequestResult(
                 due_at_s=asked.due_at_s,
@@ -296,6 +296,3 @@ class Simulation:
         )
         self._perform(effects, now)
         asked.done(now)
-
-    def _settle(self, outcome: Outcome, now: float) -> None:
-        self._perform(self.core.settle(outcome, now), now)

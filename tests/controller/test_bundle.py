@@ -87,7 +87,7 @@ def test_a_server_is_a_cluster_with_a_file_of_endpoints_and_a_route_by_header() 
 
 def test_no_cluster_keeps_envoys_limit_of_1024_streams() -> None:
     clusters = resources(build(snapshot_of("one", "two"), "/x"), "cds.json")
-    assert [cluster["name"] for cluster in clusters] == ["attache-extproc", "server/one", "server/two"]
+    assert [cluster["name"] for cluster in clusters] == ["attache-extproc", "server/default/one", "server/default/two"]
     for cluster in clusters:
         (limits,) = cluster["circuit_breakers"]["thresholds"]
         assert min(limits[name] for name in ("max_connections", "max_requests", "max_pending_requests")) >= 1_000_000

@@ -203,7 +203,7 @@ def test_a_memory_knows_a_prompt_from_when_its_router_does(by: str) -> None:
 
 def test_a_bounded_memory_forgets_what_was_sent_longest_ago() -> None:
     scene = Scene(1)
-    scene.table.kv_tokens[0] = 150 * BLOCK
+    scene.table.kv_capacity_tokens[0] = 150 * BLOCK
     picker = WithPrefixMemory(CacheAware(), scene.tracker, MemoryRule(), BLOCK)
     for text in "ab":
         scene.pick(picker, scene.request(text))

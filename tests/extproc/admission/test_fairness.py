@@ -130,7 +130,7 @@ def test_a_flow_that_was_served_is_in_debt_until_its_row_is_another_flows(policy
     others = {policy.debt(other) for other in range(3) if other != row}
     assert policy.debt(row) > max(others)
     policy.forget(row)
-    policy.begin(row, NONE)
+    policy.activate(row, NONE)
     assert policy.debt(row) <= max(others)
 
 
@@ -138,8 +138,8 @@ def test_what_a_request_took_beyond_its_estimate_is_spent_too() -> None:
     deficits, window = of_three(DeficitLocality(100.0)), of_three(SlidingWindow(10.0))
     for policy in (deficits, window):
         policy.charge(0, 30.0, 0.0)
-        policy.correct(0, 20.0, 1.0)
-        policy.correct(0, -5.0, 2.0)
+        policy.settle(0, 20.0, 1.0)
+        policy.settle(0, -5.0, 2.0)
     assert deficits.debt(0) == -55.0
     assert window.debt(0) == 45.0
 
@@ -147,6 +147,6 @@ def test_what_a_request_took_beyond_its_estimate_is_spent_too() -> None:
 def test_without_fairness_nobody_is_in_debt() -> None:
     policy = of_three(GlobalStrict())
     take(policy, 50.0)
-    policy.correct(0, 5.0, 0.0)
+    policy.settle(0, 5.0, 0.0)
     policy.forget(0)
     assert [policy.debt(row) for row in range(3)] == [0.0, 0.0, 0.0]

@@ -20,10 +20,10 @@ class Scene:
 
     def add(self, ticket: str, *holders: tuple[int, float]) -> None:
         self.waiting.add(ticket)
-        self.locality.add(QueuedRequest(ticket, FlowKey("acme"), 0.0, expires_s=60.0, holders=holders))
+        self.locality.add(QueuedRequest(ticket, FlowKey("acme"), 0.0, expires_at_s=60.0, holders=holders))
 
     def nearest(self, rows: np.ndarray[tuple[int], np.dtype[np.bool_]] = BOTH) -> str | None:
-        found = self.locality.nearest(rows, lambda _: True)
+        found = self.locality.longest_match(rows, lambda _: True)
         return None if found is None else found.ticket
 
 
@@ -41,7 +41,7 @@ def test_one_that_may_not_go_is_passed_over() -> None:
     scene = Scene()
     scene.add("short", (0, 10.0))
     scene.add("long", (0, 500.0))
-    found = scene.locality.nearest(BOTH, lambda queued: queued.ticket != "long")
+    found = scene.locality.longest_match(BOTH, lambda queued: queued.ticket != "long")
     assert found is not None
     assert found.ticket == "short"
 

@@ -275,20 +275,20 @@ def test_idle_flows_are_forgotten_the_least_indebted_first(monkeypatch: pytest.M
 
 def test_those_that_gave_way_in_vain_wait_on() -> None:
     scene = Scene(bands=(Band("high", 10, 1.0), Band("low", 0, 1.0)), max_requests=100, max_bytes="1Ki")
-    low = scene.enter(size_bytes=200)
-    scene.enter(size_bytes=800, priority=10)
+    low = scene.enqueue(size_bytes=200)
+    scene.enqueue(size_bytes=800, priority=10)
     with pytest.raises(QueueFull):
         # the low one makes no place for so much, and the high one keeps its own
-        scene.enter(size_bytes=900, priority=10)
+        scene.enqueue(size_bytes=900, priority=10)
     assert low in scene.queue
     assert len(scene.queue) == 2
 
 
 def test_the_times_at_which_those_that_left_would_have_expired_are_not_kept() -> None:
     scene = Scene()
-    stays = scene.enter(now=0.5)
+    stays = scene.enqueue(now=0.5)
     for _ in range(3000):
-        scene.queue.leave(scene.enter())
-    assert scene.queue.next_expiry_s() == 60.5
+        scene.queue.withdraw(scene.enqueue())
+    assert scene.queue.next_expiry_at_s() == 60.5
     assert [one.ticket for one in scene.queue.expire(60.5)] == [stays]
-    assert scene.queue.next_expiry_s() is None
+    assert scene.queue.next_expiry_at_s() is None

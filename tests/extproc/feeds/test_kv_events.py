@@ -195,7 +195,7 @@ async def test_without_a_publisher_the_approximate_index_decides() -> None:
     async with subscribed(engine) as (pool, _):
         expected = pool.caches.expect(prompt, pool.table, 0.0)
         assert expected.demand.cached_tokens[0] == 0
-        pool.caches.sent(0, expected, 0.0)
+        pool.caches.record_sent(0, expected, 0.0)
         await asyncio.sleep(0.3)
         assert pool.caches.whole_feeds == pool.caches.partial_feeds == 0
         expected = pool.caches.expect(prompt, pool.table, 1.0)
