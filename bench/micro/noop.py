@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     Process = Callable[[object, grpc.aio.ServicerContext[ProcessingRequest, bytes]], Awaitable[None]]
 
-SERVER: Final = "llama"
+SERVER: Final = "default/llama"
 PASS_HEADERS: Final = ProcessingResponse(request_headers=HeadersResponse()).SerializeToString()
 _PASS_ANSWER_HEADERS: Final = ProcessingResponse(response_headers=HeadersResponse()).SerializeToString()
 

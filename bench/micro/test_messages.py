@@ -39,7 +39,7 @@ def request_headers() -> bytes:
 def decision(changed_bytes: int) -> Decision:
     addresses = tuple(f"10.0.0.{number}:8000" for number in range(1, 5))
     assignment = Assignment(EndpointRef(addresses[0], 0, 0), addresses, 500.0, 0.0, 0.0, None, 500.0, 0.1)
-    return Decision("abcdef123456-1f", "llama", assignment, b"x" * changed_bytes if changed_bytes else None)
+    return Decision("abcdef123456-1f", "default/llama", assignment, b"x" * changed_bytes if changed_bytes else None)
 
 
 def read(message: bytes) -> bool:

@@ -152,7 +152,7 @@ async def metric_is(stack: Stack, name: str, value: float, **labels: str) -> boo
 async def test_of_two_hundred_held_clients_fifty_leave_and_the_rest_are_served_in_order(held: Scene) -> None:
     stack = held.stack
     engine = stack.engines[0].removeprefix("http://")
-    sent_before = await envoy_stat(stack, "cluster.server/llama.upstream_rq_total")
+    sent_before = await envoy_stat(stack, "cluster.server/default/llama.upstream_rq_total")
     waits_before = {one: await metric(stack, "attache_queue_waits_total", outcome=one) for one in ("left", "sent")}
     resets_before = await envoy_stat(stack, "http.attache.downstream_rq_rx_reset")
     # without an engine everybody is held, for as long as the test needs
@@ -186,7 +186,7 @@ async def test_of_two_hundred_held_clients_fifty_leave_and_the_rest_are_served_i
 
     # Envoy and extproc agree on what happened
     assert await metric(stack, "attache_picks_total") - picked_before == 150
-    assert await envoy_stat(stack, "cluster.server/llama.upstream_rq_total") - sent_before == 150
+    assert await envoy_stat(stack, "cluster.server/default/llama.upstream_rq_total") - sent_before == 150
     waits = {one: await metric(stack, "attache_queue_waits_total", outcome=one) for one in ("left", "sent")}
     assert {one: waits[one] - waits_before[one] for one in waits} == {"left": 50, "sent": 150}
     assert await envoy_stat(stack, "http.attache.downstream_rq_rx_reset") - resets_before == 50
@@ -196,7 +196,7 @@ async def test_of_two_hundred_held_clients_fifty_leave_and_the_rest_are_served_i
 
 async def has_engine_in_envoy(stack: Stack) -> bool:
     async with httpx.AsyncClient(verify=False) as http:  # noqa: S501 - plain HTTP; loading certificates takes long
-        return "server/llama::127.0.0.1" in (await http.get(f"{stack.admin}/clusters")).text
+        return "server/default/llama::127.0.0.1" in (await http.get(f"{stack.admin}/clusters")).text
 
 
 async def without_engine(stack: Stack, **control: object) -> None:

@@ -54,7 +54,7 @@ async def test_a_hundred_replacements_of_the_configuration_lose_no_request(fresh
         async def is_applied() -> bool:
             async with httpx.AsyncClient() as http:
                 text = (await http.get(f"{fresh.metrics}/metrics")).text
-            return f'attache_in_flight{{endpoint="{addresses[0]}",server="llama-final"}}' in text
+            return f'attache_in_flight{{endpoint="{addresses[0]}",server="default/llama-final"}}' in text
 
         await eventually(is_applied, timeout_s=30)
         await load.more(200)
@@ -67,13 +67,15 @@ async def test_a_server_under_a_new_name_takes_over_without_a_lost_request(fresh
 
     async def is_used_by_extproc(name: str) -> bool:
         async with httpx.AsyncClient() as http:
-            return f'server="{name}"' in (await http.get(f"{fresh.metrics}/metrics")).text
+            return f'server="default/{name}"' in (await http.get(f"{fresh.metrics}/metrics")).text
 
     async def is_alone_in_envoy(name: str) -> bool:
         async with httpx.AsyncClient() as http:
             clusters = (await http.get(f"{fresh.admin}/clusters")).text
         others = {"first", "second", "llama"} - {name}
-        return f"server/{name}::" in clusters and not any(f"server/{one}::" in clusters for one in others)
+        return f"server/default/{name}::" in clusters and not any(
+            f"server/default/{one}::" in clusters for one in others
+        )
 
     async with Load(fresh.url, pause_s=0.1) as load:
         for name in ("first", "second"):

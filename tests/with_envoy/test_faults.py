@@ -194,6 +194,8 @@ async def retries(stack: Stack) -> int:
     """Requests that Envoy has sent on to the next engine of the list."""
     async with httpx.AsyncClient() as http:
         text = (
-            await http.get(f"{stack.admin}/stats", params={"filter": "^cluster.server/llama.upstream_rq_retry$"})
+            await http.get(
+                f"{stack.admin}/stats", params={"filter": "^cluster.server/default/llama.upstream_rq_retry$"}
+            )
         ).text
     return int(text.rpartition(":")[2])

@@ -274,7 +274,7 @@ def test_idle_flows_are_forgotten_the_least_indebted_first(monkeypatch: pytest.M
 
 
 def test_those_that_gave_way_in_vain_wait_on() -> None:
-    scene = Scene(bands=(Band("high", 10, 1.0), Band("low", 0, 1.0)), max_requests=100, max_bytes="1Ki")
+    scene = Scene(bands=(Band("high", 10, 1.0), Band("low", 0, 1.0)), max_requests=100, max_bytes=ByteSize("1Ki"))
     low = scene.enqueue(size_bytes=200)
     scene.enqueue(size_bytes=800, priority=10)
     with pytest.raises(QueueFull):
