@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizes prompts with the model's tokenizer files, or with the engines' /tokenize."""
+"""Tokenizes prompts with the model's tokenizer files, or asks the engines."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-import aiohttp
 import msgspec
-import numpy as np
 
 from extproc.feeds.chat_template import ChatTemplate, TemplateInvalid
 from extproc.request.model import Api
@@ -20,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from extproc.core.types import Arrival
+    from extproc.feeds.engine_tokenizer import EngineTokenizers
     from extproc.metrics.registry import Metrics
     from extproc.scheduling.pool import Pool
 
@@ -27,7 +25,6 @@ log = logging.getLogger(__name__)
 
 # Longer texts are encoded in a thread, so as not to delay other requests (the tokenizer releases the GIL).
 _THREAD_BYTES: Final = 16 * 1024
-_KEPT_FIELDS: Final = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
 class TokenizerMissing(Exception):
@@ -38,7 +35,7 @@ class Tokenizer(Protocol):
     """Turns a request into the tokens that engines will see."""
 
     async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
-        """The prompt's tokens, None if unsupported. May raise OSError, aiohttp.ClientError or ValueError."""
+        """The prompt's tokens, None if unsupported. May raise OSError or ValueError."""
         ...
 
 
@@ -48,7 +45,7 @@ class Tokenizers:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._made: dict[str, tuple[str | None, Tokenizer]] = {}
-        self._http: aiohttp.ClientSession | None = None
+        self._engines: EngineTokenizers | None = None
         self._failing: set[str] = set()
 
     async def tokens_of(self, arrival: Arrival) -> Sequence[int] | None:
@@ -62,7 +59,7 @@ class Tokenizers:
                 found = await self._tokenizer(pool).tokens(arrival)
         except TimeoutError:
             found, result = None, "timeout"
-        except (aiohttp.ClientError, OSError, ValueError, TokenizerMissing, TemplateInvalid) as error:
+        except (OSError, ValueError, TokenizerMissing, TemplateInvalid) as error:
             found, result = None, "failed"
             if pool.name not in self._failing:
                 self._failing.add(pool.name)
@@ -75,8 +72,8 @@ class Tokenizers:
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._http is not None:
-            await self._http.close()
+        if self._engines is not None:
+            await self._engines.close()
 
     def _tokenizer(self, pool: Pool) -> Tokenizer:
         path = pool.spec.tokenizer.path
@@ -86,9 +83,12 @@ class Tokenizers:
         if path is not None:
             tokenizer: Tokenizer = LocalTokenizer(Path(path))
         else:
-            if self._http is None:
-                self._http = aiohttp.ClientSession()
-            tokenizer = EngineTokenizer(pool, self._http)
+            if self._engines is None:
+                # its HTTP client takes a tenth of a second to load: only processes that ask engines need it
+                from extproc.feeds.engine_tokenizer import EngineTokenizers  # noqa: PLC0415
+
+                self._engines = EngineTokenizers()
+            tokenizer = self._engines.of(pool)
         self._made[pool.name] = path, tokenizer
         return tokenizer
 
@@ -125,36 +125,3 @@ class LocalTokenizer:
             return ids
 
         return await asyncio.to_thread(encode) if len(text) > _THREAD_BYTES else encode()
-
-
-class EngineTokenizer:
-    """Asks the engine with the fewest requests in flight (POST /tokenize)."""
-
-    def __init__(self, pool: Pool, http: aiohttp.ClientSession) -> None:
-        self._pool = pool
-        self._http = http
-
-    async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
-        """Tokenize in the engine, which applies its own chat template."""
-        body: dict[str, Any] = msgspec.json.decode(arrival.body)
-        if arrival.request.api is Api.CHAT:
-            asked: dict[str, Any] = {name: body[name] for name in _KEPT_FIELDS if name in body}
-        elif isinstance(body.get("prompt"), str):
-            asked = {"prompt": body["prompt"]}
-        else:
-            return None
-        table = self._pool.table
-        load = np.where(table.is_active, table.in_flight, np.iinfo(np.int64).max)
-        address = table.addresses[int(load.argmin())]
-        payload = json.dumps({"model": arrival.destination.model, **asked}).encode()
-        url = f"http://{address}/tokenize"
-        async with self._http.post(url, data=payload, headers={"content-type": "application/json"}) as answer:
-            answer.raise_for_status()
-            return _decoder.decode(await answer.read()).tokens
-
-
-class _Tokens(msgspec.Struct):
-    tokens: list[int]
-
-
-_decoder: Final = msgspec.json.Decoder(_Tokens)

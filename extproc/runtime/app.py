@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from aiohttp import web
-from prometheus_client import disable_created_metrics, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client import disable_created_metrics
 
 from extproc.config.directory import ConfigDirectory
 from extproc.core.core import Core
@@ -30,7 +28,6 @@ from extproc.metrics.registry import Metrics
 from extproc.replication.local_bus import LocalBus
 from extproc.replication.peers import Bus, Peers
 from extproc.replication.redis_bus import RedisBus
-from extproc.runtime.explain_page import ExplainPage
 from extproc.runtime.performer import Performer
 from extproc.streams.context import GatewayOptions, StreamContext
 from extproc.streams.duplex import Duplex
@@ -39,6 +36,8 @@ from extproc.streams.server import GrpcServer
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
+
+    from aiohttp import web
 
     from extproc.config.types import Snapshot
 
@@ -128,9 +127,9 @@ class App:
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain. A second signal ends the drain."""
         stop = _on_signals()
-        pages = await self._serve_pages()
         await self._server.start(self._settings.listen)
         self._is_ready = True
+        pages = await self._serve_pages()
         # a third of all series, and nobody asks for them
         disable_created_metrics()  # type: ignore[no-untyped-call]  # the library leaves its annotation out
         _spare_the_collector()
@@ -171,22 +170,16 @@ class App:
     async def _serve_pages(self) -> web.AppRunner | None:
         if self._settings.metrics is None:
             return None
-        app = web.Application()
-        app.add_routes([web.get("/metrics", self._show_metrics), web.get("/readyz", self._show_readiness)])
+        # the HTTP library takes as long to load as all else, and requests need not wait for it
+        from extproc.runtime.explain_page import ExplainPage  # noqa: PLC0415
+        from extproc.runtime.pages import serve_pages  # noqa: PLC0415
+
+        explain = None
         if self._settings.shows_reasons:
-            page = ExplainPage(self._core, self._tokenizers.tokens_of, self._clock)
-            app.add_routes([web.post("/debug/explain/{path:.*}", page.show)])
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        host, port = self._settings.metrics
-        await web.TCPSite(runner, host, port).start()
-        return runner
-
-    async def _show_metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    async def _show_readiness(self, _: web.Request) -> web.Response:
-        return web.Response(text="ready\n") if self._is_ready else web.Response(text="not ready\n", status=503)
+            explain = ExplainPage(self._core, self._tokenizers.tokens_of, self._clock)
+        return await serve_pages(
+            self._settings.metrics, self._metrics.registry, is_ready=lambda: self._is_ready, explain=explain
+        )
 
 
 def _buses(settings: Settings) -> list[Bus]:

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizes prompts with the engines' POST /tokenize."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from extproc.request.model import Api
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from extproc.core.types import Arrival
+    from extproc.scheduling.pool import Pool
+
+_KEPT_FIELDS: Final = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+
+
+class EngineTokenizers:
+    """Tokenizers that share one HTTP client."""
+
+    def __init__(self) -> None:
+        self._http = aiohttp.ClientSession()
+
+    def of(self, pool: Pool) -> EngineTokenizer:
+        """One that asks the engines of ``pool``."""
+        return EngineTokenizer(pool, self._http)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.close()
+
+
+class EngineTokenizer:
+    """Asks the engine with the fewest requests in flight (POST /tokenize)."""
+
+    def __init__(self, pool: Pool, http: aiohttp.ClientSession) -> None:
+        self._pool = pool
+        self._http = http
+
+    async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
+        """Tokenize in the engine, which applies its own chat template."""
+        body: dict[str, Any] = msgspec.json.decode(arrival.body)
+        if arrival.request.api is Api.CHAT:
+            asked: dict[str, Any] = {name: body[name] for name in _KEPT_FIELDS if name in body}
+        elif isinstance(body.get("prompt"), str):
+            asked = {"prompt": body["prompt"]}
+        else:
+            return None
+        table = self._pool.table
+        load = np.where(table.is_active, table.in_flight, np.iinfo(np.int64).max)
+        address = table.addresses[int(load.argmin())]
+        payload = json.dumps({"model": arrival.destination.model, **asked}).encode()
+        url = f"http://{address}/tokenize"
+        try:
+            async with self._http.post(url, data=payload, headers={"content-type": "application/json"}) as answer:
+                answer.raise_for_status()
+                return _decoder.decode(await answer.read()).tokens
+        except aiohttp.ClientError as error:
+            raise ConnectionError(f"{url}: {error}") from error
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+_decoder: Final = msgspec.json.Decoder(_Tokens)
