@@ -24,7 +24,7 @@ from extproc.core.mirror import Mirror
 from extproc.core.peer_events import Alive, Ended, EngineSaid, Learned, Spent
 from extproc.core.record import Record
 from extproc.core.running import RunningRequests
-from extproc.core.states import Event, State, is_legal
+from extproc.core.states import Event, IllegalEvent, State, is_legal
 from extproc.core.types import BUNDLE
 from extproc.core.waiting import WaitingRequests
 from extproc.routing.resolve import RoutingTable
@@ -75,7 +75,9 @@ class Core:
         self._records: dict[str, Record] = {}
         dispatcher = Dispatcher(self._records, self._accounts, rng=rng, has_peers=machine is not None)
         self._waiting = WaitingRequests(self._records, self.admission, dispatcher)
-        self._entering = EnteringRequests(self.admission, self._accounts, self._waiting, dispatcher)
+        self._entering = EnteringRequests(
+            self.admission, self._accounts, self._waiting, dispatcher, pools=lambda: self.pools
+        )
         self._running = RunningRequests(self._records, self._accounts, has_peers=machine is not None)
         self.apply(snapshot, 0.0)
 
@@ -115,7 +117,10 @@ class Core:
         record = Record(f"{self._ticket_prefix}-{self._tickets:x}", State.ABSENT, arrival=arrival)
         record.attachment, record.wants_reasons = attachment, wants_reasons
         out = list[Effect]()
-        own = self._entering.begin(record, arrival, now, out)
+        try:
+            own = self._entering.begin(record, arrival, now, out)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must leave nothing behind
+            own = self._entering.fail(record, error, now, out)
         out.insert(0, own)
         return own, out
 
@@ -127,7 +132,12 @@ class Core:
                 self._accounts.settle_grants((answer,), None, now, out)
             return None, out
         is_legal(record.state, Event.ANSWERED, ticket)
-        own = self._entering.resume(record, answer, now, out)
+        try:
+            own = self._entering.resume(record, answer, now, out)
+        except IllegalEvent:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must leave nothing behind
+            own = self._entering.fail(record, error, now, out)
         out.insert(0, own)
         return own, out
 

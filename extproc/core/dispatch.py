@@ -13,7 +13,7 @@ from extproc.core.explanation import explain
 from extproc.core.record import Record, Run
 from extproc.core.rewriting import changed_body
 from extproc.core.states import State
-from extproc.errors import Refusal
+from extproc.errors import InternalError, Refusal
 from extproc.prefix.turns import tail_of
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.scheduling.pool import PickConstraints
@@ -82,9 +82,14 @@ class Dispatcher:
             considered = pool.consider(
                 prompt_of(arrival, record.tokens), constraints, now=now, rng=self._rng, expectation=expectation
             )
+            explanation = explain(considered, pool) if record.wants_reasons else None
+            body = changed_body(arrival)
         except Refusal as refusal:
             return self.refuse(record, refusal, now, out, was_held=was_held)
-        explanation = explain(considered, pool) if record.wants_reasons else None
+        except Exception as error:  # noqa: BLE001 - plugins may raise anything
+            # a plugin's mistake ends this request; the others of this tick go on
+            return self.refuse(record, InternalError(error), now, out, was_held=was_held)
+        # from here on the request counts, and nothing may fail
         output_tokens = pool.expected_output(request.max_output_tokens)
         assignment, found = pool.commit(considered, now, output_tokens), considered.expectation
         run = record.run = Run(
@@ -102,14 +107,15 @@ class Dispatcher:
             run.waited_s = now - queued.arrived_at_s
             _charge(run, gate, queued, gate.service(run.reserved, assignment.cached_tokens), now)
         self.put(record, State.RUNNING)
-        record.arrival = None
+        # an outcome may take hours, or never come: the prompt is not kept that long
+        record.arrival, record.tokens = None, None
         if self._has_peers:
             out.append(Tell(_started(record, run)))
         return Decision(
             ticket=record.ticket,
             server=arrival.destination.server,
             assignment=assignment,
-            body=changed_body(arrival),
+            body=body,
             explanation=explanation,
             queued=queued,
             was_held=was_held,

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 MOST_AT_ONCE: Final = 64
 
 
+def no_longer_served(server: str) -> NoEndpoint:
+    """For a request whose server left the configuration before an engine got it."""
+    return NoEndpoint(f"The model is not served any more by '{server}'.")
+
+
 class WaitingRequests:
     """Records in state QUEUED. The queues of the gates hold their tickets."""
 
@@ -78,8 +83,8 @@ class WaitingRequests:
             pool = record.arrived.pool
             gate = self._admission.gates.get(pool.name)
             if pools.get(pool.name) is not pool:
-                gone = NoEndpoint(f"The model is not served any more by '{pool.name}'.")
-                self._give_up(record.ticket, gone, now, out)
+                self.withdraw(record)
+                self._give_up(record.ticket, no_longer_served(pool.name), now, out)
             elif gate is None and before.get(pool.name) is not None:
                 self._freed.append(record.ticket)
             elif gate is not None and before.get(pool.name) is not gate:

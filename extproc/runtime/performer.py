@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 from extproc.core.effects import AskLimits, AskTokens, Decision, Hold, Refused, SettleGrant, Tell, WakeAt
+from extproc.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from extproc.feeds.redis_limits import RedisLimits
     from extproc.feeds.tokens import Tokenizers
     from extproc.metrics.registry import Metrics
+
+log = logging.getLogger(__name__)
 
 
 class Performer:
@@ -53,6 +57,8 @@ class Performer:
             self._metrics.count(effect)
             match effect:
                 case Decision() | Refused():
+                    if isinstance(effect, Refused) and isinstance(effect.refusal, InternalError):
+                        log.error("a request could not be decided, and is refused", exc_info=effect.refusal.__cause__)
                     if effect.was_held:
                         self._deliver(effect)
                 case Hold():

@@ -95,8 +95,8 @@ class Exchange:
         return answers_to(conversation, request.resume(answer))
 
     def fail(self) -> bytes:
-        """The answer where our own code has failed: the request ends here, so that it gets round no decision."""
-        refusal = InternalError("The gateway failed to decide this request; try again, and tell its operator.")
+        """The answer where our own code has failed: the request ends here and does not pass undecided."""
+        refusal = InternalError()
         self._context.metrics.refused(refusal)
         return refusal_answer(refusal)
 
