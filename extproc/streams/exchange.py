@@ -177,5 +177,5 @@ class Buffered:
             arrival = intake.receive(api, head, message.body)
         else:
             arrival = intake.receive_for(pool, api, head, message.body)
-        self.request, own = StreamRequest.begin(context, arrival, self._attachment, began_s)
-        return answers_to(self, own)
+        self.request = StreamRequest(context)
+        return answers_to(self, self.request.begin(arrival, self._attachment, began_s))

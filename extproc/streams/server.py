@@ -121,6 +121,9 @@ class GrpcServer:
                     answers = exchange.resume(await self._answer_to(pending))
                 for answer in answers:
                     await context.write(answer)
+                # bodies are not kept while the answer takes its time
+                answer = b""
+                del message, answers
         except Exception:
             # refused rather than left to the gateway's failure mode: no request gets round its decision by making us fail
             log.exception("a request could not be decided, and is refused")
