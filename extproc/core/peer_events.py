@@ -65,10 +65,11 @@ PeerEvent = RequestStarted | Ended | Learned | EngineSaid | Alive | Spent
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
-    """Events of one process (``origin``) in their order."""
+    """Events of one process (``origin``) in their order. ``number``: counts its batches from 1; 0: unknown."""
 
     origin: str
     events: list[PeerEvent]
+    number: int = 0
 
 
 _encoder: Final = msgspec.msgpack.Encoder()

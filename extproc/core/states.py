@@ -128,7 +128,7 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.LEFT: _GONE,          # the answer did not reach anybody, so no engine got the request
         Event.FINISHED: _to(_ENDED),
         Event.OUTCOME: _to(_SETTLED),
-        Event.FORGOTTEN: ILLEGAL,
+        Event.FORGOTTEN: IGNORED,   # it came again after its end: another process told us twice
     },
     _SETTLED: {
         Event.ARRIVED: ILLEGAL,
@@ -139,7 +139,7 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.LEFT: _GONE,
         Event.FINISHED: _GONE,
         Event.OUTCOME: IGNORED,
-        Event.FORGOTTEN: ILLEGAL,
+        Event.FORGOTTEN: IGNORED,
     },
     _ENDED: {
         Event.ARRIVED: ILLEGAL,
