@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of every request: it arrives, may have to wait, runs, ends, and its outcome becomes known.
+"""All requests of a process: they arrive, may wait, run, end, and their outcomes teach.
 
-One record a request in one table. Each verb takes the time in seconds, changes the table and what hangs on it, and returns
-the effects that its caller is to perform. There is no clock, no event loop and no network here: the same core runs under
-Envoy, in tests and in virtual time. ``states.py`` says which event is legal when.
+There is one record for each request, in one table. Each verb takes the time in seconds, changes the table and what
+depends on it, and returns the effects that its caller is to perform. There is no clock, no event loop and no network
+here: the same core runs under Envoy, in tests and in virtual time. ``states.py`` says which event is legal when.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Core:
         make_picker: MakePicker | None = None,
         machine: str | None = None,
     ) -> None:
-        """``ticket_prefix``: of this process alone. ``machine``: whose processes share local limits; None: no peers at all."""
+        """``ticket_prefix``: unique to this process. ``machine``: its processes share local limits; None: no peers."""
         self.pools: dict[str, Pool] = {}
         self.admission = AdmissionController(rng=rng)
         self.mirror = Mirror()
@@ -109,7 +109,7 @@ class Core:
     def arrive(
         self, arrival: Arrival, now: float, attachment: Attachment = BUNDLE, *, wants_reasons: bool = False
     ) -> tuple[Own, list[Effect]]:
-        """A request has come. ``wants_reasons``: its Decision is to be explained.
+        """A request has arrived. ``wants_reasons``: explain its Decision.
 
         Returns the effect that is about the request itself, and all effects, that one first.
         """
@@ -125,7 +125,7 @@ class Core:
         return own, out
 
     def resume(self, ticket: str, answer: Answer, now: float) -> tuple[Own | None, list[Effect]]:
-        """What the request asked for is here. Returns as ``arrive`` does; None if its client went away meanwhile."""
+        """What the request asked for is here. Returns as ``arrive`` does; None if its client has disconnected."""
         record, out = self._records.get(ticket), list[Effect]()
         if record is None:
             if isinstance(answer, Grant):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step from a request to its engine: pick, and count it there. Also for requests that another process has sent."""
+"""Dispatch: pick an endpoint and count the request there; also requests of other processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Dispatcher:
-    """The ends of a wait or of an arrival: an engine gets the request, or its client is refused. Owns the table's entries."""
+    """Ends an arrival or a wait: an engine gets the request, or it is refused. Owns the table's entries."""
 
     def __init__(self, records: dict[str, Record], accounts: Accounts, *, rng: random.Random, has_peers: bool) -> None:
         self._records = records
@@ -41,12 +41,12 @@ class Dispatcher:
         self._has_peers = has_peers
 
     def put(self, record: Record, state: State) -> None:
-        """The request is in this state, and in the table."""
+        """Enter the request in the table, in this state."""
         record.state = state
         self._records[record.ticket] = record
 
     def drop(self, record: Record, now: float, out: list[Effect]) -> None:
-        """No engine gets the request: it is in the table no more, and what was granted is given back."""
+        """Remove the request from the table and refund its grants: no engine gets it."""
         self._records.pop(record.ticket, None)
         record.state = State.ABSENT
         grants, record.grants = record.grants, ()
@@ -73,8 +73,8 @@ class Dispatcher:
     ) -> Decision | Refused:
         """Pick endpoints, and count the request as running there.
 
-        ``gate``: of its server, if the request has passed one. ``with_room``: by row, whether the endpoint has room, None: all
-        have. ``expectation``: of its prompt, if that was worked out just now.
+        ``gate``: of its server, if the request has passed one. ``with_room``: by row, whether the endpoint has room;
+        None: all have. ``expectation``: of its prompt, computed if not given.
         """
         request, pool, queued = arrival.request, arrival.pool, record.queued
         constraints = constraints_of(arrival, record.attachment, with_room, wants_reasons=record.wants_reasons)
@@ -141,7 +141,7 @@ def prompt_of(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:
 def constraints_of(
     arrival: Arrival, attachment: Attachment, with_room: Bools | None = None, *, wants_reasons: bool = False
 ) -> PickConstraints:
-    """Whom the request may go to; ``with_room``: by row, whether the endpoint has room for it, None: all have."""
+    """Which endpoints the request may go to; ``with_room``: by row, whether there is room for it, None: all have."""
     return PickConstraints(
         headers=arrival.head.headers,
         choices=attachment.choices,
@@ -153,7 +153,7 @@ def constraints_of(
 
 
 def repeat(event: RequestStarted, origin: str, pool: Pool, gate: Gate | None, now: float) -> Record | None:
-    """Count a request that the process ``origin`` has sent; None if its endpoint is not configured here."""
+    """Count a request dispatched by the process ``origin``; None if its endpoint is not configured here."""
     assignment = pool.record_remote(event, now)
     if assignment is None:
         return None

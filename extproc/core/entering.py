@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first half of a request's life: its limits grant it, its tokens are known, its gate lets it pass or it has to wait."""
+"""From arrival to dispatch: limits grant, tokens are counted, the gate passes or holds."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class EnteringRequests:
         if arrival.destination.route not in self._admission.routes:
             return self._ask_tokens(record, arrival, now, out)
         charges = self._admission.charges(arrival)
-        local = [ask for ask in charges if not ask.is_global]
+        local = [charge for charge in charges if not charge.is_global]
         if local:
             try:
                 record.grants = (self._accounts.reserve(local, now, out),)
             except Refusal as refusal:
                 return self._dispatcher.refuse(record, refusal, now, out)
-        everywhere = [ask for ask in charges if ask.is_global]
+        everywhere = [charge for charge in charges if charge.is_global]
         if not everywhere:
             return self._ask_tokens(record, arrival, now, out)
         self._dispatcher.put(record, State.ASKING_LIMITS)
@@ -104,7 +104,7 @@ class EnteringRequests:
                 raise answer
             if answer is None:
                 # the store cannot be asked: this process grants it by itself, where that is allowed
-                if any(ask.needs_redis for ask in charges):
+                if any(charge.needs_redis for charge in charges):
                     raise unavailable()
                 answer = self._accounts.reserve(charges, now, out)
         except Refusal as refusal:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that wait at a gate: who goes when there is room, who has waited too long, who must move to another gate."""
+"""Requests that wait at a gate: dispatched when there is room, timed out, moved on reload."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from extproc.endpoints.table import Bools
     from extproc.scheduling.pool import Pool
 
-# Held requests that one tick lets go; then others get a turn: a thousand take 0.1 s.
+# Held requests that one tick releases, so that other work gets its turn: a thousand take 0.1 s.
 MOST_AT_ONCE: Final = 64
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the other processes what this one does, and hears what they do: batches every few milliseconds, over buses.
+"""Batches of events to and from the other processes, over buses.
 
-ZeroMQ between the workers of one machine, Redis between machines. Both may lose messages; a heartbeat with all running
-requests makes up for what was lost. With both, workers get each batch twice, and repeat it once.
+The buses are ZeroMQ between the workers of one machine, Redis between machines. Both may lose messages; a heartbeat
+with all running requests makes up for what was lost. With both, workers get each batch twice, and repeat it once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_ORIGINS: Final = 1_000
 
 
 class Bus(Protocol):
-    """Brings every payload to all other processes, as well as it can."""
+    """Sends every payload to all other processes; may lose some."""
 
     async def run(self, receive: Callable[[bytes], None]) -> None:
         """Until cancelled."""
@@ -43,7 +43,7 @@ class Bus(Protocol):
 
 
 class Peers:
-    """This process's voice and ear. Without a bus it is alone and says nothing."""
+    """Sends this process's events and receives those of the others. Without a bus it does nothing."""
 
     def __init__(self, buses: list[Bus], metrics: Metrics, *, origin: str) -> None:
         """``origin``: the name of this process among the others."""

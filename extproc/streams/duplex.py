@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint picker protocol (Gateway API Inference Extension, proposal 004): bodies come and go in pieces.
+"""The endpoint picker protocol (GIE proposal 004): bodies come and go in pieces.
 
-Request headers and body are collected; the end of the body brings the decision, which answers the headers, and then the body
-goes on in pieces. Answers pass through piece by piece, and what they say of tokens is read on the way. There is no access
-log here: the outcome is what was seen.
+GIE is the Gateway API Inference Extension. Request headers and body are collected. The end of the body brings the
+decision, which answers the headers; then the body is sent on in pieces. Answers pass through piece by piece, and their
+token counts are read. There is no access log here: the outcome is what was seen.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ADVICE: Final = "set both body modes FULL_DUPLEX_STREAMED, header and trailer m
 
 
 class Duplex:
-    """One request in pieces: first it comes, then its answer goes."""
+    """One request in pieces, then its answer in pieces."""
 
     def __init__(self, context: StreamContext, is_trusted: Callable[[], bool]) -> None:
         self._context = context

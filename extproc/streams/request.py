@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request of one stream, between the core and the gateway: what it waits for, and how it ends."""
+"""The request of one stream: what it waits for, and how it ends."""
 
 from __future__ import annotations
 
