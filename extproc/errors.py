@@ -127,10 +127,14 @@ class QueueTimeout(Refusal):
 
 
 class InternalError(Refusal):
-    """Our own code failed."""
+    """Our own code or a plugin failed. ``cause``: the exception, for the log of the shell."""
 
     code = "internal_error"
     outcome = "internal_error"
+
+    def __init__(self, cause: Exception | None = None) -> None:
+        super().__init__("The gateway failed to decide this request; try again, and tell its operator.")
+        self.__cause__ = cause
 
 
 class _ErrorDetail(msgspec.Struct, frozen=True):

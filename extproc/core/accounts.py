@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests cost their callers: grants of rate limits, and the service that flows are charged for."""
+"""What requests cost their callers: grants of rate limits, and service of flows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Accounts:
-    """Reserves before a request goes, and settles when it is over. What others must know goes to ``out``.
+    """Reserve before a request is dispatched, settle when it has ended. Effects are appended to ``out``.
 
     ``machine``: the machine whose processes share the local limits; None: there is only this process.
     """
@@ -26,21 +26,22 @@ class Accounts:
         self._machine = machine
 
     def reserve(self, charges: Sequence[Charge], now: float, out: list[Effect]) -> Grant:
-        """From this process's own buckets; raises RateLimited, and then nothing was taken."""
+        """Reserve in this process's own buckets; raises RateLimited with nothing taken."""
         grant = self._limits.reserve(charges, now)
-        for ask in charges:
-            self._spent(ask, ask.amount, out)
+        for charge in charges:
+            self._tell_spent(charge, charge.amount, out)
         return grant
 
     def settle_grants(self, grants: Sequence[Grant], used: Usage | None, now: float, out: list[Effect]) -> None:
-        """Correct what was granted to what was used; None: the request never went, and counts as no request either."""
+        """Correct each grant to the actual usage. ``used=None`` refunds all: the request was never dispatched."""
         for grant in grants:
             if grant.is_global:
                 out.append(SettleGrant(grant, used))
                 continue
             self._limits.settle(grant, used, now)
-            for ask in grant.charges:
-                self._spent(ask, (0.0 if used is None else used.of(ask.resource)) - ask.amount, out)
+            for charge in grant.charges:
+                actual = 0.0 if used is None else used.of(charge.resource)
+                self._tell_spent(charge, actual - charge.amount, out)
 
     def close(self, record: Record, used: Usage | None, service: float, now: float, out: list[Effect]) -> None:
         """Correct the accounts of a request's flow and of its limits; ``used`` None: no engine got it."""
@@ -52,6 +53,6 @@ class Accounts:
             grants, record.grants = record.grants, ()
             self.settle_grants(grants, used, now, out)
 
-    def _spent(self, ask: Charge, amount: float, out: list[Effect]) -> None:
+    def _tell_spent(self, charge: Charge, amount: float, out: list[Effect]) -> None:
         if self._machine is not None and amount:
-            out.append(Tell(Spent(self._machine, ask.key, ask.limit, amount)))
+            out.append(Tell(Spent(self._machine, charge.key, charge.limit, amount)))

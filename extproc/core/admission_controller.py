@@ -35,7 +35,7 @@ class AdmissionController:
     def __init__(self, *, rng: random.Random) -> None:
         self.limits = LocalLimits()
         self.gates: dict[str, Gate] = {}
-        # of the routes that have any
+        # by route, of those that have limits
         self.routes: dict[str, RouteLimits] = {}
         self._rng = rng
 
@@ -97,7 +97,7 @@ class AdmissionController:
 
 
 def _reserved(arrival: Arrival) -> Usage:
-    """Input as estimated from the prompt's bytes; output as much as was asked for, or else as much as answers have had."""
+    """Input estimated from the prompt's bytes; output as requested, or else the recent mean of answers."""
     request, pool = arrival.request, arrival.pool
     most = request.max_output_tokens
     tokens = pool.input_estimate.tokens(len(request.prompt), pool.caches.bytes_per_token)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of every request: it arrives, may have to wait, runs, ends, and its outcome becomes known.
+"""All requests of a process: they arrive, may wait, run, end, and their outcomes teach.
 
-One record a request in one table. Each verb takes the time in seconds, changes the table and what hangs on it, and returns
-the effects that its caller is to perform. There is no clock, no event loop and no network here: the same core runs under
-Envoy, in tests and in virtual time. ``states.py`` says which event is legal when.
+There is one record for each request, in one table. Each verb takes the time in seconds, changes the table and what
+depends on it, and returns the effects that its caller is to perform. There is no clock, no event loop and no network
+here: the same core runs under Envoy, in tests and in virtual time. ``states.py`` says which event is legal when.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from extproc.core.mirror import Mirror
 from extproc.core.peer_events import Alive, Ended, EngineSaid, Learned, Spent
 from extproc.core.record import Record
 from extproc.core.running import RunningRequests
-from extproc.core.states import Event, State, is_legal
+from extproc.core.states import Event, IllegalEvent, State, is_legal
 from extproc.core.types import BUNDLE
 from extproc.core.waiting import WaitingRequests
 from extproc.routing.resolve import RoutingTable
@@ -56,7 +56,7 @@ class Core:
         make_picker: MakePicker | None = None,
         machine: str | None = None,
     ) -> None:
-        """``ticket_prefix``: of this process alone. ``machine``: whose processes share local limits; None: no peers at all."""
+        """``ticket_prefix``: unique to this process. ``machine``: its processes share local limits; None: no peers."""
         self.pools: dict[str, Pool] = {}
         self.admission = AdmissionController(rng=rng)
         self.mirror = Mirror()
@@ -75,7 +75,9 @@ class Core:
         self._records: dict[str, Record] = {}
         dispatcher = Dispatcher(self._records, self._accounts, rng=rng, has_peers=machine is not None)
         self._waiting = WaitingRequests(self._records, self.admission, dispatcher)
-        self._entering = EnteringRequests(self.admission, self._accounts, self._waiting, dispatcher)
+        self._entering = EnteringRequests(
+            self.admission, self._accounts, self._waiting, dispatcher, pools=lambda: self.pools
+        )
         self._running = RunningRequests(self._records, self._accounts, has_peers=machine is not None)
         self.apply(snapshot, 0.0)
 
@@ -107,7 +109,7 @@ class Core:
     def arrive(
         self, arrival: Arrival, now: float, attachment: Attachment = BUNDLE, *, wants_reasons: bool = False
     ) -> tuple[Own, list[Effect]]:
-        """A request has come. ``wants_reasons``: its Decision is to be explained.
+        """A request has arrived. ``wants_reasons``: explain its Decision.
 
         Returns the effect that is about the request itself, and all effects, that one first.
         """
@@ -115,19 +117,27 @@ class Core:
         record = Record(f"{self._ticket_prefix}-{self._tickets:x}", State.ABSENT, arrival=arrival)
         record.attachment, record.wants_reasons = attachment, wants_reasons
         out = list[Effect]()
-        own = self._entering.begin(record, arrival, now, out)
+        try:
+            own = self._entering.begin(record, arrival, now, out)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must leave nothing behind
+            own = self._entering.fail(record, error, now, out)
         out.insert(0, own)
         return own, out
 
     def resume(self, ticket: str, answer: Answer, now: float) -> tuple[Own | None, list[Effect]]:
-        """What the request asked for is here. Returns as ``arrive`` does; None if its client went away meanwhile."""
+        """What the request asked for is here. Returns as ``arrive`` does; None if its client has disconnected."""
         record, out = self._records.get(ticket), list[Effect]()
         if record is None:
             if isinstance(answer, Grant):
                 self._accounts.settle_grants((answer,), None, now, out)
             return None, out
         is_legal(record.state, Event.ANSWERED, ticket)
-        own = self._entering.resume(record, answer, now, out)
+        try:
+            own = self._entering.resume(record, answer, now, out)
+        except IllegalEvent:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must leave nothing behind
+            own = self._entering.fail(record, error, now, out)
         out.insert(0, own)
         return own, out
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step from a request to its engine: pick, and count it there. Also for requests that another process has sent."""
+"""Dispatch: pick an endpoint and count the request there; also requests of other processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from extproc.core.explanation import explain
 from extproc.core.record import Record, Run
 from extproc.core.rewriting import changed_body
 from extproc.core.states import State
-from extproc.errors import Refusal
+from extproc.errors import InternalError, Refusal
 from extproc.prefix.turns import tail_of
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.scheduling.pool import PickConstraints
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Dispatcher:
-    """The ends of a wait or of an arrival: an engine gets the request, or its client is refused. Owns the table's entries."""
+    """Ends an arrival or a wait: an engine gets the request, or it is refused. Owns the table's entries."""
 
     def __init__(self, records: dict[str, Record], accounts: Accounts, *, rng: random.Random, has_peers: bool) -> None:
         self._records = records
@@ -41,12 +41,12 @@ class Dispatcher:
         self._has_peers = has_peers
 
     def put(self, record: Record, state: State) -> None:
-        """The request is in this state, and in the table."""
+        """Enter the request in the table, in this state."""
         record.state = state
         self._records[record.ticket] = record
 
     def drop(self, record: Record, now: float, out: list[Effect]) -> None:
-        """No engine gets the request: it is in the table no more, and what was granted is given back."""
+        """Remove the request from the table and refund its grants: no engine gets it."""
         self._records.pop(record.ticket, None)
         record.state = State.ABSENT
         grants, record.grants = record.grants, ()
@@ -73,8 +73,8 @@ class Dispatcher:
     ) -> Decision | Refused:
         """Pick endpoints, and count the request as running there.
 
-        ``gate``: of its server, if the request has passed one. ``with_room``: by row, whether the endpoint has room, None: all
-        have. ``expectation``: of its prompt, if that was worked out just now.
+        ``gate``: of its server, if the request has passed one. ``with_room``: by row, whether the endpoint has room;
+        None: all have. ``expectation``: of its prompt, computed if not given.
         """
         request, pool, queued = arrival.request, arrival.pool, record.queued
         constraints = constraints_of(arrival, record.attachment, with_room, wants_reasons=record.wants_reasons)
@@ -82,9 +82,14 @@ class Dispatcher:
             considered = pool.consider(
                 prompt_of(arrival, record.tokens), constraints, now=now, rng=self._rng, expectation=expectation
             )
+            explanation = explain(considered, pool) if record.wants_reasons else None
+            body = changed_body(arrival)
         except Refusal as refusal:
             return self.refuse(record, refusal, now, out, was_held=was_held)
-        explanation = explain(considered, pool) if record.wants_reasons else None
+        except Exception as error:  # noqa: BLE001 - plugins may raise anything
+            # a plugin's mistake ends this request; the others of this tick go on
+            return self.refuse(record, InternalError(error), now, out, was_held=was_held)
+        # from here on the request counts, and nothing may fail
         output_tokens = pool.expected_output(request.max_output_tokens)
         assignment, found = pool.commit(considered, now, output_tokens), considered.expectation
         run = record.run = Run(
@@ -102,14 +107,15 @@ class Dispatcher:
             run.waited_s = now - queued.arrived_at_s
             _charge(run, gate, queued, gate.service(run.reserved, assignment.cached_tokens), now)
         self.put(record, State.RUNNING)
-        record.arrival = None
+        # an outcome may take hours, or never come: the prompt is not kept that long
+        record.arrival, record.tokens = None, None
         if self._has_peers:
             out.append(Tell(_started(record, run)))
         return Decision(
             ticket=record.ticket,
             server=arrival.destination.server,
             assignment=assignment,
-            body=changed_body(arrival),
+            body=body,
             explanation=explanation,
             queued=queued,
             was_held=was_held,
@@ -135,7 +141,7 @@ def prompt_of(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:
 def constraints_of(
     arrival: Arrival, attachment: Attachment, with_room: Bools | None = None, *, wants_reasons: bool = False
 ) -> PickConstraints:
-    """Whom the request may go to; ``with_room``: by row, whether the endpoint has room for it, None: all have."""
+    """Which endpoints the request may go to; ``with_room``: by row, whether there is room for it, None: all have."""
     return PickConstraints(
         headers=arrival.head.headers,
         choices=attachment.choices,
@@ -147,7 +153,7 @@ def constraints_of(
 
 
 def repeat(event: RequestStarted, origin: str, pool: Pool, gate: Gate | None, now: float) -> Record | None:
-    """Count a request that the process ``origin`` has sent; None if its endpoint is not configured here."""
+    """Count a request dispatched by the process ``origin``; None if its endpoint is not configured here."""
     assignment = pool.record_remote(event, now)
     if assignment is None:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the core asks its shell to do: each verb returns a list of these, and does nothing to the world by itself."""
+"""What the core asks its shell to do: each verb returns a list of these effects."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from extproc.scheduling.pool import Assignment
 class Decision(msgspec.Struct, frozen=True):
     """Answer: the request goes to these endpoints.
 
-    ``body``: what to send instead of the client's body, None if that will do. ``queued``: how the request stood in its server's
-    queue, if that has one. ``was_held``: it waited there, for ``waited_s``.
+    ``body``: what to send instead of the client's body, None to send that. ``queued``: its entry in its server's queue,
+    None without flow control. ``was_held``: it waited there, for ``waited_s``.
     """
 
     ticket: str
@@ -45,7 +45,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class AskLimits(msgspec.Struct, frozen=True):
-    """Ask the store of global limits for a grant, then ``resume`` with a Grant, a Refusal, or None if it cannot be asked."""
+    """Ask the shared store for a grant, then ``resume`` with a Grant, a Refusal, or None if it does not answer."""
 
     ticket: str
     charges: Sequence[Charge]
@@ -73,7 +73,7 @@ class Left(msgspec.Struct, frozen=True):
 
 
 class SettleGrant(msgspec.Struct, frozen=True):
-    """Tell the store of global limits what was used of a grant; None: nothing, and not even a request."""
+    """Settle a grant in the shared store. ``used=None`` refunds all: the request was never dispatched."""
 
     grant: Grant
     used: Usage | None
@@ -88,7 +88,7 @@ class Tell(msgspec.Struct, frozen=True):
 class Settled(msgspec.Struct, frozen=True):
     """An outcome was joined with the decision that led to it.
 
-    ``is_ours``: the request was decided by this process. ``service``: what it cost, in weighted tokens, if that is counted.
+    ``is_ours``: this process decided the request. ``service``: its cost in weighted tokens, 0 without flow control.
     """
 
     server: str

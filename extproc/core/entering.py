@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first half of a request's life: its limits grant it, its tokens are known, its gate lets it pass or it has to wait."""
+"""From arrival to dispatch: limits grant, tokens are counted, the gate passes or holds."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from extproc.admission.limits import Grant, unavailable
 from extproc.core.dispatch import prompt_of
 from extproc.core.effects import AskLimits, AskTokens, Decision, Effect, Hold, Left, Refused
 from extproc.core.states import IllegalEvent, State
-from extproc.errors import Refusal
+from extproc.core.waiting import WaitingRequests, no_longer_served
+from extproc.errors import InternalError, Refusal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from extproc.admission.limits import Charge
     from extproc.core.accounts import Accounts
     from extproc.core.admission_controller import AdmissionController
     from extproc.core.dispatch import Dispatcher
     from extproc.core.record import Record
     from extproc.core.types import Arrival
-    from extproc.core.waiting import WaitingRequests
+    from extproc.scheduling.pool import Pool
 
 # What a shell may resume a request with: what was asked for, or None if it cannot be had.
 Answer = Grant | Refusal | Sequence[int] | None
@@ -36,24 +39,28 @@ class EnteringRequests:
         accounts: Accounts,
         waiting: WaitingRequests,
         dispatcher: Dispatcher,
+        *,
+        pools: Callable[[], Mapping[str, Pool]],
     ) -> None:
+        """``pools``: of the configuration in use, by server."""
         self._admission = admission
         self._accounts = accounts
         self._waiting = waiting
         self._dispatcher = dispatcher
+        self._pools = pools
 
     def begin(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
         """The request has come: local limits first, then those that all machines share."""
         if arrival.destination.route not in self._admission.routes:
             return self._ask_tokens(record, arrival, now, out)
         charges = self._admission.charges(arrival)
-        local = [ask for ask in charges if not ask.is_global]
+        local = [charge for charge in charges if not charge.is_global]
         if local:
             try:
                 record.grants = (self._accounts.reserve(local, now, out),)
             except Refusal as refusal:
                 return self._dispatcher.refuse(record, refusal, now, out)
-        everywhere = [ask for ask in charges if ask.is_global]
+        everywhere = [charge for charge in charges if charge.is_global]
         if not everywhere:
             return self._ask_tokens(record, arrival, now, out)
         self._dispatcher.put(record, State.ASKING_LIMITS)
@@ -70,6 +77,11 @@ class EnteringRequests:
             record.tokens = answer
             return self._enter(record, arrival, now, out)
         raise IllegalEvent(type(answer).__name__, record.state.name, f"request {record.ticket}")
+
+    def fail(self, record: Record, error: Exception, now: float, out: list[Effect]) -> Refused:
+        """Our own code has failed: the request is refused, and nothing of it remains."""
+        self._waiting.withdraw(record)
+        return self._dispatcher.refuse(record, InternalError(error), now, out)
 
     def withdraw(self, record: Record, now: float, out: list[Effect]) -> None:
         """Its client went away while it waited for something."""
@@ -92,7 +104,7 @@ class EnteringRequests:
                 raise answer
             if answer is None:
                 # the store cannot be asked: this process grants it by itself, where that is allowed
-                if any(ask.needs_redis for ask in charges):
+                if any(charge.needs_redis for charge in charges):
                     raise unavailable()
                 answer = self._accounts.reserve(charges, now, out)
         except Refusal as refusal:
@@ -108,6 +120,9 @@ class EnteringRequests:
 
     def _enter(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
         gate, pool = self._admission.gates.get(arrival.pool.name), arrival.pool
+        if self._pools().get(pool.name) is not pool:
+            # the configuration changed while the request waited for its limits or tokens
+            return self._dispatcher.refuse(record, no_longer_served(pool.name), now, out)
         if gate is None:
             return self._dispatcher.dispatch(record, arrival, now, out)
         expectation = pool.expect(prompt_of(arrival, record.tokens), now)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pick with its reasons, in addresses and words instead of rows: for people, for the decision log, for tests."""
+"""A pick with its reasons, in addresses and words: for people, the decision log and tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FilterStep(msgspec.Struct, frozen=True):
-    """Whom a filter took out, and how many it left."""
+    """The endpoints that a filter removed, and how many it left."""
 
     filter: str
     removed: tuple[str, ...]
@@ -31,7 +31,7 @@ class EndpointScores(msgspec.Struct, frozen=True):
 
 
 class ProfileExplanation(msgspec.Struct, frozen=True):
-    """How one profile came to its choice; endpoints from the best down. ``weights`` by scorer: 0 for mere information."""
+    """How one profile chose; endpoints from the best down. ``weights`` by scorer; 0: shown but not counted."""
 
     profile: str
     candidates: int

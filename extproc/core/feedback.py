@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the end of a request teaches: Envoy's access log entry, joined with the assignment by its ticket."""
+"""What outcomes teach: each is joined with its assignment by the request's ticket."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PREFILL_GRACE_S: Final = 1.0
 
 
 def take_report(pools: Mapping[str, Pool], event: EngineSaid, now: float) -> None:
-    """An engine's report, whichever process asked for it."""
+    """Apply an engine's report, read by this process or by another."""
     pool = pools.get(event.server)
     row = pool.table.row_of(event.address) if pool is not None else None
     if pool is None or row is None:
@@ -57,9 +57,9 @@ def learn(run: Run, outcome: Outcome, now: float, *, is_ours: bool, has_limits: 
     ``is_ours``: this process decided the request. ``has_limits``: its route reserves tokens, so their estimate matters.
     """
     if run.waited_s and outcome.ttfb_s is not None:
-        # engines are judged by the time since it went
+        # engines are judged by the time since dispatch
         outcome = msgspec.structs.replace(outcome, ttfb_s=max(0.0, outcome.ttfb_s - run.waited_s))
-    _learn_place(run, outcome, now)
+    _learn_endpoint(run, outcome, now)
     if outcome.ttfb_s is not None and outcome.served == run.assignment.endpoint.address:
         finish_prefill(run.pool.table, run.assignment.prefilled_by, now)
     if not 200 <= outcome.status < 300:
@@ -73,7 +73,7 @@ def learn(run: Run, outcome: Outcome, now: float, *, is_ours: bool, has_limits: 
         _learn_prefix(run, outcome)
 
 
-def _learn_place(run: Run, outcome: Outcome, now: float) -> None:
+def _learn_endpoint(run: Run, outcome: Outcome, now: float) -> None:
     table, first = run.pool.table, run.assignment.endpoint
     was_passed_over = bool(outcome.served) and outcome.served != first.address
     if table.is_current(first):
@@ -87,7 +87,7 @@ def _learn_place(run: Run, outcome: Outcome, now: float) -> None:
 
 
 def _learn_turn(run: Run, outcome: Outcome) -> None:
-    """The engine that answered now holds the answer, too."""
+    """The engine that answered now has the answer in its cache, too."""
     row = run.pool.table.row_of(outcome.served)
     if row is not None and outcome.completion_tokens:
         caches = run.pool.caches
@@ -111,10 +111,10 @@ def _learn_output(run: Run, outcome: Outcome) -> None:
 
 
 def usage_of(run: Run, outcome: Outcome) -> Usage:
-    """What a request took, as reported. A request that no engine answered took nothing.
+    """The tokens that a request used, as reported; none if no engine answered it.
 
-    Where the client hung up, nobody says what was written by then: as much as the engine writes in that time, by its time per
-    token, and no more than was asked for. So nobody gains by hanging up just before the end.
+    If the client hung up, output is not reported. It is estimated from the time and the engine's time per token, at
+    most the requested maximum, so that nobody gains by hanging up just before the end.
     """
     has_left = outcome.status == 0 and bool(outcome.served)
     if outcome.prompt_tokens is None and not 200 <= outcome.status < 300 and not has_left:
@@ -186,17 +186,17 @@ def _learn_prefix(run: Run, outcome: Outcome) -> None:
     vLLM leaves the field out when it is 0, so silence counts as 0 once the pool's engines are known to report it.
     """
     pool, assignment = run.pool, run.assignment
-    place = assignment.prefilled_by
+    endpoint = assignment.prefilled_by
     if not pool.reports_cached_tokens or outcome.prompt_tokens is None or assignment.last_used_at_s is None:
         return
-    if not pool.table.is_current(place):
+    if not pool.table.is_current(endpoint):
         return
     index, reported = pool.caches.index, outcome.cached_tokens or 0
     missing = assignment.indexed_tokens - reported
     if missing <= max(_TOLERATED_TOKENS, _TOLERATED_SHARE * assignment.indexed_tokens):
-        index.confirm(place.row)
+        index.confirm(endpoint.row)
         expected = assignment.cached_tokens - assignment.indexed_tokens
         if not assignment.is_precise and expected >= _TOLERATED_TOKENS:
             pool.caches.turns.learn(expected=expected, found=reported - assignment.indexed_tokens)
     elif run.sent_at_s - assignment.last_used_at_s > _PREFILL_GRACE_S + 2 * pool.typical_ttft_s:
-        index.correct(place.row, assignment.last_used_at_s)
+        index.correct(endpoint.row, assignment.last_used_at_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where requests come in: refuse what can be refused, parse, route, and see who asks."""
+"""Where requests come in: refuse what can be refused, parse, route, identify the caller."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Intake:
-    """Arrivals by one configuration: its routes, its servers' pools, and what it knows of callers."""
+    """Makes arrivals by one configuration: its routes, its servers' pools, its callers."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Intake:
         self._routing = routing
         self._identities = identities
         self._pools = pools
-        # whose callers matter: of servers with a queue, and of routes with limits
+        # the caller is identified only for servers with a queue and routes with limits
         self._gated, self._limited = admission.gates, admission.routes
         self._rng = rng
 
@@ -68,7 +68,7 @@ class Intake:
         return self._arrival(request, destination, head, body)
 
     def receive_unread(self, server: str, head: Head, body: bytes) -> Arrival:
-        """A request that is none of the APIs', for a gateway that has only one pool: nothing of it is known."""
+        """A request of no known API, for a gateway with a single pool: its body is not parsed."""
         request = InferenceRequest(Api.UNKNOWN, "", b"", is_streamed=False, stream_options={}, max_output_tokens=None)
         return self._arrival(request, Destination(server, ""), head, body)
 
@@ -83,7 +83,8 @@ class Intake:
         pool = self._pools.get(destination.server)
         if pool is None:
             raise NoEndpoint(
-                f"The ModelServer '{destination.server}' is not configured any more; add it, or start with another --pool."
+                f"The ModelServer '{destination.server}' is not configured any more; "
+                "add it, or start with another --pool."
             )
         caller = ANONYMOUS_CALLER
         if destination.server in self._gated or destination.route in self._limited:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Mirror:
-    """Bookkeeping alone: what an end means for the endpoint is the core's affair. Bounded by what the others run."""
+    """Bookkeeping alone: the core ends the requests. Bounded by what the others run."""
 
     def __init__(self) -> None:
         self._running: dict[str, set[str]] = {}
@@ -20,7 +20,7 @@ class Mirror:
 
     @property
     def peers(self) -> int:
-        """Processes that were heard of lately."""
+        """How many other processes were heard of within the last seconds."""
         return len(self._heard_at_s)
 
     def heard_of(self, origin: str, now: float) -> None:
@@ -33,7 +33,7 @@ class Mirror:
         self._running[origin].add(ticket)
 
     def ended(self, origin: str, ticket: str) -> bool:
-        """The request is over; whether it was one of ``origin``."""
+        """The request has ended; returns whether ``origin`` ran it."""
         running = self._running.get(origin)
         if running is None or ticket not in running:
             return False
@@ -41,13 +41,13 @@ class Mirror:
         return True
 
     def lost(self, origin: str, running: Collection[str]) -> list[str]:
-        """Its requests that are not among those that it runs by its own word; they are forgotten here."""
+        """Remove and return its requests that are not in ``running``, the list that it sent: their ends were lost."""
         gone = sorted(self._running[origin].difference(running))
         self._running[origin].difference_update(gone)
         return gone
 
     def silent(self, now: float) -> list[str]:
-        """The requests of processes that have gone silent; the processes are forgotten here."""
+        """Remove the processes that have gone silent; returns their requests."""
         gone: list[str] = []
         for origin in [one for one, at_s in self._heard_at_s.items() if now - at_s > SILENCE_S]:
             del self._heard_at_s[origin]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What extproc processes tell each other, so that each picks as if it had seen every request.
+"""What processes tell each other, so that each picks as if it had seen every request.
 
-Every process repeats the bookkeeping of the others: a request that one of them sends counts for its endpoint everywhere, and
-its prefix is known everywhere, until it ends; an outcome teaches all of them. Nobody waits for anybody: an event that is late
-or lost costs a little of a pick's quality. Sharing load matters more than sharing prefixes, which alone can be worse than
-sharing nothing.
+Every process repeats the bookkeeping of the others: a request that one of them dispatches counts for its endpoint in
+all of them until it ends, its prefix is known to all of them, and its outcome teaches all of them. No process waits
+for another: an event that is late or lost makes picks a little worse. Sharing load matters more than sharing prefixes,
+which alone can be worse than sharing nothing.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class EngineSaid(msgspec.Struct, frozen=True, array_like=True, tag="r"):
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="a"):
-    """All running requests of a process: any other that was heard of has ended, and its end was lost."""
+    """All requests that a process runs. Any other known here as its own has ended, and that event was lost."""
 
     running: list[str]
 
 
 class Spent(msgspec.Struct, frozen=True, array_like=True, tag="b"):
-    """``amount`` was taken from a local limit's bucket, or given back if below 0. ``machine``: where the limit holds."""
+    """``amount`` was taken from a local limit's bucket; negative: refunded. ``machine``: whose limit it is."""
 
     machine: str
     key: str
@@ -65,10 +65,11 @@ PeerEvent = RequestStarted | Ended | Learned | EngineSaid | Alive | Spent
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
-    """Events of one process (``origin``) in their order."""
+    """Events of one process (``origin``) in their order. ``number``: counts its batches from 1; 0: unknown."""
 
     origin: str
     events: list[PeerEvent]
+    number: int = 0
 
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one record of a request, from its arrival until its stream is closed and its outcome known."""
+"""The record of a request, until its stream is closed and its outcome known."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ OURS: Final = ""
 
 
 class Run(msgspec.Struct):
-    """A request that an engine has, or had: all that its outcome is compared with.
+    """A dispatched request: what its outcome is compared with.
 
     ``tail``: the end of the prompt that no whole block covers. ``reserved``: the tokens that were expected of it;
-    ``most_output``: the tokens that it asked for at most. ``gate``, ``charged``: whose flow paid how much service for it.
+    ``most_output``: its maximum of output tokens. ``gate``: where its flow was charged, with ``charged`` weighted tokens.
     """
 
     pool: Pool
@@ -44,7 +44,8 @@ class Run(msgspec.Struct):
 class Record(msgspec.Struct):
     """One request. ``origin``: the process that decides it, OURS for this one.
 
-    ``arrival``: until it is sent to an engine; ``run``: from then on. ``queued``: how it stands, or stood, in its server's queue.
+    ``arrival``: set until dispatch; ``run``: set from then on. ``queued``: its entry in its server's queue, kept after
+    it has left the queue.
     """
 
     ticket: str
@@ -61,7 +62,7 @@ class Record(msgspec.Struct):
 
     @property
     def arrived(self) -> Arrival:
-        """The arrival of a request that no engine has yet; raises ValueError for any other."""
+        """Its arrival, before dispatch; raises ValueError afterwards."""
         if self.arrival is None:
             raise ValueError(f"request {self.ticket} was sent to an engine already")
         return self.arrival

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that engines have: from the dispatch until the stream is closed and the outcome known, in whichever order."""
+"""Dispatched requests, until the stream is closed and the outcome known, in any order."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The states of a request and the events that are legal in each, as one table.
 
-        arrives           asks the limit store      asks for tokens          waits           an engine has it
-    ABSENT ──────▶ ASKING_LIMITS ──────▶ ASKING_TOKENS ──────▶ QUEUED ──────▶ RUNNING ──────▶ ENDED ──────▶ ABSENT
-                                                                                 └─▶ SETTLED ──────▶ ABSENT
+    ABSENT ───▶ ASKING_LIMITS ───▶ ASKING_TOKENS ───▶ QUEUED ───▶ RUNNING ───▶ ENDED ───▶ ABSENT
+                                                                     └────▶ SETTLED ───▶ ABSENT
 
-Any of the first three may be skipped, and a refusal ends them. A request that runs has two ends, in any order: its stream
-closes (FINISHED), and its outcome becomes known (OUTCOME).
+Any of the first three may be skipped, and a refusal ends them. A running request has two ends, in any order: its
+stream closes (FINISHED), and its outcome becomes known (OUTCOME).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Event(enum.IntEnum):
 
 
 class IllegalEvent(Exception):
-    """A message or an event that is not legal in this state; nothing was changed. ``subject``: a request or a stream."""
+    """An event or a message is not legal in this state; nothing was changed. ``subject``: the request or stream."""
 
     def __init__(self, event: object, state: object, subject: str, advice: str = "") -> None:
         super().__init__(f"{event} is not legal while {subject} is in state {state}{f'; {advice}' if advice else ''}")
@@ -128,7 +127,7 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.LEFT: _GONE,          # the answer did not reach anybody, so no engine got the request
         Event.FINISHED: _to(_ENDED),
         Event.OUTCOME: _to(_SETTLED),
-        Event.FORGOTTEN: ILLEGAL,
+        Event.FORGOTTEN: IGNORED,   # it came again after its end: another process told us twice
     },
     _SETTLED: {
         Event.ARRIVED: ILLEGAL,
@@ -139,7 +138,7 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.LEFT: _GONE,
         Event.FINISHED: _GONE,
         Event.OUTCOME: IGNORED,
-        Event.FORGOTTEN: ILLEGAL,
+        Event.FORGOTTEN: IGNORED,
     },
     _ENDED: {
         Event.ARRIVED: ILLEGAL,

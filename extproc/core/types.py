@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request is on its way: its headers, the parsed and routed request, its outcome."""
+"""What a request is: its headers, the parsed and routed request, its outcome."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Head(msgspec.Struct, frozen=True):
 class Attachment(msgspec.Struct, frozen=True):
     """How the asking gateway is attached.
 
-    ``choices``: the number of endpoints that an answer may name. ``subset``: the addresses that this request may go to, None
-    for all.
+    ``choices``: the number of endpoints that an answer may name. ``subset``: the addresses that this request may go to,
+    None for all.
     """
 
     choices: int = 4
@@ -81,8 +81,8 @@ class Arrival(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, frozen=True):
     """What became of a request, from one access log entry or from an answer that passed through here.
 
-    What was not seen is None; ``status`` 0: the client left before there was one. ``served``: the address of the engine that
-    answered. Durations count from the request's arrival, time in the queue included.
+    What was not seen is None. ``status``: 0 if the client left before there was one. ``served``: the address of the
+    engine that answered. Durations count from the request's arrival, time in the queue included.
     """
 
     ticket: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that wait at a gate: who goes when there is room, who has waited too long, who must move to another gate."""
+"""Requests that wait at a gate: dispatched when there is room, timed out, moved on reload."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ if TYPE_CHECKING:
     from extproc.endpoints.table import Bools
     from extproc.scheduling.pool import Pool
 
-# Held requests that one tick lets go; then others get a turn: a thousand take 0.1 s.
+# Held requests that one tick releases, so that other work gets its turn: a thousand take 0.1 s.
 MOST_AT_ONCE: Final = 64
+
+
+def no_longer_served(server: str) -> NoEndpoint:
+    """For a request whose server left the configuration before an engine got it."""
+    return NoEndpoint(f"The model is not served any more by '{server}'.")
 
 
 class WaitingRequests:
@@ -78,8 +83,8 @@ class WaitingRequests:
             pool = record.arrived.pool
             gate = self._admission.gates.get(pool.name)
             if pools.get(pool.name) is not pool:
-                gone = NoEndpoint(f"The model is not served any more by '{pool.name}'.")
-                self._give_up(record.ticket, gone, now, out)
+                self.withdraw(record)
+                self._give_up(record.ticket, no_longer_served(pool.name), now, out)
             elif gate is None and before.get(pool.name) is not None:
                 self._freed.append(record.ticket)
             elif gate is not None and before.get(pool.name) is not gate:

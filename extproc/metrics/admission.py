@@ -121,9 +121,9 @@ class _QueueSeries(Collector):
             "attache_saturation", "How full the engines are, 0 to 1, when last looked at.", labels=one
         )
         stale = GaugeMetricFamily(
-            "attache_stale_endpoints", "Engines judged by our own books, for want of reports.", labels=one
+            "attache_stale_endpoints", "Engines judged by our own counts, for want of reports.", labels=one
         )
-        queued = GaugeMetricFamily(
+        wanted = GaugeMetricFamily(
             "attache_wanted_engines", "Requests that wait while there is no engine: start one.", labels=one
         )
         for name, gate in self._gates().items():
@@ -133,5 +133,5 @@ class _QueueSeries(Collector):
                 flows.add_metric([name, band.spec.name], len(band.flows))
             full.add_metric([name], gate.saturation)
             stale.add_metric([name], gate.stale_endpoints)
-            queued.add_metric([name], len(gate.queue) if gate.wants_engines else 0)
-        yield from (waiting, held, flows, full, stale, queued)
+            wanted.add_metric([name], len(gate.queue) if gate.wants_engines else 0)
+        yield from (waiting, held, flows, full, stale, wanted)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the other processes what this one does, and hears what they do: batches every few milliseconds, over buses.
+"""Batches of events to and from the other processes, over buses.
 
-ZeroMQ between the workers of one machine, Redis between machines. Both may lose messages; a heartbeat with all running
-requests makes up for what was lost.
+The buses are ZeroMQ between the workers of one machine, Redis between machines. Both may lose messages; a heartbeat
+with all running requests makes up for what was lost. With both, workers get each batch twice, and repeat it once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ log = logging.getLogger(__name__)
 _FLUSH_S: Final = 0.005
 # Events that wait while the bus is stuck; beyond that, the heartbeat has to do.
 _MOST_WAITING: Final = 20_000
+# Processes whose last batch is remembered, those that have gone included.
+_MOST_ORIGINS: Final = 1_000
 
 
 class Bus(Protocol):
-    """Brings every payload to all other processes, as well as it can."""
+    """Sends every payload to all other processes; may lose some."""
 
     async def run(self, receive: Callable[[bytes], None]) -> None:
         """Until cancelled."""
@@ -41,7 +43,7 @@ class Bus(Protocol):
 
 
 class Peers:
-    """This process's voice and ear. Without a bus it is alone and says nothing."""
+    """Sends this process's events and receives those of the others. Without a bus it does nothing."""
 
     def __init__(self, buses: list[Bus], metrics: Metrics, *, origin: str) -> None:
         """``origin``: the name of this process among the others."""
@@ -49,6 +51,9 @@ class Peers:
         self._metrics = metrics
         self._origin = origin
         self._waiting: list[PeerEvent] = []
+        self._sent = 0
+        # the number of the last batch, by origin
+        self._heard: dict[str, int] = {}
         self._has_news = asyncio.Event()
 
     def tell(self, event: PeerEvent) -> None:
@@ -71,7 +76,8 @@ class Peers:
                 await asyncio.sleep(_FLUSH_S)
                 self._has_news.clear()
                 events, self._waiting = self._waiting, []
-                await self._send(encode(EventBatch(self._origin, events)))
+                self._sent += 1
+                await self._send(encode(EventBatch(self._origin, events, self._sent)))
 
     async def _send(self, payload: bytes) -> None:
         for bus in self._buses:
@@ -88,9 +94,25 @@ class Peers:
             self._metrics.shared("unreadable")
             log.warning("a message of another process cannot be read; do all run the same version? %s", error)
             return
-        if batch.origin != self._origin:
-            self._metrics.shared("received")
+        if batch.origin == self._origin or not self._is_new(batch):
+            return
+        self._metrics.shared("received")
+        try:
             hear(batch)
+        except Exception:
+            # what one process says must not end another
+            self._metrics.shared("failed")
+            log.exception("a batch of the process %s could not be repeated", batch.origin)
+
+    def _is_new(self, batch: EventBatch) -> bool:
+        if batch.number and batch.number <= self._heard.get(batch.origin, 0):
+            return False
+        # the most recently heard stand last
+        self._heard.pop(batch.origin, None)
+        self._heard[batch.origin] = batch.number
+        if len(self._heard) > _MOST_ORIGINS:
+            del self._heard[next(iter(self._heard))]
+        return True
 
 
 async def _keep_beating(beat: Callable[[], None]) -> None:

@@ -158,7 +158,8 @@ def _request(
         prompt,
         bool(fields.stream),
         fields.stream_options or {},
-        None if max_tokens is None else int(max_tokens),
+        # the engine refuses a negative number; until then it must not give back what others have used
+        None if max_tokens is None else max(0, int(max_tokens)),
         fields.cache_salt,
         contents,
     )

@@ -65,7 +65,7 @@ class Settings(msgspec.Struct, frozen=True):
     # where a share of decisions is written down, if anywhere
     decision_log: Path | None = None
     decision_share: float = 0.01
-    # /debug/explain: it shows who has asked what, so it is not for everybody
+    # serve /debug/explain; it shows which prompts are cached, so what others have asked: for operators only
     shows_reasons: bool = False
     worker: Worker | None = None
     redis: str | None = None
@@ -78,7 +78,7 @@ async def serve(settings: Settings, snapshot: Snapshot) -> None:
 
 
 class App:
-    """One extproc process, made inside the event loop. The edges (clocks, randomness) are chosen here, nowhere else."""
+    """One extproc process, made inside the event loop. Clocks and random numbers are chosen here, nowhere else."""
 
     def __init__(self, settings: Settings, snapshot: Snapshot) -> None:
         self._settings = settings
@@ -192,7 +192,7 @@ def _buses(settings: Settings) -> list[Bus]:
 
 
 def _spare_the_collector() -> None:
-    """What is here now stays for ever, and requests leave no cycles: looking through all of it again and again is waste."""
+    """Freeze start-up objects: requests make no cycles, so the collector need not scan them."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Performs the core's effects: answers held streams, asks for what requests wait for, tells peers, counts, wakes the core."""
+"""Performs the core's effects: answers held streams, asks stores, tells peers, wakes it."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 from extproc.core.effects import AskLimits, AskTokens, Decision, Hold, Refused, SettleGrant, Tell, WakeAt
+from extproc.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from extproc.feeds.redis_limits import RedisLimits
     from extproc.feeds.tokens import Tokenizers
     from extproc.metrics.registry import Metrics
+
+log = logging.getLogger(__name__)
 
 
 class Performer:
@@ -48,11 +52,13 @@ class Performer:
         self._later: asyncio.TimerHandle | None = None
 
     def perform(self, effects: list[Effect]) -> None:
-        """All of them. The stream of a request that was not held follows its Decision or Refused itself."""
+        """Perform all effects. A request that was not held gets its Decision or Refused from its own stream."""
         for effect in effects:
             self._metrics.count(effect)
             match effect:
                 case Decision() | Refused():
+                    if isinstance(effect, Refused) and isinstance(effect.refusal, InternalError):
+                        log.error("a request could not be decided, and is refused", exc_info=effect.refusal.__cause__)
                     if effect.was_held:
                         self._deliver(effect)
                 case Hold():
@@ -66,7 +72,7 @@ class Performer:
                         self._limits.settle(effect.grant, effect.used)
 
     async def answer_to(self, pending: Pending) -> Answer | Decision | Refused:
-        """What a request waits for. Cancelled if its client goes away."""
+        """Wait for what a request waits for. Cancelled if its client disconnects."""
         match pending:
             case AskTokens():
                 return await self._tokenizers.tokens_of(pending.arrival)
@@ -100,7 +106,7 @@ class Performer:
         if future is not None and not future.done():
             future.set_result(end)
         elif isinstance(end, Decision):
-            # its client went away in this very moment
+            # its client has just disconnected
             self.perform(self._core.leave(end.ticket, self._clock()))
 
     def _wake_at(self, at_s: float) -> None:

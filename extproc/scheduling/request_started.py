@@ -12,7 +12,7 @@ from extproc.prefix.turns import Tail
 class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     """What others need to count the request and to learn from its outcome.
 
-    The fields are those of ``Assignment`` and ``Sent``. ``flow``: the flow charged, None without flow control.
+    The fields are those of ``Assignment`` and ``Run``. ``flow``: the flow charged, None without flow control.
     ``service``: the charge in weighted tokens.
     """
 

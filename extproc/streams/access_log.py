@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from extproc.core.effects import Settled
 from extproc.core.types import Outcome
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
         Metadata,
         StreamAccessLogsMessage,
     )
+
+_MOST_TOKENS: Final = 1e12
 
 
 def receive_entries(message: StreamAccessLogsMessage, context: StreamContext, now: float) -> None:
@@ -71,7 +73,10 @@ def _text(metadata: Metadata, namespace: str, key: str) -> str:
 
 def _whole(metadata: Metadata, namespace: str, key: str) -> int | None:
     value = metadata_value(metadata, namespace, key)
-    return int(value.number_value) if value is not None and value.WhichOneof("kind") == "number_value" else None
+    if value is None or value.WhichOneof("kind") != "number_value":
+        return None
+    # engines write it: infinite, negative or no number at all, and one entry would cost its batch the others
+    return int(value.number_value) if 0 <= value.number_value < _MOST_TOKENS else None
 
 
 def _ttfb_s(common: AccessLogCommon) -> float | None:

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 class GatewayOptions(msgspec.Struct, frozen=True):
     """What differs between gateways, and cannot be seen in their messages.
 
-    ``buffered_choices`` and ``duplex_choices``: how many endpoints an answer may name, by the way in which bodies come. Several
-    for gateways that go down a list (our bundle, Istio), one for those that read an address (ORIGINAL_DST). ``pool``: the
-    ModelServer for all models that no ModelRoute knows. ``overrides_mode``: the gateway allows ``mode_override``, so answers
-    need not pass through here. ``conformance``: tests may choose the endpoint by header. ``trusts_headers``: the gateway writes
-    the headers that say who asks, and removes what its clients put there; our bundle does, and says so.
+    ``buffered_choices`` and ``duplex_choices``: how many endpoints an answer may name, by how bodies are sent. Several
+    for gateways that go down a list (our bundle, Istio), one for those that read one address (ORIGINAL_DST). ``pool``: the
+    ModelServer for all models that no ModelRoute knows. ``overrides_mode``: the gateway allows ``mode_override``, so
+    answers need not pass through here. ``conformance``: tests may choose the endpoint by header. ``trusts_headers``:
+    the gateway writes the headers that identify the caller, and removes its clients' own; our bundle does, and says so.
     """
 
     buffered_choices: int = 4

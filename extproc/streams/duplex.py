@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint picker protocol (Gateway API Inference Extension, proposal 004): bodies come and go in pieces.
+"""The endpoint picker protocol (GIE proposal 004): bodies come and go in pieces.
 
-Request headers and body are collected; the end of the body brings the decision, which answers the headers, and then the body
-goes on in pieces. Answers pass through piece by piece, and what they say of tokens is read on the way. There is no access
-log here: the outcome is what was seen.
+GIE is the Gateway API Inference Extension. Request headers and body are collected. The end of the body brings the
+decision, which answers the headers; then the body is sent on in pieces. Answers pass through piece by piece, and their
+token counts are read. There is no access log here: the outcome is what was seen.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ADVICE: Final = "set both body modes FULL_DUPLEX_STREAMED, header and trailer m
 
 
 class Duplex:
-    """One request in pieces: first it comes, then its answer goes."""
+    """One request in pieces, then its answer in pieces."""
 
     def __init__(self, context: StreamContext, is_trusted: Callable[[], bool]) -> None:
         self._context = context
@@ -53,6 +53,8 @@ class Duplex:
         self._head: Head | None = None
         self._subset: list[str] | None = None
         self._pieces: list[bytes] = []
+        # of a request that waits for its decision; None: it had none, or it has gone on
+        self._body: bytes | None = None
         self._has_trailers = False
         self._began_s = 0.0
         self._answer = _Answer()
@@ -87,18 +89,15 @@ class Duplex:
 
     def decided(self, decision: Decision) -> list[bytes]:
         """The answer to the headers, and the body in pieces behind it."""
-        if self.request is None:
-            return []
-        arrival = self.request.arrival
         # outcomes count from the arrival, as an access log does
         self._began_s = self._context.clock() - decision.waited_s
         answers = [duplex_decision_answer(decision, overrides_mode=self._context.options.overrides_mode)]
-        if arrival.head.has_body:
-            body = decision.body if decision.body is not None else arrival.body
+        if self._body is not None:
+            body = decision.body if decision.body is not None else self._body
             answers.extend(request_body_answers(body, is_end=not self._has_trailers))
         if self._has_trailers:
             answers.append(CONTINUE_REQUEST_TRAILERS)
-        self._pieces.clear()
+        self._body = None
         return answers
 
     def close(self) -> None:
@@ -133,7 +132,9 @@ class Duplex:
         self._awaits = _ANSWER
         if self._head is None:
             return []
-        return self._enter(self._receive(self._head, b"".join(self._pieces)))
+        body = self._body = b"".join(self._pieces)
+        self._pieces.clear()
+        return self._enter(self._receive(self._head, body))
 
     def _receive(self, head: Head, body: bytes) -> Arrival:
         """By our routes; what they do not know goes to the pool that the gateway asks for, if it has one."""
@@ -151,8 +152,8 @@ class Duplex:
 
     def _enter(self, arrival: Arrival) -> list[bytes]:
         attachment = Attachment(self._context.options.duplex_choices, self._allowed(arrival.head))
-        self.request, own = StreamRequest.begin(self._context, arrival, attachment, self._context.clock())
-        return answers_to(self, own)
+        self.request = StreamRequest(self._context)
+        return answers_to(self, self.request.begin(arrival, attachment, self._context.clock()))
 
     def _allowed(self, head: Head) -> list[str] | None:
         chosen = head.headers.get(CONFORMANCE_HEADER) if self._context.options.conformance else None
@@ -161,17 +162,17 @@ class Duplex:
         return [part.strip() for part in chosen.split(",") if part.strip()]
 
     def _ended(self, answers: list[bytes], *, is_end: bool) -> list[bytes]:
-        if is_end and self.request is not None and self.request.decision is not None:
+        if is_end and self.request is not None and self.request.sent is not None:
             self.close()
         return answers
 
     def _settle(self) -> None:
-        decision = None if self.request is None else self.request.decision
-        if self._is_settled or decision is None:
+        request = self.request
+        if self._is_settled or request is None or request.sent is None:
             return
         self._is_settled = True
-        now, first = self._context.clock(), decision.assignment.endpoint.address
-        outcome = self._answer.outcome(decision.ticket, first, began_s=self._began_s, now=now)
+        now, first = self._context.clock(), request.sent.endpoint.address
+        outcome = self._answer.outcome(request.ticket, first, began_s=self._began_s, now=now)
         self._context.perform(self._context.core.settle(outcome, now))
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's conversation with a gateway, message by message: no I/O, so that it can be tested in memory.
+"""One request's conversation with a gateway, message by message, without I/O.
 
-The gateway says in its first message how it sends bodies. Whole (BUFFERED), as our bundle and some gateways do: headers are
-answered at once, the body with the decision, and nothing more comes. In pieces (FULL_DUPLEX_STREAMED), as the endpoint picker
-protocol of the Gateway API Inference Extension asks: see ``duplex.py``. One server serves both.
+The gateway says in its first message how it sends bodies. Whole (BUFFERED), as our bundle and some gateways do: headers
+are answered at once, the body with the decision, and nothing more comes. In pieces (FULL_DUPLEX_STREAMED), as the
+endpoint picker protocol of the Gateway API Inference Extension asks: see ``duplex.py``. One server serves both.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Conversation(Protocol):
 
 
 class Exchange:
-    """One stream, in the way that its first message asks for. ``is_trusted``: whether a gateway vouches for its headers."""
+    """One stream, in the mode of its first message. ``is_trusted``: whether a gateway vouches for its headers."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Exchange:
 
     @property
     def pending(self) -> Pending | None:
-        """What the request must wait for: the shell brings it by ``resume``."""
+        """What the request waits for: the shell gets it and calls ``resume``."""
         request = self._conversation.request if self._conversation is not None else None
         return request.pending if request is not None else None
 
@@ -95,8 +95,8 @@ class Exchange:
         return answers_to(conversation, request.resume(answer))
 
     def fail(self) -> bytes:
-        """The answer where our own code has failed: the request ends here, so that it gets round no decision."""
-        refusal = InternalError("The gateway failed to decide this request; try again, and tell its operator.")
+        """The answer where our own code has failed: the request ends here and does not pass undecided."""
+        refusal = InternalError()
         self._context.metrics.refused(refusal)
         return refusal_answer(refusal)
 
@@ -177,5 +177,5 @@ class Buffered:
             arrival = intake.receive(api, head, message.body)
         else:
             arrival = intake.receive_for(pool, api, head, message.body)
-        self.request, own = StreamRequest.begin(context, arrival, self._attachment, began_s)
-        return answers_to(self, own)
+        self.request = StreamRequest(context)
+        return answers_to(self, self.request.begin(arrival, self._attachment, began_s))

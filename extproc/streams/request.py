@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request of one stream, between the core and the gateway: what it waits for, and how it ends."""
+"""The request of one stream: what it waits for, and how it ends."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from extproc.core.effects import Decision, Pending, Refused
 if TYPE_CHECKING:
     from extproc.core.entering import Answer, Own
     from extproc.core.types import Arrival, Attachment
+    from extproc.scheduling.pool import Assignment
     from extproc.streams.context import StreamContext
 
 
 class StreamRequest:
-    """Follows the effects that are about this request; the context performs the others."""
+    """Follows the effects that are about this request; the context performs the others.
 
-    def __init__(self, context: StreamContext, arrival: Arrival, ticket: str) -> None:
-        self.arrival = arrival
+    ``sent``: where an engine was found for it. Of the prompt and the body nothing is kept: an answer may take an hour.
+    """
+
+    def __init__(self, context: StreamContext) -> None:
         self.pending: Pending | None = None
-        self.decision: Decision | None = None
+        self.sent: Assignment | None = None
+        self.ticket = ""
         self._context = context
-        self._ticket: str | None = ticket
+        self._is_closed = False
 
-    @classmethod
-    def begin(
-        cls, context: StreamContext, arrival: Arrival, attachment: Attachment, began_s: float
-    ) -> tuple[StreamRequest, Decision | Refused | None]:
-        """A request that goes to the core, and its answer; None: something is pending. ``began_s``: when it was whole."""
+    def begin(self, arrival: Arrival, attachment: Attachment, began_s: float) -> Decision | Refused | None:
+        """Give it to the core; returns its answer, None: something is pending. ``began_s``: when it was whole."""
+        context = self._context
         log = context.metrics.decision_log
         own, effects = context.core.arrive(
             arrival, began_s, attachment, wants_reasons=log is not None and log.samples()
         )
+        # whatever fails from here on, ``close`` ends the request
+        self.ticket = own.ticket
         context.perform(effects)
         if isinstance(own, Decision):
             context.metrics.picked_within(context.clock() - began_s)
-        request = cls(context, arrival, own.ticket)
-        return request, request._follow(own)
+        return self._follow(own)
 
     def resume(self, answer: Answer | Decision | Refused) -> Decision | Refused | None:
         """What was pending is here."""
@@ -51,19 +54,19 @@ class StreamRequest:
 
     def close(self) -> None:
         """The stream has ended: so has the request, or, if it was not answered yet, its client went away."""
-        context, ticket = self._context, self._ticket
-        if ticket is not None:
-            verb = context.core.leave if self.decision is None else context.core.finish
-            self._ticket = None
-            context.perform(verb(ticket, context.clock()))
+        context = self._context
+        if self.ticket and not self._is_closed:
+            self._is_closed = True
+            verb = context.core.leave if self.sent is None else context.core.finish
+            context.perform(verb(self.ticket, context.clock()))
 
     def _follow(self, own: Own) -> Decision | Refused | None:
         match own:
             case Decision():
-                self.decision = own
+                self.sent = own.assignment
                 return own
             case Refused():
-                self._ticket = None
+                self._is_closed = True
                 return own
             case _:
                 self.pending = own

@@ -55,7 +55,7 @@ class GrpcServer:
         new_exchange: Callable[[Callable[[], bool]], Exchange],
         answer_to: Callable[[Pending], Awaitable[Answer | Decision | Refused]],
     ) -> None:
-        """``new_exchange``: given who knows whether headers are to be trusted. ``answer_to``: waits for what a request waits for."""
+        """``new_exchange``: takes a function that says whether headers are trusted. ``answer_to``: awaits a Pending."""
         self._streams = context
         self._answer_to = answer_to
         self._metrics = context.metrics
@@ -82,9 +82,9 @@ class GrpcServer:
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self, drain_s: float, hurry: asyncio.Event) -> None:
-        """Report not ready, take no new streams, and wait for the requests that run: up to ``drain_s``, or until ``hurry``.
+        """Report not ready, take no new streams, and wait up to ``drain_s``, or until ``hurry``, for running requests.
 
-        Nobody waits for access log streams, which Envoy keeps open for ever.
+        Access log streams are not waited for: Envoy keeps them open for ever.
         """
         for service in ("", READINESS, EXTERNAL_PROCESSOR):
             await self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -121,8 +121,11 @@ class GrpcServer:
                     answers = exchange.resume(await self._answer_to(pending))
                 for answer in answers:
                     await context.write(answer)
+                # bodies are not kept while the answer takes its time
+                answer = b""
+                del message, answers
         except Exception:
-            # refused rather than left to the gateway's failure mode: no request gets round its decision by making us fail
+            # refused, not left to the gateway's failure mode: a request that makes us fail must not pass undecided
             log.exception("a request could not be decided, and is refused")
             await context.write(exchange.fail())
         finally:
@@ -144,12 +147,12 @@ class GrpcServer:
 
 
 def _is_bundle(context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> bool:
-    """Whether it is our own bundle that asks: gRPC's metadata are the gateway's, no client can write there."""
+    """Whether our own bundle asks: the gateway writes gRPC's metadata, and no client can."""
     return any(name == BUNDLE_MARK for name, _ in context.invocation_metadata() or ())
 
 
 def is_end(message: object) -> bool:
-    """Whether the peer has said all it has to say."""
+    """Whether the peer has closed its side of the stream."""
     # of a type of its own, which grpc's annotations leave out
     return message is grpc.aio.EOF
 

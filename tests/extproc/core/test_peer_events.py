@@ -25,6 +25,7 @@ from extproc.core.peer_events import (
     decode,
     encode,
 )
+from extproc.core.states import State
 from extproc.core.types import Head, Outcome
 from extproc.endpoints.engine_reports import CacheConfig, EngineReport
 from extproc.request.model import Api
@@ -191,3 +192,18 @@ def test_a_flow_is_charged_everywhere_for_what_it_had_anywhere() -> None:
     outcome = Outcome(decision.ticket, 200, decision.assignment.addresses[0], 1.0, 0.5, 600, 10, 0)
     b.hear(a, *told(a.core.settle(outcome, 1.0)))
     assert counter(a) == counter(b) == 620
+
+
+def test_a_request_that_starts_again_after_its_end_is_not_forgotten_while_it_runs(
+    pair: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extproc.core.running.MOST_ENDED", 1)
+    one, other = pair
+    decision, started = one.decide("hello")
+    served = decision.assignment.endpoint.address
+    learned = Learned(Outcome(decision.ticket, 200, served, 1.0, 0.5, 10, 10, None))
+    other.hear(one, started, Ended(decision.ticket), learned, started)
+    own, _ = other.decide("mine")
+    other.core.finish(own.ticket, 1.0)
+    assert other.core.state_of(decision.ticket) is State.RUNNING
+    assert other.core.state_of(own.ticket) is State.ENDED

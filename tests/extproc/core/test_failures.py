@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong half-way: mistakes of plugins, a configuration that changes meanwhile. Nothing may be left behind."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from msgspec.structs import replace
+
+from extproc.admission.limits import LocalLimits
+from extproc.config.load import load
+from extproc.core.core import Core
+from extproc.core.effects import AskLimits, Decision, Effect, Hold, Refused, SettleGrant, WakeAt
+from extproc.core.states import State
+from extproc.core.types import Head
+from extproc.errors import InternalError, NoEndpoint
+from extproc.request.model import Api
+from tests.extproc.conftest import in_some_state
+
+if TYPE_CHECKING:
+    from extproc.core.entering import Own
+
+SERVER = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec:
+  model: m
+  endpoints: [{address: "10.0.0.1:8000"}]
+"""
+FLOW_CONTROL = "  flowControl: {saturation: {queueDepth: null, kvUsage: null, maxWait: null, maxRequests: 2}}\n"
+ROUTE = """
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: chat}
+spec:
+  modelName: m
+  rules: [{targetModels: [{modelServerName: llama}]}]
+"""
+LIMITED = ROUTE + "  rateLimits: [{unit: hour, requests: 10, outputTokens: 1000}]\n"
+LIMITED_EVERYWHERE = ROUTE + "  rateLimits: [{unit: hour, requests: 10}, {unit: hour, requests: 10, scope: Global}]\n"
+HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
+
+
+def core_of(text: str) -> Core:
+    return Core(load({"all.yaml": text.encode()}), rng=random.Random(0), ticket_prefix="t")
+
+
+def arrive(core: Core, text: str = "hi", **fields: object) -> tuple[Own, list[Effect]]:
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], **fields}).encode()
+    return core.arrive(core.intake.receive(Api.CHAT, HEAD, body), 0.0)
+
+
+def levels(core: Core) -> list[float]:
+    return [round(one.level) for one in core.admission.limits._buckets.values()]
+
+
+class BrokenPicker:
+    """Raises at every pick whose prompt is long; else picks as ``inner`` does."""
+
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+    def pick(self, view: object, *, rng: random.Random) -> object:
+        if view.request.input_tokens > 100:  # type: ignore[attr-defined]
+            raise ZeroDivisionError("a plugin's mistake")
+        return self.inner.pick(view, rng=rng)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("flow_control", ["", FLOW_CONTROL])
+def test_a_plugin_that_raises_leaves_no_record_no_load_and_no_grant(flow_control: str) -> None:
+    core = core_of(SERVER + flow_control + LIMITED)
+    pool = core.pools["default/llama"]
+    pool.picker = BrokenPicker(pool.picker)  # type: ignore[assignment]
+    own, effects = arrive(core, "long " * 200)
+
+    assert isinstance(own, Refused)
+    assert isinstance(own.refusal, InternalError)
+    assert isinstance(own.refusal.__cause__, ZeroDivisionError)
+    assert effects[0] is own
+    assert in_some_state(core) == 0
+    assert pool.table.in_flight.sum() == 0
+    assert levels(core) == [10, 1000]
+
+
+def test_a_failure_before_the_pick_gives_back_what_was_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_of(SERVER + FLOW_CONTROL + LIMITED_EVERYWHERE)
+    own, _ = arrive(core)
+    assert isinstance(own, AskLimits)
+    grant = LocalLimits().reserve(own.charges, 0.0)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OverflowError
+
+    monkeypatch.setattr(core.admission, "queue_entry", fail)
+    refused, _ = core.resume(own.ticket, grant, 0.0)
+
+    assert isinstance(refused, Refused)
+    assert isinstance(refused.refusal, InternalError)
+    assert in_some_state(core) == 0
+    assert 10 in levels(core)
+
+
+def test_a_held_request_whose_pick_fails_is_refused_and_those_behind_it_go() -> None:
+    core = core_of(SERVER + FLOW_CONTROL + ROUTE)
+    pool = core.pools["default/llama"]
+    running = [arrive(core, f"{number}")[0].ticket for number in range(2)]
+    broken, fine = arrive(core, "long " * 200)[0], arrive(core, "short")[0]
+    assert isinstance(broken, Hold)
+    pool.picker = BrokenPicker(pool.picker)  # type: ignore[assignment]
+    for ticket in running:
+        core.finish(ticket, 1.0)
+    effects = core.tick(1.0)
+
+    ends = {one.ticket: type(one) for one in effects if isinstance(one, Decision | Refused)}
+    assert ends == {broken.ticket: Refused, fine.ticket: Decision}
+
+
+def test_a_server_that_goes_while_its_freed_requests_wait_for_their_turn_refuses_each_once() -> None:
+    core = core_of(SERVER + FLOW_CONTROL + ROUTE)
+    for number in range(2):
+        arrive(core, f"{number}")
+    held = arrive(core)[0].ticket
+    core.apply(load({"all.yaml": (SERVER + ROUTE).encode()}), 1.0)
+    (refused,) = [one for one in core.apply(load({}), 1.0) if isinstance(one, Refused)]
+
+    assert refused.ticket == held
+    assert not [one for one in core.tick(1.0) if not isinstance(one, WakeAt)]
+    assert core.count(State.QUEUED) == 0
+
+
+@pytest.mark.parametrize("flow_control", ["", FLOW_CONTROL])
+def test_a_request_whose_server_was_replaced_while_it_asked_for_limits_is_refused(flow_control: str) -> None:
+    text = SERVER + flow_control + LIMITED_EVERYWHERE
+    core = core_of(text)
+    own, _ = arrive(core)
+    assert isinstance(own, AskLimits)
+    grant = LocalLimits().reserve(own.charges, 0.0)
+    core.apply(load({}), 1.0)
+    core.apply(load({"all.yaml": text.replace("10.0.0.1", "10.0.0.2").encode()}), 2.0)
+    refused, _ = core.resume(own.ticket, grant, 3.0)
+
+    assert isinstance(refused, Refused)
+    assert isinstance(refused.refusal, NoEndpoint)
+    assert in_some_state(core) == 0
+    assert 10 in levels(core)
+
+
+def test_a_global_grant_of_a_request_that_is_not_served_any_more_goes_back_to_its_store() -> None:
+    core = core_of(SERVER + LIMITED_EVERYWHERE)
+    own, _ = arrive(core)
+    assert isinstance(own, AskLimits)
+    grant = replace(LocalLimits().reserve(own.charges, 0.0), is_global=True)
+    core.apply(load({}), 1.0)
+    _, effects = core.resume(own.ticket, grant, 1.0)
+
+    assert [one.grant for one in effects if isinstance(one, SettleGrant)] == [grant]
+
+
+def test_a_negative_output_limit_neither_fills_nor_drains_a_bucket() -> None:
+    core = core_of(SERVER + LIMITED)
+    own, _ = arrive(core, max_tokens=-1_000_000_000)
+
+    assert isinstance(own, Decision)
+    assert levels(core) == [9, 1000]
+    assert core.pools["default/llama"].table.in_flight_tokens.min() >= 0
+    core.leave(own.ticket, 0.0)
+    assert levels(core) == [10, 1000]
+
+
+def test_what_runs_keeps_neither_the_body_nor_the_tokens_of_its_prompt() -> None:
+    core = core_of(SERVER.replace("  endpoints", "  kvEvents: {port: 5557}\n  endpoints") + LIMITED_EVERYWHERE)
+    core.pools["default/llama"].caches.partial_feeds = 1
+    own, _ = arrive(core)
+    own, _ = core.resume(own.ticket, LocalLimits().reserve(own.charges, 0.0), 0.0)  # type: ignore[union-attr]
+    own, _ = core.resume(own.ticket, list(range(10_000)), 0.0)  # type: ignore[union-attr]
+    assert isinstance(own, Decision)
+
+    record = core._records[own.ticket]
+    assert (record.arrival, record.tokens) == (None, None)

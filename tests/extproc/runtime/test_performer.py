@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shell around the core: held streams that are cancelled, wake-ups, and failures that are logged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from extproc.config.load import load
+from extproc.core.core import Core
+from extproc.core.effects import Decision, Hold, Refused, WakeAt
+from extproc.core.states import State
+from extproc.core.types import Head
+from extproc.errors import InternalError, QueueTimeout
+from extproc.feeds.tokens import Tokenizers
+from extproc.metrics.registry import Metrics
+from extproc.request.model import Api
+from extproc.runtime.performer import Performer
+
+if TYPE_CHECKING:
+    from extproc.core.entering import Own
+
+CONFIG = b"""
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec:
+  model: m
+  scrapeInterval: 0s
+  endpoints: [{address: "10.0.0.1:8000"}]
+  flowControl:
+    saturation: {queueDepth: null, kvUsage: null, maxWait: null, maxRequests: 1}
+    timeout: 50ms
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: chat}
+spec:
+  modelName: m
+  rules: [{targetModels: [{modelServerName: llama}]}]
+"""
+BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+
+
+class Shell:
+    """A performer over one engine that takes one request at a time. Made inside the event loop."""
+
+    def __init__(self) -> None:
+        self.core = Core(load({"a.yaml": CONFIG}), rng=random.Random(0), ticket_prefix="t")
+        self.clock = asyncio.get_running_loop().time
+        metrics = Metrics(lambda: list(self.core.pools.values()), lambda: 0.0, self.clock)
+        self.performer = Performer(
+            self.core, metrics, clock=self.clock, tokenizers=Tokenizers(metrics), limits=None, tell=lambda _: None
+        )
+
+    def arrive(self) -> Own:
+        head = Head("POST", "/v1/chat/completions", {}, has_body=True)
+        own, effects = self.core.arrive(self.core.intake.receive(Api.CHAT, head, BODY), self.clock())
+        self.performer.perform(effects)
+        return own
+
+    def held(self) -> tuple[Hold, asyncio.Task[object]]:
+        own = self.arrive()
+        assert isinstance(own, Hold)
+        return own, asyncio.create_task(self.performer.answer_to(own))
+
+    def close(self, ticket: str) -> None:
+        self.performer.perform(self.core.leave(ticket, self.clock()))
+
+
+async def test_a_stream_cancelled_between_its_decision_and_its_turn_frees_the_engine_for_the_next() -> None:
+    shell = Shell()
+    first = shell.arrive()
+    (held, waiting), (_, next_waiting) = shell.held(), shell.held()
+    await asyncio.sleep(0)
+    shell.performer.perform(shell.core.finish(first.ticket, shell.clock()))
+    # the decision is delivered here, and the stream has not run yet
+    shell.performer.perform(shell.core.tick(shell.clock()))
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    shell.close(held.ticket)
+
+    decision = await next_waiting
+    assert isinstance(decision, Decision)
+    assert shell.core.count(State.RUNNING) == 1
+    assert shell.core.pools["default/llama"].table.in_flight.sum() == 1
+    assert shell.performer._waits == {}
+
+
+async def test_a_request_that_waits_is_woken_at_its_timeout_though_nothing_else_happens() -> None:
+    shell = Shell()
+    shell.arrive()
+    _, waiting = shell.held()
+    refused = await asyncio.wait_for(waiting, 10)
+
+    assert isinstance(refused, Refused)
+    assert isinstance(refused.refusal, QueueTimeout)
+
+
+async def test_a_wake_up_now_does_not_lose_the_one_that_was_asked_for_later() -> None:
+    shell = Shell()
+    shell.arrive()
+    _, waiting = shell.held()
+    for at_s in (shell.clock() + 3600, 0.0):
+        shell.performer.perform([WakeAt(at_s)])
+
+    assert isinstance(await asyncio.wait_for(waiting, 10), Refused)
+
+
+async def test_the_cause_of_a_failed_decision_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    shell = Shell()
+    pool = shell.core.pools["default/llama"]
+    pool.picker = None  # type: ignore[assignment]  # the mistake
+    own = shell.arrive()
+
+    assert isinstance(own, Refused)
+    assert isinstance(own.refusal, InternalError)
+    assert "AttributeError" in caplog.text
