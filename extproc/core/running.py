@@ -92,7 +92,8 @@ class RunningRequests:
 
     def _forget(self, ticket: str, now: float, out: list[Effect]) -> None:
         record = self._records.get(ticket)
-        if record is None or record.run is None or not is_legal(record.state, Event.FORGOTTEN, ticket):
+        # its outcome may have come, and a late message of its process may have started it anew
+        if record is None or record.run is None or record.state is not State.ENDED:
             return
         del self._records[ticket]
         self._accounts.close(record, record.run.reserved, record.run.charged, now, out)

@@ -47,7 +47,7 @@ def vllm_python() -> str:
     python = os.environ.get("ATTACHE_VLLM", "")
     if not python:
         pytest.skip(
-            "NOT TESTED WITH VLLM: run `make test-vllm`, which installs it (3 GB), or set ATTACHE_VLLM to its Python"
+            "NOT TESTED WITH VLLM: run `make test-vllm`, which installs it (3 to 6 GB), or set ATTACHE_VLLM to its Python"
         )
     return python
 

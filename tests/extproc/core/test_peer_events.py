@@ -11,6 +11,7 @@ import pytest
 from extproc.admission.fairness import VirtualTokenCounter
 from extproc.admission.queued_request import FlowKey
 from extproc.config.load import load
+from extproc.core import running
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Effect, Settled, Tell
 from extproc.core.peer_events import (
@@ -132,6 +133,23 @@ def test_the_same_word_twice_counts_once(pair: tuple[Process, Process]) -> None:
     _, started = one.decide("hello")
     other.hear(one, started, started)
     assert other.pool.table.in_flight.sum() == 1
+
+
+def test_a_request_that_a_late_message_starts_anew_is_not_given_up_for_its_first_end(
+    pair: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "MOST_ENDED", 2)
+    one, other = pair
+    first, started = one.decide("hello")
+    outcome = Outcome(first.ticket, 200, first.assignment.addresses[0], 1.0, 0.5, 100, 10, 0)
+    other.hear(one, started, Ended(first.ticket), Learned(outcome), started)
+    for number in range(2):
+        decision, begun = one.decide(f"{number} hello")
+        other.hear(one, begun, Ended(decision.ticket))
+    assert other.core.state_of(first.ticket) is State.RUNNING
+    # the next beat of its process ends it
+    other.hear(one, Alive([]))
+    assert other.pool.table.in_flight.sum() == 0
 
 
 def test_what_only_one_is_configured_for_is_passed_over() -> None:
