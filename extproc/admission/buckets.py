@@ -25,6 +25,7 @@ pays the debt off.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import msgspec
@@ -83,6 +84,7 @@ class Bucket(msgspec.Struct):
 
     def reserve(self, amount: float) -> Claim:
         """Take ``amount`` tokens and return the claim to settle later. The caller checks ``shortfall`` first."""
+        amount = at_least_zero(amount)
         claim = Claim(amount, self.shrink, self.epoch)
         self.level -= amount
         self.claims += amount
@@ -92,4 +94,9 @@ class Bucket(msgspec.Struct):
         """End a reservation: the request used ``used`` tokens. Call ``fill`` first."""
         held = claim.amount * self.shrink / claim.shrink if claim.epoch == self.epoch else 0.0
         self.claims = max(0.0, self.claims - held)
-        self.level += min(claim.amount - used, held)
+        self.level += min(claim.amount - at_least_zero(used), held)
+
+
+def at_least_zero(amount: float) -> float:
+    """An amount as buckets may see it: never below 0, never infinite, never NaN. All others are none at all."""
+    return amount if math.isfinite(amount) and amount > 0 else 0.0

@@ -50,12 +50,12 @@ class AdmissionController:
             elif control is not None:
                 self.gates[name] = self._new_gate(pool, control)
 
-    def charges(self, arrival: Arrival) -> Sequence[Charge]:
-        """What the limits of the request's route must grant; empty if there are none."""
+    def charges(self, arrival: Arrival, usage: Usage) -> Sequence[Charge]:
+        """What the limits of the request's route must grant for ``usage``; empty if there are none."""
         limits = self.routes.get(arrival.destination.route)
         if limits is None:
             return ()
-        return limits.charges(arrival.caller, arrival.head.headers, _reserved(arrival))
+        return limits.charges(arrival.caller, arrival.head.headers, usage)
 
     def has_waiting(self) -> bool:
         """Whether any request waits at a gate."""
@@ -81,7 +81,7 @@ class AdmissionController:
             size_bytes=len(arrival.body),
             input_tokens=expectation.input_tokens,
             uncached_tokens=expectation.input_tokens - cached,
-            output_tokens=pool.expected_output(arrival.request.max_output_tokens),
+            output_tokens=pool.expected_output(arrival.request.max_output_tokens, arrival.request.answers),
             deadline_at_s=now + _target_s(arrival),
             session=name_in(arrival.head.headers, gate.control.session_header),
             eligible=partial(pool.eligible, arrival.adapter, attachment.subset),
@@ -96,12 +96,17 @@ class AdmissionController:
         return Gate(control, pool.table, stages=stages, rng=self._rng)
 
 
-def _reserved(arrival: Arrival) -> Usage:
-    """Input estimated from the prompt's bytes; output as requested, or else the recent mean of answers."""
+def usage_to_reserve(arrival: Arrival) -> Usage:
+    """What the request may take.
+
+    Input: all of its prompts, by their tokens or else by their bytes, and its media. Output: for each answer as much as was
+    asked for, or else as much as nearly all answers have had.
+    """
     request, pool = arrival.request, arrival.pool
-    most = request.max_output_tokens
-    tokens = pool.input_estimate.tokens(len(request.prompt), pool.caches.bytes_per_token)
-    return Usage(tokens, pool.caches.output_tokens if most is None else float(most))
+    prompts, most = request.prompts, request.max_output_tokens
+    text = pool.input_estimate.tokens(request.text_bytes, pool.caches.bytes_per_token, prompts=prompts.count)
+    output = pool.output_estimate.tokens if most is None else float(most)
+    return Usage(text + prompts.token_ids + request.media.tokens, request.answers * output)
 
 
 def _holders(cached_tokens: Floats) -> tuple[tuple[int, float], ...]:

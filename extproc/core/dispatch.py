@@ -90,18 +90,22 @@ class Dispatcher:
             # a plugin's mistake ends this request; the others of this tick go on
             return self.refuse(record, InternalError(error), now, out, was_held=was_held)
         # from here on the request counts, and nothing may fail
-        output_tokens = pool.expected_output(request.max_output_tokens)
+        output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
         assignment, found = pool.commit(considered, now, output_tokens), considered.expectation
         run = record.run = Run(
             pool=pool,
             assignment=assignment,
             chain=found.chain,
             tail=tail_of(request.prompt, found.covered_bytes),
-            prompt_bytes=len(request.prompt),
+            prompt_bytes=len(request.prompt) if request.is_text else 0,
             is_streamed=request.is_streamed,
             sent_at_s=now,
             reserved=Usage(assignment.input_tokens, output_tokens),
-            most_output=math.inf if request.max_output_tokens is None else request.max_output_tokens,
+            limited=record.limited,
+            answers=request.answers,
+            most_output=math.inf if request.max_output_tokens is None else request.answers * request.max_output_tokens,
+            prompts=request.prompts.count,
+            hides_usage=request.hides_usage,
         )
         if gate is not None and queued is not None:
             run.waited_s = now - queued.arrived_at_s
@@ -165,6 +169,7 @@ def repeat(event: RequestStarted, origin: str, pool: Pool, gate: Gate | None, no
         prompt_bytes=event.prompt_bytes,
         is_streamed=event.is_streamed,
         sent_at_s=now,
+        answers=event.answers,
     )
     record = Record(event.ticket, State.RUNNING, origin, run=run)
     if gate is not None and event.flow is not None:
@@ -196,6 +201,7 @@ def _started(record: Record, run: Run) -> RequestStarted:
         flow=None if queued is None else queued.flow,
         priority=0 if queued is None else queued.priority,
         service=run.charged,
+        answers=run.answers,
     )
 
 

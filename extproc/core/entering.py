@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from extproc.admission.limits import Grant, unavailable
+from extproc.core.admission_controller import usage_to_reserve
 from extproc.core.dispatch import prompt_of
 from extproc.core.effects import AskLimits, AskTokens, Decision, Effect, Hold, Left, Refused
 from extproc.core.states import IllegalEvent, State
@@ -53,7 +54,8 @@ class EnteringRequests:
         """The request has come: local limits first, then those that all machines share."""
         if arrival.destination.route not in self._admission.routes:
             return self._ask_tokens(record, arrival, now, out)
-        charges = self._admission.charges(arrival)
+        record.limited = usage_to_reserve(arrival)
+        charges = self._admission.charges(arrival, record.limited)
         local = [charge for charge in charges if not charge.is_global]
         if local:
             try:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -65,7 +66,7 @@ def learn(run: Run, outcome: Outcome, now: float, *, is_ours: bool, has_limits: 
     if not 200 <= outcome.status < 300:
         return
     _count_tokens(run, outcome, is_ours=is_ours)
-    _learn_output(run, outcome)
+    _learn_output(run, outcome, is_ours=is_ours)
     _learn_bytes_per_token(run, outcome, has_limits=has_limits)
     _learn_turn(run, outcome)
     if outcome.served == run.assignment.endpoint.address:
@@ -104,44 +105,57 @@ def _count_tokens(run: Run, outcome: Outcome, *, is_ours: bool) -> None:
         run.pool.table.cached_tokens[row] += outcome.cached_tokens or 0
 
 
-def _learn_output(run: Run, outcome: Outcome) -> None:
-    if outcome.completion_tokens is not None:
-        caches = run.pool.caches
-        caches.output_tokens += _WEIGHT * (outcome.completion_tokens - caches.output_tokens)
+def _learn_output(run: Run, outcome: Outcome, *, is_ours: bool) -> None:
+    if outcome.completion_tokens is None or not run.answers:
+        return
+    caches, tokens = run.pool.caches, outcome.completion_tokens / run.answers
+    caches.output_tokens += _WEIGHT * (tokens - caches.output_tokens)
+    # of a request of another process it is not known whether it had a bound
+    if is_ours and math.isinf(run.most_output):
+        run.pool.output_estimate.learn(tokens)
 
 
 def usage_of(run: Run, outcome: Outcome) -> Usage:
     """The tokens that a request used, as reported; none if no engine answered it.
 
-    If the client hung up, output is not reported. It is estimated from the time and the engine's time per token, at
-    most the requested maximum, so that nobody gains by hanging up just before the end.
+    If the client hung up, output is not reported. It is estimated from the time and the engine's time per token, all
+    answers together, at most the requested maximum: nobody gains by hanging up just before the end. An engine that
+    reports more than the maximum is not believed either.
     """
     has_left = outcome.status == 0 and bool(outcome.served)
     if outcome.prompt_tokens is None and not 200 <= outcome.status < 300 and not has_left:
         return NO_USAGE
+    reserved = run.reserved if run.limited is None else run.limited
+    written = _may_have_written(run, outcome) if outcome.completion_tokens is None else outcome.completion_tokens
     return Usage(
-        input_tokens=run.reserved.input_tokens if outcome.prompt_tokens is None else outcome.prompt_tokens,
-        output_tokens=_written(run, outcome) if outcome.completion_tokens is None else outcome.completion_tokens,
+        input_tokens=reserved.input_tokens if outcome.prompt_tokens is None else outcome.prompt_tokens,
+        output_tokens=min(run.most_output, float(written)),
     )
 
 
-def _written(run: Run, outcome: Outcome) -> float:
+def _may_have_written(run: Run, outcome: Outcome) -> float:
+    """All answers are written side by side, each in the engine's time per token. Who refuses to say pays what is reserved."""
     if outcome.ttfb_s is None and run.is_streamed:
         return 0.0
     row = run.pool.table.row_of(outcome.served)
     tpot_s = float(run.pool.table.tpot_s[row]) if row is not None else 0.0
-    if not tpot_s:
-        return run.reserved.output_tokens
+    if not tpot_s or run.hides_usage:
+        return run.reserved.output_tokens if run.limited is None else run.limited.output_tokens
     writing_s = outcome.duration_s - (run.waited_s if outcome.ttfb_s is None else outcome.ttfb_s)
-    return min(run.most_output, max(0.0, writing_s) / tpot_s)
+    return run.answers * max(0.0, writing_s) / tpot_s
 
 
 def _learn_bytes_per_token(run: Run, outcome: Outcome, *, has_limits: bool) -> None:
     tokens = outcome.prompt_tokens
     caches = run.pool.caches
+    if not run.prompt_bytes:
+        return
     if tokens is not None and has_limits:
         run.pool.input_estimate.learn(
-            prompt_bytes=run.prompt_bytes, bytes_per_token=caches.bytes_per_token, tokens=tokens
+            prompt_bytes=run.prompt_bytes,
+            bytes_per_token=caches.bytes_per_token,
+            tokens=tokens,
+            prompts=run.prompts,
         )
     if tokens is not None and tokens >= _MIN_TOKENS_FOR_RATIO:
         low, high = _BYTES_PER_TOKEN_BOUNDS
@@ -172,7 +186,8 @@ def _learn_rate(run: Run, outcome: Outcome) -> None:
     tokens_ahead = ahead + own + cost.overhead
     learn_prefill_rate(pool.table, row, tokens_ahead=tokens_ahead, ttft_s=outcome.ttfb_s)
     if pool.table.is_current(assignment.endpoint):
-        written = (outcome.completion_tokens or 0) - 1
+        # of each answer: all are written side by side
+        written = (outcome.completion_tokens or 0) / max(1, run.answers) - 1
         tpot_s = (outcome.duration_s - run.waited_s - outcome.ttfb_s) / written if written > 0 else None
         record_latency(pool.table, assignment.endpoint.row, ttft_s=outcome.ttfb_s, tpot_s=tpot_s)
         if tpot_s is not None and assignment.in_flight_tokens:

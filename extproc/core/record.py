@@ -23,8 +23,11 @@ OURS: Final = ""
 class Run(msgspec.Struct):
     """A dispatched request: what its outcome is compared with.
 
-    ``tail``: the end of the prompt that no whole block covers. ``reserved``: the tokens that were expected of it;
-    ``most_output``: its maximum of output tokens. ``gate``: where its flow was charged, with ``charged`` weighted tokens.
+    ``tail``: the end of the prompt that no whole block covers. ``reserved``: the tokens that were expected of it, and
+    ``limited``: those that its limits reserved, None if it has none. ``answers``: how many it asked for, over all its prompts;
+    ``most_output``: the tokens that it asked for at most, over all answers. ``prompt_bytes``: 0 if they
+    do not say how many tokens its ``prompts`` prompts have. ``hides_usage``: its client asked
+    for a stream that does not tell. ``gate``, ``charged``: whose flow paid how much service for it.
     """
 
     pool: Pool
@@ -35,7 +38,11 @@ class Run(msgspec.Struct):
     is_streamed: bool
     sent_at_s: float
     reserved: Usage = NO_USAGE
+    limited: Usage | None = None
+    answers: int = 1
     most_output: float = math.inf
+    prompts: int = 1
+    hides_usage: bool = False
     waited_s: float = 0.0
     gate: Gate | None = None
     charged: float = 0.0
@@ -44,8 +51,8 @@ class Run(msgspec.Struct):
 class Record(msgspec.Struct):
     """One request. ``origin``: the process that decides it, OURS for this one.
 
-    ``arrival``: set until dispatch; ``run``: set from then on. ``queued``: its entry in its server's queue, kept after
-    it has left the queue.
+    ``arrival``: until it is sent to an engine; ``run``: from then on. ``queued``: how it stands, or stood, in its server's queue.
+    ``charges``: of the limits that all machines share. ``limited``: the tokens that its limits were asked for, if it has any.
     """
 
     ticket: str
@@ -55,6 +62,7 @@ class Record(msgspec.Struct):
     attachment: Attachment = BUNDLE
     wants_reasons: bool = False
     charges: Sequence[Charge] = ()
+    limited: Usage | None = None
     tokens: Sequence[int] | None = None
     grants: tuple[Grant, ...] = ()
     queued: QueuedRequest | None = None

@@ -38,6 +38,12 @@ _BATCH_SIZE: Final = 200
 _FILL: Final = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
+-- amounts are never below 0, infinite or not a number
+local function amount_of(text)
+  local amount = tonumber(text)
+  if amount and amount > 0 and amount < math.huge then return amount end
+  return 0
+end
 local function fill(key, rate, capacity)
   local held = redis.call('HMGET', key, 'level', 'at', 'claims', 'shrink', 'epoch')
   local b = {level = capacity, at = now, claims = 0, shrink = 1, epoch = 0}
@@ -45,7 +51,9 @@ local function fill(key, rate, capacity)
     b.level, b.at, b.claims = tonumber(held[1]), tonumber(held[2]), tonumber(held[3])
     b.shrink, b.epoch = tonumber(held[4]), tonumber(held[5])
     b.level = math.min(capacity, b.level + rate * math.max(0, now - b.at))
-    b.at = math.max(now, b.at)
+    -- a clock that ran ahead, and was set back since, must not stop the inflow until then
+    if b.at > now + 1 then redis.call('HSET', key, 'at', string.format('%.17g', now)) end
+    if b.at < now or b.at > now + 1 then b.at = now end
     local left = capacity - b.level
     if b.claims > left then
       b.shrink = b.shrink * left / b.claims
@@ -72,14 +80,14 @@ local buckets, granted = {}, 1
 for i, key in ipairs(KEYS) do
   local b = fill(key, tonumber(ARGV[3 * i - 2]), tonumber(ARGV[3 * i - 1]))
   buckets[i] = b
-  if tonumber(ARGV[3 * i]) > b.level + 1e-6 then granted = 0 end
+  if amount_of(ARGV[3 * i]) > b.level + 1e-6 then granted = 0 end
 end
 local answer = {granted}
 for i, key in ipairs(KEYS) do
   local b = buckets[i]
   if granted == 1 then
-    b.level = b.level - tonumber(ARGV[3 * i])
-    b.claims = b.claims + tonumber(ARGV[3 * i])
+    b.level = b.level - amount_of(ARGV[3 * i])
+    b.claims = b.claims + amount_of(ARGV[3 * i])
     store(key, b, tonumber(ARGV[3 * i - 2]), tonumber(ARGV[3 * i - 1]))
   end
   answer[#answer + 1] = string.format('%.17g', b.level)
@@ -96,12 +104,12 @@ _SETTLE: Final = (
     + """
 for i, key in ipairs(KEYS) do
   local a = 6 * i - 5
-  local rate, capacity, amount = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2])
+  local rate, capacity, amount = tonumber(ARGV[a]), tonumber(ARGV[a + 1]), amount_of(ARGV[a + 2])
   local b = fill(key, rate, capacity)
   local held = 0
   if tonumber(ARGV[a + 4]) == b.epoch then held = amount * b.shrink / tonumber(ARGV[a + 3]) end
   b.claims = math.max(0, b.claims - held)
-  b.level = b.level + math.min(amount - tonumber(ARGV[a + 5]), held)
+  b.level = b.level + math.min(amount - amount_of(ARGV[a + 5]), held)
   store(key, b, rate, capacity)
 end
 return 1
@@ -123,6 +131,8 @@ class RedisLimits:
         self._retry_at_s = 0.0
         self._settlements: deque[tuple[Grant, Usage | None]] = deque(maxlen=_MAX_SETTLEMENTS)
         self._has_settlements = asyncio.Event()
+        # look-ups whose request is gone, until Redis answers or the client library gives up
+        self._late: set[asyncio.Future[list[Any]]] = set()
 
     async def reserve(self, charges: Sequence[Charge]) -> Grant | RateLimited | None:
         """Reserve all charges or none; None if Redis does not answer in time."""
@@ -131,19 +141,22 @@ class RedisLimits:
             self._metrics.admission.asked_redis("away", 0.0)
             return None
         numbers = [part for charge in charges for part in (charge.limit.rate, charge.limit.capacity, charge.amount)]
+        # a task of its own: Redis may grant what is not waited for any more, and that must be given back
+        asked = asyncio.create_task(self._reserve(keys=[self._key(charge) for charge in charges], args=numbers))
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                granted, *fields = await self._reserve(keys=[self._key(charge) for charge in charges], args=numbers)
+                answer = await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            self._give_back_later(charges, asked)
+            raise
         except (self._error, OSError) as error:  # includes TimeoutError
+            self._give_back_later(charges, asked)
             self._note_failure(error)
             return None
-        levels = [float(one) for one in fields[::3]]
-        self._metrics.admission.asked_redis("granted" if granted else "refused", self._clock() - now)
-        if not granted:
-            return refusal(charges, levels)
-        states = zip(charges, fields[1::3], fields[2::3], strict=True)
-        claims = [Claim(charge.amount, float(shrink), int(epoch)) for charge, shrink, epoch in states]
-        return Grant(charges, claims, levels, is_global=True)
+        found = _read_answer(charges, answer)
+        result = "granted" if isinstance(found, Grant) else "refused"
+        self._metrics.admission.asked_redis(result, self._clock() - now)
+        return found
 
     def settle(self, grant: Grant, used: Usage | None) -> None:
         """Settle a grant in the background, in a batch with others."""
@@ -162,7 +175,23 @@ class RedisLimits:
                 if not self._settlements:
                     self._has_settlements.clear()
         finally:
+            for one in self._late:
+                one.cancel()
             await self._redis.aclose()
+
+    def _give_back_later(self, charges: Sequence[Charge], asked: asyncio.Future[list[Any]]) -> None:
+        """Nobody waits for this answer any more; if it is a grant, it is settled with nothing used."""
+
+        def arrived(answer: asyncio.Future[list[Any]]) -> None:
+            self._late.discard(answer)
+            if answer.cancelled() or answer.exception() is not None:
+                return
+            found = _read_answer(charges, answer.result())
+            if isinstance(found, Grant):
+                self.settle(found, None)
+
+        self._late.add(asked)
+        asked.add_done_callback(arrived)
 
     async def _settle_batch(self) -> None:
         """Settle one batch. A failed batch is not repeated: applied twice, it would refund too much."""
@@ -189,6 +218,16 @@ class RedisLimits:
             log.warning("Redis does not answer, granting limits locally: %r", error)
         self._retry_at_s = self._clock() + _PAUSE_S
         self._metrics.admission.asked_redis("failed", 0.0)
+
+
+def _read_answer(charges: Sequence[Charge], answer: list[Any]) -> Grant | RateLimited:
+    granted, *fields = answer
+    levels = [float(one) for one in fields[::3]]
+    if not granted:
+        return refusal(charges, levels)
+    states = zip(charges, fields[1::3], fields[2::3], strict=True)
+    claims = [Claim(charge.amount, float(shrink), int(epoch)) for charge, shrink, epoch in states]
+    return Grant(charges, claims, levels, is_global=True)
 
 
 def _settled(grant: Grant, used: Usage | None) -> list[float]:

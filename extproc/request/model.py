@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from extproc.request.amounts import NO_MEDIA, ONE_PROMPT, Media, Prompts
+
 
 class Api(enum.Enum):
     """The inference APIs that are routed."""
@@ -26,7 +28,8 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     ``prompt``: the text whose prefixes an engine caches, in the order in which a chat template writes it, so that the prompt
     of a longer conversation begins with the prompt of the shorter one. ``stream_options``: the client's, values undecoded.
     ``cache_salt``: vLLM's field; only prompts with the same salt share cached blocks. ``contents``: the byte span of a large
-    body that holds its messages, prompt or input, for ``rewrite.with_changes``.
+    body that holds its messages, prompt or input, for ``rewrite.with_changes``. ``max_output_tokens``: of each answer.
+    ``answers``: how many are written, over all prompts; 0 for embeddings.
     """
 
     api: Api
@@ -37,6 +40,25 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     max_output_tokens: int | None
     cache_salt: str | None = None
     contents: tuple[int, int] | None = None
+    answers: int = 1
+    prompts: Prompts = ONE_PROMPT
+    media: Media = NO_MEDIA
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the bytes of its prompt say how many tokens it has."""
+        return not self.prompts.token_ids and not self.media.tokens
+
+    @property
+    def text_bytes(self) -> int:
+        """The bytes of its prompt that become tokens in proportion."""
+        return 0 if self.prompts.token_ids else max(0, len(self.prompt) - self.media.size_bytes)
+
+    @property
+    def hides_usage(self) -> bool:
+        """Whether its client asked for a stream without token usage."""
+        wish = self.stream_options.get("include_usage")
+        return self.is_streamed and self.api is not Api.RESPONSES and wish is not None and bytes(wish) != b"true"
 
     @property
     def leaves_usage_out(self) -> bool:

@@ -12,6 +12,19 @@ import msgspec
 
 from extproc.errors import BadRequest
 from extproc.protocol import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH
+from extproc.request.amounts import (
+    NO_MEDIA,
+    NUMBERS,
+    ONE_PROMPT,
+    Answers,
+    Media,
+    OutputTokens,
+    OutputTokensOrNone,
+    Priority,
+    Prompts,
+    media_in,
+    prompts_in,
+)
 from extproc.request.model import Api, InferenceRequest
 from extproc.request.rewrite import span_of
 
@@ -42,18 +55,24 @@ class _Common(msgspec.Struct, gc=False):
     model: str
     stream: bool | None = None
     stream_options: dict[str, msgspec.Raw] | None = None
-    max_tokens: int | float | None = None
+    # read to be checked; who goes first is not the client's to say
+    priority: Priority = None
     cache_salt: str | None = None
 
 
 class _Chat(_Common, kw_only=True, gc=False):
     messages: list[_Message]
     tools: msgspec.Raw = _ABSENT
-    max_completion_tokens: int | float | None = None
+    max_tokens: OutputTokens = None
+    max_completion_tokens: OutputTokens = None
+    n: Answers = None
 
 
 class _Completion(_Common, kw_only=True, gc=False):
     prompt: msgspec.Raw
+    max_tokens: OutputTokensOrNone = None
+    n: Answers = None
+    best_of: Answers = None
 
 
 class _Embeddings(_Common, kw_only=True, gc=False):
@@ -64,7 +83,7 @@ class _Responses(_Common, kw_only=True, gc=False):
     input: msgspec.Raw
     instructions: msgspec.Raw = _ABSENT
     tools: msgspec.Raw = _ABSENT
-    max_output_tokens: int | float | None = None
+    max_output_tokens: OutputTokens = None
 
 
 def parse(api: Api, body: bytes) -> InferenceRequest:
@@ -94,6 +113,8 @@ def _refuse_shape(problem: str) -> NoReturn:
         name = what.split("`")[1]
         param = f"{param}.{name}" if param else name
         raise BadRequest(f"The field '{param}' is missing; it is required.", param=param)
+    if param is not None and param in NUMBERS:
+        raise BadRequest(f"'{param}' must be {NUMBERS[param]}; send one, or leave the field out.", param=param)
     raise BadRequest(f"{what.replace('`', chr(39))}{f' in {param}' if param else ' as the body'}.", param=param)
 
 
@@ -101,7 +122,8 @@ def _chat(body: bytes) -> InferenceRequest:
     chat = _chat_decoder.decode(body)
     limit = chat.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
     contents = _chat_contents(chat, body) if len(body) >= _LARGE_BYTES else None
-    return _request(Api.CHAT, chat, _chat_prompt(chat), limit, contents)
+    media = media_in([message.content for message in chat.messages])
+    return _request(Api.CHAT, chat, _chat_prompt(chat), limit, contents, answers=chat.n or 1, media=media)
 
 
 def _chat_prompt(chat: _Chat) -> bytes:
@@ -124,18 +146,32 @@ def _chat_contents(chat: _Chat, body: bytes) -> Span | None:
 def _completion(body: bytes) -> InferenceRequest:
     completion = _completion_decoder.decode(body)
     prompt = bytes(_open(completion.prompt))
-    return _request(Api.COMPLETIONS, completion, prompt, completion.max_tokens, _contents(completion.prompt, body))
+    prompts = prompts_in(completion.prompt)
+    return _request(
+        Api.COMPLETIONS,
+        completion,
+        prompt,
+        completion.max_tokens,
+        _contents(completion.prompt, body),
+        answers=prompts.count * max(completion.n or 1, completion.best_of or 1),
+        prompts=prompts,
+    )
 
 
 def _embeddings(body: bytes) -> InferenceRequest:
     embeddings = _embeddings_decoder.decode(body)
-    return _request(Api.EMBEDDINGS, embeddings, bytes(_open(embeddings.input)), None, _contents(embeddings.input, body))
+    prompts, contents = prompts_in(embeddings.input), _contents(embeddings.input, body)
+    # nothing is written
+    return _request(
+        Api.EMBEDDINGS, embeddings, bytes(_open(embeddings.input)), None, contents, answers=0, prompts=prompts
+    )
 
 
 def _responses(body: bytes) -> InferenceRequest:
     responses = _responses_decoder.decode(body)
     prompt = b"\n".join((responses.tools, responses.instructions, _open(responses.input)))
-    return _request(Api.RESPONSES, responses, prompt, responses.max_output_tokens, _contents(responses.input, body))
+    contents, media = _contents(responses.input, body), media_in([responses.input])
+    return _request(Api.RESPONSES, responses, prompt, responses.max_output_tokens, contents, media=media)
 
 
 def _open(value: msgspec.Raw) -> memoryview:
@@ -148,7 +184,15 @@ def _contents(value: msgspec.Raw, body: bytes) -> Span | None:
 
 
 def _request(
-    api: Api, fields: _Common, prompt: bytes, max_tokens: float | None, contents: Span | None
+    api: Api,
+    fields: _Common,
+    prompt: bytes,
+    max_tokens: int | None,
+    contents: Span | None,
+    *,
+    answers: int = 1,
+    prompts: Prompts = ONE_PROMPT,
+    media: Media = NO_MEDIA,
 ) -> InferenceRequest:
     if not fields.model:
         raise BadRequest("The field 'model' is empty; name a model (GET /v1/models lists them).", param="model")
@@ -158,10 +202,12 @@ def _request(
         prompt,
         bool(fields.stream),
         fields.stream_options or {},
-        # the engine refuses a negative number; until then it must not give back what others have used
-        None if max_tokens is None else max(0, int(max_tokens)),
+        max_tokens,
         fields.cache_salt,
         contents,
+        answers,
+        prompts,
+        media,
     )
 
 

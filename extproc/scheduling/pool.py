@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from extproc.admission.estimates import InputEstimate
+from extproc.admission.estimates import InputEstimate, OutputEstimate
 from extproc.endpoints.ledger import backlog_of, begin_request, end_request
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
 from extproc.prefix.kv_index import KvIndex
@@ -110,6 +110,7 @@ class Pool:
         self.adapters: frozenset[str] = frozenset()
         self.typical_ttft_s = 0.0
         self.input_estimate = InputEstimate()
+        self.output_estimate = OutputEstimate()
         self.reports_cached_tokens = False
         self.picker = picker
         self.update(spec, picker)
@@ -164,10 +165,10 @@ class Pool:
         )
         return Consideration(expectation, view, self.picker.pick(view, rng=rng))
 
-    def expected_output(self, max_tokens: int | None) -> float:
-        """Expected tokens of an answer: the recent mean, at most ``max_tokens``."""
+    def expected_output(self, max_tokens: int | None, answers: int = 1) -> float:
+        """Expected tokens of ``answers`` answers, each the recent mean, at most ``max_tokens``."""
         expected = self.caches.output_tokens
-        return expected if max_tokens is None else min(expected, float(max_tokens))
+        return answers * (expected if max_tokens is None else min(expected, float(max_tokens)))
 
     def commit(self, considered: Consideration, now: float, output_tokens: float = 0.0) -> Assignment:
         """Send the request as picked: count its load. ``output_tokens``: expected of its answer."""

@@ -33,3 +33,5 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     flow: FlowKey | None = None
     priority: int = 0
     service: float = 0.0
+    # how many the engine writes; the outcome's tokens are those of all of them
+    answers: int = 1

@@ -19,9 +19,11 @@ from extproc.protocol import (
     USAGE_NAMESPACE,
 )
 from extproc.streams.http_headers import metadata_value
+from extproc.streams.usage import MOST_REPORTED
 
 if TYPE_CHECKING:
     from extproc.streams.context import StreamContext
+    from extproc.streams.failures import FailureLog
     from extproc.streams.messages import (
         AccessLogCommon,
         Duration,
@@ -30,24 +32,34 @@ if TYPE_CHECKING:
         StreamAccessLogsMessage,
     )
 
-_MOST_TOKENS: Final = 1e12
+
+# Of the time until the first byte, in microseconds.
+_MOST_DIGITS: Final = 15
 
 
-def receive_entries(message: StreamAccessLogsMessage, context: StreamContext, now: float) -> None:
+def receive_entries(message: StreamAccessLogsMessage, context: StreamContext, now: float, failures: FailureLog) -> None:
     """Settle every entry of a batch. Entries without a ticket (refusals, balanced without us) teach nothing.
 
-    Envoy sends its log to one of several processes, whichever decided the request.
+    Envoy sends its log to one of several processes, whichever decided the request. An entry over which our code raises is
+    noted in ``failures``; those behind it are settled all the same.
     """
     for entry in message.http_logs.log_entry:
-        outcome = read_outcome(entry)
-        effects = context.core.settle(outcome, now) if outcome.ticket else []
-        context.perform(effects)
-        settled = next((one for one in effects if isinstance(one, Settled)), None)
-        if settled is None:
-            context.metrics.unmatched_entry(has_ticket=bool(outcome.ticket))
-        elif settled.is_ours:
-            start = entry.common_properties.start_time
-            context.metrics.matched_entry(start.seconds + start.nanos * 1e-9 + outcome.duration_s)
+        try:
+            _receive(entry, context, now)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other entries are not to blame
+            failures.note("an access log entry could not be read", error)
+
+
+def _receive(entry: HttpAccessLogEntry, context: StreamContext, now: float) -> None:
+    outcome = read_outcome(entry)
+    effects = context.core.settle(outcome, now) if outcome.ticket else []
+    context.perform(effects)
+    settled = next((one for one in effects if isinstance(one, Settled)), None)
+    if settled is None:
+        context.metrics.unmatched_entry(has_ticket=bool(outcome.ticket))
+    elif settled.is_ours:
+        start = entry.common_properties.start_time
+        context.metrics.matched_entry(start.seconds + start.nanos * 1e-9 + outcome.duration_s)
 
 
 def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
@@ -75,13 +87,14 @@ def _whole(metadata: Metadata, namespace: str, key: str) -> int | None:
     value = metadata_value(metadata, namespace, key)
     if value is None or value.WhichOneof("kind") != "number_value":
         return None
-    # engines write it: infinite, negative or no number at all, and one entry would cost its batch the others
-    return int(value.number_value) if 0 <= value.number_value < _MOST_TOKENS else None
+    number = value.number_value
+    # NaN compares as False
+    return int(number) if 0 <= number <= MOST_REPORTED else None
 
 
 def _ttfb_s(common: AccessLogCommon) -> float | None:
     text = common.custom_tags.get(TTFT_TAG, "")
-    return int(text) * 1e-6 if text.isdigit() else None
+    return int(text) * 1e-6 if len(text) <= _MOST_DIGITS and text.isascii() and text.isdigit() else None
 
 
 def _seconds(duration: Duration) -> float:

@@ -38,7 +38,7 @@ def read_status(message: HttpHeaders) -> int:
     for header in message.headers.headers:
         if header.key == ":status":
             text = _value(header)
-            return int(text) if text.isdigit() else 0
+            return int(text) if len(text) == 3 and text.isascii() and text.isdigit() else 0
     return 0
 
 

@@ -14,6 +14,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from extproc.protocol import BUNDLE_MARK
 from extproc.streams.access_log import receive_entries
+from extproc.streams.failures import FailureLog
 from extproc.streams.messages import ProcessingRequest, StreamAccessLogsMessage
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class GrpcServer:
         self._answer_to = answer_to
         self._metrics = context.metrics
         self._new_exchange = new_exchange
+        self._failures = FailureLog(log)
         self._open = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -124,9 +126,9 @@ class GrpcServer:
                 # bodies are not kept while the answer takes its time
                 answer = b""
                 del message, answers
-        except Exception:
-            # refused, not left to the gateway's failure mode: a request that makes us fail must not pass undecided
-            log.exception("a request could not be decided, and is refused")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is counted, logged once and answered
+            # refused rather than left to the gateway's failure mode: no request gets round its decision by making us fail
+            self._failures.note("a request could not be decided, and is refused", error)
             await context.write(exchange.fail())
         finally:
             exchange.close()
@@ -138,11 +140,8 @@ class GrpcServer:
         self, _: object, context: grpc.aio.ServicerContext[StreamAccessLogsMessage, bytes]
     ) -> bytes:
         while not is_end(message := await context.read()):
-            try:
-                receive_entries(message, self._streams, self._streams.clock())
-            except Exception:
-                # one odd entry must not cut off the log stream and with it all learning
-                log.exception("access log entries could not be read")
+            # one odd entry must not cut off the log stream and with it all learning
+            receive_entries(message, self._streams, self._streams.clock(), self._failures)
         return b""
 
 

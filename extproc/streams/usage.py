@@ -8,13 +8,15 @@ be mistaken for it: a quotation mark inside of a JSON string is escaped.
 
 from __future__ import annotations
 
-from json import JSONDecodeError, JSONDecoder
+from json import JSONDecoder
 from typing import Any, Final
 
 import msgspec
 
 # More than a usage object with all its details and what engines write behind it.
 _KEPT_BYTES: Final = 16 * 1024
+# Larger numbers are an engine's mistake: no answers to one request have as many tokens.
+MOST_REPORTED: Final = 1_000_000_000
 _KEY: Final = b'"usage":'
 
 
@@ -65,7 +67,8 @@ class UsageReader:
         text = self._line[at + len(_KEY) :].lstrip().decode(errors="replace")
         try:
             value, _ = _decoder.raw_decode(text)
-        except JSONDecodeError:
+        except (ValueError, RecursionError):
+            # not JSON, a number of thousands of digits, or nested beyond reason
             return
         # null in every event but the last
         if isinstance(value, dict):
@@ -83,7 +86,8 @@ def _usage(found: dict[str, Any]) -> ReportedUsage:
 
 
 def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_REPORTED
+    return value if isinstance(value, int) and is_count else None
 
 
 _decoder: Final = JSONDecoder()

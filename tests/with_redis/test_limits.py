@@ -146,3 +146,37 @@ async def test_buckets_do_not_stay_in_redis_for_ever(redis: Redis, limits: list[
     )
     out, _ = await process.communicate()
     assert 3600 <= int(out) <= 3800
+
+
+@pytest.mark.parametrize("amount", [-1e15, -1.0, float("nan"), float("inf")])
+async def test_amounts_that_are_none_change_nothing(limits: list[RedisLimits], amount: float) -> None:
+    held = await reserve(limits[0], charge(60))
+    odd = await reserve(limits[0], charge(amount))
+    assert odd.levels == pytest.approx([40.0], abs=0.01)
+    limits[0].settle(odd, Usage(0, amount))
+    limits[0].settle(held, Usage(0, amount))
+    await until(limits[1], charge(0), 100)
+    assert isinstance(await limits[2].reserve([charge(101)]), RateLimited)
+
+
+async def test_a_look_up_whose_client_goes_away_gives_its_grant_back(limits: list[RedisLimits]) -> None:
+    await level(limits[0], charge(0))
+    for _ in range(20):
+        asking = asyncio.create_task(limits[0].reserve([charge(90)]))
+        # it has been sent by then, and is not answered
+        for _ in range(4):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert asking.cancelled()
+        await until(limits[1], charge(0), 100)
+    assert not limits[0]._late
+
+
+async def test_a_clock_that_ran_ahead_does_not_freeze_a_limit(limits: list[RedisLimits]) -> None:
+    fast = charge(100, rate=1000.0)
+    await reserve(limits[0], fast)
+    await limits[0]._redis.hset("test:limit:k", "at", str(time.time() + 1e6))  # noqa: TID251 - Redis' own time
+    async with asyncio.timeout(5):
+        while isinstance(await limits[0].reserve([fast]), RateLimited):  # noqa: ASYNC110 - Redis' time passes
+            await asyncio.sleep(0.01)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,3 +99,16 @@ def test_no_window_ever_sees_more_than_the_limit_and_the_burst(
         for end in taken[first:]:
             sum_used += end.used
             assert sum_used <= rate * (end.filled_at_s - begin.filled_at_s) + capacity + 1e-3
+
+
+@pytest.mark.parametrize("amount", [-1.0, -1e15, math.nan, math.inf, -math.inf])
+def test_amounts_that_are_none_change_nothing(amount: float) -> None:
+    limit, bucket = Limit(rate=1.0, capacity=100.0), Bucket(100.0, 0.0)
+    claim = bucket.reserve(60.0)
+    odd = bucket.reserve(amount)
+    assert (bucket.level, bucket.claims) == (40.0, 60.0)
+    bucket.settle(odd, amount)
+    bucket.settle(claim, amount)
+    assert (bucket.level, bucket.claims) == (100.0, 0.0)
+    bucket.fill(limit, 0.0)
+    assert (bucket.level, bucket.claims) == (100.0, 0.0)

@@ -157,3 +157,81 @@ def test_a_large_body_says_where_its_contents_stand() -> None:
 def test_a_body_without_long_contents_says_nothing_of_them(messages: list[object]) -> None:
     assert parse(Api.CHAT, body(messages=messages)).contents is None
     assert parse(Api.CHAT, body(messages=[], tools=["x" * 40_000])).contents is None
+
+
+# a name, and what is too much for it
+NUMBERS = [
+    (Api.CHAT, "max_tokens", 10_000_001),
+    (Api.CHAT, "max_completion_tokens", 10_000_001),
+    (Api.CHAT, "n", 129),
+    (Api.CHAT, "priority", 2**31),
+    (Api.COMPLETIONS, "max_tokens", 10_000_001),
+    (Api.COMPLETIONS, "n", 129),
+    (Api.COMPLETIONS, "best_of", 129),
+    (Api.RESPONSES, "max_output_tokens", 10_000_001),
+]
+
+
+@pytest.mark.parametrize(("api", "name", "too_much"), NUMBERS)
+def test_numbers_that_are_none_are_refused_with_the_range(api: Api, name: str, too_much: int) -> None:
+    for text in ("1.5", "1e308", "-1e308", "1e400", "9" * 400, "-" + "9" * 400, "true", '"7"', "[]", str(too_much)):
+        content = b'{"model":"m","messages":[],"prompt":"p","input":"i","%s":%s}' % (name.encode(), text.encode())
+        with pytest.raises(BadRequest) as caught:
+            parse(api, content)
+        assert caught.value.param == name
+        assert "whole number from" in caught.value.message
+    for number in (1, too_much - 1, None):
+        parse(api, body(messages=[], prompt="p", input="i", **{name: number}))
+
+
+def test_no_answer_of_no_tokens_but_where_a_completion_echoes_its_prompt() -> None:
+    for api, name in ((Api.CHAT, "max_tokens"), (Api.RESPONSES, "max_output_tokens")):
+        with pytest.raises(BadRequest):
+            parse(api, body(messages=[], input="i", **{name: 0}))
+    assert parse(Api.COMPLETIONS, body(prompt="p", max_tokens=0, echo=True)).max_output_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "answers", "prompts", "token_ids"),
+    [
+        (Api.CHAT, {"messages": [HELLO]}, 1, 1, 0),
+        (Api.CHAT, {"messages": [HELLO], "n": 5}, 5, 1, 0),
+        (Api.COMPLETIONS, {"prompt": "a", "n": 2, "best_of": 7}, 7, 1, 0),
+        (Api.COMPLETIONS, {"prompt": ["a,b", "[c", "d"], "n": 2}, 6, 3, 0),
+        (Api.COMPLETIONS, {"prompt": [11, 12, 13]}, 1, 1, 3),
+        (Api.COMPLETIONS, {"prompt": [[11, 12, 13], [14, 15]]}, 2, 2, 5),
+        (Api.COMPLETIONS, {"prompt": []}, 1, 1, 1),
+        (Api.EMBEDDINGS, {"input": ["a", "b"]}, 0, 2, 0),
+        (Api.RESPONSES, {"input": "a"}, 1, 1, 0),
+    ],
+)
+def test_answers_and_prompts_are_counted(
+    api: Api, fields: dict[str, Any], answers: int, prompts: int, token_ids: int
+) -> None:
+    request = parse(api, body(**fields))
+    assert (request.answers, request.prompts.count, request.prompts.token_ids) == (answers, prompts, token_ids)
+
+
+@pytest.mark.parametrize(
+    ("parts", "tokens"),
+    [
+        ([{"type": "text", "text": 'an "image_url": {}'}], 0),
+        ([{"type": "image_url", "image_url": {"url": "https://a/b.png"}}, {"type": "text", "text": "what?"}], 1_000),
+        ([{"image_url": "https://a/b.png"}, {"image_url": {"url": "x"}}], 2_000),
+        ([{"type": "input_audio", "input_audio": {"data": "x" * 400}}], 1_000),
+        ([{"type": "video_url", "video_url": {"url": "x"}}], 10_000),
+        ([{"type": "image_url", "image_url": None}], 0),
+    ],
+)
+def test_media_count_by_an_estimate_and_not_by_their_bytes(parts: list[dict[str, Any]], tokens: int) -> None:
+    request = parse(Api.CHAT, body(messages=[HELLO, {"role": "user", "content": parts}]))
+    assert request.media.tokens == tokens
+    assert request.is_text == (tokens == 0)
+    assert request.text_bytes + request.media.size_bytes == len(request.prompt)
+
+
+def test_media_are_found_in_inputs_of_responses_and_behind_escapes() -> None:
+    part = {"type": "input_image", "image_url": "https://a/b.png"}
+    assert parse(Api.RESPONSES, body(input=[{"role": "user", "content": [part]}])).media.tokens == 1_000
+    escaped = b'{"model":"m","messages":[{"role":"user","content":[{"image\\u005furl":"x"}]}]}'
+    assert parse(Api.CHAT, escaped).media.tokens == 1_000

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access log entries to outcomes."""
+"""Access log entries: what engines report is not believed blindly, and one bad entry loses no other."""
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING
 
@@ -10,43 +11,89 @@ import pytest
 
 from extproc.core.types import Head
 from extproc.metrics.registry import Metrics
-from extproc.protocol import NAMESPACE, PROMPT_TOKENS, TICKET, USAGE_NAMESPACE
 from extproc.streams.access_log import read_outcome, receive_entries
-from extproc.streams.messages import StreamAccessLogsMessage
-from tests.extproc.conftest import decide, in_some_state, shell
+from extproc.streams.failures import FailureLog
+from extproc.streams.messages import HttpAccessLogEntry, StreamAccessLogsMessage
+from tests.extproc.conftest import decide, shell
 
 if TYPE_CHECKING:
     from extproc.core.core import Core
 
 HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
+BODY = b'{"model": "chat", "messages": [{"role": "user", "content": "hello"}]}'
 
 
-def entries(**tokens: float) -> StreamAccessLogsMessage:
-    """One entry for each ticket."""
+def write(entry: HttpAccessLogEntry, ticket: str, **usage: float | str) -> HttpAccessLogEntry:
+    entry.response.response_code.value = 200
+    metadata = entry.common_properties.metadata.filter_metadata
+    metadata["attache"].fields["ticket"].string_value = ticket
+    for name, value in usage.items():
+        if isinstance(value, str):
+            metadata["attache.usage"].fields[name].string_value = value
+        else:
+            metadata["attache.usage"].fields[name].number_value = value
+    return entry
+
+
+@pytest.mark.parametrize("value", [-1.0, 1e300, math.inf, -math.inf, math.nan, "12", 1_000_000_001.0])
+def test_usage_that_is_no_count_is_ignored(value: float | str) -> None:
+    entry = write(HttpAccessLogEntry(), "t", prompt_tokens=value, completion_tokens=7.0, cached_tokens=value)
+    found = read_outcome(entry)
+    assert (found.prompt_tokens, found.completion_tokens, found.cached_tokens) == (None, 7, None)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("1500", 0.0015), ("²", None), ("9" * 5000, None), ("-", None)])
+def test_a_time_that_is_no_number_is_unknown(text: str, seconds: float | None) -> None:
+    entry = write(HttpAccessLogEntry(), "t")
+    entry.common_properties.custom_tags["ttft_us"] = text
+    assert read_outcome(entry).ttfb_s == pytest.approx(seconds)
+
+
+def test_one_bad_entry_loses_no_other_and_is_logged_once(
+    core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tickets = [decide(core, HEAD, BODY).ticket for _ in range(4)]
     message = StreamAccessLogsMessage()
-    for ticket, count in tokens.items():
-        entry = message.http_logs.log_entry.add()
-        entry.response.response_code.value = 200
-        metadata = entry.common_properties.metadata.filter_metadata
-        metadata[NAMESPACE].fields[TICKET].string_value = ticket
-        metadata[USAGE_NAMESPACE].fields[PROMPT_TOKENS].number_value = count
-    return message
+    for ticket in tickets:
+        write(message.http_logs.log_entry.add(), ticket, prompt_tokens=3.0)
+    settle, settled = core.settle, list[str]()
+
+    def sometimes(outcome: object, now: float) -> object:
+        ticket: str = outcome.ticket  # type: ignore[attr-defined]  # an Outcome
+        if ticket in tickets[:2]:
+            raise ZeroDivisionError(ticket)
+        settled.append(ticket)
+        return settle(outcome, now)  # type: ignore[arg-type]  # an Outcome
+
+    monkeypatch.setattr(core, "settle", sometimes)
+    context = shell(core, Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0))
+    with caplog.at_level(logging.ERROR):
+        receive_entries(message, context, 1.0, FailureLog(logging.getLogger("test")))
+    assert settled == tickets[2:]
+    assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize(
-    ("count", "read"), [(7, 7), (0, 0), (-1, None), (math.inf, None), (math.nan, None), (1e300, None)]
-)
-def test_a_number_of_tokens_that_cannot_be_is_not_read(count: float, read: int | None) -> None:
-    (entry,) = entries(t=count).http_logs.log_entry
-    assert read_outcome(entry).prompt_tokens == read
+def raised(kind: type[Exception]) -> Exception:
+    try:
+        raise kind("told by a client")
+    except Exception as error:  # noqa: BLE001 - it is what the test is about
+        return error
 
 
-def test_an_odd_entry_does_not_cost_its_batch_the_others(core: Core) -> None:
-    body = b'{"model": "chat", "messages": [{"role": "user", "content": "hi"}]}'
-    odd, fine = decide(core, HEAD, body), decide(core, HEAD, body)
-    for one in (odd, fine):
-        core.finish(one.ticket, 0.0)
-    context = shell(core, Metrics(core.pools.values, lambda: 0.0, lambda: 0.0))
-    receive_entries(entries(**{odd.ticket: math.inf, fine.ticket: 5.0}), context, 1.0)
+def test_each_kind_of_failure_is_logged_once_then_by_powers_of_ten(caplog: pytest.LogCaptureFixture) -> None:
+    failures = FailureLog(logging.getLogger("test"))
+    with caplog.at_level(logging.ERROR):
+        for _ in range(150):
+            failures.note("no decision", raised(ValueError))
+        failures.note("no decision", raised(KeyError))
+    assert [record.exc_info is not None for record in caplog.records] == [True, False, False, True]
+    assert "10 times so far by ValueError" in caplog.messages[1]
+    assert "100 times so far" in caplog.messages[2]
 
-    assert in_some_state(core) == 0
+
+def test_kinds_of_failures_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    failures = FailureLog(logging.getLogger("test"))
+    with caplog.at_level(logging.ERROR):
+        for number in range(400):
+            failures.note("no decision", raised(type(f"Odd{number}", (Exception,), {})))
+    assert len(failures._counts) == 257

@@ -78,3 +78,10 @@ def test_little_is_kept_of_a_long_answer() -> None:
     for _ in range(1000):
         reader.feed(b"z" * 50_000)
     assert reader.kept_bytes <= 32 * 1024
+
+
+@pytest.mark.parametrize("number", ["-1", "1e300", "NaN", '"7"', "true", "9" * 5000, "1000000001", "[" * 3000])
+def test_usage_that_is_no_count_is_ignored(number: str) -> None:
+    reader = UsageReader()
+    reader.feed(f'{{"usage": {{"prompt_tokens": {number}}}}}'.encode())
+    assert reader.finish().prompt_tokens is None

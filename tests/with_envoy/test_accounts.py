@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits through a real Envoy against clients that try to get round them: no request passes undecided, none is free."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+import h2.config
+import h2.connection
+import h2.events
+import httpx
+import pytest
+import pytest_asyncio
+
+from bench.stack import ALIAS, EngineFlags, Stack, running_stack
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+# a bucket that hardly fills while tests run
+TOKENS = 100_000
+LIMIT = {"per": "Header", "header": "x-account", "unit": "month", "totalTokens": TOKENS}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """Two fast engines behind a limit for each value of a header; without extproc Envoy would balance by itself."""
+    flags = EngineFlags(count=2, speed=20.0, stream_headers="first-token", apart=True)
+    async with running_stack(
+        tmp_path_factory.mktemp("stack"), flags, route={"rateLimits": [LIMIT]}, gateway={"failureMode": "Open"}
+    ) as running:
+        yield running
+
+
+class Client:
+    """One account."""
+
+    def __init__(self, http: httpx.AsyncClient, account: str) -> None:
+        self._http = http
+        self._account = account
+
+    async def post(self, content: bytes, path: str = CHAT) -> httpx.Response:
+        headers = {"content-type": "application/json", "x-account": self._account}
+        return await self._http.post(path, content=content, headers=headers)
+
+    async def ask(self, path: str = CHAT, **fields: object) -> httpx.Response:
+        return await self.post(body(**fields), path)
+
+    async def left(self) -> int:
+        """Tokens left of its limit, by a request that costs a few."""
+        answer = await self.ask(max_tokens=1)
+        assert answer.status_code == 200
+        return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+    async def is_charged(self, least: int, most: int) -> bool:
+        """Whether so many tokens are gone, with those that the questions cost."""
+        return least <= TOKENS - await self.left() <= most
+
+
+def body(**fields: object) -> bytes:
+    return json.dumps({"model": ALIAS, "messages": [{"role": "user", "content": "hello"}], **fields}).encode()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(stack: Stack, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    """An account of the test's own."""
+    async with httpx.AsyncClient(base_url=stack.url, timeout=30) as http:
+        yield Client(http, request.node.name)
+
+
+async def with_trailers(stack: Stack, content: bytes, account: str) -> tuple[int, bytes]:
+    """Status and body of the answer to an HTTP/2 request whose body is followed by a trailer."""
+    host, _, port = stack.url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True, header_encoding="utf-8"))
+    connection.initiate_connection()
+    stream = connection.get_next_available_stream_id()
+    headers = [(":method", "POST"), (":path", CHAT), (":scheme", "http"), (":authority", "gateway")]
+    connection.send_headers(stream, [*headers, ("content-type", "application/json"), ("x-account", account)])
+    connection.send_data(stream, content)
+    connection.send_headers(stream, [("x-late", "1")], end_stream=True)
+    status, answer = 0, b""
+    try:
+        async with asyncio.timeout(20):
+            while True:
+                writer.write(connection.data_to_send())
+                data = await reader.read(65_536)
+                for event in connection.receive_data(data):
+                    match event:
+                        case h2.events.ResponseReceived():
+                            status = int(dict(event.headers or [])[":status"])
+                        case h2.events.DataReceived():
+                            answer += event.data or b""
+                        case h2.events.StreamEnded() | h2.events.StreamReset():
+                            return status, answer
+                assert data, "Envoy closed the connection"
+    finally:
+        writer.close()
+
+
+async def test_a_trailer_behind_the_body_gets_round_no_decision(stack: Stack) -> None:
+    status, answer = await with_trailers(stack, body(max_tokens=2), "trailers")
+    assert status == 200
+    assert json.loads(answer)["usage"]["completion_tokens"] == 2
+    status, answer = await with_trailers(stack, body(max_tokens=TOKENS + 1), "trailers")
+    assert (status, json.loads(answer)["error"]["code"]) == (429, "rate_limit_exceeded")
+    status, answer = await with_trailers(stack, json.dumps({"model": "none", "messages": []}).encode(), "trailers")
+    assert (status, json.loads(answer)["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n", "priority"])
+async def test_numbers_that_are_none_are_refused_and_charge_nobody(client: Client, name: str) -> None:
+    for text in ("9" * 400, "-1e308", "1e308", "-100000", "1.5", "true", '"7"', "-1000000000000000"):
+        if (name, text) == ("priority", "-100000"):
+            continue
+        content = body(max_tokens=1).replace(b'"max_tokens": 1', f'"{name}": {text}'.encode())
+        answer = await client.post(content)
+        assert answer.status_code == 400, text
+        error = answer.json()["error"]
+        assert (error["param"], error["type"]) == (name, "invalid_request_error")
+    assert TOKENS - 200 <= await client.left() <= TOKENS
+
+
+async def test_several_answers_are_charged_several_times(client: Client) -> None:
+    assert (await client.ask(max_tokens=TOKENS // 10, n=11)).status_code == 429
+    assert (await client.ask(COMPLETIONS, prompt="hi", max_tokens=TOKENS // 10, best_of=11)).status_code == 429
+    assert (await client.ask(COMPLETIONS, prompt=["hi"] * 11, max_tokens=TOKENS // 10)).status_code == 429
+    assert TOKENS - 200 <= await client.left() <= TOKENS
+
+
+async def test_images_count_before_the_engine_says_what_they_take(client: Client) -> None:
+    image = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+    message = {"role": "user", "content": [{"type": "text", "text": "what?"}, *[image] * (TOKENS // 1_000)]}
+    assert (await client.ask(messages=[message], max_tokens=1)).status_code == 429
+    assert TOKENS - 200 <= await client.left() <= TOKENS
+
+
+async def test_several_answers_streamed_without_usage_cost_what_was_asked_for(client: Client) -> None:
+    answer = await client.ask(max_tokens=20, n=100, stream=True, stream_options={"include_usage": False})
+    assert answer.status_code == 200
+    await eventually(lambda: client.is_charged(2_000, 3_000))
+
+
+async def test_a_request_that_no_engine_served_costs_no_tokens(stack: Stack, client: Client) -> None:
+    before = await client.left()
+    for name in ("engine-0", "engine-1"):
+        await stack.processes.end(name)
+    answer = await client.ask(max_tokens=50_000)
+    assert answer.status_code == 503
+
+    # both together would not fit into the limit
+    async def is_back() -> bool:
+        return (await client.ask(max_tokens=90_000)).status_code == 503
+
+    await eventually(is_back)
+    assert before > 0
