@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2
+_RETRY_S: Final = 10.0
 # extproc follows a change that names a new server within four seconds, and uses the old one until then.
 _LINGER_S: Final = 10.0
 
@@ -41,6 +42,7 @@ def follow(config: ConfigDirectory, out: Path, path: str) -> None:
     clock = time.monotonic  # noqa: TID251 - the edge
     lingering, writer = Lingering(_LINGER_S), BundleWriter(path)
     snapshot = written = config.read()
+    failed, retry_at_s = None, 0.0
     _write_first(snapshot, out, writer)
     while True:
         if config.has_changed():
@@ -50,11 +52,11 @@ def follow(config: ConfigDirectory, out: Path, path: str) -> None:
                 log.warning("the admin address has changed: restart Envoy for that")
             snapshot = fresh
         queued = lingering.added_to(snapshot, clock())
-        if queued != written:
-            for step in steps(written, queued, writer):
-                time.sleep(step.wait_s)
-                write(out, step)
-            written = queued
+        if queued != written and (queued != failed or clock() >= retry_at_s):
+            if _replace(written, queued, out, writer):
+                written, failed = queued, None
+            else:
+                failed, retry_at_s = queued, clock() + _RETRY_S
         time.sleep(_POLL_S)
 
 
@@ -64,10 +66,22 @@ def _write_first(snapshot: Snapshot, out: Path, writer: BundleWriter) -> None:
     remove_orphans(out, snapshot)
 
 
+def _replace(before: Snapshot, after: Snapshot, out: Path, writer: BundleWriter) -> bool:
+    """Whether the bundle of ``before`` was replaced by that of ``after``. A full disk, say, must not end the process."""
+    try:
+        for step in steps(before, after, writer):
+            time.sleep(step.wait_s)
+            write(out, step)
+    except Exception:
+        log.exception("the bundle could not be written, the last one stays; tried again in %g s", _RETRY_S)
+        return False
+    return True
+
+
 def _read(config: ConfigDirectory) -> Snapshot | None:
     try:
         return config.read()
-    except (ConfigInvalid, OSError) as error:
+    except ConfigInvalid as error:
         log.error("configuration refused, the last good bundle stays:\n%s", error)
         return None
 

@@ -48,10 +48,14 @@ def check_authentication(authentication: Authentication) -> Iterator[Finding]:
         ("apiKeys", [one.name for one in authentication.api_keys]),
         ("jwt", [one.name for one in authentication.jwt]),
     ):
+        seen: set[str] = set()
         for index, name in enumerate(names):
-            if name in names[:index]:
+            if name in seen:
                 yield (*path, field, index, "name"), f"'{name}' is there already; give each a name of its own"
+            seen.add(name)
     keys = [one.key for one in authentication.api_keys]
+    known: set[str] = set()
     for index, key in enumerate(keys):
-        if key in keys[:index]:
+        if key in known:
             yield (*path, "apiKeys", index, "key"), "another name has this key already; keys tell callers apart"
+        known.add(key)

@@ -108,7 +108,7 @@ def _decode_json(document: Document) -> _Decoded | None:
         if head.kind not in _KINDS or head.api_version not in _VERSIONS.get(head.kind, (head.api_version,)):
             return None
         decoded: _Decoded = _DECODERS[head.kind].decode(document.text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     return None if repeats_keys(document.text) else decoded
 

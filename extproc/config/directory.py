@@ -8,7 +8,7 @@ import stat
 from typing import TYPE_CHECKING, Final
 
 from extproc.config.errors import ConfigInvalid, Mistake
-from extproc.config.load import Loader
+from extproc.config.load import Loader, unforeseen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 SUFFIXES: Final = (".yaml", ".yml", ".json")
 _TRIES: Final = 10
+# A file of 4 MiB of YAML has 50,000 endpoints and takes seconds to read; JSON takes a hundredth of that.
+MAX_YAML_BYTES: Final = 4 * 1024 * 1024
+MAX_JSON_BYTES: Final = 16 * 1024 * 1024
+MAX_DIRECTORY_BYTES: Final = 64 * 1024 * 1024
 
 # Inode, times of the last change of content and of inode, and size of a file.
 _Identity = tuple[int, int, int, int]
@@ -52,7 +56,7 @@ class ConfigDirectory:
         return False
 
     def read(self) -> Snapshot:
-        """The snapshot of what is there now; raises ConfigInvalid with all mistakes, or OSError.
+        """The snapshot of what is there now; raises ConfigInvalid with all mistakes, and nothing else.
 
         What changed while it was read is read again: a directory that is just being replaced can look empty.
         """
@@ -65,33 +69,54 @@ class ConfigDirectory:
             raise found
         return found
 
-    def _try(self) -> Snapshot | ConfigInvalid | OSError:
+    def _try(self) -> Snapshot | ConfigInvalid:
         self._seen, self._is_stale = self._scan(), False
         if self._seen is None:
             self._young = set()
-            advice = "is not a directory that can be read; name one that holds YAML or JSON files"
-            return ConfigInvalid([Mistake(str(self._path), 0, "", advice)])
+            return self._refusal("is not a directory that can be read; name one that holds YAML or JSON files")
         try:
-            return self._loader.load(self._read_files(self._seen))
-        except (ConfigInvalid, OSError) as error:
+            _check_sizes(self._path, self._seen)
+            snapshot = self._loader.load(self._read_files(self._seen))
+        except ConfigInvalid as error:
             return error
+        except Exception as error:  # noqa: BLE001 - whatever files do to their reader, they must not end the process
+            return ConfigInvalid([unforeseen(str(self._path), error)])
+        if self._loader.is_empty:
+            advice = "holds no ModelServer and no ModelRoute, nor another document of ours"
+            return self._refusal(f"{advice}; write some in files that end in {', '.join(SUFFIXES)}")
+        return snapshot
+
+    def _refusal(self, message: str) -> ConfigInvalid:
+        return ConfigInvalid([Mistake(str(self._path), 0, "", message)])
 
     def _read_files(self, seen: Mapping[str, _Identity]) -> dict[str, bytes]:
+        """Raises ConfigInvalid."""
         contents: dict[str, tuple[_Identity, bytes]] = {}
+        mistakes = []
         for name, identity in seen.items():
             known = self._contents.get(name)
             if known is not None and known[0] == identity:
                 contents[name] = known
-            else:
-                contents[name] = identity, (self._path / name).read_bytes()
+                continue
+            try:
+                contents[name] = identity, self._read_file(name)
+            except OSError as error:
+                mistakes.append(Mistake(name, 0, "", f"cannot be read: {error.strerror}; mend that or remove the file"))
         fresh = {name for name in contents if contents[name] is not self._contents.get(name)}
         self._young = fresh | (self._young & contents.keys())
         self._contents = contents
+        if mistakes:
+            raise ConfigInvalid(mistakes)
         return {name: content for name, (_, content) in contents.items()}
+
+    def _read_file(self, name: str) -> bytes:
+        """Raises OSError. A file that grows while it is read is cut off here, and read again as changed."""
+        with (self._path / name).open("rb") as file:
+            return file.read(_limit(name))
 
     def _content_of(self, name: str) -> bytes | None:
         try:
-            return (self._path / name).read_bytes()
+            return self._read_file(name)
         except OSError:
             return None
 
@@ -105,7 +130,7 @@ class ConfigDirectory:
 
 
 def load_directory(path: Path) -> Snapshot:
-    """The snapshot of a directory that is read once; raises ConfigInvalid with all mistakes, or OSError."""
+    """The snapshot of a directory that is read once; raises ConfigInvalid with all mistakes."""
     return ConfigDirectory(path).read()
 
 
@@ -121,3 +146,23 @@ def _identity(entry: os.DirEntry[str]) -> _Identity | None:
     if not stat.S_ISREG(found.st_mode):
         return None
     return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
+
+
+def _check_sizes(directory: Path, seen: Mapping[str, _Identity]) -> None:
+    """Before anything is read. Raises ConfigInvalid."""
+    sizes = {name: identity[-1] for name, identity in seen.items()}
+    mistakes = [
+        Mistake(name, 0, "", f"has {size} bytes, and {_limit(name)} are read; split it, or write large ones as JSON")
+        for name, size in sizes.items()
+        if size > _limit(name)
+    ]
+    total = sum(sizes.values())
+    if not mistakes and total > MAX_DIRECTORY_BYTES:
+        advice = f"its files have {total} bytes, and {MAX_DIRECTORY_BYTES} are read; remove what is not used"
+        mistakes = [Mistake(str(directory), 0, "", advice)]
+    if mistakes:
+        raise ConfigInvalid(mistakes)
+
+
+def _limit(name: str) -> int:
+    return MAX_JSON_BYTES if name.endswith(".json") else MAX_YAML_BYTES

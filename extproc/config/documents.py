@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import yaml
 
+from extproc.config.compose import Loader, Refused, bounded_events, compose
 from extproc.config.errors import ConfigInvalid, Mistake, to_text
 
 if TYPE_CHECKING:
@@ -17,8 +20,10 @@ if TYPE_CHECKING:
 
     from extproc.config.errors import Finding, Path
 
-# libyaml is several times faster; the pure loader reads the same.
-_Loader: type[yaml.SafeLoader | yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# Of one file.
+MAX_DOCUMENTS: Final = 10_000
+# Of one document that are reported; the first few say what is wrong.
+_MAX_FINDINGS: Final = 100
 
 # Directives, ends of documents and rare line breaks: with them, only YAML's own parser knows where documents begin.
 _NEED_PARSER: Final = ("\n%", "\n...", "\x85", "\u2028", "\u2029")
@@ -35,8 +40,8 @@ class Document(msgspec.Struct, frozen=True):
     is_json: bool = False
 
     def mistakes(self, findings: Iterable[Finding]) -> list[Mistake]:
-        """``findings``, each on the line of the nearest enclosing field that the document has."""
-        found = list(findings)
+        """The first of ``findings``, each on the line of the nearest enclosing field that the document has."""
+        found = list(islice(findings, _MAX_FINDINGS))
         lines = _lines(self) if found else {}
         return [Mistake(self.file, _nearest(lines, path, self.line), to_text(path), said) for path, said in found]
 
@@ -48,7 +53,9 @@ def split(file: str, text: str) -> list[Document]:
     """
     if file.endswith(".json"):
         return _split_json(file, text)
-    starts = [0, *(_parsed_starts(text) if _needs_parser(text) else _marked_starts(text))]
+    starts = [0, *islice(_parsed_starts(text) if _needs_parser(text) else _marked_starts(text), MAX_DOCUMENTS)]
+    if len(starts) > MAX_DOCUMENTS:
+        raise ConfigInvalid([_too_many_documents(file)])
     found = []
     line = 1
     for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
@@ -81,7 +88,7 @@ def _marked_starts(text: str) -> Iterator[int]:
 
 def _parsed_starts(text: str) -> list[int]:
     try:
-        begun = [one.start_mark for one in yaml.parse(text, _Loader) if isinstance(one, yaml.DocumentStartEvent)]
+        begun = [one.start_mark for one in bounded_events(text) if isinstance(one, yaml.DocumentStartEvent)]
     except yaml.YAMLError:
         return []  # whoever reads it will say what is wrong
     return [mark.index for mark in begun[1:] if mark is not None]
@@ -94,6 +101,10 @@ def _split_json(file: str, text: str) -> list[Document]:
         items = msgspec.json.decode(text, type=list[msgspec.Raw])
     except msgspec.DecodeError as error:
         raise ConfigInvalid([_not_json(Document(file, text), error)]) from None
+    except RecursionError:
+        raise ConfigInvalid([_too_deep(Document(file, text))]) from None
+    if len(items) > MAX_DOCUMENTS:
+        raise ConfigInvalid([_too_many_documents(file)])
     found = []
     line, end = 1, 0
     for item in items:
@@ -111,6 +122,8 @@ def _read_json(document: Document) -> tuple[Any, list[Finding]]:
         value = msgspec.json.decode(document.text)
     except msgspec.DecodeError as error:
         raise ConfigInvalid([_not_json(document, error)]) from None
+    except RecursionError:
+        raise ConfigInvalid([_too_deep(document)]) from None
     if not repeats_keys(document.text):
         return value, []
     node = _compose(document.text)
@@ -139,26 +152,68 @@ def _not_json(document: Document, error: msgspec.DecodeError) -> Mistake:
     return Mistake(document.file, document.line + before.count(b"\n"), "", advice)
 
 
+def _too_deep(document: Document) -> Mistake:
+    return Mistake(document.file, document.line, "", "nested too deeply; write it flatter")
+
+
+def _too_many_documents(file: str) -> Mistake:
+    return Mistake(file, 0, "", f"has more than {MAX_DOCUMENTS} documents; split the file")
+
+
 def _read_yaml(document: Document) -> tuple[Any, list[Finding]]:
-    loader = _Loader(document.text)
     try:
-        node = loader.get_single_node()
+        node = compose(document.text)
         if node is None:
             return None, []
-        repeated = list(_repeated_keys(node))
-        return loader.construct_document(node), repeated
+        repeated = list(islice(_repeated_keys(node), _MAX_FINDINGS))
+        value = _construct(node)
+        return value, repeated + list(islice(_not_finite(value), _MAX_FINDINGS))
+    except Refused as error:
+        raise ConfigInvalid([Mistake(document.file, document.line + error.line, "", error.problem)]) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = document.line + mark.line if mark else document.line
         said = error.problem or error.context
-    except (yaml.YAMLError, ValueError) as error:
+    except yaml.YAMLError as error:
         line, said = document.line, str(error)
-    except RecursionError:
-        line, said = document.line, "it refers to itself, or is nested too deeply"
-    finally:
-        loader.dispose()
+    except (ValueError, OverflowError):
+        # its text would repeat the value, which may be a secret
+        line, said = _first_unread(document), "it looks like a date or a number and is none; put it in quotes"
     advice = f"not YAML: {said}; mend the syntax, nothing of this document was read"
     raise ConfigInvalid([Mistake(document.file, line, "", advice)])
+
+
+def _construct(node: yaml.Node) -> Any:  # noqa: ANN401 - plain data of any kind
+    loader = Loader("")
+    try:
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _first_unread(document: Document) -> int:
+    """The line of the first single value that cannot be made."""
+    for event in yaml.parse(document.text, Loader):
+        if isinstance(event, yaml.ScalarEvent) and event.implicit[0]:
+            try:
+                yaml.safe_load(event.value)
+            except (ValueError, OverflowError):
+                return document.line + (event.start_mark.line if event.start_mark else 0)
+            except yaml.YAMLError:
+                continue
+    return document.line
+
+
+def _not_finite(value: object, path: Path = ()) -> Iterator[Finding]:
+    """Bounds such as "at least 0" hold back neither .nan nor .inf, and arithmetic breaks on both."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _not_finite(item, (*path, str(key)))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _not_finite(item, (*path, index))
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield path, "is not a finite number; write a number, or put it in quotes if it is text"
 
 
 def _repeated_keys(node: yaml.Node, path: Path = ()) -> Iterator[Finding]:
@@ -180,15 +235,11 @@ def _repeated_keys(node: yaml.Node, path: Path = ()) -> Iterator[Finding]:
 
 
 def _compose(text: str) -> yaml.Node | None:
-    """JSON is YAML but for rare escapes; None where libyaml does not take it."""
-    loader = _Loader(text)
+    """JSON is YAML but for rare escapes; None where libyaml does not take it, or it is out of bounds."""
     try:
-        node: yaml.Node | None = loader.get_single_node()
+        return compose(text)
     except yaml.YAMLError:
         return None
-    finally:
-        loader.dispose()
-    return node
 
 
 def _lines(document: Document) -> dict[Path, int]:

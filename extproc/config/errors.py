@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
+
+# Of all mistakes, and characters of each, in what people are shown.
+_MAX_SHOWN: Final = 100
+_MAX_CHARACTERS: Final = 2000
 
 # Where in a document: ("spec", "rules", 0, "name").
 Path = tuple[str | int, ...]
@@ -22,7 +28,8 @@ class Mistake(msgspec.Struct, frozen=True, order=True):
     def __str__(self) -> str:
         """``routes.yaml:12: spec.rules[0].name: message``."""
         where = f"{self.file}:{self.line}" if self.line else self.file
-        return f"{where}: {self.path}: {self.message}" if self.path else f"{where}: {self.message}"
+        said = f"{where}: {self.path}: {self.message}" if self.path else f"{where}: {self.message}"
+        return _one_line(said)
 
 
 class ConfigInvalid(Exception):
@@ -30,10 +37,22 @@ class ConfigInvalid(Exception):
 
     def __init__(self, mistakes: list[Mistake]) -> None:
         self.mistakes = sorted(mistakes)
-        super().__init__("\n".join(str(mistake) for mistake in self.mistakes))
+        lines = [str(mistake) for mistake in self.mistakes[:_MAX_SHOWN]]
+        if len(self.mistakes) > _MAX_SHOWN:
+            lines.append(f"and {len(self.mistakes) - _MAX_SHOWN} more")
+        super().__init__("\n".join(lines))
 
 
 def to_text(path: Path) -> str:
     """``("spec", "rules", 0, "name")`` as ``spec.rules[0].name``."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return text.removeprefix(".")
+
+
+def _one_line(text: str) -> str:
+    """Names and values come from files: nothing of them may look like another line of a log or steer a terminal."""
+    if len(text) > _MAX_CHARACTERS:
+        text = f"{text[:_MAX_CHARACTERS]}..."
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

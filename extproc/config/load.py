@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -19,6 +21,10 @@ from extproc.config.types import GatewayConfig, GatewayConfigSpec, ModelRoute, M
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from extproc.config.errors import Finding
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig, InferenceObjective)
 
@@ -42,6 +48,11 @@ class Loader:
         # good documents of the last call
         self._objects: dict[tuple[str, bool], Object] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the files of the last call hold none of our documents."""
+        return not any(one.object is not None for _, found in self._files.values() for one in found)
+
     def load(self, files: Mapping[str, bytes]) -> Snapshot:
         """The snapshot of ``files`` (name to content); raises ConfigInvalid with all mistakes."""
         self._files = {name: (content, self._read_file(name, content)) for name, content in files.items()}
@@ -61,12 +72,24 @@ class Loader:
             return [self._read(document) for document in _documents(name, content)]
         except ConfigInvalid as error:
             return [_Reading(Document(name, ""), None, error.mistakes)]
+        except Exception as error:  # noqa: BLE001 - whatever a file does to its reader, it must not end the process
+            return [_Reading(Document(name, ""), None, [unforeseen(name, error)])]
 
     def _read(self, document: Document) -> _Reading:
         known = self._objects.get((document.text, document.is_json))
         if isinstance(known, PickerFile) and known.document != document:
             known = msgspec.structs.replace(known, document=document)
         return _Reading(document, *decode(document)) if known is None else _Reading(document, known, [])
+
+
+def unforeseen(name: str, error: Exception) -> Mistake:
+    """The mistake for an exception that nobody expected, whose traceback is logged.
+
+    The exception's text is left out of both: it may repeat a secret of the file.
+    """
+    where = "".join(traceback.format_tb(error.__traceback__))
+    log.error("reading %s failed with %s:\n%s", ascii(name), type(error).__name__, where)
+    return Mistake(name, 0, "", f"makes the reader fail with {type(error).__name__}; please report it with the log")
 
 
 def load(files: Mapping[str, bytes]) -> Snapshot:
@@ -90,7 +113,7 @@ def _documents(name: str, content: bytes) -> list[Document]:
 def _digest(files: Mapping[str, bytes]) -> str:
     digest = xxhash.xxh3_64()
     for name, content in sorted(files.items()):
-        digest.update(f"{len(name)} {name} {len(content)} ".encode())
+        digest.update(f"{len(name)} {name} {len(content)} ".encode(errors="surrogateescape"))
         digest.update(content)
     return digest.hexdigest()
 
@@ -145,11 +168,15 @@ def _check_references(
             yield from document.mistakes([(("spec", "pickerConfig"), message)])
     keys = {server.metadata.key for _, server in servers}
     for document, route in routes:
-        for number, rule in enumerate(route.spec.rules):
-            for index, target in enumerate(rule.target_models):
-                if route.server_key(target) not in keys:
-                    path = ("spec", "rules", number, "targetModels", index, "modelServerName")
-                    yield from document.mistakes([(path, _no_server(route, target.model_server_name, keys))])
+        yield from document.mistakes(_missing_servers(route, keys))
+
+
+def _missing_servers(route: ModelRoute, keys: Collection[str]) -> Iterator[Finding]:
+    for number, rule in enumerate(route.spec.rules):
+        for index, target in enumerate(rule.target_models):
+            if route.server_key(target) not in keys:
+                path = ("spec", "rules", number, "targetModels", index, "modelServerName")
+                yield path, _no_server(route, target.model_server_name, keys)
 
 
 def _no_server(route: ModelRoute, name: str, keys: Collection[str]) -> str:
@@ -173,8 +200,9 @@ def _unique(
 ) -> Iterator[Mistake]:
     seen: dict[str, str] = {}
     for document, one in found:
+        taken = []
         for name in names(one):
             if name in seen:
-                message = f"the {what} '{name}' is already in {seen[name]}; use another name"
-                yield from document.mistakes([(path, message)])
+                taken.append((path, f"the {what} '{name}' is already in {seen[name]}; use another name"))
             seen.setdefault(name, document.file)
+        yield from document.mistakes(taken)

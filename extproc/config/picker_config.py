@@ -55,7 +55,7 @@ class BandSection(_Section, frozen=True):
     priority: int = 0
     priority_name: str = ""
     max_bytes: ByteSize | None = None
-    max_requests: int | None = None
+    max_requests: Annotated[int, msgspec.Meta(ge=0)] | None = None
     fairness_policy_ref: str = "global-strict-fairness-policy"
     ordering_policy_ref: str = "fcfs-ordering-policy"
 
@@ -70,7 +70,7 @@ class FlowControlSection(_Section, frozen=True):
     """``flowControl``. Ceilings by usage limit policies and eviction of running requests are read and not used."""
 
     max_bytes: ByteSize | None = None
-    max_requests: int | None = None
+    max_requests: Annotated[int, msgspec.Meta(ge=0)] | None = None
     default_request_ttl: Duration = msgspec.field(default=Duration("60s"), name="defaultRequestTTL")
     no_endpoint_request_ttl: Duration | None = msgspec.field(default=None, name="noEndpointRequestTTL")
     default_priority_band: BandSection | None = None

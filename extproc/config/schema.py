@@ -8,7 +8,8 @@ Walks the data beside msgspec's own description of the type; single values, and 
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Annotated
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 from msgspec import inspect
@@ -21,9 +22,15 @@ if TYPE_CHECKING:
     from extproc.config.errors import Finding, Path
 
 
+_MAX_FINDINGS: Final = 100
+_MAX_COMPARED: Final = 300
+# Mistakes under these fields never show the value: a refused configuration must not put keys into logs.
+_SECRET: Final = frozenset({"authentication"})
+
+
 def check_shape(value: object, cls: type) -> list[Finding]:
-    """All differences between ``value`` and a ``cls``; empty if and only if it decodes."""
-    found = list(_walk(value, inspect.type_info(cls), ()))
+    """The first hundred differences between ``value`` and a ``cls``; empty if and only if it decodes."""
+    found = list(islice(_walk(value, inspect.type_info(cls), ()), _MAX_FINDINGS))
     if not found:
         try:
             msgspec.convert(value, cls, dec_hook=decode_quantity)
@@ -35,8 +42,12 @@ def check_shape(value: object, cls: type) -> list[Finding]:
 def suggest(word: str, known: Iterable[str]) -> str:
     """``did you mean 'x'?`` where one of ``known`` is close, else the list of them."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"write one of: {', '.join(names) or '(there is none)'}"
+    # comparing takes time in proportion to both lengths and the number of names
+    close = difflib.get_close_matches(word[:_MAX_COMPARED], names[:_MAX_COMPARED], n=1)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    more = f" and {len(names) - _MAX_COMPARED} more" if len(names) > _MAX_COMPARED else ""
+    return f"write one of: {', '.join(names[:_MAX_COMPARED]) or '(there is none)'}{more}"
 
 
 def _walk(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:
@@ -85,21 +96,24 @@ def _check_length(value: list[object], kind: inspect.VarTupleType | inspect.List
 def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:
     if isinstance(kind, inspect.LiteralType):
         if value not in kind.values:
-            yield path, f"'{value}' is not a choice; {suggest(str(value), map(str, kind.values))}"
+            yield path, f"{_shown(value, path)} is not a choice; {suggest(str(value), map(str, kind.values))}"
         return
     if isinstance(kind, inspect.CustomType):
         try:
             decode_quantity(kind.cls, value)
         except ValueError as error:
-            yield path, str(error)
+            yield path, "is not written as it must be" if _is_secret(path) else str(error)
         return
     try:
         msgspec.convert(value, _to_annotation(kind))
     except msgspec.ValidationError as error:
         if isinstance(value, str) and isinstance(kind, inspect.StrType) and kind.pattern is not None:
-            yield path, f"'{value}' is not a name; write lower-case letters, digits, '-' and '.' (at most 253)"
+            yield (
+                path,
+                f"{_shown(value, path)} is not a name; write lower-case letters, digits, '-' and '.' (at most 253)",
+            )
         else:
-            yield path, f"{_lower_first(str(error))}; it is {value!r}"
+            yield path, f"{_lower_first(str(error))}{'' if _is_secret(path) else f'; it is {_short(value)}'}"
 
 
 _PLAIN: Mapping[type[inspect.Type], type] = {
@@ -138,3 +152,16 @@ def _bounds(kind: inspect.IntType | inspect.FloatType) -> msgspec.Meta:
 
 def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
+
+
+def _is_secret(path: Path) -> bool:
+    return not _SECRET.isdisjoint(path)
+
+
+def _shown(value: object, path: Path) -> str:
+    return "the value" if _is_secret(path) else f"'{str(value)[:_MAX_COMPARED]}'"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_COMPARED else f"{text[:_MAX_COMPARED]}..."

@@ -106,5 +106,5 @@ def _check_match(match: StringMatch, path: Path) -> Iterator[Finding]:
     if match.regex is not None:
         try:
             re.compile(match.regex)
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             yield (*path, "regex"), f"not a regular expression: {error}; mend it or use exact or prefix"

@@ -63,7 +63,7 @@ class DirectoryFeed:
         try:
             # decoding thousands of endpoints for the first time takes long enough to hold up requests
             snapshot = await asyncio.to_thread(self._directory.read)
-        except (ConfigInvalid, OSError) as error:
+        except ConfigInvalid as error:
             self._refuse(error)
             return
         if snapshot.version == self._version:
@@ -77,6 +77,10 @@ class DirectoryFeed:
             self._apply(snapshot)
         except ConfigInvalid as error:
             self._refuse(error)
+            return
+        except Exception:
+            self._metrics.config_refused()
+            log.exception("configuration %s could not be applied; please report this", snapshot.version)
             return
         self._version = snapshot.version
         self._metrics.config_applied()

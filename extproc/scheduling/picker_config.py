@@ -15,6 +15,7 @@ from extproc.config.decode import read_picker_file
 from extproc.config.errors import ConfigInvalid
 from extproc.config.picker_config import PluginRef, ProfileSpec
 from extproc.config.picker_flow_control import FEATURE_GATE
+from extproc.config.quantities import decode_quantity
 from extproc.config.schema import check_shape, suggest
 from extproc.scheduling.framework import ConfiguredPicker, NamedFilter, NamedScorer, Profile
 from extproc.scheduling.plugins.accepted import ACCEPTED
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from extproc.config.errors import Finding
-    from extproc.config.picker_config import EndpointPickerConfig, PickerFile
+    from extproc.config.picker_config import EndpointPickerConfig, PickerFile, PluginSpec
     from extproc.scheduling.framework import Selector
     from extproc.scheduling.registry import Kind, PluginType
 
@@ -140,8 +141,7 @@ def _check_profiles(config: EndpointPickerConfig, known: Mapping[str, PluginType
 
 def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> ConfiguredPicker:
     plugins: dict[str, tuple[Kind, Any]] = {
-        spec.called: (known[spec.type].kind, msgspec.convert(spec.parameters or {}, known[spec.type].cls))
-        for spec in config.plugins
+        spec.called: (known[spec.type].kind, _parameters(spec, known[spec.type].cls)) for spec in config.plugins
     }
     # a file without profiles runs all its plugins in one, as llm-d does
     specs = config.scheduling_profiles or (ProfileSpec("default", tuple(PluginRef(name) for name in plugins)),)
@@ -151,6 +151,11 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
         profiles={spec.name: _profile(spec, plugins) for spec in specs},
         deciders={name: plugin for name, (kind, plugin) in plugins.items() if kind == "decider"},
     )
+
+
+def _parameters(spec: PluginSpec, cls: type) -> Any:  # noqa: ANN401 - plugins have no type in common
+    """Read as ``check_shape`` reads them. A plugin may refuse values that fit its fields one by one."""
+    return msgspec.convert(spec.parameters or {}, cls, dec_hook=decode_quantity)
 
 
 def _profile(spec: ProfileSpec, plugins: Mapping[str, tuple[Kind, Any]]) -> Profile:

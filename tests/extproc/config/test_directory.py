@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+from typing import TYPE_CHECKING
 
 import pytest
 
 from extproc.config.directory import ConfigDirectory
 from extproc.config.errors import ConfigInvalid
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from extproc.config.documents import Document
 
 SERVER = """apiVersion: attache.dev/v1alpha1
 kind: ModelServer
@@ -65,13 +71,13 @@ def test_only_files_that_have_changed_are_read(path: Path, monkeypatch: pytest.M
     directory.read()
     directory.has_changed()
     opened: list[str] = []
-    read_bytes = Path.read_bytes
+    read_file = ConfigDirectory._read_file
 
-    def noting(file: Path) -> bytes:
-        opened.append(file.name)
-        return read_bytes(file)
+    def noting(directory: ConfigDirectory, name: str) -> bytes:
+        opened.append(name)
+        return read_file(directory, name)
 
-    monkeypatch.setattr(Path, "read_bytes", noting)
+    monkeypatch.setattr(ConfigDirectory, "_read_file", noting)
     replace(path / "b.yaml", SERVER.replace("NAME", "c"))
     assert directory.has_changed()
     directory.read()
@@ -119,13 +125,59 @@ def test_a_directory_that_is_gone_is_told_once_and_is_a_change_when_it_is_back(p
 
 def test_what_is_replaced_while_it_is_read_is_read_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = ConfigDirectory(path)
-    read_bytes = Path.read_bytes
+    read_file = ConfigDirectory._read_file
     moments = iter([lambda: replace(path / "a.yaml", SERVER.replace("NAME", "z"))])
 
-    def in_the_middle(file: Path) -> bytes:
-        content = read_bytes(file)
+    def in_the_middle(directory: ConfigDirectory, name: str) -> bytes:
+        content = read_file(directory, name)
         next(moments, lambda: None)()
         return content
 
-    monkeypatch.setattr(Path, "read_bytes", in_the_middle)
+    monkeypatch.setattr(ConfigDirectory, "_read_file", in_the_middle)
     assert keys(directory) == ["default/b", "default/z"]
+
+
+def test_too_much_is_refused_before_it_is_read(path: Path) -> None:
+    directory = ConfigDirectory(path)
+    with (path / "b.yaml").open("wb") as file:
+        file.truncate(50_000_000)
+    with pytest.raises(ConfigInvalid, match=r"b.yaml: has 50000000 bytes, and 4194304 are read"):
+        directory.read()
+    assert not directory.has_changed()
+    (path / "b.yaml").unlink()
+    for number in range(5):
+        with (path / f"{number}.json").open("wb") as file:
+            file.truncate(16_000_000)
+    with pytest.raises(ConfigInvalid, match=r"its files have 80000[0-9]+ bytes, and 67108864 are read"):
+        directory.read()
+
+
+def test_a_directory_without_documents_of_ours_is_a_mistake(tmp_path: Path) -> None:
+    directory = ConfigDirectory(tmp_path)
+    with pytest.raises(ConfigInvalid, match="holds no ModelServer and no ModelRoute"):
+        directory.read()
+    (tmp_path / "keys.json").write_text('{"keys": []}')
+    with pytest.raises(ConfigInvalid, match="holds no ModelServer and no ModelRoute"):
+        directory.read()
+
+
+def test_a_name_that_is_no_text_and_control_characters_are_shown_escaped(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xff\n.yaml")).write_text("kind: [")
+    with pytest.raises(ConfigInvalid) as caught:
+        ConfigDirectory(tmp_path).read()
+    assert str(caught.value).isprintable()
+    str(caught.value).encode()
+
+
+def test_an_exception_that_nobody_expected_is_a_mistake_without_its_text(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(document: Document) -> None:
+        raise LookupError(document.text)
+
+    monkeypatch.setattr("extproc.config.load.decode", fail)
+    directory = ConfigDirectory(path)
+    with pytest.raises(ConfigInvalid, match=r"a.yaml: makes the reader fail with LookupError"):
+        directory.read()
+    assert "in fail" in caplog.text
+    assert "metadata" not in caplog.text
