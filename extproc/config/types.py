@@ -165,7 +165,7 @@ class ModelServerSpec(Spec, frozen=True):
     engine: Literal["vLLM", "SGLang", "TensorRT-LLM"] = "vLLM"
     traffic_policy: TrafficPolicy = TrafficPolicy()
     # Streamed answers carry token usage only when stream_options.include_usage asks for it. Always: ask for it when the
-    # client did not (the client then sees one more chunk, with usage and no choices). AsRequested: leave bodies alone.
+    # client did not, and keep the chunk with it from the client. AsRequested: leave bodies alone.
     stream_usage: Literal["Always", "AsRequested"] = "Always"
     # How an engine is chosen. RoundRobin is there to compare with.
     picker: Literal["PrefixAware", "RoundRobin"] = "PrefixAware"

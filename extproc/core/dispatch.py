@@ -11,7 +11,7 @@ from extproc.admission.queued_request import QueuedRequest
 from extproc.core.effects import Decision, Effect, Refused, Tell
 from extproc.core.explanation import explain
 from extproc.core.record import Record, Run
-from extproc.core.rewriting import changed_body
+from extproc.core.rewriting import asks_for_usage, changed_body
 from extproc.core.states import State
 from extproc.errors import Refusal
 from extproc.prefix.turns import tail_of
@@ -115,6 +115,7 @@ class Dispatcher:
             was_held=was_held,
             waited_s=run.waited_s,
             grants=record.grants,
+            hides_usage=asks_for_usage(arrival),
         )
 
 

@@ -20,7 +20,8 @@ class Decision(msgspec.Struct, frozen=True):
     """Answer: the request goes to these endpoints.
 
     ``body``: what to send instead of the client's body, None if that will do. ``queued``: how the request stood in its server's
-    queue, if that has one. ``was_held``: it waited there, for ``waited_s``.
+    queue, if that has one. ``was_held``: it waited there, for ``waited_s``. ``hides_usage``: usage was asked for that the client did not
+    ask for, so it must not meet it.
     """
 
     ticket: str
@@ -32,6 +33,7 @@ class Decision(msgspec.Struct, frozen=True):
     was_held: bool = False
     waited_s: float = 0.0
     grants: tuple[Grant, ...] = ()
+    hides_usage: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True):

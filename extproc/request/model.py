@@ -8,6 +8,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+# What engines read as true: they are lenient.
+_TRUE = frozenset({b"true", b'"true"', b"1"})
+
 
 class Api(enum.Enum):
     """The inference APIs that are routed."""
@@ -40,6 +43,13 @@ class InferenceRequest(msgspec.Struct, frozen=True):
 
     @property
     def leaves_usage_out(self) -> bool:
-        """Whether a streamed answer will lack token usage because the client did not say whether it wants it."""
-        asks = self.api is Api.RESPONSES or "include_usage" in self.stream_options
-        return self.is_streamed and not asks
+        """Whether a streamed answer will lack token usage because the client did not ask for it."""
+        if not self.is_streamed or self.api is Api.RESPONSES:
+            return False
+        asked = self.stream_options.get("include_usage")
+        return asked is None or bytes(asked) not in _TRUE
+
+    @property
+    def declines_usage(self) -> bool:
+        """Whether the client says that it wants no usage, or says so in a way that engines may understand as that."""
+        return "include_usage" in self.stream_options and self.leaves_usage_out
