@@ -121,14 +121,11 @@ class Dispatcher:
 
 def prompt_of(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:
     """What to look for in caches; ``tokens``: the prompt's, if known."""
-    request, spec, model = arrival.request, arrival.pool.spec, arrival.destination.model
-    header = spec.cache_scope_header
     return Prompt(
-        text=request.prompt,
-        model=model,
+        text=arrival.request.prompt,
+        model=arrival.destination.model,
         adapter=arrival.adapter,
-        scope="" if header is None else arrival.head.headers.get(header.lower(), ""),
-        salt=request.cache_salt,
+        salt=arrival.cache_salt,
         tokens=tokens,
     )
 

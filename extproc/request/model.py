@@ -10,6 +10,19 @@ import msgspec
 
 # What engines read as true: they are lenient.
 _TRUE = frozenset({b"true", b'"true"', b"1"})
+# Fields by which gateways steer engines. Whoever sets those of the first group makes an engine connect somewhere, or chooses
+# where a request runs; those of the second only affect the request's order, name or cache.
+STEERING_FIELDS = (
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "data_parallel_rank",
+    "routed_dp_rank",
+    "disagg_prefill_dp_rank",
+)
+INTERNAL_FIELDS = (*STEERING_FIELDS, "priority", "request_id", "rid", "extra_key", "cache_salt")
 
 
 class Api(enum.Enum):
@@ -30,6 +43,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     of a longer conversation begins with the prompt of the shorter one. ``stream_options``: the client's, values undecoded.
     ``cache_salt``: vLLM's field; only prompts with the same salt share cached blocks. ``contents``: the byte span of a large
     body that holds its messages, prompt or input, for ``rewrite.with_changes``.
+    ``internal_fields``: the INTERNAL_FIELDS that the body has.
     """
 
     api: Api
@@ -40,6 +54,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     max_output_tokens: int | None
     cache_salt: str | None = None
     contents: tuple[int, int] | None = None
+    internal_fields: tuple[str, ...] = ()
 
     @property
     def leaves_usage_out(self) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 
 from extproc.errors import BadRequest
 from extproc.protocol import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH
-from extproc.request.model import Api, InferenceRequest
+from extproc.request.model import INTERNAL_FIELDS, Api, InferenceRequest
 from extproc.request.rewrite import span_of
 
 if TYPE_CHECKING:
@@ -44,6 +44,19 @@ class _Common(msgspec.Struct, gc=False):
     stream_options: dict[str, msgspec.Raw] | None = None
     max_tokens: int | float | None = None
     cache_salt: str | None = None
+    # what INTERNAL_FIELDS of the model lists beside it
+    kv_transfer_params: msgspec.Raw = _ABSENT
+    ec_transfer_params: msgspec.Raw = _ABSENT
+    bootstrap_host: msgspec.Raw = _ABSENT
+    bootstrap_port: msgspec.Raw = _ABSENT
+    bootstrap_room: msgspec.Raw = _ABSENT
+    data_parallel_rank: msgspec.Raw = _ABSENT
+    routed_dp_rank: msgspec.Raw = _ABSENT
+    disagg_prefill_dp_rank: msgspec.Raw = _ABSENT
+    priority: msgspec.Raw = _ABSENT
+    request_id: msgspec.Raw = _ABSENT
+    rid: msgspec.Raw = _ABSENT
+    extra_key: msgspec.Raw = _ABSENT
 
 
 class _Chat(_Common, kw_only=True, gc=False):
@@ -161,6 +174,7 @@ def _request(
         None if max_tokens is None else int(max_tokens),
         fields.cache_salt,
         contents,
+        tuple([name for name in INTERNAL_FIELDS if getattr(fields, name)]),
     )
 
 
