@@ -31,6 +31,9 @@ SIDECAR_HEADERS: Final = (
     "x-kv-cache-source-host-port",
 )
 
+# Headers that engines and their routers obey: which rank of an engine runs a request, and whose session it is.
+ENGINE_HEADERS: Final = ("x-data-parallel-rank", "x-session-token", "x-prefiller-url", "x-kv-transfer-params")
+
 # The ModelServer that a request goes to; Envoy's routes match on it.
 SERVER_HEADER: Final = "x-attache-server"
 

@@ -227,6 +227,8 @@ class GatewayConfigSpec(Spec, frozen=True):
     clients: Literal["Untrusted", "Trusted"] = "Untrusted"
     # How Envoy identifies callers; without it everybody is the tenant "anonymous".
     authentication: Authentication | None = None
+    # A header of answers that names the engine's address, for debugging; without it, clients do not learn it.
+    served_header: Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z-]+$", max_length=64)] | None = None
     # Whose prompts share a prefix cache: of one Tenant, of one User, under one value of a request header that clients cannot
     # choose (Header:NAME), or everybody's (Shared). Tenant is the default where callers are authenticated, else Shared.
     cache_isolation: CacheIsolation | None = None

@@ -12,6 +12,7 @@ from extproc.errors import to_openai_body
 from extproc.protocol import (
     DESTINATION,
     DETAILS_PREFIX,
+    ENGINE_HEADERS,
     HIDES_USAGE,
     LB_NAMESPACE,
     NAMESPACE,
@@ -106,7 +107,9 @@ _MODE_OVERRIDE: Final = ProcessingResponse(
 _REMOVE_FORGED: Final = {
     has_prefiller: HeaderMutation(
         remove_headers=[
-            name for name in (*SIDECAR_HEADERS, SUBSET, SERVER_HEADER) if not (has_prefiller and name == PREFILLER)
+            name
+            for name in (*SIDECAR_HEADERS, *ENGINE_HEADERS, SUBSET, SERVER_HEADER)
+            if not (has_prefiller and name == PREFILLER)
         ]
     ).SerializeToString()
     for has_prefiller in (False, True)

@@ -3,29 +3,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import httpx
-import msgspec
 import openai
 import pytest
 import pytest_asyncio
-from aiohttp import web
 
-from bench.processes import Processes, free_ports
-from bench.stack import documents, envoy_command
-from controller.bundle import write_once
 from controller.gateway.stream_usage import MOST_HELD_BYTES
-from extproc.config.directory import load_directory
-from tests.waiting import eventually
+from tests.with_envoy.stand_in import Gateway, gateway_on
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -37,83 +27,6 @@ USAGE = (
 DONE = b"data: [DONE]\n\n"
 COUNTED = {"prompt": 31, "completion": 7, "cached": 16}
 UNKNOWN = dict.fromkeys(COUNTED)
-
-
-class Engine:
-    """Answers with the pieces that the test wants, each written once the one before has left for sure."""
-
-    def __init__(self) -> None:
-        self.pieces: Sequence[bytes] = ()
-        self.headers: dict[str, str] = {}
-        self.asked: dict[str, Any] = {}
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        self.asked = json.loads(await request.read())
-        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8", **self.headers})
-        await response.prepare(request)
-        for piece in self.pieces:
-            await response.write(piece)
-            # pieces written together may arrive as one
-            await asyncio.sleep(0.002)
-        return response
-
-
-class Gateway(msgspec.Struct, frozen=True):
-    """Envoy's URL, a client, the file of extproc's decisions and outcomes, and the engine behind both."""
-
-    url: str
-    http: httpx.AsyncClient
-    decisions: Path
-    engine: Engine
-
-    def outcomes(self) -> list[dict[str, int | None]]:
-        """Tokens by answer, in the order in which Envoy reported them."""
-        lines = [json.loads(line) for line in self.decisions.read_text().splitlines()]
-        return [{kind: one[f"{kind}_tokens"] for kind in COUNTED} for one in lines if one["kind"] == "outcome"]
-
-    async def outcomes_since(self, before: int, answers: int = 1) -> list[dict[str, int | None]]:
-        """Those of ``answers`` answers after the first ``before``."""
-
-        async def reported() -> bool:
-            return len(self.outcomes()) >= before + answers
-
-        await eventually(reported)
-        return self.outcomes()[before:]
-
-
-@asynccontextmanager
-async def gateway_on(directory: Path, **more: object) -> AsyncIterator[Gateway]:
-    listen, admin, extproc, metrics = free_ports(4)
-    engine = Engine()
-    app = web.Application()
-    app.add_routes([web.post("/v1/{path:.*}", engine.answer)])
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    config, bundle = directory / "config", directory / "envoy"
-    config.mkdir()
-    addresses = {"listen": f"127.0.0.1:{listen}", "admin": f"127.0.0.1:{admin}", "extproc": f"127.0.0.1:{extproc}"}
-    served = [f"127.0.0.1:{runner.addresses[0][1]}"]
-    text = documents(served, gateway={**addresses, "accessLogFlush": "20ms"}, more={"scrapeInterval": "0s", **more})
-    (config / "a.yaml").write_text(text)
-    write_once(load_directory(config), bundle, str(bundle))
-    decisions = directory / "decisions.jsonl"
-    command = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", f"127.0.0.1:{extproc}"]
-    command += ["--decision-log", str(decisions), "--decision-sample", "1"]
-    async with Processes(directory) as processes, httpx.AsyncClient(timeout=30) as http:
-        await processes.start("extproc", [*command, "--metrics", f"127.0.0.1:{metrics}"])
-        await processes.start("envoy", envoy_command(bundle))
-
-        async def answers(url: str) -> bool:
-            try:
-                return (await http.get(url)).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        await processes.wait_ready("extproc", lambda: answers(f"http://127.0.0.1:{metrics}/readyz"))
-        await processes.wait_ready("envoy", lambda: answers(f"http://127.0.0.1:{listen}/v1/models/llama"))
-        yield Gateway(f"http://127.0.0.1:{listen}", http, decisions, engine)
-    await runner.cleanup()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -235,6 +148,6 @@ async def test_usage_of_the_responses_api_is_read_where_a_request_repeats_the_na
 
 
 async def test_an_engine_that_takes_no_stream_options_is_sent_none(tmp_path: Path) -> None:
-    async with gateway_on(tmp_path, streamUsage="AsRequested") as quiet:
+    async with gateway_on(tmp_path, more={"streamUsage": "AsRequested"}) as quiet:
         assert await answer_to(quiet, [TOKEN, USAGE, DONE]) == TOKEN + USAGE + DONE
         assert "stream_options" not in quiet.engine.asked
