@@ -31,6 +31,9 @@ SIDECAR_HEADERS: Final = (
     "x-kv-cache-source-host-port",
 )
 
+# Headers that engines and their routers obey: which rank of an engine runs a request, and whose session it is.
+ENGINE_HEADERS: Final = ("x-data-parallel-rank", "x-session-token", "x-prefiller-url", "x-kv-transfer-params")
+
 # The ModelServer that a request goes to; Envoy's routes match on it.
 SERVER_HEADER: Final = "x-attache-server"
 
@@ -64,8 +67,10 @@ BUNDLE_MARK: Final = "x-attache-bundle"
 # Our own dynamic metadata: the ticket joins a decision with its access log entry.
 NAMESPACE: Final = "attache"
 TICKET: Final = "ticket"
+# Present if a streamed answer carries usage that the client did not ask for: the chunk with it is dropped on the way back.
+HIDES_USAGE: Final = "hides_usage"
 
-# Token usage, which Envoy's json_to_metadata and sse_to_metadata filters read out of answers.
+# Token usage, which Envoy's filters read out of answers.
 USAGE_NAMESPACE: Final = "attache.usage"
 PROMPT_TOKENS: Final = "prompt_tokens"
 COMPLETION_TOKENS: Final = "completion_tokens"

@@ -63,10 +63,13 @@ from envoy_data_plane.xds.type.matcher.v3 import (
 from controller.gateway.authentication import authentication_filters
 from controller.gateway.clusters import EXTPROC_CLUSTER
 from controller.gateway.envoy_json import http_filter, seconds, typed
+from controller.gateway.stream_usage import stream_usage
 from extproc.protocol import (
     BUNDLE_MARK,
     CACHED_TOKENS,
+    CHAT_PATH,
     COMPLETION_TOKENS,
+    COMPLETIONS_PATH,
     EMBEDDINGS_PATH,
     LB_NAMESPACE,
     NAMESPACE,
@@ -111,7 +114,8 @@ def http_filters(gateway: GatewayConfigSpec, longest_wait_s: float) -> list[Http
     if gateway.failure_mode == "Open":
         chain.append(http_filter("attache.model_without_extproc", _read_model_without_extproc()))
         chain.append(http_filter(RENAME_FILTER, TransformConfig()))
-    chain.append(http_filter("attache.usage_of_streams", _read_usage_of_streams()))
+    chain.append(http_filter("attache.usage_of_streams", stream_usage()))
+    chain.append(http_filter("attache.usage_of_responses", _read_usage_of_responses()))
     chain.append(http_filter("attache.usage", _read_usage()))
     chain.append(http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
     return chain
@@ -176,15 +180,18 @@ def _read_usage() -> ExtensionWithMatcher:
     return _skipped_if(":path", f"{EMBEDDINGS_PATH}(\\?.*)?", typed("envoy.filters.http.json_to_metadata", reads))
 
 
-def _read_usage_of_streams() -> SseToMetadata:
-    """Usage of streamed answers: of the last event that has one. Events pass through as they come."""
-    rules = [*_usage_rules(), *_usage_rules(under=("response",))]
-    parser = JsonContentParser(rules=[JsonContentParserRuleConfig(rule=rule) for rule in rules])
-    return SseToMetadata(
+def _read_usage_of_responses() -> ExtensionWithMatcher:
+    """Usage of streams of the responses API, whose last event repeats what the client sent: only a parser finds it there."""
+    parser = JsonContentParser(
+        rules=[JsonContentParserRuleConfig(rule=rule) for rule in _usage_rules(under=("response",))]
+    )
+    reads = SseToMetadata(
         response_rules=SseToMetadataProcessingRules(
             content_parser=typed("envoy.content_parsers.json", parser), max_event_size=_MAX_EVENT_BYTES
         )
     )
+    others = f"({CHAT_PATH}|{COMPLETIONS_PATH}|{EMBEDDINGS_PATH})(\\?.*)?"
+    return _skipped_if(":path", others, typed("envoy.filters.http.sse_to_metadata", reads))
 
 
 def _usage_rules(under: tuple[str, ...] = ()) -> Iterator[JsonToMetadataRule]:

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 _ENVOYS_PREFIX: Final = "x-envoy-"
 # Only this gateway itself writes these, even if its clients are trusted.
 _OWN_HEADERS: Final = (DESTINATION, SUBSET, SERVER_HEADER, CLIENT, *SIDECAR_HEADERS)
+_SERVER_NAME: Final = "attache"
 # Envoy's default; the longest hold is added.
 _IDLE_S: Final = 300.0
 
@@ -94,7 +95,8 @@ def _connection_manager(gateway: GatewayConfigSpec, directory: str, longest_wait
         path_with_escaped_slashes_action=HttpConnectionManagerPathWithEscapedSlashesAction.REJECT_REQUEST,
         common_http_protocol_options=HttpProtocolOptions(
             idle_timeout=seconds(3600),
-            headers_with_underscores_action=HttpProtocolOptionsHeadersWithUnderscoresAction.ALLOW,
+            # engines' servers read x_name as x-name, which is what we remove
+            headers_with_underscores_action=HttpProtocolOptionsHeadersWithUnderscoresAction.DROP_HEADER,
         ),
         http_protocol_options=Http1ProtocolOptions(),
         http2_protocol_options=Http2ProtocolOptions(
@@ -106,7 +108,10 @@ def _connection_manager(gateway: GatewayConfigSpec, directory: str, longest_wait
         stream_error_on_invalid_http_message=True,
         request_headers_timeout=seconds(30),
         stream_idle_timeout=seconds(_IDLE_S + longest_wait_s),
-        server_header_transformation=HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH,
+        # which engine answers, and in which version, is not for clients
+        server_header_transformation=HttpConnectionManagerServerHeaderTransformation.OVERWRITE,
+        server_name=_SERVER_NAME,
+        always_set_request_id_in_response=True,
     )
 
 

@@ -47,10 +47,13 @@ from extproc.protocol import (
     COMPLETIONS_PATH,
     DESTINATION,
     EMBEDDINGS_PATH,
+    ENGINE_HEADERS,
     MODELS_PATH,
     NAMESPACE,
     RATE_LIMIT_HEADERS,
     RESPONSES_PATH,
+    SERVED_HOST,
+    SERVED_NAMESPACE,
     SERVER_HEADER,
     TENANT,
     USER,
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
 
     from controller.gateway.memo import Memo
     from extproc.config.types import (
+        GatewayConfigSpec,
         ModelMatch,
         ModelRoute,
         ModelServer,
@@ -86,8 +90,9 @@ def route_resource(snapshot: Snapshot, memo: Memo) -> dict[str, object]:
         name="attache",
         domains=["*"],
         routes=[Route(name="placeholder")],
-        request_headers_to_remove=[DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER],
-        response_headers_to_add=_rate_limit_headers(snapshot),
+        # extproc may read a session's token; engines must read none of these
+        request_headers_to_remove=[DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER, *ENGINE_HEADERS],
+        response_headers_to_add=[*_rate_limit_headers(snapshot), *_served_header(snapshot.gateway)],
         request_body_buffer_limit=snapshot.gateway.max_body_size,
     )
     host = to_plain(virtual_host)
@@ -107,6 +112,19 @@ def _rate_limit_headers(snapshot: Snapshot) -> list[HeaderValueOption]:
             append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
         )
         for name in RATE_LIMIT_HEADERS
+    ]
+
+
+def _served_header(gateway: GatewayConfigSpec) -> list[HeaderValueOption]:
+    """Which engine answered, if clients are to know."""
+    if gateway.served_header is None:
+        return []
+    value = f"%DYNAMIC_METADATA({SERVED_NAMESPACE}:{SERVED_HOST})%"
+    return [
+        HeaderValueOption(
+            header=HeaderValue(key=gateway.served_header.lower(), value=value),
+            append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+        )
     ]
 
 

@@ -20,6 +20,23 @@ from extproc.config.spec import Metadata, Name, NonEmpty, Spec, object_key
 
 API_VERSION = "attache.dev/v1alpha1"
 
+CacheIsolation = Annotated[str, msgspec.Meta(pattern=r"^(Tenant|User|Shared|Header:[0-9A-Za-z!#$%&'*+.^`|~-]+)$")]
+InternalField = Literal[
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "data_parallel_rank",
+    "routed_dp_rank",
+    "disagg_prefill_dp_rank",
+    "priority",
+    "request_id",
+    "rid",
+    "extra_key",
+    "cache_salt",
+]
+
 
 class StringMatch(Spec, frozen=True):
     """Exactly one of the three is set. ``exact``: the value. ``prefix``: its beginning. ``regex``: matches all of it
@@ -165,7 +182,7 @@ class ModelServerSpec(Spec, frozen=True):
     engine: Literal["vLLM", "SGLang", "TensorRT-LLM"] = "vLLM"
     traffic_policy: TrafficPolicy = TrafficPolicy()
     # Streamed answers carry token usage only when stream_options.include_usage asks for it. Always: ask for it when the
-    # client did not (the client then sees one more chunk, with usage and no choices). AsRequested: leave bodies alone.
+    # client did not, and keep the chunk with it from the client. AsRequested: leave bodies alone.
     stream_usage: Literal["Always", "AsRequested"] = "Always"
     # How an engine is chosen. RoundRobin is there to compare with.
     picker: Literal["PrefixAware", "RoundRobin"] = "PrefixAware"
@@ -176,8 +193,13 @@ class ModelServerSpec(Spec, frozen=True):
     scrape_interval: Duration = Duration("200ms")
     kv_events: KvEventsSpec | None = None
     tokenizer: TokenizerSpec = TokenizerSpec()
-    # A request header: prompts with different values of it share no cache (a tenant's salt, say).
+    # The older way to say cacheIsolation: Header:NAME.
     cache_scope_header: NonEmpty | None = None
+    # Whose prompts share a prefix cache; without it, the GatewayConfig's.
+    cache_isolation: CacheIsolation | None = None
+    # Fields by which gateways steer engines, and that clients may set here. Others are refused with 400 if they say where an
+    # engine connects or a request runs (kv_transfer_params, data_parallel_rank), and removed from bodies otherwise.
+    allowed_fields: tuple[InternalField, ...] = ()
     # Which requests go first while engines are full; without it, every request goes at once.
     flow_control: FlowControl | None = None
 
@@ -205,6 +227,13 @@ class GatewayConfigSpec(Spec, frozen=True):
     clients: Literal["Untrusted", "Trusted"] = "Untrusted"
     # How Envoy identifies callers; without it everybody is the tenant "anonymous".
     authentication: Authentication | None = None
+    # A header of answers that names the engine's address, for debugging; without it, clients do not learn it.
+    served_header: Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z-]+$", max_length=64)] | None = None
+    # Whose prompts share a prefix cache: of one Tenant, of one User, under one value of a request header that clients cannot
+    # choose (Header:NAME), or everybody's (Shared). Tenant is the default where callers are authenticated, else Shared.
+    cache_isolation: CacheIsolation | None = None
+    # The key of cache salts, for all replicas of extproc. Without it, a tenant's API keys are its key.
+    cache_secret: Annotated[str, msgspec.Meta(min_length=16, max_length=512)] | None = None
 
 
 class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from extproc.admission.cache_isolation import CacheIsolation
 from extproc.admission.identity import Identities
 from extproc.admission.limits import Grant
 from extproc.core.accounts import Accounts
@@ -88,6 +89,7 @@ class Core:
         """
         pickers = pickers_for(snapshot, self._pickers, self._make_picker)
         routing, identities = RoutingTable(snapshot), Identities(snapshot)
+        isolation = CacheIsolation(snapshot)
         pools: dict[str, Pool] = {}
         for server in snapshot.servers:
             name = server.metadata.key
@@ -100,8 +102,10 @@ class Core:
         gates, out = self.admission.gates, list[Effect]()
         self.pools, self.snapshot, self._pickers = pools, snapshot, pickers
         self.admission.apply(snapshot, pools)
-        self.asks_who = bool(self.admission.gates or snapshot.picker_files or self.admission.routes)
-        self.intake = Intake(routing, identities, pools, self.admission, self._rng)
+        self.asks_who = bool(
+            self.admission.gates or snapshot.picker_files or self.admission.routes or isolation.asks_who
+        )
+        self.intake = Intake(routing, identities, isolation, pools, self.admission, self._rng)
         self._waiting.move(gates, pools, now, out)
         self._waiting.wake(now, out)
         return out

@@ -11,7 +11,7 @@ from extproc.admission.queued_request import QueuedRequest
 from extproc.core.effects import Decision, Effect, Refused, Tell
 from extproc.core.explanation import explain
 from extproc.core.record import Record, Run
-from extproc.core.rewriting import changed_body
+from extproc.core.rewriting import asks_for_usage, changed_body
 from extproc.core.states import State
 from extproc.errors import InternalError, Refusal
 from extproc.prefix.turns import tail_of
@@ -125,19 +125,17 @@ class Dispatcher:
             was_held=was_held,
             waited_s=run.waited_s,
             grants=record.grants,
+            hides_usage=asks_for_usage(arrival),
         )
 
 
 def prompt_of(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:
     """What to look for in caches; ``tokens``: the prompt's, if known."""
-    request, spec, model = arrival.request, arrival.pool.spec, arrival.destination.model
-    header = spec.cache_scope_header
     return Prompt(
-        text=request.prompt,
-        model=model,
+        text=arrival.request.prompt,
+        model=arrival.destination.model,
         adapter=arrival.adapter,
-        scope="" if header is None else arrival.head.headers.get(header.lower(), ""),
-        salt=request.cache_salt,
+        salt=arrival.cache_salt,
         tokens=tokens,
     )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from extproc.admission.identity import ANONYMOUS_CALLER
 from extproc.config.spec import namespace_of
+from extproc.core.rewriting import refuse_steering
 from extproc.core.types import Arrival, Head
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownPath
 from extproc.protocol import MODELS_PATH
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Mapping
 
+    from extproc.admission.cache_isolation import CacheIsolation
     from extproc.admission.identity import Identities
     from extproc.core.admission_controller import AdmissionController
     from extproc.routing.resolve import ListedModel, RoutingTable
@@ -31,12 +33,14 @@ class Intake:
         self,
         routing: RoutingTable,
         identities: Identities,
+        isolation: CacheIsolation,
         pools: Mapping[str, Pool],
         admission: AdmissionController,
         rng: random.Random,
     ) -> None:
         self._routing = routing
         self._identities = identities
+        self._isolation = isolation
         self._pools = pools
         # the caller is identified only for servers with a queue and routes with limits
         self._gated, self._limited = admission.gates, admission.routes
@@ -86,9 +90,11 @@ class Intake:
                 f"The ModelServer '{destination.server}' is not configured any more; "
                 "add it, or start with another --pool."
             )
+        refuse_steering(request, pool.spec)
         caller = ANONYMOUS_CALLER
-        if destination.server in self._gated or destination.route in self._limited:
+        if self._isolation.asks_who or destination.server in self._gated or destination.route in self._limited:
             caller = self._identities.caller(
                 head.headers, namespace=namespace_of(destination.server), is_trusted=head.is_trusted
             )
-        return Arrival(request, destination, pool, head, body, caller)
+        salt = self._isolation.salt(request, pool.spec, caller, head.headers)
+        return Arrival(request, destination, pool, head, body, caller, salt)

@@ -42,7 +42,7 @@ BUNDLE: Final = Attachment()
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A request that has been parsed and routed."""
+    """A request that has been parsed and routed. ``cache_salt``: what its engine gets; prompts share a cache under the same."""
 
     request: InferenceRequest
     destination: Destination
@@ -50,6 +50,7 @@ class Arrival(msgspec.Struct, frozen=True):
     head: Head
     body: bytes
     caller: Caller = ANONYMOUS_CALLER
+    cache_salt: str | None = None
 
     @property
     def wants_tokens(self) -> bool:

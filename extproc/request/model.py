@@ -10,6 +10,22 @@ import msgspec
 
 from extproc.request.amounts import NO_MEDIA, ONE_PROMPT, Media, Prompts
 
+# What engines read as true: they are lenient.
+_TRUE = frozenset({b"true", b'"true"', b"1"})
+# Fields by which gateways steer engines. Whoever sets those of the first group makes an engine connect somewhere, or chooses
+# where a request runs; those of the second only affect the request's order, name or cache.
+STEERING_FIELDS = (
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "data_parallel_rank",
+    "routed_dp_rank",
+    "disagg_prefill_dp_rank",
+)
+INTERNAL_FIELDS = (*STEERING_FIELDS, "priority", "request_id", "rid", "extra_key", "cache_salt")
+
 
 class Api(enum.Enum):
     """The inference APIs that are routed."""
@@ -30,6 +46,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     ``cache_salt``: vLLM's field; only prompts with the same salt share cached blocks. ``contents``: the byte span of a large
     body that holds its messages, prompt or input, for ``rewrite.with_changes``. ``max_output_tokens``: of each answer.
     ``answers``: how many are written, over all prompts; 0 for embeddings.
+    ``internal_fields``: the INTERNAL_FIELDS that the body has.
     """
 
     api: Api
@@ -43,6 +60,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     answers: int = 1
     prompts: Prompts = ONE_PROMPT
     media: Media = NO_MEDIA
+    internal_fields: tuple[str, ...] = ()
 
     @property
     def is_text(self) -> bool:
@@ -62,6 +80,13 @@ class InferenceRequest(msgspec.Struct, frozen=True):
 
     @property
     def leaves_usage_out(self) -> bool:
-        """Whether a streamed answer will lack token usage because the client did not say whether it wants it."""
-        asks = self.api is Api.RESPONSES or "include_usage" in self.stream_options
-        return self.is_streamed and not asks
+        """Whether a streamed answer will lack token usage because the client did not ask for it."""
+        if not self.is_streamed or self.api is Api.RESPONSES:
+            return False
+        asked = self.stream_options.get("include_usage")
+        return asked is None or bytes(asked) not in _TRUE
+
+    @property
+    def declines_usage(self) -> bool:
+        """Whether the client says that it wants no usage, or says so in a way that engines may understand as that."""
+        return "include_usage" in self.stream_options and self.leaves_usage_out

@@ -25,7 +25,7 @@ from extproc.request.amounts import (
     media_in,
     prompts_in,
 )
-from extproc.request.model import Api, InferenceRequest
+from extproc.request.model import INTERNAL_FIELDS, Api, InferenceRequest
 from extproc.request.rewrite import span_of
 
 if TYPE_CHECKING:
@@ -58,6 +58,18 @@ class _Common(msgspec.Struct, gc=False):
     # read to be checked; who goes first is not the client's to say
     priority: Priority = None
     cache_salt: str | None = None
+    # what INTERNAL_FIELDS of the model lists beside it
+    kv_transfer_params: msgspec.Raw = _ABSENT
+    ec_transfer_params: msgspec.Raw = _ABSENT
+    bootstrap_host: msgspec.Raw = _ABSENT
+    bootstrap_port: msgspec.Raw = _ABSENT
+    bootstrap_room: msgspec.Raw = _ABSENT
+    data_parallel_rank: msgspec.Raw = _ABSENT
+    routed_dp_rank: msgspec.Raw = _ABSENT
+    disagg_prefill_dp_rank: msgspec.Raw = _ABSENT
+    request_id: msgspec.Raw = _ABSENT
+    rid: msgspec.Raw = _ABSENT
+    extra_key: msgspec.Raw = _ABSENT
 
 
 class _Chat(_Common, kw_only=True, gc=False):
@@ -208,6 +220,7 @@ def _request(
         answers,
         prompts,
         media,
+        tuple([name for name in INTERNAL_FIELDS if getattr(fields, name)]),
     )
 
 

@@ -11,10 +11,13 @@ with the span of its contents; they are cut out, the short remainder is changed,
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 # A byte range of a body, ``start`` and ``end``, that begins and ends with a whole JSON value.
 Span = tuple[int, int]
@@ -23,19 +26,37 @@ Span = tuple[int, int]
 _PLACEHOLDER: Final = b'"\\u0000contents\\u0000"'
 
 
-def with_changes(body: bytes, changes: dict[str, object], contents: Span | None = None) -> bytes:
-    """The JSON object ``body`` with top-level fields replaced or added; all other values byte for byte.
+def with_changes(
+    body: bytes, changes: dict[str, object], contents: Span | None = None, *, without: Collection[str] = ()
+) -> bytes:
+    """The JSON object ``body`` with top-level fields replaced, added or removed; all other values byte for byte.
 
+    ``without``: the fields to remove.
     ``contents``: the span of what makes the body long, which need not be read again.
     """
     if contents is not None:
         start, end = contents
-        short = _changed(b"".join((body[:start], _PLACEHOLDER, body[end:])), changes)
+        short = _changed(b"".join((body[:start], _PLACEHOLDER, body[end:])), changes, without)
         before, _, after = short.partition(_PLACEHOLDER)
         # once, and not replaced by a change
         if short.count(_PLACEHOLDER) == 1:
             return b"".join((before, memoryview(body)[start:end], after))
-    return _changed(body, changes)
+    return _changed(body, changes, without)
+
+
+def is_plain(body: bytes, contents: Span | None = None) -> bool:
+    """Whether every top-level name of ``body`` occurs once, and as it is: no reader can find another value than ``parse`` did.
+
+    For sure if it is written as most clients' libraries write JSON, without spaces or with one after each mark; a body in
+    any other form is taken for one that is not plain. ``contents``: as in ``with_changes``.
+    """
+    if contents is not None:
+        body = b"".join((body[: contents[0]], _PLACEHOLDER, body[contents[1] :]))
+    fields = _decoder.decode(body)
+    if msgspec.json.encode(fields) == body:
+        return True
+    spaced = [b'"%b": %b' % (name.encode(), value) for name, value in fields.items()]
+    return b"{%b}" % b", ".join(spaced) == body
 
 
 def span_of(body: bytes, first: msgspec.Raw, last: msgspec.Raw) -> Span | None:
@@ -50,8 +71,11 @@ def _address(data: bytes | msgspec.Raw) -> int:
     return address
 
 
-def _changed(body: bytes, changes: dict[str, object]) -> bytes:
-    return msgspec.json.encode(_decoder.decode(body) | changes)
+def _changed(body: bytes, changes: dict[str, object], without: Collection[str]) -> bytes:
+    fields = _decoder.decode(body)
+    for name in without:
+        fields.pop(name, None)
+    return msgspec.json.encode(fields | changes)
 
 
 _decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -12,6 +12,8 @@ from extproc.errors import to_openai_body
 from extproc.protocol import (
     DESTINATION,
     DETAILS_PREFIX,
+    ENGINE_HEADERS,
+    HIDES_USAGE,
     LB_NAMESPACE,
     NAMESPACE,
     PREFILLER,
@@ -79,7 +81,11 @@ _DESTINATION: Final = _header(DESTINATION)
 _PREFILLER: Final = _header(PREFILLER)
 _CONTENT_LENGTH: Final = _header("content-length")
 _DESTINATION_METADATA: Final = Template(_metadata_of(LB_NAMESPACE, {DESTINATION: MARK}))
-_TICKET_METADATA: Final = Template(_metadata_of(NAMESPACE, {TICKET: MARK}))
+# by whether usage is hidden
+_TICKET_METADATA: Final = {
+    False: Template(_metadata_of(NAMESPACE, {TICKET: MARK})),
+    True: Template(_metadata_of(NAMESPACE, {HIDES_USAGE: "1", TICKET: MARK})),
+}
 # by whether the body ends with the piece
 _REQUEST_PIECE: Final = {end: Template(ProcessingResponse(request_body=_streamed(is_end=end))) for end in (False, True)}
 _RESPONSE_PIECE: Final = {
@@ -101,7 +107,9 @@ _MODE_OVERRIDE: Final = ProcessingResponse(
 _REMOVE_FORGED: Final = {
     has_prefiller: HeaderMutation(
         remove_headers=[
-            name for name in (*SIDECAR_HEADERS, SUBSET, SERVER_HEADER) if not (has_prefiller and name == PREFILLER)
+            name
+            for name in (*SIDECAR_HEADERS, *ENGINE_HEADERS, SUBSET, SERVER_HEADER)
+            if not (has_prefiller and name == PREFILLER)
         ]
     ).SerializeToString()
     for has_prefiller in (False, True)
@@ -175,10 +183,12 @@ def _routing_headers(decision: Decision, destination: bytes) -> list[bytes]:
 
 def _metadata(decision: Decision, destination: bytes) -> list[bytes]:
     """Of a ProcessingResponse: where the request goes, its ticket, and what its rate limits granted, in parts."""
-    own: Iterable[bytes] = _TICKET_METADATA.filled(decision.ticket.encode())
+    own: Iterable[bytes] = _TICKET_METADATA[decision.hides_usage].filled(decision.ticket.encode())
     if decision.grants:
         # the bundle's routes write them into the answer's headers
         values = {TICKET: decision.ticket, **granted_headers(decision.grants)}
+        if decision.hides_usage:
+            values[HIDES_USAGE] = "1"
         own = (_metadata_of(NAMESPACE, values).SerializeToString(),)
     return field(_METADATA_TAG, [*_DESTINATION_METADATA.filled(destination), *own])
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.errors import BadRequest, Refusal
-from extproc.request.model import Api
+from extproc.request.model import Api, InferenceRequest
 from extproc.request.openai import INFERENCE_PATHS, parse
 
 HELLO = {"role": "user", "content": "hello"}
@@ -125,15 +125,21 @@ def test_no_json_raises_anything_but_a_refusal(value: object) -> None:
 
 
 def test_usage_is_left_out_only_where_a_stream_was_not_asked_for_it() -> None:
+    def streamed(api: Api = Api.CHAT, **fields: object) -> InferenceRequest:
+        return parse(api, body(messages=[HELLO], input="i", **fields))
+
     def leaves_out(api: Api = Api.CHAT, **fields: object) -> bool:
-        return parse(api, body(messages=[HELLO], input="i", **fields)).leaves_usage_out
+        return streamed(api, **fields).leaves_usage_out
 
     assert leaves_out(stream=True)
     assert leaves_out(stream=True, stream_options={})
     assert leaves_out(stream=True, stream_options=None)
     assert not leaves_out()
     assert not leaves_out(stream=True, stream_options={"include_usage": True})
-    assert not leaves_out(stream=True, stream_options={"include_usage": False})
+    for declined in (False, None, 0, "no"):
+        assert leaves_out(stream=True, stream_options={"include_usage": declined})
+        assert streamed(stream=True, stream_options={"include_usage": declined}).declines_usage
+    assert not streamed(stream=True).declines_usage
     assert not leaves_out(Api.RESPONSES, stream=True)
 
 

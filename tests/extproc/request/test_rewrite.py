@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from extproc.request.model import Api
 from extproc.request.openai import parse
-from extproc.request.rewrite import span_of, with_changes
+from extproc.request.rewrite import is_plain, span_of, with_changes
 
 CHANGES: dict[str, object] = {"model": "b", "stream_options": {"include_usage": True}}
 # longer than what parse gives no span for
@@ -140,3 +140,39 @@ def test_values_of_another_buffer_have_no_span() -> None:
 def test_what_is_no_object_is_an_error(body: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         with_changes(body, CHANGES)
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_bodies_as_libraries_write_them_are_plain(separators: tuple[str, str]) -> None:
+    fields = {"model": "m", "messages": [{"content": "x" * 40_000}], "n": 2**63 + 1, "metadata": {"é": "é"}}
+    body = json.dumps(fields, separators=separators).encode()
+
+    assert is_plain(body)
+    assert is_plain(body, (body.index(b'"xxx'), body.index(b"}]")))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"a","model":"b"}',
+        b'{"model": "a", "n": 1, "model": "b"}',
+        b'{"model":"b","\\u006dodel":"a"}',
+        b'{"\\u006dodel":"b"}',
+        b'{"model": "b", "\\u006dodel": "b"}',
+        # as long as the plain form is
+        b'{"model": "a","model":"b"}',
+        b'{"n":1,"n":1,"m": 1}',
+    ],
+)
+def test_a_body_with_repeated_or_escaped_names_is_not_plain(body: bytes) -> None:
+    assert not is_plain(body)
+    assert is_plain(with_changes(body, {}))
+
+
+def test_fields_are_removed_wherever_they_stand() -> None:
+    body = b'{"priority":1,"model":"m","contents":[1,2],"\\u0070riority":2,"seed":9007199254740993}'
+    contents = (body.index(b"1,2"), body.index(b"1,2") + 3)
+
+    changed = with_changes(body, {}, contents, without=("priority",))
+
+    assert changed == b'{"model":"m","contents":[1,2],"seed":9007199254740993}'

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The filter for streamed chats: reads usage, and drops its chunk if we asked for it.
+
+Engines send usage in a chunk of its own, without choices, and only if ``stream_options.include_usage`` asks for it. extproc asks
+where the client did not, and says so in metadata; a client that did not ask must not meet a chunk without choices.
+
+A piece of an answer may end anywhere. What follows its last whole event is held back until the rest of that event has come: no
+client acts on half an event. What is held back is bounded; a longer event passes in pieces, and nothing is read from it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from envoy_data_plane.envoy.config.core.v3 import DataSource
+from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
+
+from extproc.protocol import (
+    CACHED_TOKENS,
+    COMPLETION_TOKENS,
+    HIDES_USAGE,
+    NAMESPACE,
+    PROMPT_TOKENS,
+    TICKET,
+    USAGE_NAMESPACE,
+)
+
+# An event with usage has some hundred bytes.
+MOST_HELD_BYTES: Final = 64 * 1024
+
+# Quotes within JSON strings are escaped, so text that a model writes matches none of the patterns.
+# Wrappers such as dynamicMetadata() are valid within one piece only.
+_SCRIPT: Final = """
+local USAGE = '"usage"%s*:%s*{'
+local NO_CHOICES = '"choices"%s*:%s*%[%s*%]'
+local COUNTS = {@COUNTS@}
+
+local function read_usage(handle, event)
+  local at = string.find(event, USAGE)
+  if not at then
+    return false
+  end
+  local metadata = handle:streamInfo():dynamicMetadata()
+  for key, pattern in pairs(COUNTS) do
+    local number = tonumber(string.match(event, pattern, at))
+    if number then
+      metadata:set("@USAGE_NAMESPACE@", key, number)
+    end
+  end
+  return true
+end
+
+-- Where the last whole event ends; 0 if none does.
+local function end_of_events(text)
+  if string.find(text, "\\n\\r?\\n$", -3) then
+    return #text
+  end
+  local last, at = 0, 1
+  while true do
+    local _, stop = string.find(text, "\\n\\r?\\n", at)
+    if not stop then
+      return last
+    end
+    last, at = stop, stop
+  end
+end
+
+-- The events of text without those that carry nothing but usage; nil if all stay.
+local function without_usage(handle, text, hides)
+  local kept, start, dropped = {}, 1, false
+  while start <= #text do
+    local _, stop = string.find(text, "\\n\\r?\\n", start)
+    stop = stop or #text
+    local event = string.sub(text, start, stop)
+    if read_usage(handle, event) and hides and string.find(event, NO_CHOICES) then
+      dropped = true
+    else
+      kept[#kept + 1] = event
+    end
+    start = stop + 1
+  end
+  return dropped and table.concat(kept) or nil
+end
+
+function envoy_on_response(response_handle)
+  local headers = response_handle:headers()
+  local kind, encoding = headers:get("content-type"), headers:get("content-encoding")
+  if not kind or string.sub(string.lower(kind), 1, 17) ~= "text/event-stream" then
+    return
+  end
+  if encoding and encoding ~= "identity" then
+    return
+  end
+  local decision = response_handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
+  if not decision or not decision["@TICKET@"] then
+    return
+  end
+  local hides = decision["@HIDES_USAGE@"] ~= nil
+  if hides then
+    headers:remove("content-length")
+  end
+  -- held: what came of an event that has not ended; is_long: so much came of it that it passes as it comes
+  local held, is_long = "", false
+  for chunk in response_handle:bodyChunks() do
+    local size = chunk:length()
+    local came = size > 0 and chunk:getBytes(0, size) or ""
+    local text, passed = held .. came, ""
+    if is_long then
+      local _, stop = string.find(text, "\\n\\r?\\n")
+      is_long = stop == nil
+      -- an end of the event may be cut in two
+      stop = stop or #text - #string.match(text, "[\\r\\n]*$")
+      passed, text = string.sub(text, 1, stop), string.sub(text, stop + 1)
+    end
+    -- the end of an answer comes as an empty piece
+    local whole = size == 0 and #text or end_of_events(text)
+    if #text - whole > @MOST_HELD@ then
+      is_long, whole = true, #text
+    end
+    local events = string.sub(text, 1, whole)
+    if string.find(events, '"usage"', 1, true) then
+      events = without_usage(response_handle, events, hides) or events
+    end
+    held = string.sub(text, whole + 1)
+    events = passed .. events
+    if events ~= came then
+      chunk:setBytes(events)
+    end
+  end
+end
+"""
+
+
+def stream_usage() -> Lua:
+    """The filter. Compressed answers and those that extproc has not decided pass untouched."""
+    patterns = {
+        PROMPT_TOKENS: "prompt_tokens",
+        COMPLETION_TOKENS: "completion_tokens",
+        CACHED_TOKENS: "cached_tokens",
+    }
+    counts = ", ".join(f"""{key} = '"{name}"%s*:%s*([%d.eE+-]+)'""" for key, name in patterns.items())
+    script = _SCRIPT
+    for mark, text in {
+        "@COUNTS@": counts,
+        "@USAGE_NAMESPACE@": USAGE_NAMESPACE,
+        "@NAMESPACE@": NAMESPACE,
+        "@TICKET@": TICKET,
+        "@HIDES_USAGE@": HIDES_USAGE,
+        "@MOST_HELD@": str(MOST_HELD_BYTES),
+    }.items():
+        script = script.replace(mark, text)
+    return Lua(default_source_code=DataSource(inline_string=script))

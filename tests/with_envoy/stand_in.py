@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Envoy with our bundle, extproc, and an engine that answers what a test wants and tells what reached it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import msgspec
+from aiohttp import web
+
+from bench.processes import Processes, free_ports
+from bench.stack import documents, envoy_command
+from controller.bundle import write_once
+from extproc.config.directory import load_directory
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+TOKEN_KINDS = ("prompt", "completion", "cached")
+
+
+class Engine:
+    """Answers with the pieces that the test wants, each written once the one before has left for sure."""
+
+    def __init__(self) -> None:
+        self.pieces: Sequence[bytes] = (b"{}",)
+        self.headers: dict[str, str] = {}
+        self.is_plain = False
+        self.asked: dict[str, Any] = {}
+        self.body = b""
+        self.asked_headers: dict[str, str] = {}
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.body = await request.read()
+        self.asked = json.loads(self.body)
+        self.asked_headers = {name.lower(): value for name, value in request.headers.items()}
+        if self.is_plain:
+            return web.Response(body=b"".join(self.pieces), content_type="application/json", headers=self.headers)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8", **self.headers})
+        await response.prepare(request)
+        for piece in self.pieces:
+            await response.write(piece)
+            # pieces written together may arrive as one
+            await asyncio.sleep(0.002)
+        return response
+
+
+class Gateway(msgspec.Struct, frozen=True):
+    """Envoy's URL, a client, the file of extproc's decisions and outcomes, and the engine behind both."""
+
+    url: str
+    http: httpx.AsyncClient
+    decisions: Path
+    engine: Engine
+
+    def outcomes(self) -> list[dict[str, int | None]]:
+        """Tokens by answer, in the order in which Envoy reported them."""
+        lines = [json.loads(line) for line in self.decisions.read_text().splitlines()]
+        return [{kind: one[f"{kind}_tokens"] for kind in TOKEN_KINDS} for one in lines if one["kind"] == "outcome"]
+
+    async def outcomes_since(self, before: int, answers: int = 1) -> list[dict[str, int | None]]:
+        """Those of ``answers`` answers after the first ``before``."""
+
+        async def reported() -> bool:
+            return len(self.outcomes()) >= before + answers
+
+        await eventually(reported)
+        return self.outcomes()[before:]
+
+
+@asynccontextmanager
+async def gateway_on(
+    directory: Path,
+    *,
+    gateway: Mapping[str, object] | None = None,
+    more: Mapping[str, object] | None = None,
+    route: Mapping[str, object] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> AsyncIterator[Gateway]:
+    """All of it in ``directory``. ``gateway``, ``more`` and ``route``: overrides of the documents. ``headers``: of clients."""
+    listen, admin, extproc, metrics = free_ports(4)
+    engine = Engine()
+    app = web.Application()
+    app.add_routes([web.post("/v1/{path:.*}", engine.answer)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    config, bundle = directory / "config", directory / "envoy"
+    config.mkdir()
+    addresses = {"listen": f"127.0.0.1:{listen}", "admin": f"127.0.0.1:{admin}", "extproc": f"127.0.0.1:{extproc}"}
+    served = [f"127.0.0.1:{runner.addresses[0][1]}"]
+    text = documents(
+        served,
+        gateway={**addresses, "accessLogFlush": "20ms", **(gateway or {})},
+        more={"scrapeInterval": "0s", **(more or {})},
+        route=route,
+        adapters=("sql",),
+    )
+    (config / "a.yaml").write_text(text)
+    write_once(load_directory(config), bundle, str(bundle))
+    decisions = directory / "decisions.jsonl"
+    command = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", f"127.0.0.1:{extproc}"]
+    command += ["--decision-log", str(decisions), "--decision-sample", "1"]
+    async with Processes(directory) as processes, httpx.AsyncClient(timeout=30, headers=headers) as http:
+        await processes.start("extproc", [*command, "--metrics", f"127.0.0.1:{metrics}"])
+        await processes.start("envoy", envoy_command(bundle))
+
+        async def answers(url: str) -> bool:
+            try:
+                return (await http.get(url)).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        await processes.wait_ready("extproc", lambda: answers(f"http://127.0.0.1:{metrics}/readyz"))
+        await processes.wait_ready("envoy", lambda: answers(f"http://127.0.0.1:{listen}/v1/models/llama"))
+        yield Gateway(f"http://127.0.0.1:{listen}", http, decisions, engine)
+    await runner.cleanup()

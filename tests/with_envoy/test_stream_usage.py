@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients see streams as engines made them: the chunk with usage that we asked for is gone, and its usage is counted."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import openai
+import pytest
+import pytest_asyncio
+
+from controller.gateway.stream_usage import MOST_HELD_BYTES
+from tests.with_envoy.stand_in import Gateway, gateway_on
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TOKEN = b'data: {"id": "1", "choices": [{"index": 0, "delta": {"content": "hi"}}], "usage": null}\n\n'
+USAGE = (
+    b'data: {"id": "1", "choices": [], "usage": {"prompt_tokens": 31, "completion_tokens": 7, '
+    b'"prompt_tokens_details": {"cached_tokens": 16}}}\n\n'
+)
+DONE = b"data: [DONE]\n\n"
+COUNTED = {"prompt": 31, "completion": 7, "cached": 16}
+UNKNOWN = dict.fromkeys(COUNTED)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    async with gateway_on(tmp_path_factory.mktemp("usage")) as running:
+        yield running
+
+
+async def answer_to(
+    gateway: Gateway, pieces: Sequence[bytes], path: str = "chat/completions", **fields: object
+) -> bytes:
+    gateway.engine.pieces = pieces
+    body = {"model": "llama", "messages": [], "prompt": "x", "stream": True, **fields}
+    answer = await gateway.http.post(f"{gateway.url}/v1/{path}", json=body)
+    assert answer.status_code == 200
+    return answer.content
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"], ids=["LF", "CRLF"])
+async def test_a_chunk_cut_anywhere_is_dropped_whole_and_counted(gateway: Gateway, end: bytes) -> None:
+    token, usage, done = (event.replace(b"\n\n", end) for event in (TOKEN, USAGE, DONE))
+    whole = token + usage + done
+    first, last = len(token) - len(end), len(token) + len(usage) + len(end)
+    # where lines end in CRLF, the ends of events alone are new
+    cuts = range(first, last) if end == b"\n\n" else [*range(first, first + 12), *range(last - 12, last)]
+    before = len(gateway.outcomes())
+    for cut in cuts:
+        assert await answer_to(gateway, [whole[:cut], whole[cut:]]) == token + done
+    assert await gateway.outcomes_since(before, len(cuts)) == [COUNTED] * len(cuts)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_a_stream_in_single_bytes_loses_the_chunk_only(gateway: Gateway, path: str) -> None:
+    before = len(gateway.outcomes())
+    whole = TOKEN + USAGE + DONE
+    assert await answer_to(gateway, [whole[at : at + 1] for at in range(len(whole))], path) == TOKEN + DONE
+    assert await gateway.outcomes_since(before) == [COUNTED]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [TOKEN, DONE],
+        # text of a model that looks like the chunk
+        [
+            b'data: {"choices": [{"delta": {"content": "\\"choices\\": [], \\"usage\\": {\\"prompt_tokens\\": 9}"}}]}\n\n'
+        ],
+        [TOKEN, b"data: an end without its blank line"],
+        [b": a comment\n\n", b"data: not JSON\n\n", b"\n\n\n"],
+        # longer than what is held back
+        [b"data: " + b"x" * MOST_HELD_BYTES, b"y" * MOST_HELD_BYTES + b"\n", b"\n" + TOKEN, DONE],
+    ],
+    ids=["no usage", "text", "no end", "odd events", "a long event"],
+)
+async def test_all_else_passes_unchanged(gateway: Gateway, pieces: list[bytes]) -> None:
+    before = len(gateway.outcomes())
+    assert await answer_to(gateway, pieces) == b"".join(pieces)
+    assert await gateway.outcomes_since(before) == [UNKNOWN]
+
+
+async def test_the_chunk_is_dropped_after_an_event_that_was_too_long_to_hold(gateway: Gateway) -> None:
+    long = b"data: " + b"x" * 3 * MOST_HELD_BYTES
+    before = len(gateway.outcomes())
+    assert await answer_to(gateway, [long, b"\n", b"\n" + USAGE + DONE]) == long + b"\n\n" + DONE
+    assert await gateway.outcomes_since(before) == [COUNTED]
+
+
+async def test_usage_beside_choices_is_counted_and_stays(gateway: Gateway) -> None:
+    last = USAGE.replace(b"[]", b'[{"index": 0, "delta": {}}]')
+    before = len(gateway.outcomes())
+    assert await answer_to(gateway, [TOKEN, last, DONE]) == TOKEN + last + DONE
+    assert await gateway.outcomes_since(before) == [COUNTED]
+
+
+async def test_a_client_that_asks_for_usage_gets_it(gateway: Gateway) -> None:
+    before = len(gateway.outcomes())
+    pieces = [TOKEN, USAGE, DONE]
+    assert await answer_to(gateway, pieces, stream_options={"include_usage": True}) == b"".join(pieces)
+    assert await gateway.outcomes_since(before) == [COUNTED]
+
+
+async def test_a_compressed_stream_passes(gateway: Gateway) -> None:
+    before = len(gateway.outcomes())
+    # not really compressed: whoever looks inside would drop the chunk
+    gateway.engine.headers = {"content-encoding": "br"}
+    gateway.engine.pieces = [TOKEN, USAGE, DONE]
+    try:
+        asked = {"model": "llama", "messages": [], "stream": True}
+        async with gateway.http.stream("POST", f"{gateway.url}/v1/chat/completions", json=asked) as answer:
+            assert b"".join([piece async for piece in answer.aiter_raw()]) == TOKEN + USAGE + DONE
+        assert await gateway.outcomes_since(before) == [UNKNOWN]
+    finally:
+        gateway.engine.headers = {}
+
+
+async def test_the_plainest_loops_of_openais_client_work(gateway: Gateway) -> None:
+    before = len(gateway.outcomes())
+    gateway.engine.pieces = [TOKEN, TOKEN, USAGE, DONE]
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+        chat = await client.chat.completions.create(model="llama", messages=[], stream=True)
+        assert [chunk.choices[0].delta.content async for chunk in chat] == ["hi", "hi"]
+        assert gateway.engine.asked["stream_options"] == {"include_usage": True}
+        gateway.engine.pieces = [TOKEN.replace(b'"delta": {"content": "hi"}', b'"text": "hi"'), USAGE, DONE]
+        completion = await client.completions.create(model="llama", prompt="x", stream=True)
+        assert [chunk.choices[0].text async for chunk in completion] == ["hi"]
+    assert await gateway.outcomes_since(before, 2) == [COUNTED, COUNTED]
+
+
+async def test_usage_of_the_responses_api_is_read_where_a_request_repeats_the_name(gateway: Gateway) -> None:
+    response = {
+        "tools": [{"parameters": {"usage": {"input_tokens": 0, "output_tokens": 0}}}],
+        "usage": {"input_tokens": 31, "output_tokens": 7, "input_tokens_details": {"cached_tokens": 16}},
+    }
+    event = {"type": "response.completed", "response": response}
+    piece = f"event: response.completed\ndata: {json.dumps(event)}\n\n".encode()
+    before = len(gateway.outcomes())
+    assert await answer_to(gateway, [piece], "responses", input="x") == piece
+    assert await gateway.outcomes_since(before) == [COUNTED]
+
+
+async def test_an_engine_that_takes_no_stream_options_is_sent_none(tmp_path: Path) -> None:
+    async with gateway_on(tmp_path, more={"streamUsage": "AsRequested"}) as quiet:
+        assert await answer_to(quiet, [TOKEN, USAGE, DONE]) == TOKEN + USAGE + DONE
+        assert "stream_options" not in quiet.engine.asked
