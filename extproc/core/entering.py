@@ -48,7 +48,7 @@ class EnteringRequests:
         if arrival.destination.route not in self._admission.routes:
             return self._ask_tokens(record, arrival, now, out)
         record.limited = usage_to_reserve(arrival)
-        charges = self._admission.charges(arrival, record.limited)
+        charges = self._admission.charges(arrival, record.limited, now)
         local = [ask for ask in charges if not ask.is_global]
         if local:
             try:
