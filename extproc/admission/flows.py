@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from extproc.admission.order import OrderingPolicy
     from extproc.admission.queued_request import FlowKey, QueuedRequest
+    from extproc.admission.tenants import TenantShares
     from extproc.endpoints.table import Bools, Floats, Ints
 
 # Flows beyond which idle ones are forgotten; about 10 MB.
@@ -75,12 +76,16 @@ class _Flow:
 class Flows:
     """All flows of a band.
 
+    ``policy``: between the flows of a tenant. ``tenants``: between tenants; None: all flows are ordered as one.
     ``requests``: how many wait. ``running``: dispatched and unfinished requests, by row. ``heads``: the first waiting
     request of each flow, by row.
     """
 
-    def __init__(self, policy: FairnessPolicy, order: OrderingPolicy, ageing_s: float) -> None:
+    def __init__(
+        self, policy: FairnessPolicy, order: OrderingPolicy, ageing_s: float, tenants: TenantShares | None = None
+    ) -> None:
         self.policy = policy
+        self.tenants = tenants
         self.order = order
         self._ageing_s = ageing_s
         self._overdue_check_at_s = 0.0
@@ -109,13 +114,15 @@ class Flows:
         row = self._rows.get(key)
         if row is None:
             row = self._rows[key] = self._new_row()
+            if self.tenants is not None:
+                self.tenants.join(row, key.tenant)
         return row
 
     def add(self, queued: QueuedRequest) -> None:
         """Add a waiting request."""
         row = self.row_of(queued.flow)
         if not self.heads.waiting[row]:
-            self.policy.activate(row, self.heads.waiting)
+            self._begin_waiting(row)
         self._numbers += 1
         self.requests += 1
         self._flows[row].add(self.order.key(queued), self._numbers, queued)
@@ -140,28 +147,32 @@ class Flows:
         long prefix match at one of ``rows`` (the endpoints with room), unless a request is overdue: older than
         ``ageing_s``.
         """
-        policy = self.policy
+        policy, heads = self.policy, self.heads
+        if self.tenants is not None:
+            turn = self.tenants.next(candidates, now)
+            candidates, heads = candidates & turn, FlowHeads(heads.waiting & turn, heads.keys, heads.cached)
         if self._locality is None or not isinstance(policy, DeficitLocality):
-            return policy.choose(candidates, self.heads, now), None
-        payable = policy.able_to_pay(candidates, self.heads)
+            return policy.choose(candidates, heads, now), None
+        payable = policy.able_to_pay(candidates, heads)
         if now >= self._overdue_check_at_s:
-            oldest = int(np.where(payable, self.heads.keys, np.inf).argmin())
-            if self.heads.keys[oldest] < now - self._ageing_s:
+            oldest = int(np.where(payable, heads.keys, np.inf).argmin())
+            if heads.keys[oldest] < now - self._ageing_s:
                 return oldest, None
             self._overdue_check_at_s = now + _OVERDUE_CHECK_S
         tickets, can_pay = self._tickets, payable.item
         match = self._locality.longest_match(rows, lambda one: bool(can_pay(tickets[one.ticket])))
         if match is not None:
             return tickets[match.ticket], match
-        return policy.longest_match(payable, self.heads), None
+        return policy.longest_match(payable, heads), None
 
     def in_order(self, row: int) -> Iterator[QueuedRequest]:
         """The waiting requests of the flow at ``row``, in order."""
         return self._flows[row].in_order()
 
     def newest_of_largest(self) -> QueuedRequest:
-        """The request to evict when the queue is full: the newest of the flow with the most waiting requests."""
-        members = self._flows[int(self._sizes.argmax())].members
+        """The request to evict when the queue is full: the newest of the largest flow of the tenant with most waiting."""
+        sizes = self._sizes if self.tenants is None else np.where(self.tenants.largest(self._sizes), self._sizes, -1)
+        members = self._flows[int(sizes.argmax())].members
         return members[next(reversed(members))]
 
     def begin_service(self, key: FlowKey, service: float, now: float) -> None:
@@ -169,6 +180,8 @@ class Flows:
         row = self.row_of(key)
         self.running[row] += 1
         self.policy.charge(row, service, now)
+        if self.tenants is not None:
+            self.tenants.charge(row, service, now)
 
     def end_service(self, key: FlowKey, correction: float, now: float) -> None:
         """A request of the flow has ended. ``correction``: actual minus expected cost, over the flow's weight."""
@@ -176,6 +189,15 @@ class Flows:
         if row is not None:
             self.running[row] -= 1
             self.policy.settle(row, correction, now)
+            if self.tenants is not None:
+                self.tenants.settle(row, correction, now)
+
+    def _begin_waiting(self, row: int) -> None:
+        waiting = self.heads.waiting
+        if self.tenants is not None:
+            self.tenants.begins_waiting(row)
+            waiting = waiting & self.tenants.siblings(row)
+        self.policy.activate(row, waiting)
 
     def _is_waiting(self, ticket: str) -> bool:
         return ticket in self._tickets
@@ -183,6 +205,8 @@ class Flows:
     def _refresh_head(self, row: int) -> None:
         heads, head = self.heads, self._flows[row].head()
         self._sizes[row] = len(self._flows[row].members)
+        if self.tenants is not None and heads.waiting[row] and head is None:
+            self.tenants.ends_waiting(row)
         heads.waiting[row] = head is not None
         if head is not None:
             heads.keys[row], heads.cached[row] = head[0], head[2].cached_tokens
@@ -202,6 +226,8 @@ class Flows:
         for _, key, row in sorted(idle, key=lambda one: one[0])[: (len(idle) + 1) // 2]:
             del self._rows[key]
             self.policy.forget(row)
+            if self.tenants is not None:
+                self.tenants.leave(row)
             self._free.append(row)
 
     def _is_idle(self, row: int) -> bool:
@@ -219,3 +245,5 @@ class Flows:
         heads = self.heads
         self.heads = FlowHeads(np.pad(heads.waiting, (0, rows - old)), grown(heads.keys), grown(heads.cached))
         self.policy.grow(rows)
+        if self.tenants is not None:
+            self.tenants.grow(rows)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from extproc.admission.buckets import Bucket, Claim, Limit
+from extproc.admission.chosen_names import MOST_NAMES, ChosenNames
 from extproc.errors import LimitsUnavailable, RateLimited
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 # Buckets kept. The least recently used is dropped first and starts full again.
 MAX_BUCKETS: Final = 100_000
+# In the key of a bucket, before a name that a client has chosen. Such buckets are kept apart, for each tenant and limit.
+_CHOSEN: Final = "/~"
+_MAX_TABLES: Final = 10_000
 
 Resource = Literal["requests", "input_tokens", "output_tokens", "total_tokens"]
 _RESOURCES: Final[tuple[Resource, ...]] = ("requests", "input_tokens", "output_tokens", "total_tokens")
@@ -77,11 +81,13 @@ class Grant(msgspec.Struct, frozen=True):
 class RouteLimits:
     """The limits of one ModelRoute."""
 
-    def __init__(self, route: ModelRoute) -> None:
+    def __init__(self, route: ModelRoute, names: ChosenNames | None = None) -> None:
+        """``names``: the values of headers that are in use, kept over changes of the route."""
         self._route = route.metadata.key
         self._limits = route.spec.rate_limits
+        self._names = ChosenNames() if names is None else names
 
-    def charges(self, caller: Caller, headers: Mapping[str, str], usage: Usage) -> list[Charge]:
+    def charges(self, caller: Caller, headers: Mapping[str, str], usage: Usage, now: float = 0.0) -> list[Charge]:
         """One charge for each amount that the limits name."""
         return [
             Charge(
@@ -93,10 +99,28 @@ class RouteLimits:
                 needs_redis=limit.scope == "Global" and limit.without_redis == "Refuse",
             )
             for index, limit in enumerate(self._limits)
-            for subject in [_subject(limit, caller, headers)]
+            for subject in [self._subject(index, limit, caller, headers, now)]
             for resource in _RESOURCES
             if (amount := getattr(limit, resource)) is not None
         ]
+
+    def _subject(self, index: int, limit: RateLimit, caller: Caller, headers: Mapping[str, str], now: float) -> str:
+        match limit.per:
+            case "Tenant":
+                return caller.tenant
+            case "User":
+                # two tenants may have users of the same name
+                return f"{caller.tenant}/{caller.user}"
+            case "ApiKey":
+                return caller.api_key
+            case "Header":
+                owner = f"{self._route}/{index}/{caller.tenant}"
+                value = headers.get((limit.header or "").lower(), "")
+                # an empty bucket is full again after this time
+                name = self._names.account(owner, value, now, idle_s=limit.burst * limit.unit_s)
+                return f"{caller.tenant}{_CHOSEN}{name}"
+            case "Route":
+                return ""
 
 
 class LocalLimits:
@@ -104,11 +128,13 @@ class LocalLimits:
 
     def __init__(self) -> None:
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+        # of names that clients have chosen, by what stands before the name: they can push out only their own kind
+        self._chosen: OrderedDict[str, OrderedDict[str, Bucket]] = OrderedDict()
 
     @property
     def buckets(self) -> int:
         """How many there are."""
-        return len(self._buckets)
+        return len(self._buckets) + sum(len(table) for table in self._chosen.values())
 
     def reserve(self, charges: Sequence[Charge], now: float) -> Grant:
         """Reserve all charges or none; raises RateLimited."""
@@ -131,15 +157,31 @@ class LocalLimits:
         bucket.level = min(limit.capacity, bucket.level - amount)
 
     def _bucket(self, charge: Charge, now: float) -> Bucket:
-        bucket = self._buckets.get(charge.key)
+        table, most = self._table(charge.key)
+        bucket = table.get(charge.key)
         if bucket is None:
-            bucket = self._buckets[charge.key] = Bucket(charge.limit.capacity, now)
-            if len(self._buckets) > MAX_BUCKETS:
-                self._buckets.popitem(last=False)
+            bucket = table[charge.key] = Bucket(charge.limit.capacity, now)
+            if len(table) > most:
+                table.popitem(last=False)
         else:
-            self._buckets.move_to_end(charge.key)
+            table.move_to_end(charge.key)
         bucket.fill(charge.limit, now)
         return bucket
+
+    def _table(self, key: str) -> tuple[OrderedDict[str, Bucket], int]:
+        """Where the bucket of ``key`` is kept, and how many are kept there."""
+        owner, mark, _ = key.rpartition(_CHOSEN)
+        if not mark:
+            return self._buckets, MAX_BUCKETS
+        table = self._chosen.get(owner)
+        if table is None:
+            table = self._chosen[owner] = OrderedDict()
+            if len(self._chosen) > _MAX_TABLES:
+                self._chosen.popitem(last=False)
+        else:
+            self._chosen.move_to_end(owner)
+        # twice as many as have names here: other processes of this machine name some, too
+        return table, 2 * MOST_NAMES
 
 
 def refusal(charges: Sequence[Charge], levels: Sequence[float]) -> RateLimited:
@@ -197,21 +239,6 @@ def granted_headers(grants: Sequence[Grant]) -> dict[str, str]:
 
 def _limit(limit: RateLimit, amount: int) -> Limit:
     return Limit(rate=amount / limit.unit_s, capacity=amount * limit.burst)
-
-
-def _subject(limit: RateLimit, caller: Caller, headers: Mapping[str, str]) -> str:
-    match limit.per:
-        case "Tenant":
-            return caller.tenant
-        case "User":
-            # two tenants may have users of the same name
-            return f"{caller.tenant}/{caller.user}"
-        case "ApiKey":
-            return caller.api_key
-        case "Header":
-            return headers.get((limit.header or "").lower(), "")
-        case "Route":
-            return ""
 
 
 def _duration(seconds: float) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from extproc.admission.fairness import BandShares, make_policy
 from extproc.admission.flows import Flows
 from extproc.admission.order import ORDERS
+from extproc.admission.tenants import TenantShares
 from extproc.errors import QueueFull
 
 if TYPE_CHECKING:
@@ -38,9 +39,12 @@ class BandState:
         self.spec = spec
         self.bytes = 0
         self.most_bytes = spec.max_bytes
-        policy = make_policy(spec.fairness or control.fairness, quantum=control.quantum, window_s=control.window)
-        ageing_s = control.ageing
-        self.flows = Flows(policy, ORDERS[spec.order or control.order](ageing_s), ageing_s)
+        fairness, ageing_s = spec.fairness or control.fairness, control.ageing
+        of_flows, of_tenants = (
+            make_policy(fairness, quantum=control.quantum, window_s=control.window) for _ in range(2)
+        )
+        tenants = None if fairness == "GlobalStrict" else TenantShares(of_tenants)
+        self.flows = Flows(of_flows, ORDERS[spec.order or control.order](ageing_s), ageing_s, tenants)
 
     @property
     def requests(self) -> int:

@@ -7,6 +7,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from extproc.admission.chosen_names import ChosenNames
 from extproc.admission.gate import Gate
 from extproc.admission.identity import name_in
 from extproc.admission.limits import LocalLimits, RouteLimits, Usage
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 # Of the engines that hold a prompt, how many are remembered while it waits.
 _MOST_HOLDERS: Final = 4
+# After this time without a request, the name of a session may be replaced by another.
+_FLOW_IDLE_S: Final = 60.0
 
 
 class AdmissionController:
@@ -37,11 +40,14 @@ class AdmissionController:
         self.gates: dict[str, Gate] = {}
         # by route, of those that have limits
         self.routes: dict[str, RouteLimits] = {}
+        self._names = ChosenNames()
         self._rng = rng
 
     def apply(self, snapshot: Snapshot, pools: Mapping[str, Pool]) -> None:
         """Follow the configuration. A gate whose flow control stays the same stays, with all who wait there."""
-        self.routes = {one.metadata.key: RouteLimits(one) for one in snapshot.routes if one.spec.rate_limits}
+        self.routes = {
+            one.metadata.key: RouteLimits(one, self._names) for one in snapshot.routes if one.spec.rate_limits
+        }
         before, self.gates = self.gates, {}
         for name, pool in pools.items():
             control, known = snapshot.flow_control_of(pool.spec), before.get(name)
@@ -50,12 +56,12 @@ class AdmissionController:
             elif control is not None:
                 self.gates[name] = self._new_gate(pool, control)
 
-    def charges(self, arrival: Arrival, usage: Usage) -> Sequence[Charge]:
+    def charges(self, arrival: Arrival, usage: Usage, now: float) -> Sequence[Charge]:
         """What the limits of the request's route must grant for ``usage``; empty if there are none."""
         limits = self.routes.get(arrival.destination.route)
         if limits is None:
             return ()
-        return limits.charges(arrival.caller, arrival.head.headers, usage)
+        return limits.charges(arrival.caller, arrival.head.headers, usage, now)
 
     def has_waiting(self) -> bool:
         """Whether any request waits at a gate."""
@@ -74,7 +80,7 @@ class AdmissionController:
         cached = float(expectation.demand.cached_tokens[pool.table.is_active].max(initial=0.0))
         return QueuedRequest(
             ticket=ticket,
-            flow=_flow(arrival, gate.control),
+            flow=self._flow(arrival, gate.control, now),
             arrived_at_s=now,
             expires_at_s=now + gate.longest_wait_s(),
             priority=arrival.priority,
@@ -83,10 +89,25 @@ class AdmissionController:
             uncached_tokens=expectation.input_tokens - cached,
             output_tokens=pool.expected_output(arrival.request.max_output_tokens, arrival.request.answers),
             deadline_at_s=now + _target_s(arrival),
-            session=name_in(arrival.head.headers, gate.control.session_header),
+            session=_session(arrival, gate.control),
             eligible=partial(pool.eligible, arrival.adapter, attachment.subset),
             holders=_holders(expectation.demand.cached_tokens) if cached else (),
         )
+
+    def _flow(self, arrival: Arrival, control: FlowControl, now: float) -> FlowKey:
+        """Whose part the request uses: first the tenant's, and of this the flow's."""
+        caller, tenant = arrival.caller, arrival.tenant
+        match control.flow_by:
+            case "TenantAndModel":
+                return FlowKey(tenant, arrival.destination.model)
+            case "User":
+                return FlowKey(tenant, part=caller.user)
+            case "Header":
+                value = name_in(arrival.head.headers, control.session_header)
+                owner = f"flow/{arrival.pool.name}/{tenant}"
+                return FlowKey(tenant, part=self._names.account(owner, value, now, idle_s=_FLOW_IDLE_S))
+            case _:
+                return FlowKey(tenant)
 
     def _new_gate(self, pool: Pool, control: FlowControl) -> Gate:
         def stages() -> Stages | None:
@@ -115,18 +136,10 @@ def _holders(cached_tokens: Floats) -> tuple[tuple[int, float], ...]:
     return tuple((int(row), float(cached_tokens[row])) for row in rows if cached_tokens[row])
 
 
-def _flow(arrival: Arrival, control: FlowControl) -> FlowKey:
-    caller, tenant = arrival.caller, arrival.tenant
-    match control.flow_by:
-        case "TenantAndModel":
-            return FlowKey(tenant, arrival.destination.model)
-        case "User":
-            return FlowKey(tenant, part=caller.user)
-        case "Header":
-            # within the tenant: sessions under another tenant's name would gain nothing
-            return FlowKey(tenant, part=name_in(arrival.head.headers, control.session_header))
-        case _:
-            return FlowKey(tenant)
+def _session(arrival: Arrival, control: FlowControl) -> str:
+    """The session or program, within its tenant; empty if it names none."""
+    name = name_in(arrival.head.headers, control.session_header)
+    return f"{arrival.tenant}/{name}" if name else ""
 
 
 def _target_s(arrival: Arrival) -> float:

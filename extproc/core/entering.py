@@ -55,7 +55,7 @@ class EnteringRequests:
         if arrival.destination.route not in self._admission.routes:
             return self._ask_tokens(record, arrival, now, out)
         record.limited = usage_to_reserve(arrival)
-        charges = self._admission.charges(arrival, record.limited)
+        charges = self._admission.charges(arrival, record.limited, now)
         local = [charge for charge in charges if not charge.is_global]
         if local:
             try:

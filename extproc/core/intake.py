@@ -51,6 +51,11 @@ class Intake:
         """The names that clients can ask for."""
         return self._routing.models
 
+    @property
+    def has_limits(self) -> bool:
+        """Whether some route has: a request that cannot be read might be one of its requests."""
+        return bool(self._limited)
+
     def admit(self, head: Head) -> Api:
         """Refuse what can be refused before the body is here."""
         api = INFERENCE_PATHS.get(head.path)

@@ -147,7 +147,9 @@ class Duplex:
         try:
             return intake.receive_for(pool, api, head, body)
         except BadRequest:
-            # engines know more APIs and fields than we do, and say best what is wrong
+            # engines know more APIs and fields than we do, and say best what is wrong; but no request gets round a limit so
+            if intake.has_limits:
+                raise
             return intake.receive_unread(pool, head, body)
 
     def _enter(self, arrival: Arrival) -> list[bytes]:

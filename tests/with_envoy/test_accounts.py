@@ -19,6 +19,7 @@ from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -143,9 +144,10 @@ async def test_images_count_before_the_engine_says_what_they_take(client: Client
 
 
 async def test_several_answers_streamed_without_usage_cost_what_was_asked_for(client: Client) -> None:
-    answer = await client.ask(max_tokens=20, n=100, stream=True, stream_options={"include_usage": False})
+    answer = await client.ask(max_tokens=500, n=100, stream=True, stream_options={"include_usage": False})
     assert answer.status_code == 200
-    await eventually(lambda: client.is_charged(2_000, 3_000))
+    # far more than all questions cost
+    await eventually(lambda: client.is_charged(50_000, 60_000))
 
 
 async def test_a_request_that_no_engine_served_costs_no_tokens(stack: Stack, client: Client) -> None:
@@ -161,3 +163,48 @@ async def test_a_request_that_no_engine_served_costs_no_tokens(stack: Stack, cli
 
     await eventually(is_back)
     assert before > 0
+
+
+async def test_new_values_of_a_header_are_no_new_allowance_without_end(tmp_path: Path) -> None:
+    limit = {"per": "Header", "header": "x-account", "unit": "month", "requests": 1}
+    flags = EngineFlags(count=2, speed=20.0)
+    asking = asyncio.Semaphore(16)
+    limits = httpx.Limits(max_connections=16)
+    async with (
+        running_stack(tmp_path / "stack", flags, route={"rateLimits": [limit]}) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=30, limits=limits) as http,
+    ):
+
+        async def ask(number: int) -> int:
+            async with asking:
+                return (await Client(http, f"{number}" + "x" * 4_000).ask(max_tokens=1)).status_code
+
+        statuses = await asyncio.gather(*(ask(number) for number in range(1_200)))
+    assert statuses.count(200) == 1_001
+    assert statuses.count(429) == 199
+
+
+async def test_a_tenant_of_many_users_gets_the_part_of_one(tmp_path: Path) -> None:
+    one_at_a_time = {"queueDepth": None, "kvUsage": None, "maxWait": None, "maxRequests": 1}
+    control = {"saturation": one_at_a_time, "flowBy": "User"}
+    served: list[str] = []
+    async with (
+        running_stack(
+            tmp_path / "stack",
+            EngineFlags(count=1, speed=10.0),
+            gateway={"clients": "Trusted"},
+            more={"flowControl": control},
+        ) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60, limits=httpx.Limits(max_connections=None)) as http,
+    ):
+
+        async def ask(tenant: str, user: str) -> None:
+            headers = {"content-type": "application/json", "x-attache-tenant": tenant, "x-attache-user": user}
+            answer = await http.post(CHAT, content=body(max_tokens=20), headers=headers)
+            assert answer.status_code == 200
+            served.append(tenant)
+
+        asked = [ask("many", f"user-{number}") for number in range(60)]
+        await asyncio.gather(*asked, *(ask("one", "alone") for _ in range(30)))
+    # both wait until about 60 were served; the users' share by number would be 58 of 60
+    assert 20 <= served[:50].count("one") <= 30

@@ -47,6 +47,8 @@ class Scene:
 
     def __init__(self, *, flow_control: str = FLOW_CONTROL, endpoints: str = ONE, priority: int = 0) -> None:
         self.priority = priority
+        # of the requests' bodies, beyond the usual ones
+        self.fields: dict[str, object] = {}
         files = self._files(flow_control, endpoints)
         self.core = Core(load(files), rng=random.Random(0), ticket_prefix="t")
 
@@ -59,8 +61,8 @@ class Scene:
     def enter(self, tenant: str = "acme", now: float = 0.0) -> Decision | Hold:
         """Raises what its client would be told."""
         head = Head("POST", "/v1/chat/completions", {"x-attache-tenant": tenant}, has_body=True, is_trusted=True)
-        body = json.dumps({"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "hi " * 200}]})
-        own, _ = self.core.arrive(self.core.intake.receive(Api.CHAT, head, body.encode()), now)
+        fields = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "hi " * 200}], **self.fields}
+        own, _ = self.core.arrive(self.core.intake.receive(Api.CHAT, head, json.dumps(fields).encode()), now)
         if isinstance(own, Refused):
             raise own.refusal
         assert isinstance(own, Decision | Hold)
@@ -187,6 +189,43 @@ def test_who_hangs_up_before_there_was_an_answer_pays_as_if_it_was_being_written
 
 def test_a_request_that_no_engine_answered_costs_nothing() -> None:
     assert hung_up(Scene(), after_s=0.3, ttfb_s=None, status=503) == pytest.approx(0, abs=0.5)
+
+
+def test_who_hangs_up_on_several_answers_pays_for_all_of_them() -> None:
+    scene = Scene()
+    scene.fields = {"n": 4, "stream": True}
+    assert hung_up(scene, after_s=0.7) == pytest.approx(80, abs=0.5)
+    scene = Scene()
+    scene.fields = {"n": 4, "stream": True}
+    assert hung_up(scene, after_s=60.0) == pytest.approx(200, abs=0.5)
+
+
+def test_who_asks_for_a_stream_without_usage_pays_what_was_reserved() -> None:
+    scene = Scene()
+    scene.fields = {"n": 4, "stream": True, "stream_options": {"include_usage": False}}
+    assert hung_up(scene, after_s=0.7) == pytest.approx(200, abs=0.5)
+
+
+def test_an_engine_that_reports_more_than_was_asked_for_is_not_believed() -> None:
+    scene = Scene()
+    first = scene.sent()
+    scene.core.finish(first.ticket, 1.0)
+    scene.core.settle(outcome(first.ticket, completion_tokens=900_000_000), 1.0)
+    output = scene.core.admission.limits._buckets["default/chat/0/output_tokens/acme"]
+    assert output.level == pytest.approx(950, abs=0.5)
+
+
+def test_several_answers_teach_the_length_and_the_time_of_one() -> None:
+    scene = Scene()
+    scene.fields = {"n": 5, "stream": True}
+    caches = scene.core.pools["default/llama"].caches
+    caches.output_tokens = 7.0
+    first = scene.sent()
+    scene.core.finish(first.ticket, 1.0)
+    scene.core.settle(outcome(first.ticket, completion_tokens=35), 1.0)
+    assert caches.output_tokens == pytest.approx(7.0)
+    # 6 tokens after the first one, in half a second
+    assert scene.core.pools["default/llama"].table.tpot_s.max() == pytest.approx(0.5 / 6, rel=0.01)
 
 
 def test_without_a_time_per_token_what_was_reserved_counts() -> None:

@@ -17,7 +17,7 @@ from extproc.streams.duplex import Duplex
 from extproc.streams.exchange import Exchange
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
 from extproc.streams.responses import MOST_BODY_BYTES
-from tests.extproc.conftest import shell
+from tests.extproc.conftest import CONFIG, shell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -283,6 +283,15 @@ spec: {model: base, endpoints: [{address: "10.0.0.1:8000"}]}
     gateway = Gateway(core, pool="default/pool")
     (answer,) = gateway.headers("/anything", method="GET", end=True)
     assert answer.immediate_response.status.code == 503
+
+
+def test_a_body_that_cannot_be_read_gets_round_no_limit() -> None:
+    limited = CONFIG.replace(b"modelName: chat", b"modelName: chat\n  rateLimits: [{requests: 1}]")
+    core = Core(load({"a.yaml": limited}), rng=random.Random(0), ticket_prefix="t")
+    for body in (b"not json", CHAT.replace(b'"chat"', b'"chat", "max_tokens": -5')):
+        gateway = Gateway(core, pool="default/llama")
+        (answer,) = gateway.headers() + gateway.body(body)
+        assert answer.immediate_response.status.code == 400
 
 
 def test_without_a_pool_the_routes_decide(core: Core) -> None:

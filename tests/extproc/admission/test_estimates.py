@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is reserved for an answer without a bound: the length that nearly all recent answers did not exceed."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.admission.estimates import InputEstimate, OutputEstimate
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=256, max_size=600))
+def test_95_of_100_recent_answers_were_not_longer(lengths: list[float]) -> None:
+    estimate = OutputEstimate()
+    for length in lengths:
+        estimate.learn(length)
+    recent = lengths[-256:]
+    assert estimate.tokens in recent
+    assert sum(length <= estimate.tokens for length in recent) >= math.ceil(0.95 * 256)
+    assert sum(length < estimate.tokens for length in recent) < math.ceil(0.95 * 256)
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=255))
+def test_until_there_are_many_the_first_guess_is_one_of_them(lengths: list[float]) -> None:
+    estimate = OutputEstimate()
+    for length in lengths:
+        estimate.learn(length)
+    assert estimate.tokens == sorted([1_000.0, *lengths])[math.ceil(0.95 * (len(lengths) + 1)) - 1]
+
+
+def test_the_template_counts_for_each_prompt() -> None:
+    estimate = InputEstimate()
+    assert estimate.tokens(0, 4.0, prompts=10) == 10 * estimate.tokens(0, 4.0)
+    before = estimate.tokens(0, 4.0)
+    # 10 prompts of 8 tokens, 6 of which their bytes do not explain: less than the 16 that are assumed
+    estimate.learn(prompt_bytes=80, bytes_per_token=4.0, tokens=80, prompts=10)
+    assert estimate.tokens(0, 4.0) < before
