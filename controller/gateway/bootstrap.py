@@ -13,8 +13,20 @@ from envoy_data_plane.envoy.config.core.v3 import (
     PathConfigSource,
     WatchedDirectory,
 )
+from envoy_data_plane.envoy.config.overload.v3 import (
+    BufferFactoryConfig,
+    OverloadAction,
+    OverloadManager,
+    ResourceMonitor,
+    ScaledTrigger,
+    ThresholdTrigger,
+    Trigger,
+)
+from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.v3 import DownstreamConnectionsConfig
+from envoy_data_plane.envoy.extensions.resource_monitors.fixed_heap.v3 import FixedHeapConfig
+from envoy_data_plane.google.protobuf import Any
 
-from controller.gateway.envoy_json import address
+from controller.gateway.envoy_json import address, seconds
 
 if TYPE_CHECKING:
     from extproc.config.types import GatewayConfigSpec
@@ -45,4 +57,38 @@ def bootstrap(gateway: GatewayConfigSpec, directory: str) -> Bootstrap:
             lds_config=file_source(directory, LISTENERS_FILE),
             cds_config=file_source(directory, CLUSTERS_FILE),
         ),
+        overload_manager=_overload_manager(gateway),
+    )
+
+
+def _overload_manager(gateway: GatewayConfigSpec) -> OverloadManager:
+    """What Envoy gives up, and in which order, before it runs out of memory."""
+    heap = "envoy.resource_monitors.fixed_heap"
+
+    def action(name: str, threshold: float) -> OverloadAction:
+        trigger = Trigger(name=heap, threshold=ThresholdTrigger(value=threshold))
+        return OverloadAction(name=f"envoy.overload_actions.{name}", triggers=[trigger])
+
+    return OverloadManager(
+        refresh_interval=seconds(0.25),
+        resource_monitors=[
+            ResourceMonitor(name=heap, typed_config=Any.pack(FixedHeapConfig(max_heap_size_bytes=gateway.max_heap))),
+            ResourceMonitor(
+                name="envoy.resource_monitors.global_downstream_max_connections",
+                typed_config=Any.pack(
+                    DownstreamConnectionsConfig(max_active_downstream_connections=gateway.max_connections)
+                ),
+            ),
+        ],
+        actions=[
+            action("shrink_heap", 0.75),
+            OverloadAction(
+                name="envoy.overload_actions.reset_high_memory_stream",
+                triggers=[Trigger(name=heap, scaled=ScaledTrigger(scaling_threshold=0.85, saturation_threshold=0.95))],
+            ),
+            action("stop_accepting_requests", 0.92),
+            action("stop_accepting_connections", 0.97),
+        ],
+        # streams that hold 1 MiB and more are counted
+        buffer_factory_config=BufferFactoryConfig(minimum_account_to_track_power_of_two=20),
     )

@@ -94,11 +94,10 @@ RENAME_FILTER: Final = "attache.rename_without_extproc"
 # The last event of the responses API repeats the whole answer beside its usage.
 _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 
+# Not the responses API.
+_OTHER_PATHS: Final = f"({CHAT_PATH}|{COMPLETIONS_PATH}|{EMBEDDINGS_PATH})(\\?.*)?"
+
 _USAGE_PATHS: Final = (
-    (PROMPT_TOKENS, ("usage", "prompt_tokens")),
-    (COMPLETION_TOKENS, ("usage", "completion_tokens")),
-    (CACHED_TOKENS, ("usage", "prompt_tokens_details", "cached_tokens")),
-    # the responses API
     (PROMPT_TOKENS, ("usage", "input_tokens")),
     (COMPLETION_TOKENS, ("usage", "output_tokens")),
     (CACHED_TOKENS, ("usage", "input_tokens_details", "cached_tokens")),
@@ -175,9 +174,9 @@ def _read_model_without_extproc() -> ExtensionWithMatcher:
 
 
 def _read_usage() -> ExtensionWithMatcher:
-    """Usage of plain answers. They are held until whole for that, so embeddings, which can be huge, are left out."""
+    """Usage of plain answers of the responses API, which repeat what clients sent: they are held whole, for a parser."""
     reads = JsonToMetadata(response_rules=JsonToMetadataMatchRules(rules=list(_usage_rules())))
-    return _skipped_if(":path", f"{EMBEDDINGS_PATH}(\\?.*)?", typed("envoy.filters.http.json_to_metadata", reads))
+    return _skipped_if(":path", _OTHER_PATHS, typed("envoy.filters.http.json_to_metadata", reads))
 
 
 def _read_usage_of_responses() -> ExtensionWithMatcher:
@@ -190,8 +189,7 @@ def _read_usage_of_responses() -> ExtensionWithMatcher:
             content_parser=typed("envoy.content_parsers.json", parser), max_event_size=_MAX_EVENT_BYTES
         )
     )
-    others = f"({CHAT_PATH}|{COMPLETIONS_PATH}|{EMBEDDINGS_PATH})(\\?.*)?"
-    return _skipped_if(":path", others, typed("envoy.filters.http.sse_to_metadata", reads))
+    return _skipped_if(":path", _OTHER_PATHS, typed("envoy.filters.http.sse_to_metadata", reads))
 
 
 def _usage_rules(under: tuple[str, ...] = ()) -> Iterator[JsonToMetadataRule]:

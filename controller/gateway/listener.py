@@ -67,6 +67,7 @@ def listener(gateway: GatewayConfigSpec, directory: str, *, longest_wait_s: floa
     return Listener(
         name="attache",
         address=address(gateway.listen),
+        # of what filters hold: the bodies of requests, and plain answers of the responses API
         per_connection_buffer_limit_bytes=gateway.max_body_size,
         filter_chains=[
             FilterChain(
@@ -107,6 +108,7 @@ def _connection_manager(gateway: GatewayConfigSpec, directory: str, longest_wait
         # A malformed request ends its stream, not the connection that others share.
         stream_error_on_invalid_http_message=True,
         request_headers_timeout=seconds(30),
+        request_timeout=seconds(gateway.request_timeout + longest_wait_s),
         stream_idle_timeout=seconds(_IDLE_S + longest_wait_s),
         # which engine answers, and in which version, is not for clients
         server_header_transformation=HttpConnectionManagerServerHeaderTransformation.OVERWRITE,

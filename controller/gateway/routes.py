@@ -141,8 +141,6 @@ def _routes_without_extproc(snapshot: Snapshot, memo: Memo) -> Iterator[dict[str
     for route in snapshot.routes:
         named = [servers[route.server_key(target)] for rule in route.spec.rules for target in rule.target_models]
         yield from memo.get(_of_route, route, *named)
-    if len(snapshot.servers) == 1:
-        yield memo.get(_to_only_server, snapshot.servers[0])
 
 
 def _of_route(route: ModelRoute, *servers: ModelServer) -> list[dict[str, object]]:
@@ -160,12 +158,6 @@ def _of_route(route: ModelRoute, *servers: ModelServer) -> list[dict[str, object
             match = _match_without_extproc(rule, list(route.spec.lora_adapters))
             found.append(Route(name=f"{name}/adapters", match=match, route=_action(targets)))
     return [to_plain(one) for one in found]
-
-
-def _to_only_server(server: ModelServer) -> dict[str, object]:
-    """Nothing to choose: a body that Envoy could not read a model from goes to the engines, which will say why."""
-    match = RouteMatch(prefix="/", headers=[_is_inference(), _is_method("POST")])
-    return to_plain(Route(name="without-extproc/only-server", match=match, route=_action([(server, 1)])))
 
 
 def _match_without_extproc(rule: RouteRule, names: list[str]) -> RouteMatch:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filter for streamed chats: reads usage, and drops its chunk if we asked for it.
+"""The filter for answers: reads usage, and drops its chunk of a stream if we asked for it.
 
 Engines send usage in a chunk of its own, without choices, and only if ``stream_options.include_usage`` asks for it. extproc asks
 where the client did not, and says so in metadata; a client that did not ask must not meet a chunk without choices.
 
 A piece of an answer may end anywhere. What follows its last whole event is held back until the rest of that event has come: no
 client acts on half an event. What is held back is bounded; a longer event passes in pieces, and nothing is read from it.
+
+Plain answers are read on their way as well: nothing is held, so no buffer bounds them.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from extproc.protocol import (
 
 # An event with usage has some hundred bytes.
 MOST_HELD_BYTES: Final = 64 * 1024
+# The usage of a plain answer is no longer than this.
+_OVERLAP_BYTES: Final = 2048
 
 # Quotes within JSON strings are escaped, so text that a model writes matches none of the patterns.
 # Wrappers such as dynamicMetadata() are valid within one piece only.
@@ -82,17 +86,35 @@ local function without_usage(handle, text, hides)
   return dropped and table.concat(kept) or nil
 end
 
+-- An answer that is not streamed passes as it comes; usage may be cut anywhere.
+local function read_plain(response_handle)
+  local before = ""
+  for chunk in response_handle:bodyChunks() do
+    local size = chunk:length()
+    if size > 0 then
+      local text = before .. chunk:getBytes(0, size)
+      if string.find(text, '"usage"', 1, true) then
+        read_usage(response_handle, text)
+      end
+      before = string.sub(text, -@OVERLAP@)
+    end
+  end
+end
+
 function envoy_on_response(response_handle)
   local headers = response_handle:headers()
-  local kind, encoding = headers:get("content-type"), headers:get("content-encoding")
-  if not kind or string.sub(string.lower(kind), 1, 17) ~= "text/event-stream" then
-    return
-  end
+  local kind, encoding = string.lower(headers:get("content-type") or ""), headers:get("content-encoding")
   if encoding and encoding ~= "identity" then
     return
   end
   local decision = response_handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
   if not decision or not decision["@TICKET@"] then
+    return
+  end
+  if string.find(kind, "application/json", 1, true) == 1 then
+    return read_plain(response_handle)
+  end
+  if string.find(kind, "text/event-stream", 1, true) ~= 1 then
     return
   end
   local hides = decision["@HIDES_USAGE@"] ~= nil
@@ -147,6 +169,7 @@ def stream_usage() -> Lua:
         "@TICKET@": TICKET,
         "@HIDES_USAGE@": HIDES_USAGE,
         "@MOST_HELD@": str(MOST_HELD_BYTES),
+        "@OVERLAP@": str(_OVERLAP_BYTES),
     }.items():
         script = script.replace(mark, text)
     return Lua(default_source_code=DataSource(inline_string=script))

@@ -220,7 +220,13 @@ class GatewayConfigSpec(Spec, frozen=True):
     failure_mode: Literal["Open", "Close"] = "Open"
     # The longest that Envoy waits for extproc's answer to one message.
     message_timeout: Duration = Duration("5s")
-    max_body_size: ByteSize = ByteSize("64Mi")
+    max_body_size: ByteSize = ByteSize("16Mi")
+    # Envoy's memory: near this, it resets the streams that hold most of it, then takes no more requests, then no connections.
+    max_heap: ByteSize = ByteSize("2Gi")
+    # The most that clients may have open at a time; more are closed at once.
+    max_connections: Annotated[int, msgspec.Meta(ge=1)] = 20_000
+    # How long a client may take to send a whole request; the longest hold is added.
+    request_timeout: Duration = Duration("2m")
     access_log_flush: Duration = Duration("200ms")
     # Trusted: only gateways of our own can connect, which write tenants, users and objectives into headers and remove
     # their clients'. Untrusted: such headers are removed here.

@@ -82,9 +82,9 @@ async def test_a_prompt_of_10_mb_is_routed(stack: Stack) -> None:
 
 
 async def test_a_body_beyond_the_limit_is_refused(stack: Stack) -> None:
-    answer = await post(stack, b" " * (65 * 1024 * 1024))
+    answer = await post(stack, b" " * (17 * 1024 * 1024))
     assert answer.status_code == 413
-    assert "64Mi" in answer.json()["error"]["message"]
+    assert "16Mi" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

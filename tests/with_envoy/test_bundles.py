@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from bench.processes import Processes, free_ports
-from bench.stack import MODEL, documents, envoy_command
+from bench.stack import ALIAS, documents, envoy_command
 from controller.bundle import GOLDEN_PATH, write_once
 from extproc.config.directory import load_directory
 from tests.waiting import eventually
@@ -128,7 +128,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
 
 
 async def test_tokens_reach_the_client_as_they_come_and_odd_events_pass(gateway: Gateway) -> None:
-    body = {"model": MODEL, "stream": True, "messages": []}
+    body = {"model": ALIAS, "stream": True, "messages": []}
     async with (
         httpx.AsyncClient(timeout=10) as http,
         http.stream("POST", f"{gateway.url}/v1/chat/completions", json=body) as answer,
@@ -143,6 +143,14 @@ async def test_tokens_reach_the_client_as_they_come_and_odd_events_pass(gateway:
 
 async def test_an_answer_larger_than_any_buffer_passes(gateway: Gateway) -> None:
     async with httpx.AsyncClient(timeout=30) as http:
-        answer = await http.post(f"{gateway.url}/v1/embeddings", json={"model": MODEL, "input": "x"})
+        answer = await http.post(f"{gateway.url}/v1/embeddings", json={"model": ALIAS, "input": "x"})
     assert answer.status_code == 200
     assert len(answer.content) > 80_000_000
+
+
+@pytest.mark.parametrize("body", [b'{"model": "unknown"}', b'{"messages": []}', b"not JSON", b'{"model": 7}'])
+async def test_without_extproc_no_model_is_served_that_no_route_names(gateway: Gateway, body: bytes) -> None:
+    async with httpx.AsyncClient(timeout=10) as http:
+        answer = await http.post(f"{gateway.url}/v1/embeddings", content=body)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"

@@ -94,6 +94,21 @@ async def test_the_chunk_is_dropped_after_an_event_that_was_too_long_to_hold(gat
     assert await gateway.outcomes_since(before) == [COUNTED]
 
 
+async def test_usage_of_a_plain_answer_is_read_wherever_it_is_cut(gateway: Gateway) -> None:
+    whole = (
+        b'{"choices": [{"message": {"content": "\\"usage\\": {\\"prompt_tokens\\": 9}"}}], '
+        + USAGE[USAGE.index(b'"usage"') : -2]
+    )
+    before = len(gateway.outcomes())
+    gateway.engine.headers = {"content-type": "application/json"}
+    try:
+        for pieces in ([whole], [whole[at : at + 1] for at in range(len(whole))]):
+            assert await answer_to(gateway, pieces, stream=False) == whole
+    finally:
+        gateway.engine.headers = {}
+    assert await gateway.outcomes_since(before, 2) == [COUNTED, COUNTED]
+
+
 async def test_usage_beside_choices_is_counted_and_stays(gateway: Gateway) -> None:
     last = USAGE.replace(b"[]", b'[{"index": 0, "delta": {}}]')
     before = len(gateway.outcomes())

@@ -50,7 +50,7 @@ def test_a_route_and_a_server_make_a_snapshot() -> None:
     assert (route.spec.model_name, route.spec.lora_adapters) == ("chat", ("sql",))
     assert [endpoint.address for endpoint in server.spec.endpoints] == ["127.0.0.1:8001", "[::1]:8002"]
     assert server.spec.traffic_policy.timeout == 1800
-    assert snapshot.gateway.max_body_size == 64 << 20
+    assert snapshot.gateway.max_body_size == 16 << 20
 
 
 def test_several_documents_may_share_a_file() -> None:

@@ -26,6 +26,10 @@ FORGEABLE = [
     "x-encoder-hosts-ports",
     "x-data-parallel-host-port",
     "x-kv-cache-source-host-port",
+    "x-data-parallel-rank",
+    "x-session-token",
+    "x-prefiller-url",
+    "x-kv-transfer-params",
     "x-gateway-destination-endpoint-subset",
     "x-attache-server",
 ]

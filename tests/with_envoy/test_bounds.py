@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients may make Envoy hold: bodies, connections, memory. Answers are bounded by none of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING
+
+import httpx
+
+from tests.with_envoy.stand_in import gateway_on
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": "llama", "messages": []}
+
+
+async def test_a_small_limit_of_bodies_does_not_bound_answers(tmp_path: Path) -> None:
+    async with gateway_on(tmp_path, gateway={"maxBodySize": "100Ki"}) as gateway:
+        gateway.engine.is_plain = True
+        usage = {"usage": {"prompt_tokens": 31, "completion_tokens": 7}}
+        gateway.engine.pieces = [json.dumps({"text": "x" * 3_000_000, **usage}).encode()]
+        answer = await gateway.http.post(gateway.url + CHAT, json=BODY)
+        assert (answer.status_code, len(answer.content)) == (200, len(gateway.engine.pieces[0]))
+        assert await gateway.outcomes_since(0) == [{"prompt": 31, "completion": 7, "cached": None}]
+        refused = await gateway.http.post(gateway.url + CHAT, json={**BODY, "user": "x" * 200_000})
+        assert refused.status_code == 413
+        assert "100Ki" in refused.json()["error"]["message"]
+
+
+async def close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+async def test_connections_beyond_the_limit_are_closed(tmp_path: Path) -> None:
+    async with gateway_on(tmp_path, gateway={"maxConnections": 4}) as gateway:
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(6)]
+        await asyncio.sleep(0.2)
+        closed = 0
+        for reader, writer in held:
+            try:
+                closed += await asyncio.wait_for(reader.read(1), 0.2) == b""
+            except TimeoutError:
+                pass  # still open, which is what is counted
+            except ConnectionError:
+                closed += 1
+            await close(writer)
+        assert closed >= 2
+
+
+async def test_a_body_that_does_not_come_ends_its_request(tmp_path: Path) -> None:
+    async with gateway_on(tmp_path, gateway={"requestTimeout": "1s"}) as gateway:
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{{".encode())
+        answer = await asyncio.wait_for(reader.read(4096), 10)
+        assert b" 408 " in answer.splitlines()[0]
+        assert b'"error"' in answer
+        await close(writer)
+
+
+async def test_unfinished_bodies_end_before_memory_does(tmp_path: Path) -> None:
+    async with gateway_on(tmp_path, gateway={"maxHeap": "80Mi", "maxBodySize": "16Mi"}) as gateway:
+        gateway.engine.is_plain = True
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        writers = []
+        for _ in range(12):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 16000000\r\n\r\n".encode())
+            writer.write(b" " * 15_000_000)
+            writers.append(writer)
+        await asyncio.sleep(2)
+        for writer in writers:
+            await close(writer)
+        await asyncio.sleep(1)
+        async with httpx.AsyncClient(timeout=10) as http:
+            assert (await http.post(gateway.url + CHAT, json=BODY)).status_code == 200
