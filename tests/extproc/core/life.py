@@ -110,10 +110,12 @@ class Life:
                 happened = Event.GIVEN_UP if gave_up else Event.DISPATCHED
             elif happened is None and after is not state:
                 assert state is State.ENDED or ticket in self.elsewhere, (ticket, state, after, event)
-                if state is State.RUNNING and after is State.ABSENT:  # many ended at once, and this one first
-                    self.check(ticket, Event.FINISHED, state, State.ENDED)
-                    state = State.ENDED  # noqa: PLW2901 - the next event's
                 happened = Event.FORGOTTEN if state is State.ENDED else Event.FINISHED
+            if happened is Event.FINISHED and state is State.RUNNING and after is State.ABSENT:
+                # many have ended at once, and this one first; or it ended before under the same ticket
+                assert ticket in self.elsewhere
+                self.check(ticket, happened, state, State.ENDED)
+                happened, state = Event.FORGOTTEN, State.ENDED  # noqa: PLW2901 - the next event's
             if happened is not None:
                 self.check(ticket, happened, state, after)
         self.perform(effects)

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from extproc.core.core import Core
 from extproc.core.effects import AskLimits
-from extproc.core.peer_events import SILENCE_S, Alive, EngineSaid
+from extproc.core.peer_events import SILENCE_S, Alive, Ended, EngineSaid
 from extproc.core.states import TRANSITIONS, Event, IllegalEvent, State
 from extproc.core.types import Head
 from extproc.endpoints.engine_reports import EngineReport
@@ -87,6 +87,7 @@ class Requests(Life, RuleBasedStateMachine):
     def many_arrive_and_get_what_they_ask_for(self, count: int, tenant: str, urgency: str) -> None:
         self.arrive(count, words=20, tenant=tenant, urgency=urgency, stream=False)
         self.all_that_was_asked_for_comes()
+        self.pass_time(0.0)
 
     @precondition(Life.asking)
     @rule(data=st.data(), kind=st.sampled_from(["granted", "refused", "nobody"]))
@@ -120,7 +121,10 @@ class Requests(Life, RuleBasedStateMachine):
         """Whatever its state is, and whether it can still matter or comes twice or too late."""
         for event in events:
             ticket = self.some_ticket(data)
-            if event in {Event.OUTCOME, Event.STARTED_ELSEWHERE} or ticket not in self.elsewhere:
+            if ticket in self.elsewhere and event in {Event.LEFT, Event.FINISHED}:
+                # only its own worker can end it
+                self.hear(data.draw(st.sampled_from("pq")), Ended(ticket))
+            else:
                 self.make(event, ticket, *data.draw(st.sampled_from([(0, None), (200, None), (200, 70), (503, None)])))
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.5, 5.0]))
@@ -221,6 +225,8 @@ def in_state(life: Life, state: State) -> str:
     if state is State.ABSENT:
         return "unknown"
     life.arrive(3 if waits else 1)
+    # whoever waits has been looked at
+    life.pass_time(0.0)
     ticket = life.own[-1]
     if state is State.SETTLED:
         life.make(Event.OUTCOME, ticket)
