@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.config.load import load
-from extproc.core.effects import Hold
+from extproc.core.effects import Decision, Hold, Refused
 from extproc.core.states import IllegalEvent, State
 from extproc.metrics.registry import Metrics
 from extproc.streams.duplex import Duplex
@@ -226,6 +226,57 @@ def test_who_asks_is_read_only_where_a_gateway_vouches_for_it(core: Core, *, dup
     core.apply(load({"all.yaml": TENANTS}), 0.0)
     assert says_it_is_acme(core, is_trusted=False, duplex=duplex) == "anonymous"
     assert says_it_is_acme(core, is_trusted=True, duplex=duplex) == "acme"
+
+
+ONE_ENGINE = b', {address: "10.0.0.2:8000"}, {address: "10.0.0.3:8000"}'
+
+
+def held_behind_another(core: Core) -> tuple[Conversation, Conversation]:
+    """Two requests before one engine that takes one at a time: the second waits."""
+    core.apply(load({"all.yaml": TENANTS.replace(ONE_ENGINE, b"")}), 0.0)
+    first, second = Conversation(core), Conversation(core)
+    first.send_headers()
+    first.send_body(CHAT)
+    second.send_headers()
+    message = ProcessingRequest()
+    message.request_body.body, message.request_body.end_of_stream = CHAT, True
+    assert second.exchange.receive(message) == []
+    assert isinstance(second.exchange.pending, Hold)
+    return first, second
+
+
+@pytest.mark.parametrize(("now", "answer"), [(10.0, "request_body"), (1000.0, "immediate_response")])
+def test_a_held_request_is_answered_when_its_wait_ends(core: Core, now: float, answer: str) -> None:
+    first, second = held_behind_another(core)
+    if answer == "request_body":
+        first.exchange.close()
+    (end,) = [one for one in core.tick(now) if isinstance(one, Decision | Refused)]
+    (told,) = second.exchange.resume(end)
+    assert ProcessingResponse.FromString(told).WhichOneof("response") == answer
+    assert second.exchange.pending is None
+    # an answer that comes once more has nobody to go to
+    assert second.exchange.resume(end) == []
+    first.exchange.close()
+    second.exchange.close()
+    assert core.pools["default/llama"].table.in_flight.sum() == 0
+
+
+def test_an_answer_for_a_stream_that_has_asked_nothing_goes_nowhere(conversation: Conversation) -> None:
+    assert conversation.exchange.resume(None) == []
+    conversation.send_headers()
+    assert conversation.exchange.resume(None) == []
+
+
+@pytest.mark.parametrize(("model", "status"), [("chat", "request_body"), ("of-no-route", "request_body")])
+def test_a_gateway_with_one_pool_gets_a_pick_for_models_of_no_route(core: Core, model: str, status: str) -> None:
+    metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)
+    one = Conversation(core)
+    one.exchange = Exchange(shell(core, metrics, pool="default/llama"), Duplex, is_trusted=lambda: False)
+    one.send_headers()
+    assert one.send_body(CHAT.replace(b'"chat"', f'"{model}"'.encode())).WhichOneof("response") == status
+    assert core.pools["default/llama"].table.in_flight.sum() == 1
+    one.exchange.close()
+    assert core.pools["default/llama"].table.in_flight.sum() == 0
 
 
 def test_a_client_that_leaves_while_its_request_is_held_leaves_nothing_behind(core: Core) -> None:

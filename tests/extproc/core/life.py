@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may happen to the requests of a core, and what must hold after each event.
+
+``Life`` is the core's shell, the gateway, the store of global limits and two other workers in one. It knows which streams are
+open and what each request was granted, and holds the core's records, loads, queues and accounts against that.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+
+from extproc.admission.limits import LocalLimits
+from extproc.core import running
+from extproc.core.core import Core
+from extproc.core.effects import (
+    AskLimits,
+    AskTokens,
+    Decision,
+    Effect,
+    Hold,
+    Refused,
+    Settled,
+    SettleGrant,
+    Tell,
+    WakeAt,
+)
+from extproc.core.feedback import usage_of
+from extproc.core.peer_events import SILENCE_S, Alive, EventBatch, Learned, PeerEvent, Spent
+from extproc.core.states import TRANSITIONS, Event, State
+from extproc.core.types import Head, Outcome
+from extproc.errors import RateLimited, Refusal
+from extproc.request.model import Api
+from extproc.scheduling.request_started import RequestStarted
+from tests.extproc.core.setting import (
+    GATES,
+    IN_FLIGHT,
+    LIMITS,
+    MOST_ENDED,
+    SERVER,
+    STARTED,
+    Worker,
+    body,
+    outcome_of,
+    snapshot,
+    told,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from extproc.admission.limits import Grant, Usage
+    from extproc.core.entering import Answer, Own
+    from extproc.core.record import Run
+
+# Ticks that one wake-up may lead to; far more than there are requests.
+_MOST_TICKS = 500
+
+
+class Life:
+    """``reached``: how often each event happened in each state."""
+
+    def __init__(self, reached: Counter[tuple[State, Event]]) -> None:
+        self.reached = reached
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(running, "MOST_ENDED", MOST_ENDED)
+        # a step has failed: the end would fail, too, and hide why
+        self.has_failed = False
+        self.now = 0.0
+        self.wake_at_s: float | None = None
+        self.core = Core(snapshot(limits=LIMITS[2]), rng=random.Random(0), ticket_prefix="t", machine="here")
+        self.store = LocalLimits()
+        self.unsettled: list[Grant] = []
+        # own requests: whose streams wait for something, which were sent and are not closed, all that there were
+        self.pending: dict[str, AskLimits | AskTokens | Hold] = {}
+        self.decided: list[str] = []
+        self.own: list[str] = []
+        # what each was granted by this process, and its run, from its decision until it is accounted for
+        self.sent: dict[str, tuple[tuple[Grant, ...], Run]] = {}
+        # by bucket: what the other workers were told, and what should be gone in the end
+        self.spent: defaultdict[str, float] = defaultdict(float)
+        self.used: defaultdict[str, float] = defaultdict(float)
+        self.workers = {"p": Worker("p", GATES[1].replace("maxRequests: 1}", "maxRequests: 99}")), "q": Worker("q", "")}
+        self.batches: list[tuple[str, PeerEvent]] = []
+        # requests of other workers that run by what was heard, with their worker; and when each was last heard of
+        self.elsewhere: dict[str, str] = {}
+        self.heard_at_s: dict[str, float] = {}
+        self.seen: list[str] = ["unknown"]
+
+    def happens(self, event: Event | None, subject: str, verb: Callable[[], list[Effect]]) -> list[Effect]:
+        """Call the core, hold every change of state against the table, and do what the core asks for.
+
+        ``event`` happens to the request ``subject``; to others happens what follows from it.
+        """
+        self.has_failed = True
+        before = {ticket: self.core.state_of(ticket) for ticket in self.seen}
+        before.setdefault(subject, State.ABSENT)
+        effects = verb()
+        ends = {one.ticket: one for one in effects if isinstance(one, Decision | Refused) and one.was_held}
+        for ticket, state in before.items():
+            after = self.core.state_of(ticket)
+            happened = event if ticket == subject else None
+            if ticket in ends:
+                gave_up = isinstance(ends[ticket], Refused)
+                happened = Event.GIVEN_UP if gave_up else Event.DISPATCHED
+            elif happened is None and after is not state:
+                assert state is State.ENDED or ticket in self.elsewhere, (ticket, state, after, event)
+                happened = Event.FORGOTTEN if state is State.ENDED else Event.FINISHED
+            if happened is Event.FINISHED and state is State.RUNNING and after is State.ABSENT:
+                # many have ended at once, and this one first; or it ended before under the same ticket
+                assert ticket in self.elsewhere
+                self.check(ticket, happened, state, State.ENDED)
+                happened, state = Event.FORGOTTEN, State.ENDED  # noqa: PLW2901 - the next event's
+            if happened is not None:
+                self.check(ticket, happened, state, after)
+        self.perform(effects)
+        self.has_failed = False
+        return effects
+
+    def check(self, ticket: str, event: Event, before: State, after: State) -> None:
+        self.reached[before, event] += 1
+        successors = TRANSITIONS[before][event]
+        assert successors is not None, (event, before)
+        assert after in successors or (not successors and after is before), (event, before, after)
+        if event is Event.LEFT and before is State.RUNNING:
+            self.sent.pop(ticket, None)  # no engine got it: it costs nothing
+        elif event is Event.FORGOTTEN:
+            self.account(ticket, None)
+
+    def account(self, ticket: str, outcome: Outcome | None) -> None:
+        """The request has used what its outcome says, or what was reserved."""
+        grants, run = self.sent.pop(ticket, ((), None))
+        if run is None:
+            return
+        used: Usage = run.reserved if outcome is None else usage_of(run, outcome)
+        for charge in (charge for grant in grants if not grant.is_global for charge in grant.charges):
+            self.used[charge.key] += used.of(charge.resource)
+
+    def perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Decision() | Refused() if effect.was_held:
+                    # delivered to a stream that waits, and nobody else
+                    assert isinstance(self.pending.pop(effect.ticket), Hold)
+                    self.follow(effect)
+                case SettleGrant():
+                    self.unsettled.remove(effect.grant)
+                    self.store.settle(effect.grant, effect.used, self.now)
+                case Tell(Spent() as spent):
+                    self.spent[spent.key] += spent.amount
+                case WakeAt():
+                    self.wake_at_s = effect.at_s if self.wake_at_s is None else min(self.wake_at_s, effect.at_s)
+
+    def follow(self, own: Own | None) -> None:
+        match own:
+            case AskLimits() | AskTokens() | Hold():
+                self.pending[own.ticket] = own
+            case Decision():
+                self.decided.append(own.ticket)
+                run = self.core._records[own.ticket].run
+                assert run is not None
+                self.sent[own.ticket] = own.grants, run
+
+    def must_wake(self) -> None:
+        """Room may have come up: whoever waits is looked at soon."""
+        assert not self.core.count(State.QUEUED) or (self.wake_at_s is not None and self.wake_at_s <= self.now)
+
+    def arrive(self, count: int, *, words: int = 50, tenant: str = "a", urgency: str = "", stream: bool = True) -> None:
+        headers = {"x-attache-tenant": tenant, "x-urgency": urgency}
+        head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=True)
+        for _ in range(count):
+            arrival = self.core.intake.receive(Api.CHAT, head, body(words, stream=stream))
+            ticket = f"t-{len(self.own) + 1:x}"
+
+            def verb() -> list[Effect]:
+                own, effects = self.core.arrive(arrival, self.now)  # noqa: B023 - called at once
+                assert own.ticket == ticket  # noqa: B023 - called at once
+                assert effects[0] is own
+                self.follow(own)
+                return effects
+
+            self.happens(Event.ARRIVED, ticket, verb)
+            self.own.append(ticket)
+            self.seen.append(ticket)
+
+    def asking(self) -> list[str]:
+        return [ticket for ticket, one in self.pending.items() if not isinstance(one, Hold)]
+
+    def all_that_was_asked_for_comes(self) -> None:
+        while asking := self.asking():
+            for ticket in asking:
+                self.answer(ticket, "granted")
+
+    def answer(self, ticket: str, kind: str) -> None:
+        ask = self.pending.pop(ticket)
+        answer: Answer = None
+        if isinstance(ask, AskLimits) and kind != "nobody":
+            answer = self.grant(ask) if kind == "granted" else RateLimited("", kind="", headers={}, retry_after_s=1)
+        elif isinstance(ask, AskTokens) and kind == "granted":
+            answer = list(range(100))
+        self.resume(ticket, answer)
+
+    def resume(self, ticket: str, answer: Answer) -> None:
+        def verb() -> list[Effect]:
+            own, effects = self.core.resume(ticket, answer, self.now)
+            self.follow(own)
+            return effects
+
+        self.happens(Event.ANSWERED, ticket, verb)
+
+    def grant(self, ask: AskLimits) -> Grant | Refusal:
+        try:
+            grant = msgspec.structs.replace(self.store.reserve(ask.charges, self.now), is_global=True)
+        except RateLimited as refusal:
+            return refusal
+        self.unsettled.append(grant)
+        return grant
+
+    def make(self, event: Event, ticket: str, status: int = 200, tokens: int | None = 70) -> None:
+        if event is Event.OUTCOME:
+            outcome = outcome_of(ticket, status, tokens)
+            self.settle(outcome, lambda: self.core.settle(outcome, self.now))
+        elif event is Event.STARTED_ELSEWHERE:
+            self.hear("p", msgspec.structs.replace(STARTED, ticket=ticket))
+        else:
+            self.close(ticket, event)
+
+    def close(self, ticket: str, event: Event) -> None:
+        if self.pending.pop(ticket, None) is None and ticket in self.decided:
+            self.decided.remove(ticket)
+        changes = self.core.state_of(ticket) not in {State.ABSENT, State.ENDED}
+        verb = self.core.leave if event is Event.LEFT else self.core.finish
+        self.happens(event, ticket, lambda: verb(ticket, self.now))
+        if changes:
+            self.must_wake()
+
+    def settle(self, outcome: Outcome, verb: Callable[[], list[Effect]]) -> None:
+        ticket, state = outcome.ticket, self.core.state_of(outcome.ticket)
+        effects = self.happens(Event.OUTCOME, ticket, verb)
+        counts = state in {State.RUNNING, State.ENDED}
+        assert len([one for one in effects if isinstance(one, Settled)]) == counts
+        if counts:
+            self.account(ticket, outcome)
+
+    def pass_time(self, seconds: float) -> None:
+        """As a shell with a timer: the core is called when it asked to be, and never else."""
+        until, ticks = self.now + seconds, 0
+        while self.wake_at_s is not None and self.wake_at_s <= until:
+            self.now, self.wake_at_s = max(self.now, self.wake_at_s), None
+            self.happens(None, "", lambda: self.core.tick(self.now))
+            ticks += 1
+            assert ticks < _MOST_TICKS
+        self.now = until
+        for record in self.core._records.values():
+            if record.state is State.QUEUED:
+                assert record.queued is not None
+                assert record.queued.expires_at_s > self.now, "its client should have been told"
+
+    def configure(self, endpoints: str, gate: str, limits: str) -> None:
+        self.happens(None, "", lambda: self.core.apply(snapshot(endpoints, gate, limits), self.now))
+        self.must_wake()
+
+    def set_feed(self, *, is_there: bool) -> None:
+        """An engine says what it caches, or not: with it, requests ask for their tokens."""
+        pool = self.core.pools[SERVER]
+        if pool.table.is_active[:1].any():
+            pool.caches.set_feed_state(0, is_whole=is_there or None)
+
+    def deliver(self, name: str, events: list[PeerEvent], *, is_lost: bool) -> None:
+        for one in events:
+            self.batches.append((name, one))
+            if not is_lost:
+                self.hear(name, one)
+
+    def hear(self, name: str, said: PeerEvent) -> None:
+        self.heard_at_s[name] = self.now
+        verb = lambda: self.core.hear(EventBatch(name, [said]), self.now)  # noqa: E731 - short
+        match said:
+            case RequestStarted(ticket=ticket):
+                is_new = self.core.state_of(ticket) is State.ABSENT
+                is_known = self.core.pools[SERVER].table.row_of(said.address) is not None
+                self.happens(Event.STARTED_ELSEWHERE, ticket, verb)
+                if is_new and is_known:
+                    self.elsewhere[ticket] = name
+            case Learned(outcome=outcome):
+                self.settle(outcome, verb)
+            case Alive(running=stays):
+                self.happens(None, "", verb)
+                self.over(ticket for ticket, at in self.elsewhere.items() if at == name and ticket not in stays)
+            case _:
+                ticket = getattr(said, "ticket", "")
+                is_its = self.elsewhere.get(ticket) == name
+                self.happens(Event.FINISHED if is_its else None, ticket, verb)
+                self.over([ticket] if is_its else [])
+        self.must_wake()
+
+    def over(self, tickets: Iterable[str]) -> None:
+        for ticket in list(tickets):
+            del self.elsewhere[ticket]
+
+    def beat(self, seconds: float) -> None:
+        """Workers that were not heard of for long are taken for gone."""
+        self.pass_time(seconds)
+        effects = self.happens(None, "", lambda: self.core.beat(self.now))
+        (alive,) = [one for one in told(effects) if isinstance(one, Alive)]
+        assert sorted(alive.running) == sorted(self.decided)
+        gone = {name for name, at_s in self.heard_at_s.items() if self.now - at_s > SILENCE_S}
+        for name in gone:
+            del self.heard_at_s[name]
+        self.over(ticket for ticket, name in self.elsewhere.items() if name in gone)
+        assert self.core.mirror.peers == len(self.heard_at_s)
+        self.must_wake()
+
+    def holds(self) -> None:
+        """What must be so after every event."""
+        self._streams_and_records_agree()
+        self._endpoints_hold_what_is_in_flight_and_nothing_else()
+        self._gates_hold_who_waits_and_flows_what_runs()
+
+    def _streams_and_records_agree(self) -> None:
+        records = self.core._records.values()
+        assert {ticket for ticket, one in self.pending.items() if isinstance(one, Hold)} == {
+            one.ticket for one in records if one.state is State.QUEUED
+        }
+        assert {*self.decided, *self.elsewhere} == {one.ticket for one in records if one.state in IN_FLIGHT}
+        # beside those that have ended and wait for their outcomes, there is nothing else
+        assert len(records) == len(self.pending) + len(self.decided) + len(self.elsewhere) + self.core.count(
+            State.ENDED
+        )
+
+    def _endpoints_hold_what_is_in_flight_and_nothing_else(self) -> None:
+        for pool in self.core.pools.values():
+            table, requests = pool.table, np.zeros(len(pool.table.in_flight))
+            tokens = np.zeros(len(requests))
+            for run in (one.run for one in self.core._records.values() if one.state in IN_FLIGHT):
+                if run is not None and run.pool is pool and table.is_current(run.assignment.endpoint):
+                    requests[run.assignment.endpoint.row] += 1
+                    tokens[run.assignment.endpoint.row] += run.assignment.tokens
+            # rows of endpoints that are gone keep their last numbers until they are used again
+            assert (table.in_flight == requests)[table.is_active].all()
+            assert np.isclose(table.in_flight_tokens, tokens)[table.is_active].all()
+
+    def _gates_hold_who_waits_and_flows_what_runs(self) -> None:
+        records = self.core._records.values()
+        for gate in self.core.admission.gates.values():
+            assert len(gate.queue) == self.core.count(State.QUEUED)
+            not_settled = [
+                one for one in records if one.run and one.run.gate is gate and one.state in {State.RUNNING, State.ENDED}
+            ]
+            assert sum(band.flows.running.sum() for band in gate.queue.bands) == len(not_settled)
+
+    def end(self) -> None:
+        """All that is open ends, and nothing may be left."""
+        try:
+            if not self.has_failed:
+                self.everything_ends()
+        finally:
+            self.patch.undo()
+
+    def everything_ends(self) -> None:
+        self.all_that_was_asked_for_comes()
+        # whoever is held is told within the longest wait, without anything else happening
+        self.pass_time(21.0)
+        assert not self.pending
+        for ticket in list(self.decided):
+            self.close(ticket, Event.FINISHED)
+        self.beat(SILENCE_S + 1)
+        assert self.elsewhere == {}
+        for ticket in self.seen:
+            self.settle(one := outcome_of(ticket), lambda one=one: self.core.settle(one, self.now))
+        assert self.core._records == {}, [
+            (one.ticket, one.state.name, one.origin) for one in self.core._records.values()
+        ]
+        assert self.unsettled == []
+        assert self.sent == {}
+        assert dict(self.spent) == pytest.approx({**dict.fromkeys(self.spent, 0.0), **self.used}, abs=1e-6)
+        assert all(one.claims == pytest.approx(0, abs=1e-6) for one in self.core.admission.limits._buckets.values())

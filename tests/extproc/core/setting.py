@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the lives of requests are tried out: configurations, requests, and another worker."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from typing import TYPE_CHECKING
+
+from extproc.admission.queued_request import FlowKey
+from extproc.config.load import load
+from extproc.core.core import Core
+from extproc.core.effects import Decision, Effect, Tell
+from extproc.core.states import TRANSITIONS, Event, State
+from extproc.core.types import Head, Outcome
+from extproc.prefix.turns import Tail
+from extproc.request.model import Api
+from extproc.scheduling.request_started import RequestStarted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from extproc.config.types import Snapshot
+    from extproc.core.peer_events import PeerEvent
+
+SERVER = "default/llama"
+LOCAL = "{unit: hour, requests: 40, outputTokens: 4000}"
+LIMITS = ["", LOCAL, f"{LOCAL}, {{unit: hour, requests: 60, scope: Global}}"]
+LIMITS.append("{unit: hour, requests: 30}, {unit: hour, requests: 60, scope: Global, withoutRedis: Refuse}")
+FLOW_CONTROL = """
+  flowControl:
+    saturation: {queueDepth: null, kvUsage: null, maxWait: null, maxRequests: 1}
+    maxRequests: 4
+    timeout: %s
+    noEndpointTimeout: 20s
+"""
+CONFIGURATION = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec:
+  model: m
+  scrapeInterval: 0s
+  kvEvents: {port: 5557}
+  endpoints: [%s]
+  %s
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: chat}
+spec:
+  modelName: m
+  rules:
+    - {priority: 10, modelMatch: {headers: {x-urgency: {exact: high}}}, targetModels: [{modelServerName: llama}]}
+    - {priority: -1, modelMatch: {headers: {x-urgency: {exact: low}}}, targetModels: [{modelServerName: llama}]}
+    - {targetModels: [{modelServerName: llama}]}
+  rateLimits: [%s]
+"""
+ONE, TWO = "{address: '10.0.0.1:8000'}", "{address: '10.0.0.1:8000'}, {address: '10.0.0.2:8000'}"
+GATES = ("", FLOW_CONTROL % "20s", FLOW_CONTROL % "15s")
+# Ended requests whose outcome is waited for: few, so that some are given up.
+MOST_ENDED = 3
+
+# What can happen and is not a mistake of the caller: all of it must be reached.
+LEGAL = [(state, event) for state in State for event in Event if TRANSITIONS[state][event] is not None]
+IN_FLIGHT = frozenset({State.RUNNING, State.SETTLED})
+
+
+@cache
+def snapshot(endpoints: str = TWO, gate: str = "", limits: str = "") -> Snapshot:
+    return load({"a.yaml": (CONFIGURATION % (endpoints, gate, limits)).encode()})
+
+
+def body(words: int, *, stream: bool) -> bytes:
+    messages = [{"role": "user", "content": "word " * words}]
+    return json.dumps({"model": "m", "messages": messages, "stream": stream, "max_tokens": 50}).encode()
+
+
+def outcome_of(ticket: str, status: int = 200, tokens: int | None = 100) -> Outcome:
+    return Outcome(ticket, status, "10.0.0.1:8000", 2.0, 0.5, tokens, tokens, None)
+
+
+def told(effects: Iterable[Effect]) -> list[PeerEvent]:
+    return [one.event for one in effects if isinstance(one, Tell)]
+
+
+# Of a request that another worker has sent.
+STARTED = RequestStarted(
+    ticket="",
+    server=SERVER,
+    address="10.0.0.1:8000",
+    prefill=None,
+    chain=[1, 2],
+    tail=Tail(0, 0),
+    prompt_bytes=300,
+    is_streamed=False,
+    input_tokens=100.0,
+    cached_tokens=0.0,
+    indexed_tokens=0.0,
+    tokens_ahead=100.0,
+    work=100.0,
+    tokens=150.0,
+    flow=FlowKey("a", "m"),
+    service=200.0,
+)
+
+
+class Worker:
+    """Another process with requests of its own. What it tells may be lost, come late or come twice."""
+
+    def __init__(self, name: str, gate: str) -> None:
+        self.core = Core(snapshot(gate=gate), rng=random.Random(1), ticket_prefix=name, machine="there")
+        self.running: list[str] = []
+
+    def starts(self, words: int, now: float) -> list[PeerEvent]:
+        head = Head("POST", "/v1/chat/completions", {"x-attache-tenant": "a"}, has_body=True, is_trusted=True)
+        own, effects = self.core.arrive(self.core.intake.receive(Api.CHAT, head, body(words, stream=False)), now)
+        if isinstance(own, Decision):
+            self.running.append(own.ticket)
+        return told(effects)
+
+    def ends(self, ticket: str, now: float) -> list[PeerEvent]:
+        self.running.remove(ticket)
+        return told([*self.core.finish(ticket, now), *self.core.settle(outcome_of(ticket), now)])
