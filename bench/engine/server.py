@@ -27,6 +27,7 @@ from bench.engine.driver import Driver
 from bench.engine.faults import DropEvents, Fault, FaultPlan, Refuse, Stall
 from bench.engine.formats import ChatFormat, CompletionFormat, Format, ResponsesFormat, error_body
 from bench.engine.hardware import Hardware
+from bench.engine.illness import answer_wrongly
 from bench.engine.metrics import ServerMetrics
 from bench.engine.publisher import KvEventPublisher, KvEventsConfig
 from bench.engine.scheduler import EngineLimits
@@ -127,6 +128,9 @@ class EngineServer:
             status = self._faults.next_status()
             if status is not None:
                 return _error(status, "The engine is asked to fail.", "service_unavailable_error")
+            illness = self._faults.next_illness()
+            if illness is not None:
+                return await answer_wrongly(http, illness)
             try:
                 job = to_job(decoder.decode(await http.read()))
             except msgspec.DecodeError as error:
@@ -231,7 +235,7 @@ class EngineServer:
         try:
             fault = msgspec.json.decode(await http.read(), type=Fault)
         except msgspec.DecodeError as error:
-            known = "refuse, stall, cut, unavailable and drop-events"
+            known = "refuse, stall, cut, unavailable, ill and drop-events"
             return _error(400, f"{error}; faults are {known}", "BadRequestError")
         if isinstance(fault, Stall):
             self._driver.stall(fault.for_s)
