@@ -10,6 +10,7 @@ from extproc.admission.limits import Usage
 from extproc.admission.queued_request import QueuedRequest
 from extproc.core.effects import Decision, Effect, Refused, Tell
 from extproc.core.explanation import explain
+from extproc.core.health_feedback import OverdueRequests
 from extproc.core.record import Record, Run
 from extproc.core.rewriting import changed_body
 from extproc.core.states import State
@@ -39,6 +40,7 @@ class Dispatcher:
         self._accounts = accounts
         self._rng = rng
         self._has_peers = has_peers
+        self._overdue = OverdueRequests(records)
 
     def put(self, record: Record, state: State) -> None:
         """The request is in this state, and in the table."""
@@ -103,6 +105,7 @@ class Dispatcher:
             _charge(run, gate, queued, gate.service(run.reserved, assignment.cached_tokens), now)
         self.put(record, State.RUNNING)
         record.arrival = None
+        self._overdue.sweep(pool, now, out)
         if self._has_peers:
             out.append(Tell(_started(record, run)))
         return Decision(

@@ -4,9 +4,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
-from extproc.core.effects import AskLimits, AskTokens, Decision, Hold, Refused, SettleGrant, Tell, WakeAt
+from extproc.core.effects import (
+    AskLimits,
+    AskTokens,
+    Decision,
+    HealthChanged,
+    Hold,
+    Refused,
+    SettleGrant,
+    Tell,
+    WakeAt,
+)
+from extproc.endpoints.health import ADVICE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +31,8 @@ if TYPE_CHECKING:
     from extproc.feeds.redis_limits import RedisLimits
     from extproc.feeds.tokens import Tokenizers
     from extproc.metrics.registry import Metrics
+
+log = logging.getLogger(__name__)
 
 
 class Performer:
@@ -59,6 +73,8 @@ class Performer:
                     self._waits[effect.ticket] = self._loop.create_future()
                 case WakeAt():
                     self._wake_at(effect.at_s)
+                case HealthChanged():
+                    _log_health(effect)
                 case Tell():
                     self._tell(effect.event)
                 case SettleGrant():
@@ -119,3 +135,16 @@ class Performer:
             self._later.cancel()
             self._later = None
         self.perform(self._core.tick(self._clock()))
+
+
+def _log_health(change: HealthChanged) -> None:
+    if change.failure is None:
+        log.info("engine %s of %s answers again: it gets requests as before", change.address, change.server)
+        return
+    log.warning(
+        "engine %s of %s fails more than the others: %s; it is avoided and tried now and then. Advice: %s",
+        change.address,
+        change.server,
+        change.failure.value,
+        ADVICE[change.failure],
+    )

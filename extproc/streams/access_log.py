@@ -61,6 +61,7 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         prompt_tokens=_whole(metadata, USAGE_NAMESPACE, PROMPT_TOKENS),
         completion_tokens=_whole(metadata, USAGE_NAMESPACE, COMPLETION_TOKENS),
         cached_tokens=_whole(metadata, USAGE_NAMESPACE, CACHED_TOKENS),
+        has_left=common.response_flags.downstream_connection_termination,
     )
 
 
