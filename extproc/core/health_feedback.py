@@ -28,6 +28,8 @@ _WEIGHT: Final = 0.05
 _SILENCE_S: Final = 2.0
 _SILENCE_ANSWERS: Final = 4.0
 _BACKLOG_MARGIN: Final = 3.0
+# A streamed token is a hundred bytes and more: an engine that writes is faster than this by far.
+_SLOWEST_BYTES_PER_S: Final = 10.0
 _SWEEP_S: Final = 1.0
 
 
@@ -56,7 +58,7 @@ def _says_nothing(outcome: Outcome) -> bool:
 
 def _failure_of(run: Run, outcome: Outcome, row: int) -> Failure | None:
     if _says_nothing(outcome):
-        went_unheard = outcome.ttfb_s is None and outcome.duration_s - run.waited_s > _patience_s(run)
+        went_unheard = _is_slow(outcome) and outcome.duration_s - run.waited_s > _patience_s(run)
         is_silent = run.pool.table.healths[row].served_at_s < run.sent_at_s
         return Failure.SILENT if went_unheard and is_silent and run.pool.typical_duration_s else None
     if outcome.status >= 500 or outcome.status in {408, 429}:
@@ -64,6 +66,13 @@ def _failure_of(run: Run, outcome: Outcome, row: int) -> Failure | None:
     if outcome.status >= 400:
         return Failure.REFUSED
     return Failure.NO_USAGE if outcome.prompt_tokens is None and run.pool.reports_usage else None
+
+
+def _is_slow(outcome: Outcome) -> bool:
+    """Whether nothing was answered, or next to nothing for the time that it took."""
+    if outcome.ttfb_s is None or outcome.answer_bytes is None:
+        return outcome.ttfb_s is None
+    return outcome.answer_bytes < _SLOWEST_BYTES_PER_S * (outcome.duration_s - outcome.ttfb_s)
 
 
 def _count(

@@ -82,7 +82,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """What became of a request, from one access log entry or from an answer that passed through here.
 
     What was not seen is None; ``status`` 0: the client left before there was one. ``served``: the address of the engine that
-    answered. ``has_left``: the client hung up. Durations count from the request's arrival, time in the queue included.
+    answered. ``has_left``: the client hung up. ``answer_bytes``: of the body that it got. Durations count from the request's
+    arrival, time in the queue included.
     """
 
     ticket: str
@@ -94,3 +95,4 @@ class Outcome(msgspec.Struct, frozen=True):
     completion_tokens: int | None
     cached_tokens: int | None
     has_left: bool = False
+    answer_bytes: int | None = None

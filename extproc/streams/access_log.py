@@ -62,6 +62,7 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         completion_tokens=_whole(metadata, USAGE_NAMESPACE, COMPLETION_TOKENS),
         cached_tokens=_whole(metadata, USAGE_NAMESPACE, CACHED_TOKENS),
         has_left=common.response_flags.downstream_connection_termination,
+        answer_bytes=entry.response.response_body_bytes,
     )
 
 

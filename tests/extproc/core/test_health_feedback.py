@@ -108,11 +108,21 @@ def test_an_engine_that_never_answers_is_avoided(core: Core) -> None:
     assert drill.warnings == [Failure.SILENT]
 
 
-def test_clients_that_gave_up_on_a_silent_engine_count_against_it(core: Core) -> None:
-    gave_up: dict[str, Any] = {"has_left": True, "status": 0, "duration_s": 8.0, "ttfb_s": None, **NO_USAGE}
-    drill = Drill(core, lambda _ticket, _addresses: gave_up)
+@pytest.mark.parametrize(
+    "got", [{"status": 0, "ttfb_s": None}, {"status": 200, "ttfb_s": 0.1, "answer_bytes": 8}], ids=["nothing", "drips"]
+)
+def test_clients_that_gave_up_on_a_silent_engine_count_against_it(core: Core, got: dict[str, Any]) -> None:
+    drill = Drill(core, lambda _ticket, _addresses: {"has_left": True, "duration_s": 8.0, **NO_USAGE, **got})
     drill.run(150)
     assert drill.run(600) < 0.01
+
+
+def test_a_client_that_leaves_a_long_answer_says_nothing_of_its_engine(core: Core) -> None:
+    left: dict[str, Any] = {"has_left": True, "duration_s": 60.0, "ttfb_s": 0.1, "answer_bytes": 90_000, **NO_USAGE}
+    drill = Drill(core, lambda _ticket, _addresses: left)
+    drill.run(150)
+    assert drill.run(300) > 0.1
+    assert drill.warnings == []
 
 
 def test_an_engine_that_is_well_again_gets_its_part_again(core: Core) -> None:
