@@ -35,15 +35,15 @@ ADVICE: Final = {
 class EndpointHealth(msgspec.Struct):
     """What one endpoint's answers were like.
 
-    ``answers``, ``failed``: decayed counts. ``served_at_s``: end of its last good answer. ``reason``: of the last
-    warning, None if it is no suspect. ``good_in_a_row``: of a suspect. ``probe_at_s``: when the request was sent that
+    ``answers``, ``failed``: decayed counts. ``served_at_s``: end of its last good answer. ``reasons``: why it is a
+    suspect, empty if it is none. ``good_in_a_row``: of a suspect. ``probe_at_s``: when the request was sent that
     now tries it, 0 if none. ``refusals``: of which requests, lately.
     """
 
     answers: float = 0.0
     failed: float = 0.0
     served_at_s: float = 0.0
-    reason: Failure | None = None
+    reasons: set[Failure] = msgspec.field(default_factory=set)
     good_in_a_row: int = 0
     probe_at_s: float = 0.0
     refusals: deque[int] = msgspec.field(default_factory=lambda: deque(maxlen=_REMEMBERED_REFUSALS))
@@ -51,7 +51,7 @@ class EndpointHealth(msgspec.Struct):
     @property
     def is_suspect(self) -> bool:
         """Its answers fail more than the others'."""
-        return self.reason is not None
+        return bool(self.reasons)
 
     def count(self, *, has_failed: bool) -> None:
         """Take one more answer."""

@@ -41,18 +41,18 @@ def record_good_answer(table: EndpointTable, row: int, *, now: float, sent_at_s:
     health.good_in_a_row += 1
     if health.good_in_a_row < _ANSWERS_TO_CLEAR:
         return False
-    health.reason = None
+    health.reasons.clear()
     return True
 
 
 def record_bad_answer(table: EndpointTable, row: int, failure: Failure) -> bool:
-    """Count a failure; whether that is news: the endpoint became a suspect, or fails in another way than before."""
+    """Count a failure; whether that is news: the endpoint became a suspect, or fails in a way that is new."""
     health = table.healths[row]
     health.count(has_failed=True)
     health.good_in_a_row = 0
-    if health.reason is failure or not (health.is_suspect or _fails_more_than_others(table, row)):
+    if failure in health.reasons or not (health.is_suspect or _fails_more_than_others(table, row)):
         return False
-    health.reason = failure
+    health.reasons.add(failure)
     return True
 
 

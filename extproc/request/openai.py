@@ -12,6 +12,7 @@ import msgspec
 
 from extproc.errors import BadRequest
 from extproc.protocol import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH
+from extproc.request.bounds import check_bounds
 from extproc.request.model import Api, InferenceRequest
 from extproc.request.rewrite import span_of
 
@@ -71,6 +72,7 @@ def parse(api: Api, body: bytes) -> InferenceRequest:
     """Read the request in ``body``. Raises BadRequest, which says what to correct."""
     if not body:
         raise BadRequest("The request has no body; send a JSON object with at least 'model'.")
+    check_bounds(body)
     try:
         # msgspec does not check the text of fields that it skips
         if not body.isascii():

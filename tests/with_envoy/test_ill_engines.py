@@ -47,7 +47,8 @@ async def test_an_engine_whose_answers_are_worse_than_the_others_is_avoided(thre
     assert result.failed_after <= MOST_FAILED, result.errors
     assert result.ill_share < 0.1
     log = (three.directory / "extproc.log").read_text()
-    assert log.count("fails more than the others") == 1
+    # once for each way in which it fails: an answer that is cut before its first byte goes to the next engine
+    assert log.count("fails more than the others") in ({1, 2} if kind == "cut" else {1})
 
 
 async def test_an_overload_is_not_multiplied(three: Stack) -> None:

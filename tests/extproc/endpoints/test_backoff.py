@@ -40,13 +40,13 @@ def test_after_the_pause_one_request_at_a_time_tries_the_endpoint() -> None:
 def test_a_suspects_good_answer_lets_the_next_probe_go_and_no_more() -> None:
     table = EndpointTable()
     table.replace(["a"])
-    table.healths[0].reason = Failure.ERROR
+    table.healths[0].reasons.add(Failure.ERROR)
     record_failure(table, 0, now=100.0)
     begin_probe(table, 0, 101.0)
     record_success(table, 0)
     assert table.retry_at_s[0] == 0
     begin_probe(table, 0, 101.1)
     assert table.retry_at_s[0] > 101.1
-    table.healths[0].reason = None
+    table.healths[0].reasons.clear()
     record_success(table, 0)
     assert (table.retry_at_s[0], table.failures[0], table.has_failures) == (0, 0, False)

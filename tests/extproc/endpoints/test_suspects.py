@@ -73,6 +73,7 @@ def test_another_failure_of_a_suspect_is_news_again() -> None:
     serve(table, range(3), 30, failing=frozenset({1}))
     assert not record_bad_answer(table, 1, Failure.ERROR)
     assert record_bad_answer(table, 1, Failure.NO_USAGE)
+    assert not record_bad_answer(table, 1, Failure.ERROR), "once each, if they take turns"
 
 
 def test_a_suspect_is_cleared_by_good_answers_in_a_row_to_probes() -> None:
