@@ -97,6 +97,7 @@ class Dispatcher:
             prompt_bytes=len(request.prompt),
             is_streamed=request.is_streamed,
             sent_at_s=now,
+            expects_usage=request.asks_for_usage or (request.leaves_usage_out and pool.spec.stream_usage == "Always"),
             reserved=Usage(assignment.input_tokens, output_tokens),
             most_output=math.inf if request.max_output_tokens is None else request.max_output_tokens,
         )
@@ -162,6 +163,8 @@ def repeat(event: RequestStarted, origin: str, pool: Pool, gate: Gate | None, no
         prompt_bytes=event.prompt_bytes,
         is_streamed=event.is_streamed,
         sent_at_s=now,
+        # of a stream, only its own process knows
+        expects_usage=not event.is_streamed,
     )
     record = Record(event.ticket, State.RUNNING, origin, run=run)
     if gate is not None and event.flow is not None:

@@ -65,7 +65,10 @@ def _failure_of(run: Run, outcome: Outcome, row: int) -> Failure | None:
         return Failure.ERROR
     if outcome.status >= 400:
         return Failure.REFUSED
-    return Failure.NO_USAGE if outcome.prompt_tokens is None and run.pool.reports_usage else None
+    if outcome.was_cut:
+        return Failure.CUT
+    has_no_usage = outcome.prompt_tokens is None and run.expects_usage and run.pool.reports_usage
+    return Failure.NO_USAGE if has_no_usage else None
 
 
 def _is_slow(outcome: Outcome) -> bool:

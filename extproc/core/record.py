@@ -24,7 +24,7 @@ class Run(msgspec.Struct):
     """A request that an engine has, or had: all that its outcome is compared with.
 
     ``tail``: the end of the prompt that no whole block covers. ``reserved``: the tokens that were expected of it;
-    ``most_output``: the tokens that it asked for at most. ``gate``, ``charged``: whose flow paid how much service for it. ``is_on_time``:
+    ``most_output``: the tokens that it asked for at most. ``gate``, ``charged``: whose flow paid how much service for it. ``expects_usage``: a whole answer reports it. ``is_on_time``:
     its silence was not counted as a failure of its endpoint.
     """
 
@@ -40,6 +40,7 @@ class Run(msgspec.Struct):
     waited_s: float = 0.0
     gate: Gate | None = None
     charged: float = 0.0
+    expects_usage: bool = False
     is_on_time: bool = True
 
 

@@ -50,7 +50,9 @@ def begin_probe(table: EndpointTable, row: int, now: float) -> None:
     """A request is sent to the endpoint; if its pause is over, this is its probe, and no other follows for now."""
     failures = int(table.failures[row])
     if failures and now >= table.retry_at_s[row]:
-        table.healths[row].probe_at_s = now
+        health = table.healths[row]
+        # the first of a row of probes: answers to each of them count, however long they take
+        health.probe_at_s = health.probe_at_s or now
         table.retry_at_s[row] = now + _pause_s(failures - 1)
 
 

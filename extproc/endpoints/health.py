@@ -19,7 +19,8 @@ class Failure(enum.Enum):
     PASSED_OVER = "it does not answer requests, and Envoy goes on to the next endpoint"
     REFUSED = "it refuses requests (4xx) that others serve"
     ERROR = "it answers with errors (429 or 5xx)"
-    NO_USAGE = "its answers end without usage: they are cut short, or no answers at all"
+    CUT = "its answers end early"
+    NO_USAGE = "its answers end without usage, so they are cut short or no answers at all"
     SILENT = "it has requests and answers none"
 
 
@@ -27,6 +28,7 @@ ADVICE: Final = {
     Failure.PASSED_OVER: "see that it runs and listens on the address of its ModelServer",
     Failure.REFUSED: "compare its model, adapters and version with the others'",
     Failure.ERROR: "read its log; it may be out of memory or overloaded",
+    Failure.CUT: "read its log; it may crash or run out of memory",
     Failure.NO_USAGE: "read its log, and see that an engine of this version listens at this address",
     Failure.SILENT: "it may hang: read its log, and restart it",
 }
@@ -36,8 +38,8 @@ class EndpointHealth(msgspec.Struct):
     """What one endpoint's answers were like.
 
     ``answers``, ``failed``: decayed counts. ``served_at_s``: end of its last good answer. ``reasons``: why it is a
-    suspect, empty if it is none. ``good_in_a_row``: of a suspect. ``probe_at_s``: when the request was sent that
-    now tries it, 0 if none. ``refusals``: of which requests, lately.
+    suspect, empty if it is none. ``good_in_a_row``: of a suspect. ``probe_at_s``: when the first of the requests
+    was sent that now try it one by one, 0 if none. ``refusals``: of which requests, lately.
     """
 
     answers: float = 0.0

@@ -43,3 +43,11 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         """Whether a streamed answer will lack token usage because the client did not say whether it wants it."""
         asks = self.api is Api.RESPONSES or "include_usage" in self.stream_options
         return self.is_streamed and not asks
+
+    @property
+    def asks_for_usage(self) -> bool:
+        """Whether its answer reports token usage without a change of the request."""
+        if self.api is Api.UNKNOWN:
+            return False
+        wish = self.stream_options.get("include_usage")
+        return not self.is_streamed or self.api is Api.RESPONSES or (wish is not None and bytes(wish) == b"true")

@@ -84,6 +84,7 @@ NO_USAGE: dict[str, Any] = {"prompt_tokens": None, "completion_tokens": None, "c
         ({"status": 429, **NO_USAGE}, Failure.ERROR),
         ({"status": 400, **NO_USAGE}, Failure.REFUSED),
         (NO_USAGE, Failure.NO_USAGE),
+        ({"was_cut": True, **NO_USAGE}, Failure.CUT),
     ],
 )
 def test_an_engine_that_fails_while_the_others_serve_is_avoided_and_warned_of_once(
@@ -157,3 +158,20 @@ def test_clients_that_leave_say_nothing_of_engines(core: Core) -> None:
     drill.run(100)
     assert drill.run(300) > 0.1
     assert drill.warnings == []
+
+
+def test_streams_that_were_not_asked_for_usage_may_end_without(core: Core) -> None:
+    """A client that wants none may have all its requests at one engine."""
+    warnings = []
+    for number in range(300):
+        now = number * SECOND_S
+        options = {"stream": True, "stream_options": {"include_usage": False}} if number % 2 else {}
+        decision = arrive(core, chat(f"{number} is a question", model="chat", **options), now)
+        served = decision.assignment.addresses[0]
+        outcome = msgspec.structs.replace(GOOD, ticket=decision.ticket, served=served)
+        if number % 2:
+            outcome = msgspec.structs.replace(outcome, **NO_USAGE)
+        warnings += [one for one in core.settle(outcome, now) if isinstance(one, HealthChanged)]
+        core.finish(decision.ticket, now)
+    assert warnings == []
+    assert sum(health.failed for health in core.pools["default/llama"].table.healths) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from extproc.endpoints.backoff import begin_probe, record_failure, record_success
 from extproc.endpoints.health import Failure
+from extproc.endpoints.suspects import record_good_answer
 from extproc.endpoints.table import EndpointTable
 
 
@@ -50,3 +51,14 @@ def test_a_suspects_good_answer_lets_the_next_probe_go_and_no_more() -> None:
     table.healths[0].reasons.clear()
     record_success(table, 0)
     assert (table.retry_at_s[0], table.failures[0], table.has_failures) == (0, 0, False)
+
+
+def test_a_probe_that_takes_long_counts_although_others_follow() -> None:
+    table = EndpointTable()
+    table.replace(["a"])
+    table.healths[0].reasons.add(Failure.ERROR)
+    record_failure(table, 0, now=100.0)
+    begin_probe(table, 0, 101.0)
+    begin_probe(table, 0, 102.0)
+    begin_probe(table, 0, 103.0)
+    assert [record_good_answer(table, 0, now=160.0 + sent, sent_at_s=101.0 + sent) for sent in range(3)][-1]
