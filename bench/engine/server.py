@@ -100,7 +100,6 @@ class EngineServer:
             ]
         )
         # a client that disconnects cancels its handler, and with it the request in the engine
-
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         await self._listen()
@@ -235,8 +234,8 @@ class EngineServer:
         try:
             fault = msgspec.json.decode(await http.read(), type=Fault)
         except msgspec.DecodeError as error:
-            known = "refuse, stall, cut, unavailable, ill and drop-events"
-            return _error(400, f"{error}; faults are {known}", "BadRequestError")
+            message = f"{error}; faults are refuse, stall, cut, unavailable, ill and drop-events"
+            return _error(400, message, "BadRequestError")
         if isinstance(fault, Stall):
             self._driver.stall(fault.for_s)
         elif isinstance(fault, DropEvents):
