@@ -2,7 +2,8 @@
 """Back-off: an endpoint that failed is avoided for a while, twice as long after each failure.
 
 After the pause it is tried with one request at a time. An answer ends the back-off; that of a suspect (``suspects.py``)
-ends with several in a row. A probe without an outcome lasts as long as the pause before it; then another one goes.
+ends with several in a row. A probe without an outcome lasts as long as the pause before it, and 5 s at least; then another
+one goes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 _INITIAL_PAUSE_S: Final = 1.0
 _MAX_PAUSE_S: Final = 30.0
+# An engine that answers nothing keeps its probe until the client gives up: others must not follow every second.
+_MIN_PROBE_S: Final = 5.0
 
 
 def record_failure(table: EndpointTable, row: int, now: float, *, sent_at_s: float | None = None) -> None:
@@ -53,7 +56,7 @@ def begin_probe(table: EndpointTable, row: int, now: float) -> None:
         health = table.healths[row]
         # the first of a row of probes: answers to each of them count, however long they take
         health.probe_at_s = health.probe_at_s or now
-        table.retry_at_s[row] = now + _pause_s(failures - 1)
+        table.retry_at_s[row] = now + max(_MIN_PROBE_S, _pause_s(failures - 1))
 
 
 def _pause_s(failures: int) -> float:

@@ -31,9 +31,9 @@ def test_after_the_pause_one_request_at_a_time_tries_the_endpoint() -> None:
     begin_probe(table, 0, 100.5)
     assert table.retry_at_s[0] == 101.0, "a request during the pause, for want of another endpoint, is no probe"
     begin_probe(table, 0, 101.0)
-    assert table.retry_at_s[0] == 102.0, "no other follows while the probe runs"
+    assert table.retry_at_s[0] == 106.0, "no other follows while the probe runs"
     record_failure(table, 0, now=101.2, sent_at_s=100.5)
-    assert table.retry_at_s[0] == 102.0, "it was on its way before the probe"
+    assert table.retry_at_s[0] == 106.0, "it was on its way before the probe"
     record_failure(table, 0, now=101.5, sent_at_s=101.0)
     assert table.retry_at_s[0] == 103.5, "the probe failed: twice the pause"
 
@@ -59,6 +59,6 @@ def test_a_probe_that_takes_long_counts_although_others_follow() -> None:
     table.healths[0].reasons.add(Failure.ERROR)
     record_failure(table, 0, now=100.0)
     begin_probe(table, 0, 101.0)
-    begin_probe(table, 0, 102.0)
-    begin_probe(table, 0, 103.0)
+    begin_probe(table, 0, 106.0)
+    begin_probe(table, 0, 111.0)
     assert [record_good_answer(table, 0, now=160.0 + sent, sent_at_s=101.0 + sent) for sent in range(3)][-1]
