@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -37,13 +37,24 @@ class Unavailable(msgspec.Struct, frozen=True, tag_field="fault", tag="unavailab
     status: Annotated[int, msgspec.Meta(ge=400, le=599)] = 503
 
 
+class Ill(msgspec.Struct, frozen=True, tag_field="fault", tag="ill"):
+    """Answer the next ``times`` requests wrongly, without computing anything.
+
+    ``garbage``: status 200, and at once a body that is no answer. ``silence``: no byte, for ever. ``drip``: status 200
+    and a byte a second, for ever.
+    """
+
+    kind: Literal["garbage", "silence", "drip"]
+    times: Count
+
+
 class DropEvents(msgspec.Struct, frozen=True, tag_field="fault", tag="drop-events"):
     """Do not send the next ``times`` messages with KV events, although they are numbered and kept for replay."""
 
     times: Count
 
 
-Fault = Refuse | Stall | Cut | Unavailable | DropEvents
+Fault = Refuse | Stall | Cut | Unavailable | Ill | DropEvents
 
 
 class FaultPlan:
@@ -52,13 +63,17 @@ class FaultPlan:
     def __init__(self) -> None:
         self._cut = Cut(0, 0)
         self._unavailable = Unavailable(0)
+        self._ill = Ill("garbage", 0)
 
-    def set(self, fault: Cut | Unavailable) -> None:
+    def set(self, fault: Cut | Unavailable | Ill) -> None:
         """Plan a fault; it replaces an earlier one of its kind."""
-        if isinstance(fault, Cut):
-            self._cut = fault
-        else:
-            self._unavailable = fault
+        match fault:
+            case Cut():
+                self._cut = fault
+            case Unavailable():
+                self._unavailable = fault
+            case Ill():
+                self._ill = fault
 
     def next_status(self) -> int | None:
         """The HTTP status to answer this request with; None: serve it."""
@@ -76,3 +91,11 @@ class FaultPlan:
             return None
         self._cut = msgspec.structs.replace(fault, times=fault.times - 1)
         return fault.after_tokens
+
+    def next_illness(self) -> str | None:
+        """How to answer this request wrongly; None: serve it."""
+        fault = self._ill
+        if not fault.times:
+            return None
+        self._ill = msgspec.structs.replace(fault, times=fault.times - 1)
+        return fault.kind

@@ -27,6 +27,7 @@ from bench.engine.driver import Driver
 from bench.engine.faults import DropEvents, Fault, FaultPlan, Refuse, Stall
 from bench.engine.formats import ChatFormat, CompletionFormat, Format, ResponsesFormat, error_body
 from bench.engine.hardware import Hardware
+from bench.engine.illness import answer_wrongly
 from bench.engine.metrics import ServerMetrics
 from bench.engine.publisher import KvEventPublisher, KvEventsConfig
 from bench.engine.scheduler import EngineLimits
@@ -99,7 +100,6 @@ class EngineServer:
             ]
         )
         # a client that disconnects cancels its handler, and with it the request in the engine
-
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         await self._listen()
@@ -127,6 +127,9 @@ class EngineServer:
             status = self._faults.next_status()
             if status is not None:
                 return _error(status, "The engine is asked to fail.", "service_unavailable_error")
+            illness = self._faults.next_illness()
+            if illness is not None:
+                return await answer_wrongly(http, illness)
             try:
                 job = to_job(decoder.decode(await http.read()))
             except msgspec.DecodeError as error:
@@ -231,8 +234,8 @@ class EngineServer:
         try:
             fault = msgspec.json.decode(await http.read(), type=Fault)
         except msgspec.DecodeError as error:
-            known = "refuse, stall, cut, unavailable and drop-events"
-            return _error(400, f"{error}; faults are {known}", "BadRequestError")
+            message = f"{error}; faults are refuse, stall, cut, unavailable, ill and drop-events"
+            return _error(400, message, "BadRequestError")
         if isinstance(fault, Stall):
             self._driver.stall(fault.for_s)
         elif isinstance(fault, DropEvents):

@@ -205,8 +205,8 @@ def _retries(attempts: int) -> RetryPolicy | None:
         return None
     return RetryPolicy(
         retry_on=_RETRY_ON,
-        # an engine that is overloaded or shutting down says 503; its neighbour may not be
-        retriable_status_codes=[503],
+        # an engine that is overloaded, broken or shutting down says so before its first byte; its neighbour may serve
+        retriable_status_codes=[429, 500, 502, 503, 504],
         num_retries=attempts,
         retry_back_off=RetryPolicyRetryBackOff(base_interval=seconds(0.01), max_interval=seconds(0.25)),
         # for balancing without extproc: not the same engine again

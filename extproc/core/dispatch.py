@@ -10,6 +10,7 @@ from extproc.admission.limits import Usage
 from extproc.admission.queued_request import QueuedRequest
 from extproc.core.effects import Decision, Effect, Refused, Tell
 from extproc.core.explanation import explain
+from extproc.core.health_feedback import OverdueRequests
 from extproc.core.record import Record, Run
 from extproc.core.rewriting import asks_for_usage, changed_body
 from extproc.core.states import State
@@ -39,6 +40,7 @@ class Dispatcher:
         self._accounts = accounts
         self._rng = rng
         self._has_peers = has_peers
+        self._overdue = OverdueRequests(records)
 
     def put(self, record: Record, state: State) -> None:
         """Enter the request in the table, in this state."""
@@ -89,6 +91,8 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001 - plugins may raise anything
             # a plugin's mistake ends this request; the others of this tick go on
             return self.refuse(record, InternalError(error), now, out, was_held=was_held)
+        # usage that only we ask for
+        hides_usage = asks_for_usage(arrival)
         # from here on the request counts, and nothing may fail
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
         assignment, found = pool.commit(considered, now, output_tokens), considered.expectation
@@ -100,6 +104,7 @@ class Dispatcher:
             prompt_bytes=len(request.prompt) if request.is_text else 0,
             is_streamed=request.is_streamed,
             sent_at_s=now,
+            expects_usage=request.asks_for_usage or hides_usage,
             reserved=Usage(assignment.input_tokens, output_tokens),
             limited=record.limited,
             answers=request.answers,
@@ -113,6 +118,7 @@ class Dispatcher:
         self.put(record, State.RUNNING)
         # an outcome may take hours, or never come: the prompt is not kept that long
         record.arrival, record.tokens = None, None
+        self._overdue.sweep(pool, now, out)
         if self._has_peers:
             out.append(Tell(_started(record, run)))
         return Decision(
@@ -125,7 +131,7 @@ class Dispatcher:
             was_held=was_held,
             waited_s=run.waited_s,
             grants=record.grants,
-            hides_usage=asks_for_usage(arrival),
+            hides_usage=hides_usage,
         )
 
 
@@ -168,6 +174,8 @@ def repeat(event: RequestStarted, origin: str, pool: Pool, gate: Gate | None, no
         is_streamed=event.is_streamed,
         sent_at_s=now,
         answers=event.answers,
+        # of a stream, only its own process knows
+        expects_usage=not event.is_streamed,
     )
     record = Record(event.ticket, State.RUNNING, origin, run=run)
     if gate is not None and event.flow is not None:

@@ -12,6 +12,7 @@ from extproc.admission.queued_request import QueuedRequest
 from extproc.core.explanation import Explanation
 from extproc.core.peer_events import PeerEvent
 from extproc.core.types import Arrival, Outcome
+from extproc.endpoints.health import Failure
 from extproc.errors import Refusal
 from extproc.scheduling.pool import Assignment
 
@@ -101,6 +102,14 @@ class Settled(msgspec.Struct, frozen=True):
     service: float = 0.0
 
 
+class HealthChanged(msgspec.Struct, frozen=True):
+    """An endpoint became a suspect, fails in another way, or is trusted again (``failure`` None)."""
+
+    server: str
+    address: str
+    failure: Failure | None
+
+
 class WakeAt(msgspec.Struct, frozen=True):
     """Call ``tick`` at this time, or soon if it has passed: held requests may go then."""
 
@@ -109,4 +118,6 @@ class WakeAt(msgspec.Struct, frozen=True):
 
 # What a request may have to wait for after ``arrive`` or ``resume``.
 Pending = AskLimits | AskTokens | Hold
-Effect = Decision | Refused | AskLimits | AskTokens | Hold | Left | SettleGrant | Tell | Settled | WakeAt
+Effect = (
+    Decision | Refused | AskLimits | AskTokens | Hold | Left | SettleGrant | Tell | Settled | HealthChanged | WakeAt
+)

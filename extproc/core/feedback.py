@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.admission.limits import NO_USAGE, Usage
-from extproc.endpoints.backoff import record_failure, record_success
 from extproc.endpoints.engine_reports import apply_report, record_latency
 from extproc.endpoints.ledger import finish_prefill
 from extproc.endpoints.prefill_rate import learn_prefill_rate, typical_rate
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 _WEIGHT: Final = 0.05
 _MIN_TOKENS_FOR_RATIO: Final = 64
 _BYTES_PER_TOKEN_BOUNDS: Final = (0.5, 16.0)
-# Statuses by which an engine, or Envoy on its behalf, says that it could not take the request at all.
-_UNAVAILABLE: Final = frozenset({502, 503, 504})
 # A prediction may be off by the blocks of both sides: ours grow with the prompt, the engine's are 16 tokens or more.
 _TOLERATED_SHARE: Final = 0.1
 _TOLERATED_TOKENS: Final = 64.0
@@ -77,11 +74,6 @@ def learn(run: Run, outcome: Outcome, now: float, *, is_ours: bool, has_limits: 
 def _learn_endpoint(run: Run, outcome: Outcome, now: float) -> None:
     table, first = run.pool.table, run.assignment.endpoint
     was_passed_over = bool(outcome.served) and outcome.served != first.address
-    if table.is_current(first):
-        if was_passed_over or outcome.status in _UNAVAILABLE:
-            record_failure(table, first.row, now)
-        elif outcome.status:
-            record_success(table, first.row)
     served_row = table.row_of(outcome.served)
     if was_passed_over and served_row is not None:
         run.pool.caches.index.record(served_row, run.chain, now)
@@ -99,6 +91,8 @@ def _learn_turn(run: Run, outcome: Outcome) -> None:
 def _count_tokens(run: Run, outcome: Outcome, *, is_ours: bool) -> None:
     if outcome.cached_tokens is not None:
         run.pool.reports_cached_tokens = True
+    if outcome.prompt_tokens is not None:
+        run.pool.reports_usage = True
     row = run.pool.table.row_of(outcome.served)
     if is_ours and row is not None and outcome.prompt_tokens is not None:
         run.pool.table.prompt_tokens[row] += outcome.prompt_tokens

@@ -24,10 +24,11 @@ class Run(msgspec.Struct):
     """A dispatched request: what its outcome is compared with.
 
     ``tail``: the end of the prompt that no whole block covers. ``reserved``: the tokens that were expected of it, and
-    ``limited``: those that its limits reserved, None if it has none. ``answers``: how many it asked for, over all its prompts;
-    ``most_output``: the tokens that it asked for at most, over all answers. ``prompt_bytes``: 0 if they
-    do not say how many tokens its ``prompts`` prompts have. ``hides_usage``: its client asked
-    for a stream that does not tell. ``gate``, ``charged``: whose flow paid how much service for it.
+    ``limited``: those that its limits reserved, None if it has none. ``answers``: how many it asked for, over all its
+    prompts; ``most_output``: the tokens that it asked for at most, over all answers. ``prompt_bytes``: 0 if they do not
+    say how many tokens its ``prompts`` prompts have. ``hides_usage``: its client asked for a stream that does not tell.
+    ``expects_usage``: a whole answer reports it. ``gate``, ``charged``: whose flow paid how much service for it.
+    ``is_on_time``: its silence was not counted as a failure of its endpoint.
     """
 
     pool: Pool
@@ -46,6 +47,8 @@ class Run(msgspec.Struct):
     waited_s: float = 0.0
     gate: Gate | None = None
     charged: float = 0.0
+    expects_usage: bool = False
+    is_on_time: bool = True
 
 
 class Record(msgspec.Struct):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from extproc.core.dispatch import repeat
 from extproc.core.effects import Effect, Settled, Tell
 from extproc.core.feedback import learn, usage_of
+from extproc.core.health_feedback import judge
 from extproc.core.peer_events import Ended
 from extproc.core.states import Event, State, is_legal
 
@@ -70,6 +71,7 @@ class RunningRequests:
             del self._records[outcome.ticket]
         else:
             record.state = State.SETTLED
+        judge(run, outcome, now, out)
         learn(run, outcome, now, is_ours=record.is_ours, has_limits=bool(record.grants))
         service = 0.0
         if run.gate is not None or record.grants:

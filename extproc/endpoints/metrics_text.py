@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 # Bytes by which a line may move from page to page, as numbers get longer.
 _DRIFT: Final = 1024
+# Of a size of blocks, or a number of blocks or adapters.
+_MOST_DIGITS: Final = 12
+# More than any count, number of seconds or Unix time.
+_LARGEST: Final = 1e15
 # Every how many pages to look for what hardly ever changes or was missing.
 _RARE_PAGES: Final = 20
 
@@ -88,6 +92,12 @@ class EngineMetrics(msgspec.Struct, frozen=True):
     cache: CacheConfig | None
     has_restarted: bool
 
+    @property
+    def is_report(self) -> bool:
+        """Whether the page says anything of the engine's load; one without a known name is another program's."""
+        report = self.report
+        return not (report.waiting is None and report.running is None and report.kv_usage is None)
+
 
 class MetricsReader:
     """Reads successive pages of one engine."""
@@ -119,7 +129,12 @@ class MetricsReader:
         self._pages += 1
         # the cache size does not change while the engine runs
         reads_cache = ttft.ran_backwards or self._pages % _RARE_PAGES == 1
-        return EngineMetrics(report, self._read_cache(page) if reads_cache else None, ttft.ran_backwards)
+        reading = EngineMetrics(report, self._read_cache(page) if reads_cache else None, ttft.ran_backwards)
+        if not reading.is_report:
+            # an engine that starts may show its metrics on the next page
+            for family in (self._waiting, self._running, self._kv_usage):
+                family.search_again()
+        return reading
 
     def _read_cache(self, page: bytes) -> CacheConfig | None:
         block_label, blocks_label = self._labels
@@ -170,6 +185,10 @@ class _Family:
             found.append(page[start + 1 :] if end < 0 else page[start + 1 : end])
             start = end if end >= 0 and page.startswith(self._needle, end) else -1
         return found
+
+    def search_again(self) -> None:
+        """Search all of the next page, although the family was missing lately."""
+        self._misses = 0
 
     def _values(self, page: bytes) -> list[float]:
         return [value for line in self.lines(page) if (value := _value(line)) is not None]
@@ -236,7 +255,8 @@ def _value(line: bytes) -> float | None:
     except ValueError:
         parts = rest.split()
         return _value(b" " + parts[0]) if len(parts) > 1 else None
-    return value if value == value else None  # noqa: PLR0124 - NaN is not equal to itself
+    # counts, sums and shares: what is negative, infinite or no number is no reading
+    return value if 0 <= value < _LARGEST else None
 
 
 def _labels(line: bytes) -> dict[str, str]:
@@ -252,7 +272,7 @@ def _labels(line: bytes) -> dict[str, str]:
 
 
 def _whole(text: str | None) -> int:
-    return int(text) if text is not None and text.isdigit() else 0
+    return int(text) if text is not None and len(text) <= _MOST_DIGITS and text.isdecimal() else 0
 
 
 def _set_of(text: str) -> frozenset[str]:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from extproc.endpoints.health import EndpointHealth
 from extproc.endpoints.prefill_queue import PrefillQueue
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class EndpointTable:
     ``cold_prompt_at_s``              s           0         last sent a prompt that no endpoint had cached
     ``failures``                      requests    0         consecutive failures
     ``retry_at_s``                    s           0         end of the back-off after these
+    ``healths``                                   unknown   how its answers were
     *Learned from answers*
     ``prefill_rate``                  tokens/s    typical   tokens of work, shrunk towards the typical rate
     ``own_log_rate``                              typical   logarithm of the endpoint's own mean rate
@@ -167,6 +169,7 @@ class EndpointTable:
         self.rate_noise = 1.0
         self.retry_at_s: Floats = np.zeros(0)
         self.failures: Ints = np.zeros(0, np.int64)
+        self.healths: list[EndpointHealth] = []
         self.prompt_tokens: Ints = np.zeros(0, np.int64)
         self.cached_tokens: Ints = np.zeros(0, np.int64)
         self._rows: dict[str, int] = {}
@@ -180,6 +183,11 @@ class EndpointTable:
     def active_addresses(self) -> list[str]:
         """The addresses of the configured endpoints."""
         return list(self._rows)
+
+    @property
+    def active_rows(self) -> list[int]:
+        """The rows of the configured endpoints."""
+        return list(self._rows.values())
 
     def row_of(self, address: str) -> int | None:
         """The row of a configured endpoint; None if it is not configured."""
@@ -266,7 +274,7 @@ class EndpointTable:
         self.reported_at_s[row], self.in_flight_at_report[row] = _NEVER, 0
         self.in_flight_tokens[row] = self.in_flight_tokens_at_report[row] = self.kv_capacity_tokens[row] = 0.0
         self.loras[row] = LoraState()
-        self.prefill_queues[row] = PrefillQueue()
+        self.prefill_queues[row], self.healths[row] = PrefillQueue(), EndpointHealth()
         self.backlog_per_request[row] = 1.0
         self.prefill_rate[row] = INITIAL_PREFILL_RATE
         measured = self.is_active & (self.rate_samples > 0)
@@ -280,6 +288,7 @@ class EndpointTable:
         self.addresses += [""] * more
         self.epochs += [0] * more
         self.prefill_queues += [PrefillQueue() for _ in range(more)]
+        self.healths += [EndpointHealth() for _ in range(more)]
         self.loras += [LoraState()] * more
         self.configs += [EndpointConfig()] * more
         for column in _COLUMNS:

@@ -135,6 +135,8 @@ class _Poll:
         # spread the first scrapes over an interval
         self._next_at_s = clock() + self._interval_s * rng.random()
         self._connecting: asyncio.Task[None] | None = None
+        # the last warning, not to be repeated until it changes or the engine has reported again
+        self._said = ""
 
     def stop(self) -> None:
         """Stop scraping and close the connection."""
@@ -179,7 +181,8 @@ class _Poll:
         if not self._interval_s:
             return
         self._metrics.scrape_failed(self._pool.name)
-        if self._pause_s == self._interval_s:
+        if message != self._said:
+            self._said = message
             log.warning("cannot scrape engine %s: %s; using our own counts instead", self._address, message)
         self._pause_s = min(_MAX_PAUSE_S, 2 * self._pause_s)
         self._schedule_next()
@@ -189,10 +192,14 @@ class _Poll:
         # counted from the start of the last scrape; ticks are half a tick late on average
         self._next_at_s = self._asked_at_s + self._pause_s * self._rng.uniform(0.9, 1.1) - _TICK_S / 2
 
-    def _take(self, body: bytes) -> None:
+    def _resume(self) -> None:
+        """The engine has answered: scrape it as often as configured."""
         self._pause_s = self._interval_s
         self._schedule_next()
+
+    def _take(self, body: bytes) -> None:
         if self._reads_models:
+            self._resume()
             self._models_at_s = self._clock() + (_MODELS_INTERVAL_S if self._pool.adapters else _MODELS_LONG_INTERVAL_S)
             self._take_models(body)
         else:
@@ -200,6 +207,17 @@ class _Poll:
 
     def _take_metrics(self, page: bytes) -> None:
         reading = self._reader.read(page)
+        if not reading.is_report:
+            engine = self._pool.spec.engine
+            self._failed(
+                f"its page {_METRICS_PATH} has no metric of {engine}; set 'engine' of its ModelServer to what runs "
+                "there, or let it show its metrics"
+            )
+            return
+        self._resume()
+        if self._said:
+            log.info("engine %s reports again", self._address)
+            self._said = ""
         if reading.has_restarted:
             log.info("engine %s has restarted: assuming an empty cache", self._address)
         server = self._pool.name

@@ -90,3 +90,8 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     def declines_usage(self) -> bool:
         """Whether the client says that it wants no usage, or says so in a way that engines may understand as that."""
         return "include_usage" in self.stream_options and self.leaves_usage_out
+
+    @property
+    def asks_for_usage(self) -> bool:
+        """Whether its answer reports token usage without a change of the request."""
+        return self.api is not Api.UNKNOWN and (not self.is_streamed or not self.leaves_usage_out)

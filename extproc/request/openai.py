@@ -25,6 +25,7 @@ from extproc.request.amounts import (
     media_in,
     prompts_in,
 )
+from extproc.request.bounds import check_bounds
 from extproc.request.model import INTERNAL_FIELDS, Api, InferenceRequest
 from extproc.request.rewrite import span_of
 
@@ -102,6 +103,7 @@ def parse(api: Api, body: bytes) -> InferenceRequest:
     """Read the request in ``body``. Raises BadRequest, which says what to correct."""
     if not body:
         raise BadRequest("The request has no body; send a JSON object with at least 'model'.")
+    check_bounds(body)
     try:
         # msgspec does not check the text of fields that it skips
         if not body.isascii():

@@ -7,7 +7,18 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from extproc.core.effects import AskLimits, AskTokens, Decision, Hold, Refused, SettleGrant, Tell, WakeAt
+from extproc.core.effects import (
+    AskLimits,
+    AskTokens,
+    Decision,
+    HealthChanged,
+    Hold,
+    Refused,
+    SettleGrant,
+    Tell,
+    WakeAt,
+)
+from extproc.endpoints.health import ADVICE
 from extproc.errors import InternalError
 
 if TYPE_CHECKING:
@@ -57,14 +68,13 @@ class Performer:
             self._metrics.count(effect)
             match effect:
                 case Decision() | Refused():
-                    if isinstance(effect, Refused) and isinstance(effect.refusal, InternalError):
-                        log.error("a request could not be decided, and is refused", exc_info=effect.refusal.__cause__)
-                    if effect.was_held:
-                        self._deliver(effect)
+                    self._deliver(effect)
                 case Hold():
                     self._waits[effect.ticket] = self._loop.create_future()
                 case WakeAt():
                     self._wake_at(effect.at_s)
+                case HealthChanged():
+                    _log_health(effect)
                 case Tell():
                     self._tell(effect.event)
                 case SettleGrant():
@@ -102,6 +112,11 @@ class Performer:
         self._metrics.peers(self._core.mirror.peers)
 
     def _deliver(self, end: Decision | Refused) -> None:
+        """To its stream, if that waits; other streams follow theirs without us."""
+        if isinstance(end, Refused) and isinstance(end.refusal, InternalError):
+            log.error("a request could not be decided, and is refused", exc_info=end.refusal.__cause__)
+        if not end.was_held:
+            return
         future = self._waits.get(end.ticket)
         if future is not None and not future.done():
             future.set_result(end)
@@ -125,3 +140,16 @@ class Performer:
             self._later.cancel()
             self._later = None
         self.perform(self._core.tick(self._clock()))
+
+
+def _log_health(change: HealthChanged) -> None:
+    if change.failure is None:
+        log.info("engine %s of %s answers again: it gets requests as before", change.address, change.server)
+        return
+    log.warning(
+        "engine %s of %s fails more than the others: %s; it is avoided and tried now and then. Advice: %s",
+        change.address,
+        change.server,
+        change.failure.value,
+        ADVICE[change.failure],
+    )

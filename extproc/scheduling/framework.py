@@ -132,5 +132,8 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
     deciders: Mapping[str, Decider] = {}
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
-        """Run the handler."""
+        """Run the handler; endpoints in back-off only if no other may serve the request."""
+        if view.table.has_failures:
+            well = view.candidates() & (view.table.retry_at_s <= view.now_s)
+            view = view.narrowed(well) if well.any() else view
         return self.handler.run(view, self.profiles, self.deciders, rng)

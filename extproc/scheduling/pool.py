@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from extproc.admission.estimates import InputEstimate, OutputEstimate
+from extproc.endpoints.backoff import begin_probe
 from extproc.endpoints.ledger import backlog_of, begin_request, end_request
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
 from extproc.prefix.kv_index import KvIndex
@@ -99,7 +100,8 @@ class Pool:
     """One ModelServer's endpoints.
 
     ``adapters``: LoRA adapters that routes request from it. ``typical_ttft_s``: recent mean.
-    ``reports_cached_tokens``: its engines report cached tokens, so an answer without them had none.
+    ``reports_cached_tokens``: its engines report cached tokens, so an answer without them had none. ``reports_usage``:
+    its engines report usage. ``typical_duration_s``: recent mean of whole answers.
     """
 
     def __init__(self, name: str, spec: ModelServerSpec, picker: Picker) -> None:
@@ -112,6 +114,8 @@ class Pool:
         self.input_estimate = InputEstimate()
         self.output_estimate = OutputEstimate()
         self.reports_cached_tokens = False
+        self.reports_usage = False
+        self.typical_duration_s = 0.0
         self.picker = picker
         self.update(spec, picker)
 
@@ -242,6 +246,8 @@ class Pool:
     ) -> tuple[EndpointRef, EndpointRef | None]:
         """Count the prefill work at the endpoint that computes it, and a request in flight at both."""
         table = self.table
+        if table.has_failures:
+            begin_probe(table, row, now)
         if prefill_row is None:
             return begin_request(table, row, work=work, tokens=tokens, now=now), None
         prefill = begin_request(table, prefill_row, work=work, tokens=tokens, now=now)

@@ -65,7 +65,7 @@ def _receive(entry: HttpAccessLogEntry, context: StreamContext, now: float) -> N
 def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
     """What an entry says of a request; an empty ticket if extproc had no part in it."""
     common = entry.common_properties
-    metadata = common.metadata
+    metadata, flags = common.metadata, common.response_flags
     return Outcome(
         ticket=_text(metadata, NAMESPACE, TICKET),
         status=entry.response.response_code.value,
@@ -75,6 +75,9 @@ def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
         prompt_tokens=_whole(metadata, USAGE_NAMESPACE, PROMPT_TOKENS),
         completion_tokens=_whole(metadata, USAGE_NAMESPACE, COMPLETION_TOKENS),
         cached_tokens=_whole(metadata, USAGE_NAMESPACE, CACHED_TOKENS),
+        has_left=flags.downstream_connection_termination,
+        was_cut=flags.upstream_connection_termination or flags.upstream_remote_reset,
+        answer_bytes=entry.response.response_body_bytes,
     )
 
 

@@ -165,6 +165,7 @@ class Duplex:
 
     def _ended(self, answers: list[bytes], *, is_end: bool) -> list[bytes]:
         if is_end and self.request is not None and self.request.sent is not None:
+            self._answer.is_whole = True
             self.close()
         return answers
 
@@ -186,6 +187,8 @@ class _Answer:
         self._status = 0
         self._first_at_s: float | None = None
         self._usage = UsageReader()
+        # the gateway has said so; else nobody knows whether the engine or the client left
+        self.is_whole = False
 
     def began(self, status: int) -> None:
         self._status = status
@@ -207,4 +210,5 @@ class _Answer:
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
+            has_left=not self.is_whole,
         )

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from extproc.endpoints.backoff import record_failure, record_success
+from extproc.endpoints.backoff import begin_probe, record_failure, record_success
+from extproc.endpoints.health import Failure
+from extproc.endpoints.suspects import record_good_answer
 from extproc.endpoints.table import EndpointTable
 
 
@@ -20,3 +22,43 @@ def test_an_endpoint_that_keeps_failing_is_avoided_longer_each_time_up_to_a_boun
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
     record_success(table, 0)
     assert table.retry_at_s[0] == 0
+
+
+def test_after_the_pause_one_request_at_a_time_tries_the_endpoint() -> None:
+    table = EndpointTable()
+    table.replace(["a"])
+    record_failure(table, 0, now=100.0)
+    begin_probe(table, 0, 100.5)
+    assert table.retry_at_s[0] == 101.0, "a request during the pause, for want of another endpoint, is no probe"
+    begin_probe(table, 0, 101.0)
+    assert table.retry_at_s[0] == 106.0, "no other follows while the probe runs"
+    record_failure(table, 0, now=101.2, sent_at_s=100.5)
+    assert table.retry_at_s[0] == 106.0, "it was on its way before the probe"
+    record_failure(table, 0, now=101.5, sent_at_s=101.0)
+    assert table.retry_at_s[0] == 103.5, "the probe failed: twice the pause"
+
+
+def test_a_suspects_good_answer_lets_the_next_probe_go_and_no_more() -> None:
+    table = EndpointTable()
+    table.replace(["a"])
+    table.healths[0].reasons.add(Failure.ERROR)
+    record_failure(table, 0, now=100.0)
+    begin_probe(table, 0, 101.0)
+    record_success(table, 0)
+    assert table.retry_at_s[0] == 0
+    begin_probe(table, 0, 101.1)
+    assert table.retry_at_s[0] > 101.1
+    table.healths[0].reasons.clear()
+    record_success(table, 0)
+    assert (table.retry_at_s[0], table.failures[0], table.has_failures) == (0, 0, False)
+
+
+def test_a_probe_that_takes_long_counts_although_others_follow() -> None:
+    table = EndpointTable()
+    table.replace(["a"])
+    table.healths[0].reasons.add(Failure.ERROR)
+    record_failure(table, 0, now=100.0)
+    begin_probe(table, 0, 101.0)
+    begin_probe(table, 0, 106.0)
+    begin_probe(table, 0, 111.0)
+    assert [record_good_answer(table, 0, now=160.0 + sent, sent_at_s=101.0 + sent) for sent in range(3)][-1]

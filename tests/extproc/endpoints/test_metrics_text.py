@@ -122,3 +122,21 @@ def test_no_input_raises(noise: bytes, cut: int) -> None:
     one = reader()
     one.read(page()[:cut] + noise)
     one.read(noise + page()[cut:])
+
+
+@pytest.mark.parametrize("value", ["-1", "1e300", "+Inf", "-Inf", "NaN", "x"])
+def test_a_number_that_cannot_be_is_no_reading(value: str) -> None:
+    reading = reader().read(f"vllm:num_requests_waiting {value}\nvllm:num_requests_running {value}\n".encode())
+    assert (reading.report.waiting, reading.report.running) == (None, None)
+    assert not reading.is_report
+
+
+def test_a_cache_of_absurd_size_is_unknown() -> None:
+    line = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="%s"} 1\n' % ("9" * 5000)
+    assert reader().read(line.encode()).cache is None
+
+
+def test_an_engine_that_shows_its_metrics_later_is_read_at_once() -> None:
+    one = reader()
+    assert not one.read(b"# nothing yet\n").is_report
+    assert one.read(page()).is_report

@@ -19,6 +19,8 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    import pytest
+
     from extproc.scheduling.pool import Pool
 
 CONFIG = """
@@ -49,9 +51,11 @@ class Engine:
         self.models = ["llama"]
         self.status = 200
         self.asked = 0
+        # the whole page, if not empty
+        self.text = ""
 
     def page(self) -> str:
-        return (
+        return self.text or (
             f'vllm:num_requests_waiting{{engine="0"}} {self.waiting}\n'
             f'vllm:num_requests_running{{engine="0"}} 1\nvllm:kv_cache_usage_perc{{engine="0"}} 0.5\n'
             f'vllm:time_to_first_token_seconds_sum{{engine="0"}} {self.count}\n'
@@ -149,3 +153,32 @@ async def test_a_removed_endpoint_is_not_scraped() -> None:
         asked = engine.asked
         await asyncio.sleep(0.15)
         assert engine.asked == asked
+
+
+async def test_a_page_without_a_known_metric_is_no_report(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    engine.text = "<html>It works!</html>"
+    async with scraped(engine) as (pool, metrics, _, _):
+        await eventually(lambda: engine.asked >= 3)
+        assert not pool.table.has_reported(0), "zeros would make it look idle"
+        labels = {"server": "default/llama", "result": "failed"}
+        assert metrics.registry.get_sample_value("attache_engine_reports_total", labels)
+        said = [one.getMessage() for one in caplog.records if "no metric of vLLM" in one.getMessage()]
+        assert len(said) == 1, "a warning comes once"
+        assert "set 'engine' of its ModelServer" in said[0]
+        engine.text = ""
+        await eventually(lambda: pool.table.has_reported(0))
+
+
+async def test_another_failure_is_another_warning(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    engine.text = "nothing known"
+
+    def warnings() -> list[str]:
+        return [one.getMessage() for one in caplog.records if "cannot scrape" in one.getMessage()]
+
+    async with scraped(engine):
+        await eventually(lambda: len(warnings()) == 1)
+        engine.status = 500
+        await eventually(lambda: len(warnings()) == 2)
+        assert "500" in warnings()[1]

@@ -337,3 +337,20 @@ def test_messages_out_of_order_are_named_as_the_mistake(core: Core) -> None:
     gateway.body(CHAT)
     with pytest.raises(IllegalEvent, match="request_body is not legal while the stream is in state awaiting response"):
         gateway.body(CHAT)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_only_an_answer_that_ended_without_usage_counts_against_its_engine(core: Core, *, is_whole: bool) -> None:
+    pool = core.pools["default/llama"]
+    pool.reports_usage = True
+    gateway = Gateway(core)
+    gateway.headers()
+    gateway.body(CHAT)
+    message = ProcessingRequest()
+    message.response_headers.headers.headers.add(key=":status", raw_value=b"200")
+    gateway.send(message)
+    message = ProcessingRequest()
+    message.response_body.body, message.response_body.end_of_stream = b"<html>", is_whole
+    gateway.send(message)
+    gateway.exchange.close()
+    assert sum(health.failed for health in pool.table.healths) == (1 if is_whole else 0)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Endpoints whose answers fail more than the others'."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from extproc.endpoints.health import Failure
+from extproc.endpoints.suspects import record_bad_answer, record_good_answer, share_bounds
+from extproc.endpoints.table import EndpointTable
+
+
+def table_of(count: int) -> EndpointTable:
+    table = EndpointTable()
+    table.replace([f"10.0.0.{number}:8000" for number in range(count)])
+    return table
+
+
+def serve(table: EndpointTable, rows: range, answers: int, *, failing: frozenset[int] = frozenset()) -> list[int]:
+    """Each row answers so often; the rows that became suspects."""
+    news = []
+    for _ in range(answers):
+        for row in rows:
+            if row not in failing:
+                record_good_answer(table, row, now=1.0, sent_at_s=0.5)
+            elif record_bad_answer(table, row, Failure.ERROR):
+                news.append(row)
+    return news
+
+
+def test_the_bounds_of_a_share_are_wilsons() -> None:
+    # by hand, with z = 3: all of 9 failed, so the lower bound is n / (n + z^2) = 9 / 18
+    assert share_bounds(9, 9) == (pytest.approx(0.5), pytest.approx(1.0))
+    assert share_bounds(0, 9) == (pytest.approx(0.0), pytest.approx(0.5))
+    # 18 of 36: (0.5 + 9/72 +- 3 sqrt(0.25/36 + 9/(4*1296))) / 1.25
+    half = 3 * math.sqrt(0.25 / 36 + 9 / 5184) / 1.25
+    assert share_bounds(18, 36) == (pytest.approx(0.5 - half), pytest.approx(0.5 + half))
+    assert share_bounds(0, 0) == (0.0, 1.0)
+
+
+def test_an_endpoint_that_fails_while_the_others_serve_is_a_suspect_after_a_few_answers() -> None:
+    table = table_of(3)
+    assert serve(table, range(3), 7, failing=frozenset({1})) == []
+    assert serve(table, range(3), 5, failing=frozenset({1})) == [1]
+
+
+def test_an_endpoint_that_falls_ill_after_a_long_time_is_found_as_soon() -> None:
+    table = table_of(3)
+    serve(table, range(3), 1000)
+    assert serve(table, range(3), 16, failing=frozenset({1})) == [1]
+
+
+def test_what_fails_everywhere_counts_against_nobody() -> None:
+    table = table_of(3)
+    assert serve(table, range(3), 200, failing=frozenset({0, 1, 2})) == []
+
+
+def test_at_most_half_of_the_endpoints_are_suspects() -> None:
+    table = table_of(4)
+    suspects = serve(table, range(4), 500, failing=frozenset({0, 1, 2}))
+    assert len(suspects) <= 2
+
+
+def test_an_endpoint_without_others_is_no_suspect() -> None:
+    table = table_of(1)
+    assert serve(table, range(1), 100, failing=frozenset({0})) == []
+
+
+def test_another_failure_of_a_suspect_is_news_again() -> None:
+    table = table_of(3)
+    serve(table, range(3), 30, failing=frozenset({1}))
+    assert not record_bad_answer(table, 1, Failure.ERROR)
+    assert record_bad_answer(table, 1, Failure.NO_USAGE)
+    assert not record_bad_answer(table, 1, Failure.ERROR), "once each, if they take turns"
+
+
+def test_a_suspect_is_cleared_by_good_answers_in_a_row_to_probes() -> None:
+    table = table_of(3)
+    serve(table, range(3), 30, failing=frozenset({1}))
+    table.healths[1].probe_at_s = 10.0
+    # sent before the probe: it says nothing of now
+    assert not any(record_good_answer(table, 1, now=11.0, sent_at_s=5.0) for _ in range(9))
+    assert not record_good_answer(table, 1, now=11.0, sent_at_s=10.0)
+    record_bad_answer(table, 1, Failure.ERROR)
+    cleared = [record_good_answer(table, 1, now=11.0, sent_at_s=10.0) for _ in range(3)]
+    assert cleared == [False, False, True]
+    assert not table.healths[1].is_suspect
+
+
+def test_an_equal_refusal_is_remembered() -> None:
+    health = table_of(1).healths[0]
+    assert not health.is_repeated(7)
+    assert health.is_repeated(7)
+    for number in range(100, 200):
+        health.is_repeated(number)
+    assert not health.is_repeated(7), "the memory is bounded"
