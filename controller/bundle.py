@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import logging
 import time
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from controller.gateway.bundle import BundleWriter
 from controller.gateway.publish import Lingering, remove_orphans, steps, write
+from controller.key_files import KeyFiles
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
 
@@ -30,8 +32,8 @@ GOLDEN_PATH: Final = "/etc/attache/envoy"
 
 
 def write_once(snapshot: Snapshot, out: Path, path: str) -> None:
-    """Write the bundle of ``snapshot`` into ``out``. ``path``: where Envoy will find it."""
-    _write_first(snapshot, out, BundleWriter(path))
+    """Write the bundle of ``snapshot`` into ``out``. ``path``: where Envoy will find it. Raises ConfigInvalid."""
+    _write_first(KeyFiles().fill(snapshot, datetime.now(UTC)), out, BundleWriter(path))
 
 
 def follow(config: ConfigDirectory, out: Path, path: str) -> None:
@@ -41,17 +43,18 @@ def follow(config: ConfigDirectory, out: Path, path: str) -> None:
     """
     clock = time.monotonic  # noqa: TID251 - the edge
     lingering, writer = Lingering(_LINGER_S), BundleWriter(path)
-    snapshot = written = config.read()
+    keys, snapshot = KeyFiles(), config.read()
+    written = keys.fill(snapshot, datetime.now(UTC))
     failed, retry_at_s = None, 0.0
-    _write_first(snapshot, out, writer)
+    _write_first(written, out, writer)
     while True:
         if config.has_changed():
-            fresh = _read(config) or snapshot
+            fresh = _read(config, keys) or snapshot
             lingering.follow(snapshot, fresh, clock())
             if fresh.gateway.admin != snapshot.gateway.admin:
                 log.warning("the admin address has changed: restart Envoy for that")
             snapshot = fresh
-        queued = lingering.added_to(snapshot, clock())
+        queued = keys.fill(lingering.added_to(snapshot, clock()), datetime.now(UTC))
         if queued != written and (queued != failed or clock() >= retry_at_s):
             if _replace(written, queued, out, writer):
                 written, failed = queued, None
@@ -78,12 +81,15 @@ def _replace(before: Snapshot, after: Snapshot, out: Path, writer: BundleWriter)
     return True
 
 
-def _read(config: ConfigDirectory) -> Snapshot | None:
+def _read(config: ConfigDirectory, keys: KeyFiles) -> Snapshot | None:
     try:
-        return config.read()
+        snapshot = config.read()
+        # once read, they are there for good
+        keys.fill(snapshot, datetime.now(UTC))
     except ConfigInvalid as error:
         log.error("configuration refused, the last good bundle stays:\n%s", error)
         return None
+    return snapshot
 
 
 def write_golden(folder: Path) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -37,8 +37,13 @@ class BundleWriter:
 
         Equal snapshots give equal files. In writing order: what is referred to comes before what refers to it.
         """
-        memo, gateway = self._memo, snapshot.gateway
+        memo = self._memo
         memo.next_build()
+        if snapshot.gateway.failure_mode is None:
+            snapshot = msgspec.structs.replace(
+                snapshot, gateway=memo.get(_decided, snapshot.gateway, snapshot.failure_mode)
+            )
+        gateway = snapshot.gateway
         files = {endpoints_file(server.metadata.key): memo.get(_endpoints, server) for server in snapshot.servers}
         clusters = [memo.get(self._cluster, server) for server in snapshot.servers]
         files[CLUSTERS_FILE] = resources_file([memo.get(_extproc, gateway), *clusters])
@@ -60,6 +65,10 @@ class BundleWriter:
 def build(snapshot: Snapshot, directory: str) -> Mapping[str, str]:
     """One bundle by itself, for ``directory``."""
     return BundleWriter(directory).build(snapshot)
+
+
+def _decided(gateway: GatewayConfigSpec, mode: Literal["Open", "Close"]) -> GatewayConfigSpec:
+    return msgspec.structs.replace(gateway, failure_mode=mode)
 
 
 def _endpoints(server: ModelServer) -> str:

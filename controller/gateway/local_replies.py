@@ -27,6 +27,7 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
         "send a shorter prompt or ask for a higher maxBodySize."
     )
     no_key = "The request has no API key, or none that is known; send one as 'authorization: Bearer KEY'."
+    no_name = "The token does not say as text whose it is; ask its issuer for one with the claims of this gateway."
     no_route = "No model, or none that is served, was asked for; GET /v1/models lists those that are."
     no_picker = "The gateway cannot choose an engine at the moment; try again soon."
     no_engine = "No engine could take the request; try again soon."
@@ -42,6 +43,9 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
                 ),
             ),
             _mapper("response.code == 401", no_key, "invalid_request_error", "invalid_api_key"),
+            _mapper(
+                "response.code_details.startsWith('rbac_access_denied')", no_name, "permission_error", "unnamed_caller"
+            ),
             _mapper("response.code == 413", too_large, "invalid_request_error", "request_too_large"),
             _mapper("response.code == 404", no_route, "invalid_request_error", "model_not_found"),
             _mapper(

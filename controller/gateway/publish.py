@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.gateway.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
+from controller.gateway.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER, LISTENERS_FILE
 from controller.gateway.bundle import with_servers
 from controller.gateway.clusters import endpoints_file
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 # Envoy reads a file within some milliseconds of its being moved into place; clusters then connect and warm up.
 _TAKEN_UP_S: Final = 0.3
+# The filter that knows API keys and key sets is part of the listener: for the owner alone, as whom Envoy runs, too.
+_SECRET_FILES: Final = frozenset({LISTENERS_FILE})
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -89,7 +92,7 @@ def _comes_first(name: str) -> bool:
 def write(out: Path, step: Step) -> None:
     """Carry out the files of ``step`` in ``out``. A file that would not change is left alone."""
     for name, text in step.files.items():
-        _replace(out / name, text)
+        _replace(out / name, text, 0o600 if name in _SECRET_FILES else 0o644)
     for name in step.gone:
         (out / name).unlink(missing_ok=True)
 
@@ -102,9 +105,11 @@ def remove_orphans(out: Path, snapshot: Snapshot) -> None:
             file.unlink()
 
 
-def _replace(file: Path, text: str) -> None:
+def _replace(file: Path, text: str, mode: int) -> None:
     """Whole or not at all: a reader, or a crash, never meets half a file."""
     if file.is_file() and file.read_text() == text:
+        if stat.S_IMODE(file.stat().st_mode) != mode:
+            file.chmod(mode)
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
@@ -112,7 +117,7 @@ def _replace(file: Path, text: str) -> None:
     try:
         with os.fdopen(descriptor, "w") as opened:
             opened.write(text)
-            os.fchmod(descriptor, 0o644)
+            os.fchmod(descriptor, mode)
             opened.flush()
             os.fsync(descriptor)
         draft.replace(file)

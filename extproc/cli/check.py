@@ -33,13 +33,21 @@ def main(words: list[str], prog: str = "extproc check") -> int:
     directory = parser(prog).parse_args(words).directory
     try:
         snapshot = load_directory(directory)
-        notes = _notes(snapshot)
+        notes = [*_undone_by_open(snapshot), *_notes(snapshot)]
     except ConfigInvalid as error:
         return report(error)
     for note in notes:
         print(f"note: {note}")
     print(f"{directory} is valid: {_summary(snapshot)}")
     return 0
+
+
+def _undone_by_open(snapshot: Snapshot) -> list[str]:
+    """What a directory with failure mode Open gives away."""
+    if snapshot.failure_mode == "Close":
+        return []
+    advice = "has no effect while extproc is down, because of failureMode: Open; write Close, or leave it out"
+    return [f"{what} {advice}" for what in snapshot.decided_by_extproc()]
 
 
 def _notes(snapshot: Snapshot) -> list[str]:

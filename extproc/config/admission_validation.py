@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from extproc.config.admission import FlowControl, RateLimit
-    from extproc.config.authentication import Authentication
+    from extproc.config.authentication import Authentication, JwtIssuer
     from extproc.config.errors import Finding, Path
 
 
@@ -53,9 +53,19 @@ def check_authentication(authentication: Authentication) -> Iterator[Finding]:
             if name in seen:
                 yield (*path, field, index, "name"), f"'{name}' is there already; give each a name of its own"
             seen.add(name)
-    keys = [one.key for one in authentication.api_keys]
     known: set[str] = set()
-    for index, key in enumerate(keys):
-        if key in known:
+    for index, key in enumerate(authentication.api_keys):
+        if (key.key is None) == (key.key_file is None):
+            yield (*path, "apiKeys", index), "write key or keyFile, one of the two"
+        if key.key in known:
             yield (*path, "apiKeys", index, "key"), "another name has this key already; keys tell callers apart"
-        known.add(key)
+        known.update(() if key.key is None else (key.key,))
+    for index, issuer in enumerate(authentication.jwt):
+        yield from _check_issuer(issuer, (*path, "jwt", index))
+
+
+def _check_issuer(issuer: JwtIssuer, path: Path) -> Iterator[Finding]:
+    if (issuer.jwks is None) == (issuer.jwks_file is None):
+        yield path, "write jwksFile or jwks, one of the two"
+    if bool(issuer.audiences) == issuer.any_audience:
+        yield path, "write audiences, or anyAudience: true to accept tokens made out to other services, too"

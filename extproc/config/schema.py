@@ -8,6 +8,7 @@ Walks the data beside msgspec's own description of the type; single values, and 
 from __future__ import annotations
 
 import difflib
+from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -136,6 +137,8 @@ def _to_annotation(kind: inspect.Type) -> object:
             return Annotated[float, _bounds(kind)]
         case inspect.StructType():
             return kind.cls
+        case inspect.DateTimeType():
+            return Annotated[datetime, msgspec.Meta(tz=kind.tz)]
         case _ if type(kind) in _PLAIN:
             return _PLAIN[type(kind)]
         case _:

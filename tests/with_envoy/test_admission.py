@@ -428,25 +428,73 @@ def signed(secret: bytes, **claims: object) -> str:
 
 async def test_tokens_say_who_asks(tmp_path: Path) -> None:
     secret = b"a secret that only the issuer and Envoy know"
-    key = base64.urlsafe_b64encode(secret).decode().rstrip("=")
     jwks = tmp_path / "jwks.json"
-    jwks.write_text(json.dumps({"keys": [{"kty": "oct", "alg": "HS256", "kid": "k", "k": key}]}))
-    issuer = {"name": "login", "issuer": "https://login.example", "jwksFile": str(jwks), "tenantClaim": "org"}
-    claims = {"iss": "https://login.example", "exp": 4_000_000_000, "sub": "alice", "org": "acme"}
-    good = {"authorization": f"Bearer {signed(secret, **claims)}", **FORGED}
-    forged = {"authorization": f"Bearer {signed(b'another', **{**claims, 'org': 'bell'})}"}
-    async with running_stack(
-        tmp_path / "stack",
-        EngineFlags(count=1, speed=20.0),
-        gateway={"authentication": {"jwt": [issuer]}},
-        more={"flowControl": {}},
-        headers={"authorization": good["authorization"]},
-    ) as stack:
-        async with httpx.AsyncClient(base_url=stack.url) as http:
-            statuses = [
-                (await http.post("/v1/chat/completions", json=request(), headers=headers)).status_code
-                for headers in (good, forged, {})
-            ]
-        assert statuses == [200, 401, 401]
-        assert await metric(stack, "attache_tenant_requests_total", tenant="acme", outcome="picked") == 1
-        assert await metric(stack, "attache_tenant_requests_total") == 1
+    jwks.write_text(key_set(secret))
+    issuer = {
+        "name": "login",
+        "issuer": "https://login.example",
+        "jwksFile": str(jwks),
+        "audiences": ["attache"],
+        "tenantClaim": "org",
+    }
+    claims = {"iss": "https://login.example", "exp": 4_000_000_000, "aud": "attache", "sub": "alice", "org": "acme"}
+
+    def token(secret: bytes = secret, **changes: object) -> str:
+        return signed(secret, **{name: value for name, value in {**claims, **changes}.items() if value is not None})
+
+    good = token()
+    cases = [
+        (200, {"authorization": f"Bearer {good}", **FORGED}, ""),
+        (200, {"authorization": f"bearer {good}"}, ""),
+        (200, {"authorization": f"bEARER {good}"}, ""),
+        (401, {"authorization": f"Bearer {token(b'another', org='bell')}"}, ""),
+        (401, {}, ""),
+        (401, {}, f"?access_token={good}"),
+        (401, {"cookie": f"access_token={good}"}, ""),
+        (401, {"authorization": f"Bearer {token(exp=None)}"}, ""),
+        (401, {"authorization": f"Bearer {token(exp=1)}"}, ""),
+        (403, {"authorization": f"Bearer {token(aud='another')}"}, ""),
+        (403, {"authorization": f"Bearer {token(aud=None)}"}, ""),
+        *(
+            (403, {"authorization": f"Bearer {token(org=wrong)}"}, "")
+            for wrong in (None, "", 7, True, ["acme"], {"a": 1})
+        ),
+        *((403, {"authorization": f"Bearer {token(sub=wrong)}"}, "") for wrong in (None, "", "a\nb")),
+        (401, {"authorization": f"Bearer {token(sub=7)}"}, ""),
+    ]
+    async with (
+        running_stack(
+            tmp_path / "stack",
+            EngineFlags(count=1, speed=20.0),
+            gateway={"authentication": {"jwt": [issuer]}},
+            more={"flowControl": {}},
+            headers={"authorization": f"Bearer {good}"},
+            watch=True,
+        ) as stack,
+        httpx.AsyncClient(base_url=stack.url) as http,
+    ):
+
+        async def status(headers: dict[str, str], query: str = "") -> int:
+            answer = await http.post(f"/v1/chat/completions{query}", json=request(), headers=headers)
+            assert answer.status_code == 200 or answer.json()["error"]["message"]
+            return answer.status_code
+
+        assert [await status(headers, query) for _, headers, query in cases] == [expected for expected, *_ in cases]
+        assert await metric(stack, "attache_tenant_requests_total", tenant="acme", outcome="picked") == 3
+        assert await metric(stack, "attache_tenant_requests_total") == 3
+
+        jwks.write_text("{}")
+        replacement = jwks.with_suffix(".new")
+        replacement.write_text(key_set(b"the issuer's next secret"))
+        replacement.replace(jwks)
+
+        async def is_revoked() -> bool:
+            return await status({"authorization": f"Bearer {good}"}) == 401
+
+        await eventually(is_revoked, timeout_s=20)
+        assert await status({"authorization": "Bearer " + token(b"the issuer's next secret")}) == 200
+
+
+def key_set(secret: bytes) -> str:
+    key = base64.urlsafe_b64encode(secret).decode().rstrip("=")
+    return json.dumps({"keys": [{"kty": "oct", "alg": "HS256", "kid": "k", "k": key}]})
