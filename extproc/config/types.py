@@ -14,28 +14,13 @@ import msgspec
 
 from extproc.config.admission import FlowControl, InferenceObjective, Priority, RateLimit
 from extproc.config.authentication import Authentication
+from extproc.config.client_fields import CacheIsolation, InternalField
 from extproc.config.picker_config import PickerFile
 from extproc.config.quantities import ByteSize, Duration
 from extproc.config.spec import Metadata, Name, NonEmpty, Spec, object_key
 
 API_VERSION = "attache.dev/v1alpha1"
 
-CacheIsolation = Annotated[str, msgspec.Meta(pattern=r"^(Tenant|User|Shared|Header:[0-9A-Za-z!#$%&'*+.^`|~-]+)$")]
-InternalField = Literal[
-    "kv_transfer_params",
-    "ec_transfer_params",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "data_parallel_rank",
-    "routed_dp_rank",
-    "disagg_prefill_dp_rank",
-    "priority",
-    "request_id",
-    "rid",
-    "extra_key",
-    "cache_salt",
-]
 # Tenants and users of callers; extproc knows them.
 _WRITTEN_BY_GATEWAYS = "x-attache-"
 

@@ -127,7 +127,7 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.LEFT: _GONE,          # the answer did not reach anybody, so no engine got the request
         Event.FINISHED: _to(_ENDED),
         Event.OUTCOME: _to(_SETTLED),
-        Event.FORGOTTEN: IGNORED,   # it came again after its end: another process told us twice
+        Event.FORGOTTEN: ILLEGAL,
     },
     _SETTLED: {
         Event.ARRIVED: ILLEGAL,
@@ -138,7 +138,7 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.LEFT: _GONE,
         Event.FINISHED: _GONE,
         Event.OUTCOME: IGNORED,
-        Event.FORGOTTEN: IGNORED,
+        Event.FORGOTTEN: ILLEGAL,
     },
     _ENDED: {
         Event.ARRIVED: ILLEGAL,

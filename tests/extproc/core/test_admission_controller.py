@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import math
 import random
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import pytest
 
+from extproc.admission.limits import NO_USAGE
 from extproc.admission.queued_request import FlowKey
 from extproc.config.load import load
 from extproc.core.core import Core
@@ -66,7 +68,8 @@ def queued(core: Core, text: str = "hello", now: float = 0.0, *, model: str = "c
         ("TenantAndModel", FlowKey("acme", "sql")),
         ("Tenant", FlowKey("acme")),
         ("User", FlowKey("acme", part="ann")),
-        ("Header", FlowKey("acme", part="s-1")),
+        # the header's value, hashed
+        ("Header", FlowKey("acme", part=blake2b(b"s-1", digest_size=16).hexdigest())),
     ],
 )
 def test_requests_share_a_flow_with_those_of_the_same_subject(flow_by: str, flow: FlowKey) -> None:
@@ -120,7 +123,7 @@ def test_routes_without_limits_charge_nothing() -> None:
     core = core_of("")
     head = Head("POST", "/v1/chat/completions", {}, has_body=True)
     body = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hi"}]}).encode()
-    assert core.admission.charges(core.intake.receive(Api.CHAT, head, body)) == ()
+    assert core.admission.charges(core.intake.receive(Api.CHAT, head, body), NO_USAGE, 0.0) == ()
 
 
 PAIRS = """

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of clients' requests that a ModelServer may allow, and whose prompts may share a cache."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+CacheIsolation = Annotated[str, msgspec.Meta(pattern=r"^(Tenant|User|Shared|Header:[0-9A-Za-z!#$%&'*+.^`|~-]+)$")]
+InternalField = Literal[
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "data_parallel_rank",
+    "routed_dp_rank",
+    "disagg_prefill_dp_rank",
+    "priority",
+    "request_id",
+    "rid",
+    "extra_key",
+    "cache_salt",
+]
