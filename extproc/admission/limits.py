@@ -30,10 +30,11 @@ _RESOURCES: Final[tuple[Resource, ...]] = ("requests", "input_tokens", "output_t
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of a request: expected before it is dispatched, reported afterwards."""
+    """Tokens of a request: expected before it is dispatched, reported afterwards. ``is_guess``: of the output, at least."""
 
     input_tokens: float
     output_tokens: float
+    is_guess: bool = False
 
     def of(self, resource: Resource) -> float:
         """The amount of ``resource`` in this usage."""
@@ -94,7 +95,7 @@ class RouteLimits:
                 key=f"{self._route}/{index}/{resource}/{subject}",
                 limit=_limit(limit, amount),
                 resource=resource,
-                amount=usage.of(resource),
+                amount=_amount(usage, resource, _limit(limit, amount)),
                 is_global=limit.scope == "Global",
                 needs_redis=limit.scope == "Global" and limit.without_redis == "Refuse",
             )
@@ -235,6 +236,15 @@ def granted_headers(grants: Sequence[Grant]) -> dict[str, str]:
     """The same headers for granted reservations."""
     charges = [charge for grant in grants for charge in grant.charges]
     return rate_limit_headers(charges, [level for grant in grants for level in grant.levels])
+
+
+def _amount(usage: Usage, resource: Resource, limit: Limit) -> float:
+    """What to reserve. A guess of the output alone must not make a request larger than the whole bucket."""
+    amount = usage.of(resource)
+    if not usage.is_guess or resource not in {"output_tokens", "total_tokens"}:
+        return amount
+    known = usage.input_tokens if resource == "total_tokens" else 0.0
+    return max(known, min(amount, limit.capacity))
 
 
 def _limit(limit: RateLimit, amount: int) -> Limit:

@@ -127,7 +127,7 @@ def usage_to_reserve(arrival: Arrival) -> Usage:
     prompts, most = request.prompts, request.max_output_tokens
     text = pool.input_estimate.tokens(request.text_bytes, pool.caches.bytes_per_token, prompts=prompts.count)
     output = pool.output_estimate.tokens if most is None else float(most)
-    return Usage(text + prompts.token_ids + request.media.tokens, request.answers * output)
+    return Usage(text + prompts.token_ids + request.media.tokens, request.answers * output, is_guess=most is None)
 
 
 def _holders(cached_tokens: Floats) -> tuple[tuple[int, float], ...]:

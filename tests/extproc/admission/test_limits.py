@@ -144,3 +144,12 @@ def test_an_estimate_is_rarely_too_low() -> None:
     for _ in range(2000):
         estimate.learn(prompt_bytes=40_000, bytes_per_token=4.0, tokens=10_000)
     assert estimate.tokens(40_000, 4.0) < 10_400
+
+
+def test_a_guess_of_the_output_never_exceeds_what_a_bucket_holds() -> None:
+    limits = route(RateLimit(output_tokens=500), RateLimit(total_tokens=800))
+    guess, said = Usage(100.0, 1000.0, is_guess=True), Usage(100.0, 1000.0)
+    assert [charge.amount for charge in limits.charges(ALICE, {}, guess)] == [500.0, 800.0]
+    assert [charge.amount for charge in limits.charges(ALICE, {}, said)] == [1000.0, 1100.0]
+    # a prompt that alone is too long is still refused
+    assert limits.charges(ALICE, {}, Usage(900.0, 1000.0, is_guess=True))[1].amount == 900.0
