@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 
 CacheIsolation = Annotated[str, msgspec.Meta(pattern=r"^(Tenant|User|Shared|Header:[0-9A-Za-z!#$%&'*+.^`|~-]+)$")]
-InternalField = Literal[
+# Whoever sets one of these makes an engine connect somewhere, or chooses where a request runs.
+SteeringField = Literal[
     "kv_transfer_params",
     "ec_transfer_params",
     "bootstrap_host",
@@ -17,9 +18,8 @@ InternalField = Literal[
     "data_parallel_rank",
     "routed_dp_rank",
     "disagg_prefill_dp_rank",
-    "priority",
-    "request_id",
-    "rid",
-    "extra_key",
-    "cache_salt",
 ]
+# These affect a request's order, name or cache only.
+MarkingField = Literal["priority", "request_id", "rid", "extra_key", "cache_salt"]
+# All fields by which gateways steer engines.
+InternalField = Literal[SteeringField, MarkingField]

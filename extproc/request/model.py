@@ -5,26 +5,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from typing import get_args
 
 import msgspec
 
+from extproc.config.client_fields import InternalField, SteeringField
 from extproc.request.amounts import NO_MEDIA, ONE_PROMPT, Media, Prompts
 
 # What engines read as true: they are lenient.
 _TRUE = frozenset({b"true", b'"true"', b"1"})
-# Fields by which gateways steer engines. Whoever sets those of the first group makes an engine connect somewhere, or chooses
-# where a request runs; those of the second only affect the request's order, name or cache.
-STEERING_FIELDS = (
-    "kv_transfer_params",
-    "ec_transfer_params",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "data_parallel_rank",
-    "routed_dp_rank",
-    "disagg_prefill_dp_rank",
-)
-INTERNAL_FIELDS = (*STEERING_FIELDS, "priority", "request_id", "rid", "extra_key", "cache_salt")
+# Refused unless the ModelServer allows them; the others are removed.
+STEERING_FIELDS: tuple[str, ...] = get_args(SteeringField)
+INTERNAL_FIELDS: tuple[str, ...] = get_args(InternalField)
 
 
 class Api(enum.Enum):
