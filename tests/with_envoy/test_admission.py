@@ -149,6 +149,7 @@ async def metric_is(stack: Stack, name: str, value: float, **labels: str) -> boo
     return await metric(stack, name, **labels) == value
 
 
+@pytest.mark.real_time
 async def test_of_two_hundred_held_clients_fifty_leave_and_the_rest_are_served_in_order(held: Scene) -> None:
     stack = held.stack
     engine = stack.engines[0].removeprefix("http://")

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+# an engine is ill beside the others, whose speed depends on the machine
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.real_time]
 
 FLAGS = EngineFlags(count=3, speed=5.0, stream_headers="first-token")
 SETTINGS = DrillSettings(warm_s=1.5, onset_s=4.0, ill_s=10.0, patience_s=5.0)

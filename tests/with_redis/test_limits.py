@@ -93,6 +93,7 @@ async def test_what_would_have_run_over_meanwhile_does_not_come_back(limits: lis
     limits[0].settle(new, None)
 
 
+@pytest.mark.real_time
 async def test_four_processes_never_grant_more_than_one_would(limits: list[RedisLimits]) -> None:
     rng, rate, capacity = random.Random(5), 2000.0, 300.0
     granted: list[tuple[float, float, float]] = []
