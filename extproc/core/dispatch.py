@@ -85,14 +85,14 @@ class Dispatcher:
                 prompt_of(arrival, record.tokens), constraints, now=now, rng=self._rng, expectation=expectation
             )
             explanation = explain(considered, pool) if record.wants_reasons else None
-            body = changed_body(arrival)
+            # usage that only we ask for
+            hides_usage = asks_for_usage(arrival)
+            body = changed_body(arrival, with_usage=hides_usage)
         except Refusal as refusal:
             return self.refuse(record, refusal, now, out, was_held=was_held)
         except Exception as error:  # noqa: BLE001 - plugins may raise anything
             # a plugin's mistake ends this request; the others of this tick go on
             return self.refuse(record, InternalError(error), now, out, was_held=was_held)
-        # usage that only we ask for
-        hides_usage = asks_for_usage(arrival)
         # from here on the request counts, and nothing may fail
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
         assignment, found = pool.commit(considered, now, output_tokens), considered.expectation

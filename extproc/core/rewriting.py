@@ -26,11 +26,12 @@ def asks_for_usage(arrival: Arrival) -> bool:
     return arrival.head.is_trusted or not request.declines_usage
 
 
-def changed_body(arrival: Arrival) -> bytes | None:
+def changed_body(arrival: Arrival, *, with_usage: bool) -> bytes | None:
     """The body as its engine is to read it; None if the client's own will do.
 
-    It has the engines' model name, usage asked for, the gateway's cache salt and none of the fields that clients may not set.
-    An engine must read what was read here: names that are repeated or escaped come out once and plain.
+    It has the engines' model name, usage asked for if ``with_usage`` (see ``asks_for_usage``), the gateway's cache salt,
+    and none of the fields that clients may not set. An engine must read what was read here: names that are repeated or
+    escaped come out once and plain.
     """
     request = arrival.request
     if request.api is Api.UNKNOWN:
@@ -40,7 +41,7 @@ def changed_body(arrival: Arrival) -> bytes | None:
         changes["cache_salt"] = arrival.cache_salt
     if arrival.destination.model != request.model:
         changes["model"] = arrival.destination.model
-    if asks_for_usage(arrival):
+    if with_usage:
         changes["stream_options"] = {**request.stream_options, "include_usage": True}
     allowed = arrival.pool.spec.allowed_fields
     dropped = [name for name in request.internal_fields if name not in allowed]
