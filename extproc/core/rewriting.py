@@ -29,9 +29,9 @@ def asks_for_usage(arrival: Arrival) -> bool:
 def changed_body(arrival: Arrival, *, with_usage: bool) -> bytes | None:
     """The body as its engine is to read it; None if the client's own will do.
 
-    It has the engines' model name, usage asked for if ``with_usage`` (see ``asks_for_usage``), the gateway's cache salt,
-    and none of the fields that clients may not set. An engine must read what was read here: names that are repeated or
-    escaped come out once and plain.
+    It has the engines' model name, usage asked for if ``with_usage`` (see ``asks_for_usage``), the gateway's cache
+    salt, and none of the fields that clients may not set. An engine must read what was read here: names that are
+    repeated or escaped come out once and plain.
     """
     request = arrival.request
     if request.api is Api.UNKNOWN:
