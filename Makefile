@@ -16,7 +16,7 @@ DOCS   := .venv-docs
 PYTEST := $(RUN) $(if $(COVERAGE),-m coverage run) -m pytest
 
 .PHONY: help run up test test-pure test-envoy test-real-time test-some test-vllm coverage coverage-report check fix bench \
-  sglang-gateway lab generate docs lock envoy-binary clean
+  sglang-gateway lab manifests generate docs lock envoy-binary clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -61,6 +61,7 @@ check: $(VENV)/ready ## lint, format, layers, types, generated messages
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/mypy
 	$(RUN) -m tools.envoy_messages --check
+	$(RUN) -m controller.crds --check
 
 fix: $(VENV)/ready ## mend what ruff can mend
 	$(VENV)/bin/ruff check --fix .
@@ -77,8 +78,12 @@ sglang-gateway: $(GATEWAY)/ready ## SGLang's gateway for `make bench` to compare
 lab: $(VENV)/ready ## endpoint-picking policies side by side on real traces, in virtual time: one table with intervals, under bench/out/lab/
 	$(RUN) -m bench lab $(ARGS)
 
+manifests: $(VENV)/ready ## write the CustomResourceDefinitions anew, under manifests/crds
+	$(RUN) -m controller.crds
+
 generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles, reference pages
 	$(RUN) -m tools.envoy_messages
+	$(RUN) -m controller.crds
 	$(RUN) -m controller bundle --golden
 	$(RUN) -m tools.architecture_tree
 	$(RUN) -m tools.reference

@@ -98,7 +98,7 @@ def view_over(endpoints: int) -> View:
 @pytest.mark.parametrize("endpoints", [10, 100, 1000])
 @pytest.mark.parametrize("policy", ["default", "llm-d default", "llm-d token load"])
 def test_pick(benchmark: BenchmarkFixture, policy: str, endpoints: int) -> None:
-    picker = make_picker(ModelServerSpec(model="m", endpoints=()), {})
+    picker = make_picker(ModelServerSpec(model="m", listed=()), {})
     if policy != "default":
         file = ROOT / "bench/policies/configs" / f"{policy.replace(' ', '-')}.yaml"
         picker = picker_from_text(file.name, file.read_text(), installed()).picker

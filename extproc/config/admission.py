@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from extproc.config.cel import Rule
 from extproc.config.quantities import ByteSize, Duration
-from extproc.config.spec import Metadata, Name, NonEmpty, Spec
+from extproc.config.spec import Metadata, Name, NonEmpty, Spec, keyed_by
 
 # As Kubernetes' and InferenceObjective's: higher goes first, below 0 is sheddable.
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -33,6 +34,15 @@ class RateLimit(Spec, frozen=True):
     ``output_tokens``: tokens of answers. ``total_tokens``: of both. ``burst``: how much the bucket holds, as a
     multiple of the limit.
     """
+
+    CEL: ClassVar = (
+        Rule(
+            "[has(self.requests), has(self.inputTokens), has(self.outputTokens), has(self.totalTokens)].exists(x, x)",
+            "limits nothing; write requests, inputTokens, outputTokens or totalTokens",
+        ),
+        Rule("(self.per == 'Header') == has(self.header)", "per: Header and the field header go together"),
+        Rule("self.scope == 'Global' || self.withoutRedis == 'Local'", "withoutRedis goes with scope: Global"),
+    )
 
     per: Literal["Tenant", "User", "ApiKey", "Header", "Route"] = "Tenant"
     header: NonEmpty | None = None
@@ -142,13 +152,22 @@ class FlowControl(Spec, frozen=True):
     negative priority are refused at random.
     """
 
+    CEL: ClassVar = (
+        Rule(
+            "self.bands.all(one, self.bands.exists_one(other, other.priority == one.priority))",
+            "two bands have one priority; give each its own",
+        ),
+    )
+
     saturation: SaturationSpec = SaturationSpec()
     timeout: Duration = Duration("60s")
     no_endpoint_timeout: Duration = Duration("60s")
     max_requests: Annotated[int, msgspec.Meta(ge=1)] = 20_000
     # of the bodies that wait in all bands
     max_bytes: ByteSize = ByteSize("2Gi")
-    bands: Annotated[tuple[Band, ...], msgspec.Meta(min_length=1, max_length=16)] = BANDS
+    bands: Annotated[
+        tuple[Band, ...], msgspec.Meta(min_length=1, max_length=16, extra_json_schema=keyed_by("name"))
+    ] = BANDS
     sharing: Literal["Guaranteed", "Strict"] = "Guaranteed"
     fairness: Fairness = "VirtualTokenCounter"
     order: Order = "FirstCome"

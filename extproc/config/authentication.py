@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 
-from extproc.config.spec import Name, NonEmpty, Spec
+from extproc.config.cel import Rule, exactly_one
+from extproc.config.spec import Name, NonEmpty, Spec, keyed_by
 
 Secret = Annotated[str, msgspec.Meta(min_length=8, max_length=512)]
 
@@ -20,6 +21,8 @@ class ApiKey(Spec, frozen=True):
     the bundle's writer follows. ``expires_at``: from then on it is refused; ``2030-01-31T00:00:00Z``. ``tenant``:
     whose it is. ``user``: of that tenant.
     """
+
+    CEL: ClassVar = (exactly_one("key", "keyFile"),)
 
     name: Name
     tenant: NonEmpty
@@ -41,11 +44,16 @@ class JwtIssuer(Spec, frozen=True):
     ``user_claim``: users are not told apart.
     """
 
+    CEL: ClassVar = (
+        exactly_one("jwks", "jwksFile"),
+        Rule("has(self.audiences) != self.anyAudience", "write audiences, or anyAudience: true"),
+    )
+
     name: Name
     issuer: NonEmpty
     jwks_file: NonEmpty | None = None
     jwks: Annotated[str, msgspec.Meta(min_length=1, max_length=1_000_000)] | None = None
-    audiences: tuple[NonEmpty, ...] = ()
+    audiences: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=32)] = ()
     # Accept tokens that were made out to other services, too.
     any_audience: bool = False
     # Refuse tokens without the claim exp, which would be good for ever.
@@ -63,5 +71,7 @@ class Authentication(Spec, frozen=True):
     ``api_keys``: known keys. ``jwt``: issuers of signed tokens.
     """
 
-    api_keys: Annotated[tuple[ApiKey, ...], msgspec.Meta(max_length=10_000)] = ()
-    jwt: Annotated[tuple[JwtIssuer, ...], msgspec.Meta(max_length=16)] = ()
+    CEL: ClassVar = (exactly_one("apiKeys", "jwt"),)
+
+    api_keys: Annotated[tuple[ApiKey, ...], msgspec.Meta(max_length=10_000, extra_json_schema=keyed_by("name"))] = ()
+    jwt: Annotated[tuple[JwtIssuer, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()

@@ -162,6 +162,9 @@ def _check_references(
 ) -> Iterator[Mistake]:
     """Every ModelServer and file that is referred to exists."""
     for document, server in servers:
+        if server.spec.workload_selector is not None:
+            message = "selects pods, which a directory has none of; write endpoints, or apply it to a cluster"
+            yield from document.mistakes([(("spec", "workloadSelector"), message)])
         file = server.spec.picker_config
         if file is not None and file not in pickers:
             message = f"no file '{file}' holds an EndpointPickerConfig; {suggest(file, pickers)}"

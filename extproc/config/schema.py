@@ -53,6 +53,8 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 def _walk(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:
     match kind:
+        case inspect.Metadata(type=inner):
+            yield from _walk(value, inner, path)
         case inspect.UnionType():
             yield from _walk_optional(value, kind, path)
         case inspect.StructType() if isinstance(value, dict):

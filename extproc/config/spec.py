@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 import msgspec
+
+from extproc.config.cel import Rule
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
 Namespace = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
@@ -15,7 +17,9 @@ DEFAULT_NAMESPACE: Final = "default"
 
 
 class Spec(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True, kw_only=True):
-    """camelCase, unknown fields refused."""
+    """camelCase, unknown fields refused. ``CEL``: what a CRD's schema must check beyond the fields' own types."""
+
+    CEL: ClassVar[tuple[Rule, ...]] = ()
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +34,11 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         """``namespace/name``: the one spelling in memory, metrics, headers and Envoy's configuration."""
         return object_key(self.namespace, self.name)
+
+
+def keyed_by(*fields: str) -> dict[str, object]:
+    """Schema extensions of a list whose items differ in ``fields``: Kubernetes refuses two alike, and merges by them."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(fields)}
 
 
 def object_key(namespace: str, name: str) -> str:

@@ -8,16 +8,18 @@ into these structs. ``Snapshot`` is one consistent reading of a whole directory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from extproc.config.admission import FlowControl, InferenceObjective, Priority, RateLimit
 from extproc.config.authentication import Authentication
+from extproc.config.cel import Rule, exactly_one, together
 from extproc.config.client_fields import CacheIsolation, InternalField
 from extproc.config.picker_config import PickerFile
 from extproc.config.quantities import ByteSize, Duration
-from extproc.config.spec import Metadata, Name, NonEmpty, Spec, object_key
+from extproc.config.spec import Metadata, Name, NonEmpty, Spec, keyed_by, object_key
+from extproc.config.workload import ParentReference, WorkloadPort, WorkloadSelector
 
 API_VERSION = "attache.dev/v1alpha1"
 
@@ -29,6 +31,8 @@ class StringMatch(Spec, frozen=True):
     """Exactly one of the three is set. ``exact``: the value. ``prefix``: its beginning. ``regex``: matches all of it
     (RE2).
     """
+
+    CEL: ClassVar = (exactly_one("exact", "prefix", "regex"),)
 
     exact: str | None = None
     prefix: str | None = None
@@ -56,6 +60,10 @@ class RouteRule(Spec, frozen=True):
     go. ``name``: for people. ``model_match``: conditions on the request.
     """
 
+    CEL: ClassVar = (
+        Rule("self.targetModels.exists(one, one.weight > 0)", "all weights are 0; give one a positive weight"),
+    )
+
     target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=16)]
     name: str = ""
     model_match: ModelMatch | None = None
@@ -73,12 +81,23 @@ class ModelRouteSpec(Spec, frozen=True):
 
     ``rules``: the first one that matches decides. ``model_name``: what clients ask for. ``lora_adapters``: adapters
     that the engines have loaded, and clients may ask for. ``rate_limits``: each request must pass all of them.
+    ``parent_refs``: the gateways of a cluster that serve it; without them, all of its namespace.
     """
+
+    CEL: ClassVar = (
+        Rule("has(self.modelName) || has(self.loraAdapters)", "write modelName, loraAdapters or both"),
+        Rule(
+            "self.rules.filter(one, !has(one.modelMatch)).size() <= 1 && "
+            "(self.rules.all(one, has(one.modelMatch)) || !has(self.rules[self.rules.size() - 1].modelMatch))",
+            "a rule without modelMatch always holds; write it last",
+        ),
+    )
 
     rules: Annotated[tuple[RouteRule, ...], msgspec.Meta(min_length=1, max_length=16)]
     model_name: NonEmpty | None = None
     lora_adapters: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=1000)] = ()
     rate_limits: Annotated[tuple[RateLimit, ...], msgspec.Meta(max_length=16)] = ()
+    parent_refs: Annotated[tuple[ParentReference, ...], msgspec.Meta(max_length=32)] = ()
 
 
 class StaticEndpoint(Spec, frozen=True):
@@ -158,14 +177,27 @@ class TrafficPolicy(Spec, frozen=True):
 
 
 class ModelServerSpec(Spec, frozen=True):
-    """The engines that serve one base model. ``model``: the name under which the engines serve it. ``endpoints``: the
-    engines. ``engine``: whose metrics' names they use. ``traffic_policy``: time limits and retries. ``pd_group``:
-    prefill and decode on separate engines. ``kv_events``: engines publish what is in their caches. ``tokenizer``:
-    how prompts become tokens, where ``kv_events`` is set.
+    """The engines that serve one base model: listed as ``endpoints``, or in a cluster selected as pods.
+
+    ``model``: the name under which the engines serve it. ``listed``: the engines. ``workload_selector``: labels of the
+    pods that the engines run in. ``workload_port``: where they listen. ``engine``: whose metrics' names they use.
+    ``traffic_policy``: time limits and retries. ``pd_group``: prefill and decode on separate engines. ``kv_events``:
+    engines publish what is in their caches. ``tokenizer``: how prompts become tokens, where ``kv_events`` is set.
     """
 
+    CEL: ClassVar = (
+        exactly_one("endpoints", "workloadSelector"),
+        together("workloadSelector", "workloadPort"),
+        Rule("!has(self.pickerConfig) || !has(self.pdGroup)", "pdGroup has no effect beside pickerConfig"),
+    )
+
     model: NonEmpty
-    endpoints: Annotated[tuple[StaticEndpoint, ...], msgspec.Meta(max_length=10_000)]
+    listed: (
+        Annotated[tuple[StaticEndpoint, ...], msgspec.Meta(max_length=10_000, extra_json_schema=keyed_by("address"))]
+        | None
+    ) = msgspec.field(default=None, name="endpoints")
+    workload_selector: WorkloadSelector | None = None
+    workload_port: WorkloadPort | None = None
     engine: Literal["vLLM", "SGLang", "TensorRT-LLM"] = "vLLM"
     traffic_policy: TrafficPolicy = TrafficPolicy()
     # Streamed answers carry token usage only when stream_options.include_usage asks for it. Always: ask for it when the
@@ -186,9 +218,14 @@ class ModelServerSpec(Spec, frozen=True):
     cache_isolation: CacheIsolation | None = None
     # Fields by which gateways steer engines, and that clients may set here. Others are refused with 400 if they say where an
     # engine connects or a request runs (kv_transfer_params, data_parallel_rank), and removed from bodies otherwise.
-    allowed_fields: tuple[InternalField, ...] = ()
+    allowed_fields: Annotated[tuple[InternalField, ...], msgspec.Meta(max_length=32)] = ()
     # Which requests go first while engines are full; without it, every request goes at once.
     flow_control: FlowControl | None = None
+
+    @property
+    def endpoints(self) -> tuple[StaticEndpoint, ...]:
+        """The listed engines; none where pods are selected."""
+        return self.listed or ()
 
 
 class GatewayConfigSpec(Spec, frozen=True):

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
     """Endpoint addresses are ``ip:port`` and differ; no field is without effect."""
+    if (spec.listed is None) == (spec.workload_selector is None):
+        yield ("spec",), "write endpoints or, in a cluster, workloadSelector, one of the two"
+    if (spec.workload_selector is None) != (spec.workload_port is None):
+        yield ("spec",), "workloadSelector and workloadPort go together; write both or neither"
     seen: set[str] = set()
     for index, endpoint in enumerate(spec.endpoints):
         path: Path = ("spec", "endpoints", index, "address")

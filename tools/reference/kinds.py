@@ -3,24 +3,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import inspect
 
+from controller.crds import field_docs
+from controller.crds import kinds as crds
 from extproc.config.admission import InferenceObjective
-from extproc.config.types import API_VERSION, GatewayConfig, ModelRoute, ModelServer
-from tools.reference import field_docs
+from extproc.config.types import API_VERSION
 from tools.reference.field_types import as_yaml, default_of, default_text, structs_in, type_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 KINDS: Final[Mapping[str, type]] = {
-    "model-server": ModelServer,
-    "model-route": ModelRoute,
+    **{re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.name).lower(): kind.document for kind in crds.KINDS},
     "inference-objective": InferenceObjective,
-    "gateway-config": GatewayConfig,
 }
 # Kubernetes' own; and the foreign kind has the apiVersions of those who define it.
 _METADATA: Final = "metadata"

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import inspect
 
+from controller.crds import field_docs
 from extproc.scheduling.plugins.accepted import ACCEPTED
 from extproc.scheduling.registry import BUILT_IN
-from tools.reference import field_docs
 from tools.reference.field_types import structs_in
 from tools.reference.kinds import MARK, field_table
 

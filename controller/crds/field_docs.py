@@ -33,7 +33,7 @@ class StructDocs(NamedTuple):
 
 def read(cls: type) -> StructDocs:
     """Of a struct and its bases."""
-    text, clauses = _split(inspect.cleandoc(cls.__doc__ or ""), set(cls.__annotations__))
+    text, clauses = _split(inspect.cleandoc(cls.__doc__ or ""), {field.name for field in msgspec.structs.fields(cls)})
     comments: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if issubclass(base, msgspec.Struct) and base is not msgspec.Struct:

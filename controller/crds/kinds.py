@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds by name: struct, status, plural, printer columns, subresources."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from controller.resources import statuses
+from controller.resources.autoscaling import AutoscalingPolicy, AutoscalingPolicyBinding
+from controller.resources.model import Model
+from controller.resources.model_infer import ModelInfer
+from extproc.config.types import GatewayConfig, ModelRoute, ModelServer
+
+
+class Column(msgspec.Struct, frozen=True):
+    """A column of ``kubectl get``. ``path``: where it stands in the object. ``wide``: only with ``-o wide``."""
+
+    name: str
+    path: str
+    type: str = "string"
+    wide: bool = False
+
+
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """How a kind is defined. ``spec_of``: the struct of its documents. ``scaled_by``: the paths of its replicas in spec
+    and status, and of the status' label selector, if it has a scale subresource.
+    """
+
+    name: str
+    plural: str
+    short_names: tuple[str, ...]
+    document: type
+    status: type
+    columns: tuple[Column, ...]
+    scaled_by: tuple[str, str, str] | None = None
+    needs_spec: bool = True
+
+
+def _condition(name: str) -> Column:
+    return Column(name, f'.status.conditions[?(@.type=="{name}")].status')
+
+
+_AGE: Final = Column("Age", ".metadata.creationTimestamp", "date")
+
+KINDS: Final[tuple[Kind, ...]] = (
+    Kind(
+        name="ModelRoute",
+        plural="modelroutes",
+        short_names=("mr",),
+        document=ModelRoute,
+        status=statuses.ModelRouteStatus,
+        columns=(
+            Column("Model", ".spec.modelName"),
+            _condition("Accepted"),
+            _condition("Programmed"),
+            Column("Adapters", ".spec.loraAdapters", wide=True),
+            _AGE,
+        ),
+    ),
+    Kind(
+        name="ModelServer",
+        plural="modelservers",
+        short_names=("ms",),
+        document=ModelServer,
+        status=statuses.ModelServerStatus,
+        columns=(
+            Column("Model", ".spec.model"),
+            Column("Engine", ".spec.engine"),
+            Column("Ready", ".status.ready", "integer"),
+            Column("Endpoints", ".status.endpoints", "integer"),
+            _condition("Programmed"),
+            _AGE,
+        ),
+    ),
+    Kind(
+        name="GatewayConfig",
+        plural="gatewayconfigs",
+        short_names=("gwc",),
+        document=GatewayConfig,
+        status=statuses.GatewayConfigStatus,
+        columns=(
+            Column("Listen", ".spec.listen"),
+            Column("FailureMode", ".spec.failureMode"),
+            _condition("Programmed"),
+            _AGE,
+        ),
+        needs_spec=False,
+    ),
+    Kind(
+        name="ModelInfer",
+        plural="modelinfers",
+        short_names=("mi",),
+        document=ModelInfer,
+        status=statuses.ModelInferStatus,
+        columns=(
+            Column("Replicas", ".spec.replicas", "integer"),
+            Column("Ready", ".status.readyReplicas", "integer"),
+            Column("Updated", ".status.updatedReplicas", "integer"),
+            _condition("Available"),
+            Column("Reason", '.status.conditions[?(@.type=="Degraded")].reason', wide=True),
+            _AGE,
+        ),
+        scaled_by=(".spec.replicas", ".status.replicas", ".status.labelSelector"),
+    ),
+    Kind(
+        name="Model",
+        plural="models",
+        short_names=(),
+        document=Model,
+        status=statuses.ModelStatus,
+        columns=(
+            Column("Ready", '.status.conditions[?(@.type=="Ready")].status'),
+            Column("Reason", '.status.conditions[?(@.type=="Ready")].reason'),
+            Column("Replicas", ".status.readyReplicas", "integer"),
+            Column("URL", ".status.url"),
+            Column("URI", ".spec.uri", wide=True),
+            _AGE,
+        ),
+    ),
+    Kind(
+        name="AutoscalingPolicy",
+        plural="autoscalingpolicies",
+        short_names=("asp",),
+        document=AutoscalingPolicy,
+        status=statuses.AutoscalingPolicyStatus,
+        columns=(Column("Mode", ".spec.mode"), Column("Bindings", ".status.bindings", "integer"), _AGE),
+        needs_spec=False,
+    ),
+    Kind(
+        name="AutoscalingPolicyBinding",
+        plural="autoscalingpolicybindings",
+        short_names=("aspb",),
+        document=AutoscalingPolicyBinding,
+        status=statuses.AutoscalingPolicyBindingStatus,
+        columns=(
+            Column("Policy", ".spec.policyRef"),
+            Column("Current", ".status.targets[*].current"),
+            Column("Desired", ".status.targets[*].desired"),
+            _condition("ScalingActive"),
+            _AGE,
+        ),
+    ),
+)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The statuses of the kinds that the request path reads."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from controller.resources.common import Conditions
+from extproc.config.spec import NonEmpty, Spec, keyed_by
+from extproc.config.workload import ParentReference
+
+
+class Status(Spec, frozen=True):
+    """What every status says. ``conditions``: aspects of the object's state."""
+
+    # The generation of the object that this status is about.
+    observed_generation: int | None = None
+    conditions: Conditions = ()
+
+
+class ParentStatus(Spec, frozen=True):
+    """What one gateway made of a route. ``parent_ref``: the gateway. ``controller_name``: who speaks.
+    ``conditions``: Accepted, ResolvedRefs, Programmed.
+    """
+
+    parent_ref: ParentReference
+    controller_name: NonEmpty
+    conditions: Conditions = ()
+
+
+class ModelRouteStatus(Status, frozen=True):
+    """``conditions``: Accepted (no other route has its names), ResolvedRefs (its ModelServers are there), Programmed (it
+    is in the configuration that is served). ``parents``: the same by gateway, where ``parentRefs`` name any.
+    """
+
+    parents: Annotated[tuple[ParentStatus, ...], msgspec.Meta(max_length=32)] = ()
+
+
+class ModelServerStatus(Status, frozen=True):
+    """``endpoints``: engines that requests may be sent to. ``ready``: those of them that are ready and not leaving.
+    ``conditions``: Accepted, ResolvedRefs, Programmed.
+    """
+
+    endpoints: int | None = None
+    ready: int | None = None
+
+
+class GatewayConfigStatus(Status, frozen=True):
+    """``conditions``: Accepted, Programmed."""
+
+
+class GroupStatus(Spec, frozen=True):
+    """One role, over all groups. ``name``: the role's. ``replicas``: how many there are. ``ready``: how many serve.
+    ``updated``: how many are of the newest revision.
+    """
+
+    name: NonEmpty
+    replicas: int = 0
+    ready: int = 0
+    updated: int = 0
+
+
+class ModelInferStatus(Status, frozen=True):
+    """``replicas``: groups that are there. ``ready_replicas``: those of them that are ready in all roles.
+    ``updated_replicas``: those of ``updateRevision``. ``current_revision``: what all groups had before the rollout.
+    ``update_revision``: what they are to have. ``label_selector``: picks one pod a group, for autoscalers. ``roles``:
+    counts by role. ``conditions``: Available, Progressing, Degraded.
+    """
+
+    replicas: int = 0
+    ready_replicas: int = 0
+    updated_replicas: int = 0
+    current_revision: str | None = None
+    update_revision: str | None = None
+    label_selector: str | None = None
+    roles: Annotated[tuple[GroupStatus, ...], msgspec.Meta(max_length=8, extra_json_schema=keyed_by("name"))] = ()
+
+
+class ModelStatus(Status, frozen=True):
+    """``url``: where the model is served. ``replicas`` and ``ready_replicas``: of all backends. ``conditions``: Ready, and
+    one for each object that was made.
+    """
+
+    url: str | None = None
+    replicas: int = 0
+    ready_replicas: int = 0
+
+
+class TargetStatus(Spec, frozen=True):
+    """One target of a binding. ``name``: the target's. ``current``: replicas that it has. ``desired``: replicas that it should have. ``ready``:
+    those that serve. ``reason``: why so many.
+    """
+
+    name: NonEmpty
+    current: int | None = None
+    desired: int | None = None
+    ready: int | None = None
+    reason: str | None = None
+
+
+class AutoscalingPolicyStatus(Status, frozen=True):
+    """``bindings``: how many use it. ``conditions``: Accepted."""
+
+    bindings: int | None = None
+
+
+class AutoscalingPolicyBindingStatus(Status, frozen=True):
+    """``targets``: what they have and should have. ``conditions``: TargetsResolved, MetricsAvailable, ScalingActive,
+    ScalingLimited.
+    """
+
+    targets: Annotated[tuple[TargetStatus, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()

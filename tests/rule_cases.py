@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One accepted and one refused object for every CEL rule: for the directory's own checks and for a real API server."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Final, NamedTuple
+
+API_VERSION: Final = "attache.dev/v1alpha1"
+
+_ROUTE: Final = {"modelName": "llama", "rules": [{"targetModels": [{"modelServerName": "llama"}]}]}
+_SERVER: Final = {"model": "m", "endpoints": [{"address": "10.0.0.1:8000"}]}
+_POD: Final = {"spec": {"containers": [{"name": "engine", "image": "attache/engine-sim"}]}}
+_INFER: Final = {"template": {"roles": [{"name": "all", "entryTemplate": _POD}]}}
+_TARGET: Final = {"name": "a", "maxReplicas": 4, "ref": {"kind": "ModelInfer", "name": "llama"}}
+_BINDING: Final = {"policyRef": "default", "targets": [_TARGET, {**_TARGET, "name": "b"}]}
+_KEYS: Final = {"apiKeys": [{"name": "a", "tenant": "a", "key": "12345678"}]}
+_ISSUER: Final = {"name": "a", "issuer": "https://a", "jwks": "{}", "audiences": ["us"]}
+
+
+class Case(NamedTuple):
+    """``rule``: whose case it is. ``spec``: is accepted. ``path``: where ``bad`` is written to make it refused; with
+    ``None`` the field is removed.
+    """
+
+    rule: str
+    kind: str
+    spec: dict[str, Any]
+    path: tuple[str | int, ...]
+    bad: Any
+    # whether a configuration directory may hold the kind, and its reader refuses the same
+    in_directory: bool = True
+
+    def accepted(self) -> dict[str, Any]:
+        """The object that breaks no rule."""
+        return _object(self.kind, self.spec)
+
+    def refused(self) -> dict[str, Any]:
+        """The same object with one change that breaks the rule."""
+        spec = copy.deepcopy(self.spec)
+        inner: Any = spec
+        for step in self.path[:-1]:
+            inner = inner[step]
+        if self.bad is None:
+            del inner[self.path[-1]]
+        else:
+            inner[self.path[-1]] = self.bad
+        return _object(self.kind, spec)
+
+
+def _object(kind: str, spec: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": "example"}, "spec": copy.deepcopy(spec)}
+
+
+def _route(**fields: object) -> dict[str, Any]:
+    return copy.deepcopy({**_ROUTE, **fields})
+
+
+def _server(**fields: object) -> dict[str, Any]:
+    return copy.deepcopy({**_SERVER, **fields})
+
+
+_RULE: Final = _ROUTE["rules"][0]
+_MATCHED: Final = {**_RULE, "modelMatch": {"headers": {"x-a": {"exact": "1"}}}}
+
+CASES: Final = (
+    Case(
+        "exactly one kind of match",
+        "ModelRoute",
+        _route(rules=[_MATCHED]),
+        ("rules", 0, "modelMatch", "headers", "x-a", "prefix"),
+        "1",
+    ),
+    Case("no kind of match", "ModelRoute", _route(rules=[_MATCHED]), ("rules", 0, "modelMatch", "headers", "x-a"), {}),
+    Case("a positive weight", "ModelRoute", _route(), ("rules", 0, "targetModels", 0, "weight"), 0),
+    Case("a name to ask for", "ModelRoute", _route(), ("modelName",), None),
+    Case("the rule without a match is last", "ModelRoute", _route(rules=[_MATCHED, _RULE]), ("rules", 0), _RULE),
+    Case("a limit limits", "ModelRoute", _route(rateLimits=[{"requests": 1}]), ("rateLimits", 0), {"per": "User"}),
+    Case(
+        "header goes with per: Header",
+        "ModelRoute",
+        _route(rateLimits=[{"requests": 1, "per": "Header", "header": "x-a"}]),
+        ("rateLimits", 0, "header"),
+        None,
+    ),
+    Case(
+        "withoutRedis goes with Global",
+        "ModelRoute",
+        _route(rateLimits=[{"requests": 1, "scope": "Global", "withoutRedis": "Refuse"}]),
+        ("rateLimits", 0, "scope"),
+        "Local",
+    ),
+    Case(
+        "endpoints or a selector",
+        "ModelServer",
+        _server(),
+        ("workloadSelector",),
+        {"matchLabels": {"app": "llama"}},
+    ),
+    Case("neither endpoints nor a selector", "ModelServer", _server(), ("endpoints",), None),
+    Case(
+        "the selector's port",
+        "ModelServer",
+        {"model": "m", "workloadSelector": {"matchLabels": {"app": "a"}}, "workloadPort": {"port": 8000}},
+        ("workloadPort",),
+        None,
+    ),
+    Case(
+        "pdGroup without pickerConfig",
+        "ModelServer",
+        _server(pdGroup={"prefillLabels": {"role": "prefill"}, "decodeLabels": {"role": "decode"}}),
+        ("pickerConfig",),
+        "epp.yaml",
+    ),
+    Case(
+        "an address twice",
+        "ModelServer",
+        _server(),
+        ("endpoints",),
+        [{"address": "10.0.0.1:8000"}, {"address": "10.0.0.1:8000"}],
+    ),
+    Case(
+        "priorities of bands differ",
+        "ModelServer",
+        _server(
+            flowControl={"bands": [{"name": "a", "priority": 1, "share": 1}, {"name": "b", "priority": 2, "share": 1}]}
+        ),
+        ("flowControl", "bands", 1, "priority"),
+        1,
+    ),
+    Case("keys or tokens", "GatewayConfig", {"authentication": _KEYS}, ("authentication", "jwt"), [_ISSUER]),
+    Case(
+        "a key or its file",
+        "GatewayConfig",
+        {"authentication": _KEYS},
+        ("authentication", "apiKeys", 0, "keyFile"),
+        "key.txt",
+    ),
+    Case(
+        "signing keys or their file",
+        "GatewayConfig",
+        {"authentication": {"jwt": [_ISSUER]}},
+        ("authentication", "jwt", 0, "jwks"),
+        None,
+    ),
+    Case(
+        "audiences",
+        "GatewayConfig",
+        {"authentication": {"jwt": [_ISSUER]}},
+        ("authentication", "jwt", 0, "audiences"),
+        None,
+    ),
+    Case(
+        "workers have a template",
+        "ModelInfer",
+        _INFER,
+        ("template", "roles", 0, "workerReplicas"),
+        2,
+        in_directory=False,
+    ),
+    Case(
+        "roles of the gang",
+        "ModelInfer",
+        {"template": {**_INFER["template"], "gang": {"minRoleReplicas": {"all": 1}}}},
+        ("template", "gang", "minRoleReplicas"),
+        {"prefill": 1},
+        in_directory=False,
+    ),
+    Case(
+        "a role does not wait for itself",
+        "ModelInfer",
+        _INFER,
+        ("template", "roles", 0, "startsAfter"),
+        ["all"],
+        in_directory=False,
+    ),
+    Case(
+        "a rollout can move",
+        "ModelInfer",
+        {**_INFER, "rollout": {"maxUnavailable": 0, "maxSurge": 1}},
+        ("rollout", "maxSurge"),
+        "0%",
+        in_directory=False,
+    ),
+    Case(
+        "bounds of a backend",
+        "Model",
+        {"uri": "hf://org/model", "backends": [{"name": "a", "minReplicas": 1, "maxReplicas": 2}]},
+        ("backends", 0, "minReplicas"),
+        3,
+        in_directory=False,
+    ),
+    Case(
+        "a query goes with Prometheus",
+        "AutoscalingPolicy",
+        {"metrics": [{"name": "m", "value": 1, "source": "Prometheus", "query": "up"}]},
+        ("metrics", 0, "query"),
+        None,
+        in_directory=False,
+    ),
+    Case(
+        "a latency to keep", "AutoscalingPolicy", {"objective": {"ttft": "1s"}}, ("objective",), {}, in_directory=False
+    ),
+    Case(
+        "a schedule bounds",
+        "AutoscalingPolicy",
+        {"schedules": [{"start": "0 8 * * *", "duration": "8h", "minReplicas": 1}]},
+        ("schedules", 0, "minReplicas"),
+        None,
+        in_directory=False,
+    ),
+    Case(
+        "metrics of Target",
+        "AutoscalingPolicy",
+        {"strategies": [{"name": "Target"}], "metrics": [{"name": "m", "value": 1}]},
+        ("metrics",),
+        None,
+        in_directory=False,
+    ),
+    Case(
+        "objective of LatencyObjective",
+        "AutoscalingPolicy",
+        {"strategies": [{"name": "LatencyObjective"}], "objective": {"ttft": "1s"}},
+        ("objective",),
+        None,
+        in_directory=False,
+    ),
+    Case(
+        "bounds of a target",
+        "AutoscalingPolicyBinding",
+        _BINDING,
+        ("targets", 0, "minReplicas"),
+        5,
+        in_directory=False,
+    ),
+    Case(
+        "bounds of a ratio",
+        "AutoscalingPolicyBinding",
+        {**_BINDING, "ratios": [{"numerator": "a", "denominator": "b", "min": 1, "max": 2}]},
+        ("ratios", 0, "min"),
+        3,
+        in_directory=False,
+    ),
+    Case(
+        "targets of a ratio",
+        "AutoscalingPolicyBinding",
+        {**_BINDING, "ratios": [{"numerator": "a", "denominator": "b", "min": 1, "max": 2}]},
+        ("ratios", 0, "numerator"),
+        "c",
+        in_directory=False,
+    ),
+)
