@@ -16,7 +16,7 @@ DOCS   := .venv-docs
 PYTEST := $(RUN) $(if $(COVERAGE),-m coverage run) -m pytest
 
 .PHONY: help run up test test-pure test-envoy test-real-time test-some test-vllm coverage coverage-report check fix bench \
-  sglang-gateway lab manifests generate docs lock envoy-binary clean
+  sglang-gateway lab manifests generate docs lock envoy-binary kube-assets clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -94,6 +94,9 @@ docs: $(DOCS)/ready ## the documentation as a site, under .site/
 lock: ## write requirements.lock anew (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --all-extras --group dev \
 	  pyproject.toml -o requirements.lock
+
+kube-assets: $(VENV)/ready ## etcd, kube-apiserver and what belongs to it, built from the published Go modules (some minutes, once)
+	$(RUN) -m tools.kube_assets
 
 envoy-binary: $(ENVOY) ## the Envoy binary, in a directory of its own
 

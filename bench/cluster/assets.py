@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the binaries of a Kubernetes control plane and others' CRDs lie on this machine."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+BINARIES: Final = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
+_NEEDED: Final = ("etcd", "kube-apiserver")
+_ADVICE: Final = (
+    "install Go 1.26 or newer and run `make kube-assets` (once, some minutes), "
+    "or set KUBEBUILDER_ASSETS to a directory with etcd and kube-apiserver"
+)
+
+
+class Versions(msgspec.Struct, frozen=True, rename="kebab"):
+    """What ``versions.toml`` pins, without a leading ``v``."""
+
+    kubernetes: str
+    etcd: str
+    gateway_api: str
+    inference_extension: str
+
+
+class AssetsMissing(Exception):
+    """There is no control plane on this machine; the message says how to get one."""
+
+
+class Assets(msgspec.Struct, frozen=True):
+    """A directory with binaries, and beside them others' CRDs if ``make kube-assets`` made it."""
+
+    directory: Path
+
+    def binary(self, name: str) -> Path:
+        """The path of a binary; raises AssetsMissing."""
+        path = self.directory / name
+        if not path.is_file():
+            raise AssetsMissing(f"no {name} in {self.directory}: {_ADVICE}")
+        return path
+
+    def has(self, name: str) -> bool:
+        """Whether this binary is there: a control plane does without some of them."""
+        return (self.directory / name).is_file()
+
+    @property
+    def crds(self) -> Path:
+        """The directory of CRDs, ``gateway-api/`` and ``inference-extension/`` in it; it need not exist."""
+        return self.directory / "crds"
+
+
+def versions() -> Versions:
+    """The pinned versions."""
+    return msgspec.convert(tomllib.loads(Path(__file__).with_name("versions.toml").read_text()), Versions)
+
+
+def built_in(root: Path = ROOT) -> Path:
+    """Where ``make kube-assets`` puts what it builds."""
+    return root / ".tools" / f"kube-{versions().kubernetes}"
+
+
+def find_assets(environment: Mapping[str, str] = os.environ, root: Path = ROOT) -> Assets:
+    """``KUBEBUILDER_ASSETS`` if it is set, else what ``make kube-assets`` has built; raises AssetsMissing."""
+    given = environment.get("KUBEBUILDER_ASSETS", "")
+    assets = Assets(Path(given) if given else built_in(root))
+    for name in _NEEDED:
+        assets.binary(name)
+    return assets

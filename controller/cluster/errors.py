@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong between us and a Kubernetes API server, as types."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class ClusterError(Exception):
+    """Any failure of a call to the API server."""
+
+
+class Unreachable(ClusterError):
+    """No answer: the server is away, too slow, or the connection broke. The call may or may not have had an effect."""
+
+
+class AccessInvalid(ClusterError):
+    """A kubeconfig or service account that cannot be used; the message says what to do."""
+
+
+class ApiError(ClusterError):
+    """The server refused. ``reason`` is the machine-readable one of its Status object, empty if it sent none.
+
+    ``retry_after_s``: the server asks to leave it alone for so long; None if it did not say.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        reason: str = "",
+        message: str = "",
+        *,
+        details: Mapping[str, Any] | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(f"{status} {reason}: {message}" if reason else f"{status}: {message}")
+        self.status = status
+        self.reason = reason
+        self.message = message
+        self.details: Mapping[str, Any] = details or {}
+        self.retry_after_s = retry_after_s
+
+
+class BadRequest(ApiError):
+    """400: the server cannot read the call."""
+
+
+class Unauthorized(ApiError):
+    """401: the credentials are unknown or have expired."""
+
+
+class Forbidden(ApiError):
+    """403: a role that allows this is missing."""
+
+
+class NotFound(ApiError):
+    """404: there is no such object, or no such kind."""
+
+
+class Conflict(ApiError):
+    """409: somebody else wrote the object since it was read, or owns a field that was applied. Read again, decide again."""
+
+
+class AlreadyExists(Conflict):
+    """409: an object of this name is there already."""
+
+
+class Expired(ApiError):
+    """410: the version asked for is older than what the server remembers. List anew."""
+
+
+class Invalid(ApiError):
+    """422: the object breaks its schema or a rule; the message names the fields."""
+
+
+class TooManyRequests(ApiError):
+    """429: the server did nothing with the call and wants to be asked later."""
+
+
+class ServerError(ApiError):
+    """5xx: the server, or one that it asks, has a fault."""
+
+
+class _Status(msgspec.Struct, frozen=True):
+    """The fields of a ``v1 Status`` that we read."""
+
+    reason: str = ""
+    message: str = ""
+    code: int = 0
+    details: dict[str, Any] | None = None
+
+
+_BY_STATUS: Final[Mapping[int, type[ApiError]]] = {
+    400: BadRequest,
+    401: Unauthorized,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    410: Expired,
+    422: Invalid,
+    429: TooManyRequests,
+}
+
+
+def error_for(status: int, body: bytes, retry_after: str | None = None) -> ApiError:
+    """The error for an answer of the server, from its status code, body and ``Retry-After`` header."""
+    try:
+        said = msgspec.json.decode(body, type=_Status)
+    except msgspec.DecodeError:  # a proxy's page, or nothing
+        said = _Status(message=body[:500].decode(errors="replace"))
+    kind = _BY_STATUS.get(status, ServerError if status >= 500 else ApiError)
+    if said.reason == "AlreadyExists":
+        kind = AlreadyExists
+    asked = (said.details or {}).get("retryAfterSeconds")
+    wait_s = _seconds(retry_after) if retry_after else float(asked) if isinstance(asked, int) and asked > 0 else None
+    return kind(status, said.reason, said.message, details=said.details, retry_after_s=wait_s)
+
+
+def error_in_watch(status_object: Mapping[str, Any]) -> ApiError:
+    """The error for the object of an ERROR event."""
+    code = status_object.get("code")
+    return error_for(code if isinstance(code, int) else 500, msgspec.json.encode(status_object))
+
+
+def _seconds(header: str) -> float | None:
+    """Kubernetes sends seconds, never a date."""
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        return None

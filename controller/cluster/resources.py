@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of objects and where the API serves them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Object = dict[str, Any]
+"""A Kubernetes object as JSON has it. What comes out of a cache must not be changed."""
+
+
+class Resource(msgspec.Struct, frozen=True):
+    """A kind of objects. ``group`` is empty for the core API."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """As objects have it: ``v1``, ``apps/v1``."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
+        """The path on the server of an object, or of a collection without ``name``.
+
+        No namespace means all of them for a collection, and is a ValueError for one object of a namespaced kind.
+        """
+        if name is not None and self.namespaced and not namespace:
+            raise ValueError(f"{self.kind} {name} needs a namespace")
+        parts = ["apis", self.group, self.version] if self.group else ["api", self.version]
+        if self.namespaced and namespace:
+            parts += ["namespaces", namespace]
+        parts += [part for part in (self.plural, name, subresource) if part]
+        return "/" + "/".join(quote(part, safe="") for part in parts)
+
+
+def key_of(thing: Mapping[str, Any]) -> str:
+    """``namespace/name``, or ``name`` of what has no namespace."""
+    metadata = thing["metadata"]
+    namespace = metadata.get("namespace")
+    return f"{namespace}/{metadata['name']}" if namespace else str(metadata["name"])
+
+
+def split_key(key: str) -> tuple[str | None, str]:
+    """The namespace (None if there is none) and name in a key."""
+    namespace, slash, name = key.rpartition("/")
+    return (namespace if slash else None), name
+
+
+PODS: Final = Resource("", "v1", "pods", "Pod")
+NODES: Final = Resource("", "v1", "nodes", "Node", namespaced=False)
+NAMESPACES: Final = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
+SERVICES: Final = Resource("", "v1", "services", "Service")
+CONFIG_MAPS: Final = Resource("", "v1", "configmaps", "ConfigMap")
+SECRETS: Final = Resource("", "v1", "secrets", "Secret")
+SERVICE_ACCOUNTS: Final = Resource("", "v1", "serviceaccounts", "ServiceAccount")
+EVENTS: Final = Resource("", "v1", "events", "Event")
+DEPLOYMENTS: Final = Resource("apps", "v1", "deployments", "Deployment")
+ENDPOINT_SLICES: Final = Resource("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice")
+LEASES: Final = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+CRDS: Final = Resource(
+    "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False
+)
