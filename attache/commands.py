@@ -54,6 +54,12 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
                 "controller.bundle_command",
                 "controller",
             ),
+            Command(
+                "gateway",
+                "follow a cluster's objects, and write them as a configuration directory",
+                "controller.gateway_command",
+                "controller",
+            ),
             Command("envoy", "run Envoy, or fetch it", "attache.envoy", passes_options=True),
         ),
         "Look inside": (

@@ -169,6 +169,14 @@ class Client:
             return False
         return True
 
+    async def serves(self, resource: Resource) -> bool:
+        """Whether the server knows the kind, such as that of a CRD which may not be installed."""
+        try:
+            found = await self._json("GET", resource.group_path)
+        except NotFound:
+            return False
+        return any(one.get("name") == resource.plural for one in found.get("resources") or ())
+
     async def is_ready(self, path: str = "/readyz") -> bool:
         """Whether the server's own health check is content."""
         try:

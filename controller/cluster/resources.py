@@ -29,6 +29,11 @@ class Resource(msgspec.Struct, frozen=True):
         """As objects have it: ``v1``, ``apps/v1``."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
+    @property
+    def group_path(self) -> str:
+        """Where the server lists the kinds of this group and version."""
+        return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
         """The path on the server of an object, or of a collection without ``name``.
 
@@ -69,4 +74,10 @@ ENDPOINT_SLICES: Final = Resource("discovery.k8s.io", "v1", "endpointslices", "E
 LEASES: Final = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 CRDS: Final = Resource(
     "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False
+)
+MODEL_SERVERS: Final = Resource("attache.dev", "v1alpha1", "modelservers", "ModelServer")
+MODEL_ROUTES: Final = Resource("attache.dev", "v1alpha1", "modelroutes", "ModelRoute")
+GATEWAY_CONFIGS: Final = Resource("attache.dev", "v1alpha1", "gatewayconfigs", "GatewayConfig")
+INFERENCE_OBJECTIVES: Final = Resource(
+    "inference.networking.x-k8s.io", "v1alpha2", "inferenceobjectives", "InferenceObjective"
 )

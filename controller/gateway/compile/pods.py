@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pods of engines, and the endpoints that they are to requests."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from extproc.config.spec import object_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from extproc.config.workload import WorkloadPort
+
+PRICE: Final = "attache.dev/price"
+DRAIN: Final = "attache.dev/drain"
+_OURS: Final = "attache.dev/"
+# On endpoints: which pod it is, for people who look at a decision.
+POD_LABEL: Final = "attache.dev/pod"
+
+
+class Pod(msgspec.Struct, frozen=True, kw_only=True):
+    """What counts of a pod. ``ip``: empty until it has one. ``is_leaving``: it is being deleted, or its annotation
+    ``attache.dev/drain`` says ``true``. ``price``: that of its annotation ``attache.dev/price``, if it is one.
+    """
+
+    namespace: str
+    name: str
+    labels: Mapping[str, str]
+    ip: str
+    is_ready: bool
+    is_leaving: bool
+    price: float | None = None
+
+    @property
+    def key(self) -> str:
+        """``namespace/name``."""
+        return object_key(self.namespace, self.name)
+
+    def has(self, labels: Mapping[str, str]) -> bool:
+        """Whether all of ``labels`` are the pod's."""
+        return all(self.labels.get(name) == value for name, value in labels.items())
+
+    def endpoints(self, port: WorkloadPort) -> Iterator[Mapping[str, Any]]:
+        """What requests can be sent to: a ready pod's ports, as documents have endpoints."""
+        if not self.ip or not self.is_ready:
+            return
+        host = f"[{self.ip}]" if ":" in self.ip else self.ip
+        for number in port.ports:
+            endpoint: dict[str, Any] = {
+                "address": f"{host}:{number}",
+                "labels": {**self.labels, POD_LABEL: self.name},
+            }
+            if self.price is not None:
+                endpoint["price"] = self.price
+            if self.is_leaving:
+                endpoint["draining"] = True
+            yield endpoint
+
+
+def pod_of(thing: Mapping[str, Any]) -> Pod:
+    """A pod as the API server has it."""
+    metadata, status = thing["metadata"], thing.get("status") or {}
+    annotations = metadata.get("annotations") or {}
+    ready = any(one.get("type") == "Ready" and one.get("status") == "True" for one in status.get("conditions") or ())
+    return Pod(
+        namespace=metadata.get("namespace", "default"),
+        name=metadata["name"],
+        labels=metadata.get("labels") or {},
+        ip=_ip(status.get("podIP")),
+        is_ready=ready and status.get("phase") == "Running",
+        is_leaving="deletionTimestamp" in metadata or annotations.get(DRAIN) == "true",
+        price=_price(annotations.get(PRICE)),
+    )
+
+
+def slim_pod(thing: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``pod_of`` reads: a tenth of the whole."""
+    metadata, status = thing["metadata"], thing.get("status") or {}
+    kept = ("name", "namespace", "uid", "resourceVersion", "labels", "deletionTimestamp")
+    slim = {name: metadata[name] for name in kept if name in metadata}
+    slim["annotations"] = {
+        name: value for name, value in (metadata.get("annotations") or {}).items() if name.startswith(_OURS)
+    }
+    conditions = [one for one in status.get("conditions") or () if one.get("type") == "Ready"]
+    return {
+        "apiVersion": thing.get("apiVersion", "v1"),
+        "kind": thing.get("kind", "Pod"),
+        "metadata": slim,
+        "status": {"podIP": status.get("podIP"), "phase": status.get("phase"), "conditions": conditions},
+    }
+
+
+def _ip(text: str | None) -> str:
+    """Empty for what is no address."""
+    try:
+        return str(ipaddress.ip_address(text or ""))
+    except ValueError:
+        return ""
+
+
+def _price(text: str | None) -> float | None:
+    """None for what is no positive number: whoever may annotate pods must not be able to stop their server."""
+    try:
+        price = float(text or "")
+    except ValueError:
+        return None
+    return price if 0 < price < math.inf else None

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Custom resources as they were observed: what the API server says of them, decoded and checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from extproc.config.decode import Object as Decoded
+from extproc.config.decode import decode
+from extproc.config.documents import Document
+from extproc.config.errors import Mistake
+from extproc.config.spec import object_key
+
+# Whose objects are documents of the directory, too.
+DOCUMENT_KINDS: Final = ("GatewayConfig", "ModelServer", "ModelRoute", "InferenceObjective")
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """One object. ``created``: RFC 3339, so that text sorts by time. ``decoded``: None if it has another shape.
+    ``mistakes``: why it cannot be used; empty if it can.
+    """
+
+    kind: str
+    namespace: str
+    name: str
+    uid: str
+    created: str
+    generation: int
+    api_version: str
+    labels: Mapping[str, str]
+    spec: Mapping[str, Any]
+    decoded: Decoded | None
+    mistakes: tuple[Mistake, ...]
+
+    @property
+    def key(self) -> str:
+        """``namespace/name``."""
+        return object_key(self.namespace, self.name)
+
+    @property
+    def age(self) -> tuple[str, str]:
+        """Sorts by age; of two that were made in one second, the first by name counts as older."""
+        return self.created, self.key
+
+    def complaint(self) -> str:
+        """Every mistake, for a condition's message; empty if there is none."""
+        return "; ".join(f"{one.path}: {one.message}" if one.path else one.message for one in self.mistakes)
+
+    def document(self, spec: Mapping[str, Any] | None = None) -> bytes:
+        """The object as a document of the directory, with another ``spec`` if given."""
+        metadata: dict[str, Any] = {"name": self.name, "namespace": self.namespace}
+        if self.labels:
+            metadata["labels"] = dict(self.labels)
+        content = {"apiVersion": self.api_version, "kind": self.kind, "metadata": metadata}
+        return to_bytes({**content, "spec": self.spec if spec is None else spec})
+
+
+def source_of(thing: Mapping[str, Any]) -> Source:
+    """An object of one of the document kinds, as the API server has it."""
+    metadata = thing["metadata"]
+    kind, api_version = thing["kind"], thing["apiVersion"]
+    identity = {"name": metadata["name"], "namespace": metadata.get("namespace", "default")}
+    spec = thing.get("spec") or {}
+    read = {"apiVersion": api_version, "kind": kind, "metadata": identity, "spec": spec}
+    decoded, mistakes = decode(Document("", to_bytes(read).decode(), is_json=True))
+    return Source(
+        kind=kind,
+        namespace=identity["namespace"],
+        name=identity["name"],
+        uid=metadata.get("uid", ""),
+        created=metadata.get("creationTimestamp") or "",
+        generation=metadata.get("generation", 0),
+        api_version=api_version,
+        labels=metadata.get("labels") or {},
+        spec=spec,
+        decoded=decoded,
+        mistakes=tuple(mistakes),
+    )
+
+
+def to_bytes(content: object) -> bytes:
+    """JSON, the same for equal content."""
+    return msgspec.json.encode(content, order="deterministic")

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a configuration directory: only what differs, each file whole or not at all, and in an order that readers follow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.gateway.files import replace_file
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+# What this writer makes begins so; other files of the directory are somebody else's and stay.
+_OURS: Final = ("gateway.", "modelserver.", "modelroute.", "inferenceobjective.", "picker.")
+# Names and settings may be secret: for the owner alone.
+_MODE: Final = 0o600
+
+
+class Written(msgspec.Struct, frozen=True):
+    """Names of the files that were written and removed."""
+
+    written: tuple[str, ...]
+    removed: tuple[str, ...]
+
+
+class DirectoryWriter:
+    """The directory ``folder``; what it held before is looked at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[str, bytes] | None = None
+
+    def write(self, files: Mapping[str, bytes]) -> Written:
+        """Make the directory hold ``files``, in their order; raises OSError, after which the next call does all again."""
+        known, self._known = self._known, None
+        if known is None:
+            known = self._read()
+        written = tuple(name for name, content in files.items() if known.get(name) != content)
+        for name in written:
+            replace_file(self._folder / name, files[name], _MODE)
+        # what referred to these files has been written without them
+        removed = tuple(sorted((name for name in known if name not in files), key=_removal_order))
+        for name in removed:
+            (self._folder / name).unlink(missing_ok=True)
+        self._known = dict(files)
+        return Written(written, removed)
+
+    def _read(self) -> dict[str, bytes]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return {path.name: path.read_bytes() for path in self._folder.iterdir() if path.name.startswith(_OURS)}
+
+
+def _removal_order(name: str) -> tuple[bool, str]:
+    """Routes go before the servers that they name."""
+    return not name.startswith("modelroute."), name

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway role: a cluster's objects to the configuration directory of extproc and to Envoy's files, within a second."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.gateway.compile.compiler import Compiler
+from controller.gateway.directory import DirectoryWriter
+from controller.roles.status_writer import StatusWriter
+from controller.roles.watched import Watched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from controller.cluster.client import Client
+    from controller.cluster.lease import LeaderElection
+    from controller.gateway.compile.compiler import Outcome
+    from controller.gateway.directory import Written
+    from controller.roles.gateway_metrics import GatewayMetrics
+
+log = logging.getLogger(__name__)
+
+# Changes that come together, such as a rollout's pods, are compiled together.
+_TOGETHER_S: Final = 0.03
+_RETRY_S: Final = 1.0
+CONTROLLER: Final = "attache-gateway"
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """``config``: the directory to write. ``namespace``: whose objects are served; None: all namespaces'.
+    ``gateway_config``: the GatewayConfig to serve, as ``namespace/name``; None: the defaults.
+    """
+
+    config: Path
+    namespace: str | None = None
+    gateway_config: str | None = None
+
+
+class GatewayRole:
+    """``run`` does all of it; ``published`` is called after each change of the directory.
+
+    What is served depends on the directory alone: when the API server is away, or this role is, requests go on.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        *,
+        election: LeaderElection,
+        published: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._watched = Watched(client, settings.namespace)
+        self._compiler = Compiler(settings.gateway_config)
+        self._writer = DirectoryWriter(settings.config)
+        self._statuses = StatusWriter(client, self._watched.get, CONTROLLER)
+        self._election = election
+        self._metrics = metrics
+        self._published = published
+        self._refused = ""
+        self.ready = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watched.run(), name="informers")
+            tasks.create_task(self._follow(), name="compile and write")
+            tasks.create_task(self._election.run(self._statuses.run), name="statuses")
+
+    async def _follow(self) -> None:
+        await self._watched.synced()
+        while True:
+            changed = await self._watched.changes(_TOGETHER_S)
+            for kind, key in changed:
+                self._compiler.put(kind, key, self._watched.get(kind, key))
+                self._statuses.look_at((kind, key))
+            began_s = time.perf_counter()
+            outcome = self._compiler.compile()
+            self._metrics.compiled(len(changed), time.perf_counter() - began_s)
+            if await self._publish(outcome):
+                self._statuses.want(outcome.statuses)
+
+    async def _publish(self, outcome: Outcome) -> bool:
+        """Whether what is served is this outcome."""
+        if outcome.refused != self._refused:
+            self._refused = outcome.refused
+            self._metrics.refused.set(bool(outcome.refused))
+            if outcome.refused:
+                log.error("nothing is changed, and what is served stays: %s", outcome.refused)
+        if outcome.refused:
+            self._statuses.want(outcome.statuses)
+            return False
+        done = await self._write(outcome)
+        for name in done.written:
+            log.info("wrote %s", name)
+        for name in done.removed:
+            log.info("removed %s", name)
+        self._metrics.published(len(done.written), len(done.removed), len(outcome.files))
+        if done.written or done.removed or not self.ready.is_set():
+            self._published()
+        self.ready.set()
+        return True
+
+    async def _write(self, outcome: Outcome) -> Written:
+        while True:
+            try:
+                return await asyncio.to_thread(self._writer.write, outcome.files)
+            except OSError as error:
+                self._metrics.failures.inc()
+                log.error("the directory cannot be written, tried again in %g s: %s", _RETRY_S, error)
+            await asyncio.sleep(_RETRY_S)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of the gateway role."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+
+class GatewayMetrics:
+    """In a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.refused = Gauge(
+            "attache_gateway_refused",
+            "1 while nothing is changed, because the gateway's own configuration is missing or invalid",
+            registry=self.registry,
+        )
+        self.failures = Counter(
+            "attache_gateway_write_failures_total", "Failed writes of the directory", registry=self.registry
+        )
+        self._changes = Counter(
+            "attache_gateway_changes_total", "Changed objects that were taken in", registry=self.registry
+        )
+        self._compile = Histogram(
+            "attache_gateway_compile_seconds",
+            "Time to compile what changed",
+            buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5),
+            registry=self.registry,
+        )
+        self._written = Counter(
+            "attache_gateway_files_written_total", "Files written, and removed", ("what",), registry=self.registry
+        )
+        self._files = Gauge("attache_gateway_files", "Files of the directory", registry=self.registry)
+
+    def compiled(self, changes: int, seconds: float) -> None:
+        """``changes`` objects were taken in, and compiled in ``seconds``."""
+        self._changes.inc(changes)
+        self._compile.observe(seconds)
+
+    def published(self, written: int, removed: int, files: int) -> None:
+        """The directory has ``files`` files now."""
+        self._written.labels("written").inc(written)
+        self._written.labels("removed").inc(removed)
+        self._files.set(files)

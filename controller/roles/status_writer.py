@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes statuses of objects, and Events where a condition changed; a status that says it all already is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from controller.cluster.errors import ClusterError, NotFound
+from controller.cluster.resources import EVENTS, GATEWAY_CONFIGS, MODEL_ROUTES, MODEL_SERVERS, Object, split_key
+from controller.gateway.compile.conditions import WantedStatus, merged, transitions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from controller.cluster.client import Client
+
+log = logging.getLogger(__name__)
+
+_RESOURCES: Final = {one.kind: one for one in (GATEWAY_CONFIGS, MODEL_ROUTES, MODEL_SERVERS)}
+_RETRY_S: Final = 2.0
+
+Key = tuple[str, str]
+
+
+class StatusWriter:
+    """``want`` says what statuses should be; ``run``, which only the leader runs, writes them.
+
+    ``observed``: an object as last heard, by kind and key.
+    """
+
+    def __init__(self, client: Client, observed: Callable[[str, str], Object | None], controller: str) -> None:
+        self._client = client
+        self._observed = observed
+        self._controller = controller
+        self._wanted: Mapping[Key, WantedStatus] = {}
+        self._stale: set[Key] = set()
+        self._wake = asyncio.Event()
+        self.writes = 0
+
+    def want(self, statuses: Mapping[Key, WantedStatus]) -> None:
+        """From now on statuses should be these."""
+        self._stale |= {key for key, status in statuses.items() if self._wanted.get(key) != status}
+        self._wanted = statuses
+        self._wake.set()
+
+    def look_at(self, key: Key) -> None:
+        """The object has changed, maybe its status."""
+        if key in self._wanted:
+            self._stale.add(key)
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Until cancelled. A write that fails is tried again."""
+        self._stale |= set(self._wanted)
+        while True:
+            self._wake.clear()
+            stale, self._stale = self._stale, set()
+            failed = [key for key in sorted(stale) if not await self._write(key)]
+            if failed:
+                await asyncio.sleep(_RETRY_S)
+                self._stale |= set(failed)
+            elif not self._stale:
+                await self._wake.wait()
+
+    async def _write(self, key: Key) -> bool:
+        """Whether it is done with."""
+        wanted, thing = self._wanted.get(key), self._observed(*key)
+        if wanted is None or thing is None:
+            return True
+        if thing["metadata"].get("generation", 0) != wanted.generation:
+            # one of the two is older; the newer one brings us here again
+            return True
+        before = thing.get("status") or {}
+        status = merged(wanted, before, _now())
+        if status is None:
+            return True
+        resource = _RESOURCES[wanted.kind]
+        namespace, name = split_key(wanted.key)
+        applied = {
+            "apiVersion": resource.api_version,
+            "kind": resource.kind,
+            "metadata": {"name": name, "namespace": namespace},
+            "status": status,
+        }
+        try:
+            await self._client.apply(resource, applied, subresource="status", force=True)
+            self.writes += 1
+            for condition in transitions(status, before):
+                await self._client.create(EVENTS, self._event(thing, condition))
+        except NotFound:
+            return True
+        except ClusterError as error:
+            log.warning("the status of %s %s cannot be written, tried again: %s", *key, error)
+            return False
+        return True
+
+    def _event(self, thing: Object, condition: Mapping[str, Any]) -> Object:
+        metadata, now = thing["metadata"], _now()
+        is_good = condition["status"] == "True"
+        return {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"generateName": f"{metadata['name']}.", "namespace": metadata["namespace"]},
+            "involvedObject": {
+                "apiVersion": thing["apiVersion"],
+                "kind": thing["kind"],
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "uid": metadata.get("uid", ""),
+            },
+            "type": "Normal" if is_good else "Warning",
+            "reason": condition["reason"],
+            "message": condition["message"] or f"{condition['type']} is {condition['status']}",
+            "source": {"component": self._controller},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

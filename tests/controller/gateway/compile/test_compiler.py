@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects of a cluster become a directory that extproc can read, and statuses that say what became of each."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.cluster.resources import key_of
+from controller.gateway.compile.compiler import Compiler, Outcome, file_name
+from extproc.config.load import load
+from extproc.config.spec import object_key
+from tests.kube_objects import Object, picker_config, pod, resource, route, server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from extproc.config.types import Snapshot
+
+PICKER = """\
+apiVersion: inference.networking.x-k8s.io/v1alpha1
+kind: EndpointPickerConfig
+plugins: [{type: queue-scorer}, {type: max-score-picker}]
+schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}, {pluginRef: max-score-picker}]}]
+"""
+
+
+def compiled(*things: Object, gateway: str | None = None) -> Outcome:
+    return feed(Compiler(gateway), things).compile()
+
+
+def feed(compiler: Compiler, things: Iterable[Object]) -> Compiler:
+    for thing in things:
+        compiler.put(thing["kind"], key_of(thing), thing)
+    return compiler
+
+
+def snapshot(outcome: Outcome) -> Snapshot:
+    """What extproc makes of the directory: no mistakes."""
+    return load(outcome.files)
+
+
+def addresses(outcome: Outcome, name: str = "default/llama") -> list[str]:
+    (found,) = (one for one in snapshot(outcome).servers if one.metadata.key == name)
+    return [one.address for one in found.spec.endpoints]
+
+
+def condition(outcome: Outcome, kind: str, key: str, type_: str) -> tuple[str, str, str]:
+    (found,) = (one for one in outcome.statuses[kind, key].conditions if one.type == type_)
+    return found.status, found.reason, found.message
+
+
+def test_an_empty_cluster_is_a_directory_with_defaults() -> None:
+    outcome = compiled()
+    assert list(outcome.files) == ["gateway.json"]
+    assert snapshot(outcome).servers == ()
+
+
+def test_ready_pods_of_the_namespace_with_the_labels_are_endpoints() -> None:
+    outcome = compiled(
+        server(),
+        pod("b", "10.0.0.2"),
+        pod("a", "10.0.0.1"),
+        pod("starting", "10.0.0.3", ready=False),
+        pod("other", "10.0.0.4", app="qwen"),
+        pod("elsewhere", "10.0.0.5", namespace="blue"),
+    )
+    assert addresses(outcome) == ["10.0.0.1:8000", "10.0.0.2:8000"]
+    assert condition(outcome, "ModelServer", "default/llama", "Available")[0] == "True"
+    assert outcome.statuses["ModelServer", "default/llama"].fields == {"endpoints": 2, "ready": 2}
+
+
+def test_a_pod_that_is_deleted_or_drained_stays_until_it_is_gone_and_gets_nothing_new() -> None:
+    outcome = compiled(
+        server(),
+        pod("a", "10.0.0.1", deletionTimestamp="2026-11-01T00:00:00Z"),
+        pod("b", "10.0.0.2", annotations={"attache.dev/drain": "true"}),
+        pod("c", "10.0.0.3"),
+    )
+    (found,) = snapshot(outcome).servers
+    assert [one.draining for one in found.spec.endpoints] == [True, True, False]
+    assert outcome.statuses["ModelServer", "default/llama"].fields == {"endpoints": 3, "ready": 1}
+
+
+def test_each_data_parallel_rank_is_an_endpoint() -> None:
+    things = server(workloadPort={"port": 8000, "rankPorts": [8001]}), pod("a", "fd00::1")
+    assert addresses(compiled(*things)) == ["[fd00::1]:8000", "[fd00::1]:8001"]
+
+
+@pytest.mark.parametrize(("price", "expected"), [("2.5", 2.5), ("-1", 1.0), ("inf", 1.0), ("dear", 1.0), ("nan", 1.0)])
+def test_a_pods_price_is_its_annotation_if_that_is_one(price: str, expected: float) -> None:
+    outcome = compiled(server(), pod("a", annotations={"attache.dev/price": price}))
+    (found,) = snapshot(outcome).servers
+    assert found.spec.endpoints[0].price == expected
+
+
+@pytest.mark.parametrize("ip", ["", "localhost", "10.0.0.1; rm", "10.0.0.1/8"])
+def test_what_is_no_address_is_no_endpoint(ip: str) -> None:
+    assert addresses(compiled(server(), pod("a", ip))) == []
+
+
+def test_pods_that_share_an_address_are_one_endpoint() -> None:
+    outcome = compiled(server(), pod("a", "10.0.0.1"), pod("b", "10.0.0.1"))
+    (found,) = snapshot(outcome).servers
+    assert [one.labels["attache.dev/pod"] for one in found.spec.endpoints] == ["a"]
+
+
+def test_a_server_without_pods_says_what_it_looks_for() -> None:
+    outcome = compiled(server())
+    status, reason, message = condition(outcome, "ModelServer", "default/llama", "Available")
+    assert (status, reason) == ("False", "NoPods")
+    assert "app=llama" in message
+
+
+def test_a_route_to_a_server_that_is_not_there_is_answered_503_and_says_so() -> None:
+    outcome = compiled(route("llama", "gone"))
+    assert addresses(outcome, "default/gone") == []
+    status, reason, message = condition(outcome, "ModelRoute", "default/llama", "ResolvedRefs")
+    assert (status, reason) == ("False", "BackendNotFound")
+    assert "default/gone" in message
+    assert "503" in message
+
+
+def test_other_targets_carry_what_a_missing_one_had() -> None:
+    outcome = compiled(server(), route("llama", "gone", "llama"))
+    found = snapshot(outcome)
+    assert [one.metadata.key for one in found.servers] == ["default/llama"]
+    (rule,) = found.routes[0].spec.rules
+    assert [one.model_server_name for one in rule.target_models] == ["llama"]
+
+
+def test_the_older_of_two_routes_has_the_name() -> None:
+    old = route("old", "llama", model="m", creationTimestamp="2026-01-01T00:00:00Z", namespace="blue")
+    new = route("new", "llama", model="m", creationTimestamp="2026-02-01T00:00:00Z")
+    outcome = compiled(new, old)
+    assert [one.metadata.key for one in snapshot(outcome).routes] == ["blue/old"]
+    assert condition(outcome, "ModelRoute", "default/new", "Accepted")[:2] == ("False", "Conflict")
+    assert "blue/old" in condition(outcome, "ModelRoute", "default/new", "Accepted")[2]
+
+
+def test_a_refused_route_takes_no_names() -> None:
+    broken = route("broken", model="m", creationTimestamp="2026-01-01T00:00:00Z")
+    broken["spec"]["rules"] = []
+    outcome = compiled(broken, route("llama", model="m"))
+    assert [one.metadata.key for one in snapshot(outcome).routes] == ["default/llama"]
+    assert condition(outcome, "ModelRoute", "default/broken", "Accepted")[:2] == ("False", "Invalid")
+
+
+def test_a_server_with_a_mistake_concerns_nobody_else() -> None:
+    broken = server("broken", flowControl={"bands": []})
+    outcome = compiled(broken, server(), route("llama"), pod("a"))
+    assert addresses(outcome) == ["10.0.0.1:8000"]
+    status, reason, message = condition(outcome, "ModelServer", "default/broken", "Accepted")
+    assert (status, reason) == ("False", "Invalid")
+    assert "bands" in message
+
+
+def test_a_picker_is_a_config_map_of_the_servers_namespace() -> None:
+    things = server(pickerConfig="epp"), picker_config("epp", PICKER), picker_config("epp", "x", namespace="blue")
+    outcome = compiled(*things)
+    (found,) = snapshot(outcome).servers
+    assert found.spec.picker_config == "picker.default.epp.yaml"
+    assert outcome.files["picker.default.epp.yaml"] == PICKER.encode()
+
+
+@pytest.mark.parametrize("text", ["", "kind: Other", "kind: EndpointPickerConfig\nplugins: 3"])
+def test_a_server_whose_picker_cannot_be_read_is_not_used(text: str) -> None:
+    outcome = compiled(server(pickerConfig="epp"), picker_config("epp", text))
+    assert snapshot(outcome).servers == ()
+    assert condition(outcome, "ModelServer", "default/llama", "ResolvedRefs")[:2] == ("False", "PickerConfigNotFound")
+
+
+def test_without_its_gateway_config_nothing_is_served_anew() -> None:
+    config = resource("GatewayConfig", "main", {"failureMode": "Open"})
+    assert compiled(config, gateway="default/main").refused == ""
+    assert snapshot(compiled(config, gateway="default/main")).gateway.failure_mode == "Open"
+    assert "default/main" in compiled(gateway="default/main").refused
+    broken = resource("GatewayConfig", "main", {"authentication": {"apiKeys": []}})
+    outcome = compiled(broken, gateway="default/main")
+    assert "authentication" in outcome.refused
+    assert condition(outcome, "GatewayConfig", "default/main", "Accepted")[1] == "Invalid"
+
+
+def test_another_gateways_config_is_none_of_ours() -> None:
+    outcome = compiled(resource("GatewayConfig", "other", {"failureMode": "Open"}))
+    assert outcome.statuses == {}
+    assert snapshot(outcome).gateway.failure_mode is None
+
+
+def test_files_do_not_meet() -> None:
+    assert file_name("ModelServer", "a/b.c") != file_name("ModelServer", "a-b/c")
+    assert (
+        len({file_name("ModelServer", object_key(space, name)) for space in "ab" for name in ("a.b", "b.a", "b")}) == 6
+    )
+
+
+def test_documents_say_nothing_of_who_changed_them() -> None:
+    thing = server()
+    thing["metadata"]["managedFields"] = [{"manager": "kubectl"}]
+    thing["metadata"]["annotations"] = {"kubectl.kubernetes.io/last-applied-configuration": "x" * 1000}
+    (text,) = (text for name, text in compiled(thing).files.items() if name.startswith("modelserver"))
+    assert json.loads(text)["metadata"] == {"name": "llama", "namespace": "default"}
+
+
+# few, so that objects meet
+NAMES = st.sampled_from(["a", "b"])
+SPACES = st.sampled_from(["default", "default", "default", "blue"])
+TIMES = st.sampled_from(["2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"])
+
+
+@st.composite
+def servers(draw: st.DrawFn) -> Object:
+    more = draw(st.sampled_from([{}, {"pickerConfig": "a"}, {"pdGroup": {"prefillLabels": {}}}]))
+    return server(draw(NAMES), namespace=draw(SPACES), app=draw(NAMES), **more)
+
+
+@st.composite
+def listing_servers(draw: st.DrawFn) -> Object:
+    addresses = draw(st.sampled_from([["10.0.0.9:1"], [], ["nowhere"]]))
+    endpoints = [{"address": one} for one in addresses]
+    return resource("ModelServer", draw(NAMES), {"model": "m", "endpoints": endpoints}, namespace=draw(SPACES))
+
+
+@st.composite
+def routes(draw: st.DrawFn) -> Object:
+    targets = draw(st.lists(NAMES, min_size=1, max_size=2))
+    made = route(draw(NAMES), *targets, namespace=draw(SPACES), model=draw(NAMES), creationTimestamp=draw(TIMES))
+    adapters = draw(st.lists(NAMES, max_size=2))
+    made["spec"] |= {"loraAdapters": adapters} if adapters else {}
+    return made
+
+
+@st.composite
+def pods(draw: st.DrawFn) -> Object:
+    leaving = draw(st.sampled_from([{}, {"deletionTimestamp": "2026-01-01T00:00:00Z"}]))
+    ip = draw(st.sampled_from(["10.0.0.1", "10.0.0.2", ""]))
+    return pod(draw(NAMES), ip, namespace=draw(SPACES), app=draw(NAMES), ready=draw(st.booleans()), **leaving)
+
+
+@st.composite
+def objectives(draw: st.DrawFn) -> Object:
+    made = resource("InferenceObjective", draw(NAMES), {"priority": draw(st.sampled_from([1, "high"]))})
+    return {**made, "apiVersion": "inference.networking.x-k8s.io/v1alpha2"}
+
+
+PICKERS = st.builds(picker_config, NAMES, st.sampled_from([PICKER, "nonsense"]), namespace=SPACES)
+MODES = st.sampled_from([{"failureMode": "Open"}, {"failureMode": "Ajar"}])
+GATEWAYS = st.builds(resource, st.just("GatewayConfig"), NAMES, MODES)
+THINGS = st.one_of(servers(), listing_servers(), routes(), pods(), PICKERS, GATEWAYS, objectives())
+STEPS = st.lists(
+    st.tuples(THINGS, st.sampled_from(["put", "compile", "compile", "delete", "twice"])), min_size=10, max_size=40
+)
+
+
+@settings(max_examples=200)
+@given(steps=STEPS, gateway=st.sampled_from([None, "default/a"]))
+def test_any_history_ends_as_a_fresh_compilation_does_and_can_be_read(
+    steps: list[tuple[Object, str]], gateway: str | None
+) -> None:
+    compiler = Compiler(gateway)
+    state: dict[tuple[str, str], Object] = {}
+    for thing, verb in steps:
+        kind, key = thing["kind"], key_of(thing)
+        if verb == "delete":
+            state.pop((kind, key), None)
+            compiler.put(kind, key, None)
+            continue
+        state[kind, key] = thing
+        for _ in range(2 if verb == "twice" else 1):
+            compiler.put(kind, key, thing)
+        if verb == "compile":
+            compiler.compile()
+    outcome = compiler.compile()
+    fresh = compiled(*state.values(), gateway=gateway)
+    assert outcome == fresh
+    if not outcome.refused:
+        snapshot(outcome)
+    assert {key for key in state if key[0] in ("ModelServer", "ModelRoute")} <= outcome.statuses.keys()
