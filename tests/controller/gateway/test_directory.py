@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import stat
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from controller.gateway.directory import DirectoryWriter
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SERVER, ROUTE, GATEWAY = "modelserver.default.a.json", "modelroute.default.a.json", "gateway.json"
 
