@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real Kubernetes control plane on loopback: etcd, API server, controllers and scheduler, in a directory of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import aiohttp
+import msgspec
+
+from bench.cluster.certificates import Authority, signing_key, write_private
+from bench.cluster.kubeconfig import write_kubeconfig
+from bench.processes import Processes, free_ports
+from controller.cluster.access import Access
+from controller.cluster.client import Client, connect
+from controller.cluster.resources import NAMESPACES, SERVICE_ACCOUNTS
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from bench.cluster.assets import Assets
+
+API_SERVER: Final = "kube-apiserver"
+CONTROLLERS: Final = "kube-controller-manager"
+SCHEDULER: Final = "kube-scheduler"
+ETCD: Final = "etcd"
+ADMIN: Final = "admin"
+NOBODY: Final = "nobody"
+_MANAGER: Final = "bench"
+# users of the token file and their groups; Kubernetes' own roles know the names that begin with system:
+_USERS: Final[Mapping[str, str]] = {
+    ADMIN: "system:masters",
+    NOBODY: "",
+    "system:kube-controller-manager": "",
+    "system:kube-scheduler": "",
+}
+
+
+class ControlPlaneOptions(msgspec.Struct, frozen=True):
+    """Which parts run. Without controllers there is no garbage collection, no Deployment, no EndpointSlice.
+
+    ``node_lifecycle``: nodes whose Lease is not renewed become NotReady after 40 s and lose their pods later.
+    """
+
+    controllers: bool = True
+    scheduler: bool = True
+    node_lifecycle: bool = False
+
+
+class ControlPlane(msgspec.Struct, frozen=True):
+    """A running control plane. ``admin`` may do everything; ``nobody`` is authenticated and may do nothing."""
+
+    processes: Processes
+    directory: Path
+    admin: Access
+    nobody: Access
+    kubeconfig: Path
+    options: ControlPlaneOptions
+
+    async def stop_api(self) -> None:
+        """Stop the API server, as an outage or upgrade does; its data stays in etcd."""
+        await self.processes.end(API_SERVER)
+
+    async def start_api(self) -> None:
+        """Start it again, on the same port with the same data, and wait until it is ready."""
+        await self.processes.start_again(API_SERVER)
+        async with connect(self.admin, manager=_MANAGER, timeout_s=2.0) as client:
+            await self.processes.wait_ready(API_SERVER, client.is_ready)
+
+    def freeze_api(self) -> None:
+        """Stop its execution: connections stay open and nothing is answered."""
+        _signal(self.processes.pid(API_SERVER), signal.SIGSTOP)
+
+    def thaw_api(self) -> None:
+        """Let it run on."""
+        _signal(self.processes.pid(API_SERVER), signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def running_control_plane(
+    directory: Path,
+    assets: Assets,
+    options: ControlPlaneOptions = ControlPlaneOptions(),  # noqa: B008 - frozen
+) -> AsyncIterator[ControlPlane]:
+    """Start it in ``directory`` and wait until it is ready; end it on the way out, API server before etcd.
+
+    Raises StartFailed and AssetsMissing.
+    """
+    files = _Files(directory)
+    etcd, peer, port = free_ports(3)
+    commands = {
+        ETCD: _etcd(assets, directory, etcd, peer),
+        API_SERVER: _api_server(assets, files, port, etcd),
+        CONTROLLERS: _controller_manager(assets, files, node_lifecycle=options.node_lifecycle),
+        SCHEDULER: _scheduler(assets, files),
+    }
+    access = {user: files.access(user, f"https://127.0.0.1:{port}") for user in _USERS}
+    kubeconfigs = {user: write_kubeconfig(files.kubeconfig(user), one) for user, one in access.items()}
+    async with Processes(directory) as processes, connect(access[ADMIN], manager=_MANAGER, timeout_s=2.0) as client:
+        await processes.start(ETCD, commands[ETCD])
+        await processes.wait_ready(ETCD, _Healthy(f"http://127.0.0.1:{etcd}/health"))
+        await processes.start(API_SERVER, commands[API_SERVER])
+        await processes.wait_ready(API_SERVER, client.is_ready)
+        if options.controllers:
+            await processes.start(CONTROLLERS, commands[CONTROLLERS])
+            # pods are refused until their service account is there
+            await processes.wait_ready(CONTROLLERS, _HasAccounts(client))
+        if options.scheduler:
+            await processes.start(SCHEDULER, commands[SCHEDULER])
+        yield ControlPlane(processes, directory, access[ADMIN], access[NOBODY], kubeconfigs[ADMIN], options)
+
+
+class _Files:
+    """Certificates, keys and tokens, made anew for each control plane."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        authority = Authority(datetime.now(UTC))
+        self._ca = authority.certificate
+        names = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
+        certificate, key = authority.issue("kube-apiserver", ["127.0.0.1", "10.0.0.1"], names)
+        private, public = signing_key()
+        self._tokens = {user: secrets.token_urlsafe(24) for user in _USERS}
+        lines = [f'{token},{user},{user},"{_USERS[user]}"' for user, token in self._tokens.items()]
+        self.ca = write_private(directory / "ca.pem", self._ca)
+        self.certificate = write_private(directory / "apiserver.pem", certificate)
+        self.key = write_private(directory / "apiserver-key.pem", key)
+        self.account_key = write_private(directory / "accounts-key.pem", private)
+        self.account_public = write_private(directory / "accounts.pem", public)
+        self.tokens = write_private(directory / "tokens.csv", "\n".join(lines) + "\n")
+
+    def access(self, user: str, server: str) -> Access:
+        return Access(server, ca=self._ca, token=self._tokens[user])
+
+    def kubeconfig(self, user: str) -> Path:
+        name = "kubeconfig" if user == ADMIN else f"{user.removeprefix('system:')}.kubeconfig"
+        return self._directory / name
+
+
+def _etcd(assets: Assets, directory: Path, port: int, peer: int) -> list[str]:
+    url, peers = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer}"
+    return [
+        str(assets.binary(ETCD)),
+        *("--name", "bench", "--data-dir", str(directory / "etcd"), "--log-level", "warn"),
+        *("--listen-client-urls", url, "--advertise-client-urls", url),
+        *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers, "--initial-cluster", f"bench={peers}"),
+        "--unsafe-no-fsync",  # the data need not outlive the machine
+    ]
+
+
+def _api_server(assets: Assets, files: _Files, port: int, etcd: int) -> list[str]:
+    return [
+        str(assets.binary(API_SERVER)),
+        f"--etcd-servers=http://127.0.0.1:{etcd}",
+        f"--secure-port={port}",
+        "--bind-address=127.0.0.1",
+        "--advertise-address=127.0.0.1",
+        "--endpoint-reconciler-type=none",  # EndpointSlices refuse loopback addresses
+        f"--tls-cert-file={files.certificate}",
+        f"--tls-private-key-file={files.key}",
+        "--service-cluster-ip-range=10.0.0.0/16",
+        "--authorization-mode=RBAC",
+        f"--token-auth-file={files.tokens}",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        f"--service-account-key-file={files.account_public}",
+        f"--service-account-signing-key-file={files.account_key}",
+        "--allow-privileged=true",
+        # without it a stopping server waits for its watches, up to a minute
+        "--shutdown-delay-duration=0s",
+        "--request-timeout=60s",
+    ]
+
+
+def _controller_manager(assets: Assets, files: _Files, *, node_lifecycle: bool) -> list[str]:
+    chosen = "*" if node_lifecycle else "*,-node-lifecycle-controller"
+    return [
+        str(assets.directory / CONTROLLERS),
+        f"--kubeconfig={files.kubeconfig('system:kube-controller-manager')}",
+        "--leader-elect=false",
+        "--secure-port=0",
+        "--kube-api-qps=500",
+        "--kube-api-burst=1000",
+        f"--controllers={chosen}",
+        f"--service-account-private-key-file={files.account_key}",
+        f"--root-ca-file={files.ca}",
+        "--use-service-account-credentials=true",
+    ]
+
+
+def _scheduler(assets: Assets, files: _Files) -> list[str]:
+    return [
+        str(assets.directory / SCHEDULER),
+        f"--kubeconfig={files.kubeconfig('system:kube-scheduler')}",
+        "--leader-elect=false",
+        "--secure-port=0",
+        "--kube-api-qps=500",
+        "--kube-api-burst=1000",
+    ]
+
+
+class _Healthy:
+    """Whether a page answers 200."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def __call__(self) -> bool:
+        timeout = aiohttp.ClientTimeout(total=2.0)
+        try:
+            async with aiohttp.ClientSession(timeout=timeout) as http, http.get(self._url) as answer:
+                return answer.status == 200
+        except (TimeoutError, aiohttp.ClientError):
+            return False
+
+
+class _HasAccounts:
+    """Whether the controllers work: namespaces have their service account."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def __call__(self) -> bool:
+        if await self._client.find(NAMESPACES, "default") is None:
+            return False
+        return await self._client.find(SERVICE_ACCOUNTS, "default", "default") is not None
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    os.kill(pid, number)

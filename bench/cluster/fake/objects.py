@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of the API on the stored objects: create, update, patch, apply, delete, bind."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from bench.cluster.fake.answers import Refused, bad_request, conflict, invalid, not_found
+from bench.cluster.fake.applying import Owners, apply, conflicts, written
+from bench.cluster.fake.patches import merged, patched
+from bench.cluster.fake.schema import faults_in, pruned, unknown_fields, with_defaults
+from controller.cluster.resources import CRDS, Object
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bench.cluster.fake.kinds import Kind, Kinds
+    from bench.cluster.fake.storage import Storage
+    from bench.cluster.fake.targets import Target
+
+_NOTHING: Final[Mapping[str, Any]] = {}
+
+
+class How(msgspec.Struct, frozen=True):
+    """The options of a write."""
+
+    manager: str = "unknown"
+    force: bool = False
+    strict: bool = False
+    dry_run: bool = False
+
+
+class Objects:
+    """What a server does with objects between a request and the storage."""
+
+    def __init__(self, storage: Storage, kinds: Kinds) -> None:
+        self._storage = storage
+        self._kinds = kinds
+        # who owns which field, by an object's uid
+        self._owners: dict[str, Owners] = {}
+
+    def create(self, target: Target, thing: Object, how: How) -> Object:
+        """A new object; raises Refused."""
+        if target.subresource == "binding":
+            return self._bind(target, thing)
+        new = self._named(target, thing)
+        new = _admitted(target.kind, new, how)
+        if how.dry_run:
+            return new
+        made = self._storage.create(target.kind, new)
+        self._owners[made["metadata"]["uid"]] = written(_NOTHING, made, {}, how.manager)
+        if target.kind.resource == CRDS:
+            made = self._establish(target, made)
+        return made
+
+    def update(self, target: Target, thing: Object, how: How) -> Object:
+        """An object replaced; raises Refused."""
+        old = self._storage.get(target.kind, target.namespace, target.name)
+        return self._write(target, old, self._named(target, thing), how)
+
+    def patch(self, target: Target, body: Any, content_type: str, how: How) -> Object:  # noqa: ANN401 - JSON
+        """An object changed by a patch of any of the three kinds; raises Refused."""
+        if "apply-patch" in content_type:
+            return self._apply(target, body, how)
+        old = self._storage.get(target.kind, target.namespace, target.name)
+        if "json-patch" in content_type:
+            new = patched(old, body)
+        elif "merge-patch" in content_type:
+            new = merged(old, body)
+        else:
+            raise Refused(
+                415, "UnsupportedMediaType", f"the body of the request was in an unknown format: {content_type}"
+            )
+        return self._write(target, old, new, how)
+
+    def delete(self, target: Target, options: Mapping[str, Any]) -> Object:
+        """The object, marked or removed; raises Refused."""
+        old = self._storage.get(target.kind, target.namespace, target.name)
+        gone = self._storage.delete(
+            target.kind,
+            old,
+            grace_s=options.get("gracePeriodSeconds"),
+            uid=(options.get("preconditions") or {}).get("uid", ""),
+            orphan=options.get("propagationPolicy") == "Orphan",
+        )
+        if self._storage.find(target.kind, target.namespace, target.name) is None:
+            self._owners.pop(old["metadata"]["uid"], None)
+            if target.kind.resource == CRDS:
+                self._kinds.forget(old)
+        return gone
+
+    def _apply(self, target: Target, body: Object, how: How) -> Object:
+        thing = self._named(target, body)
+        old = self._storage.find(target.kind, target.namespace, target.name)
+        if old is None:
+            if target.subresource:
+                raise not_found(target.kind.resource.plural, target.name)
+            return self.create(target, thing, how)
+        owners = self._owners.get(old["metadata"]["uid"], {})
+        met = {} if how.force else conflicts(old, thing, owners, how.manager)
+        if met:
+            said = ", ".join(f'conflict with "{other}": .{".".join(path)}' for path, other in sorted(met.items()))
+            raise conflict(target.kind.resource.plural, target.name, f"Apply failed with {len(met)} conflicts: {said}")
+        new, owners = apply(old, thing, owners, how.manager)
+        if not thing["metadata"].get("resourceVersion"):
+            new["metadata"].pop("resourceVersion", None)
+        result = self._write(target, old, new, how)
+        if not how.dry_run:
+            self._owners[old["metadata"]["uid"]] = owners
+        return result
+
+    def _write(self, target: Target, old: Object, new: Object, how: How) -> Object:
+        new = _admitted(target.kind, new, how)
+        if how.dry_run:
+            return new
+        result = self._storage.update(target.kind, old, new, target.subresource)
+        uid = old["metadata"]["uid"]
+        self._owners[uid] = written(old, result, self._owners.get(uid, {}), how.manager)
+        if target.kind.resource == CRDS and not target.subresource:
+            self._kinds.define(result)
+        return result
+
+    def _named(self, target: Target, thing: object) -> Object:
+        """The object with its kind and the path's namespace and name, which must not disagree with its own."""
+        if not isinstance(thing, dict) or not isinstance(thing.get("metadata"), dict):
+            raise bad_request("the object has no metadata")
+        new = copy.deepcopy(thing)
+        resource, metadata = target.kind.resource, new["metadata"]
+        if (
+            new.setdefault("kind", resource.kind) != resource.kind
+            or new.setdefault("apiVersion", resource.api_version) != resource.api_version
+        ):
+            raise bad_request(
+                f"the API version in the data ({new['apiVersion']}, {new['kind']}) does not match the path"
+            )
+        if resource.namespaced and metadata.setdefault("namespace", target.namespace) != target.namespace:
+            raise bad_request("the namespace of the object does not match the namespace on the request")
+        if target.name and metadata.setdefault("name", target.name) != target.name:
+            raise bad_request("the name of the object does not match the name on the URL")
+        return new
+
+    def _establish(self, target: Target, crd: Object) -> Object:
+        self._kinds.define(crd)
+        names = crd["spec"]["names"]
+        conditions = [{"type": kind, "status": "True", "reason": "Fake"} for kind in ("NamesAccepted", "Established")]
+        new = {**crd, "status": {"conditions": conditions, "acceptedNames": names}}
+        return self._storage.update(target.kind, crd, new, "status")
+
+    def _bind(self, target: Target, binding: Object) -> Object:
+        pod = self._storage.get(target.kind, target.namespace, target.name)
+        if pod["spec"].get("nodeName"):
+            raise conflict("pods/binding", target.name, f"pod is already assigned to node {pod['spec']['nodeName']!r}")
+        new = copy.deepcopy(pod)
+        new["spec"]["nodeName"] = binding["target"]["name"]
+        bound = self._storage.update(target.kind, pod, new)
+        condition = {"type": "PodScheduled", "status": "True"}
+        others = [one for one in bound["status"].get("conditions") or () if one["type"] != "PodScheduled"]
+        status = {**bound["status"], "conditions": [*others, condition]}
+        self._storage.update(target.kind, bound, {**bound, "status": status}, "status")
+        return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
+
+
+def _admitted(kind: Kind, thing: Object, how: How) -> Object:
+    """A custom resource with defaults and without unknown fields; raises Refused if it breaks its schema."""
+    if not kind.schema:
+        return thing
+    unknown = unknown_fields(thing, kind.schema)
+    if unknown and how.strict:
+        raise bad_request("strict decoding error: " + ", ".join(f'unknown field "{one}"' for one in unknown))
+    new: Object = with_defaults(pruned(thing, unknown), kind.schema)
+    faults = faults_in(new, kind.schema)
+    if faults:
+        raise invalid(kind.resource.kind, thing["metadata"].get("name", ""), faults)
+    return new

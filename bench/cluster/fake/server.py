@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fake server's HTTP: discovery, reads, writes, watches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import yaml
+from aiohttp import web
+
+from bench.cluster.fake.answers import Refused, bad_request, expired
+from bench.cluster.fake.faults import Call, Faults
+from bench.cluster.fake.kinds import Kinds
+from bench.cluster.fake.objects import How, Objects
+from bench.cluster.fake.selectors import selector
+from bench.cluster.fake.storage import Storage
+from bench.cluster.fake.targets import Target, target_of
+from bench.cluster.fake.watches import Watches
+from controller.cluster.access import Access
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+_MAX_PAGES: Final = 100
+_VERBS: Final = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+_PAGES: Final[Mapping[str, dict[str, Any]]] = {
+    "/readyz": {"ok": True},
+    "/healthz": {"ok": True},
+    "/livez": {"ok": True},
+    "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0-fake"},
+}
+_ADMIN: Final = "fake-admin"
+_NOBODY: Final = "fake-nobody"
+
+
+class FakeServer:
+    """A server's state and its answers. ``faults``: what goes wrong; ``watches``: those open now."""
+
+    def __init__(self, *, bookmark_s: float = 30.0) -> None:
+        self.kinds = Kinds()
+        self.storage = Storage(lambda: datetime.now(UTC))
+        self.faults = Faults()
+        self.watches = Watches(self.storage, self.faults, bookmark_s)
+        self.requests = 0
+        self._objects = Objects(self.storage, self.kinds)
+        # what is left of lists that are read page by page, by the token of the next page
+        self._pages: dict[str, tuple[int, list[dict[str, Any]]]] = {}
+        for name in ("default", "kube-system"):
+            self.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+
+    def create(self, thing: dict[str, Any]) -> dict[str, Any]:
+        """Store an object of any known kind, from within the test."""
+        group, _, version = thing["apiVersion"].rpartition("/")
+        kind = next(
+            one
+            for one in self.kinds.all()
+            if (one.resource.group, one.resource.version, one.resource.kind) == (group, version, thing["kind"])
+        )
+        return self._objects.create(Target(kind, thing["metadata"].get("namespace")), thing, How())
+
+    def expire(self) -> None:
+        """Forget all changes and lists that are being read: versions of before answer 410."""
+        self.storage.compact()
+        self._pages.clear()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Any request."""
+        self.requests += 1
+        try:
+            return await self._answer(request)
+        except Refused as refused:
+            wait = refused.details.get("retryAfterSeconds")
+            headers = {} if wait is None else {"retry-after": str(wait)}
+            return _json(refused.status(), refused.code, headers)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        user = _user(request)
+        found = _PAGES.get(request.path) or self.kinds.discovery(request.path)
+        if found is not None:
+            return _json(found)
+        target = target_of(request.path, self.kinds)
+        if target is None:
+            raise Refused(404, "NotFound", "the server could not find the requested resource")
+        query = request.query
+        watches = query.get("watch") in ("true", "1")
+        verb = _VERBS.get(request.method) or ("watch" if watches else "get" if target.name else "list")
+        resource = target.kind.resource
+        if user != _ADMIN:
+            message = f'{resource.plural} is forbidden: User "nobody" cannot {verb} resource "{resource.plural}" in API group "{resource.group}"'
+            raise Refused(403, "Forbidden", message, {"kind": resource.plural})
+        await self.faults.meet(Call(verb, target))
+        if verb == "watch":
+            return await self.watches.serve(request, target)
+        if verb == "get":
+            return _json(self.storage.get(target.kind, target.namespace, target.name))
+        if verb == "list":
+            return _json(self._list(target, query))
+        return await self._write(verb, target, request)
+
+    async def _write(self, verb: str, target: Target, request: web.Request) -> web.Response:
+        body, query = await _body(request), request.query
+        how = How(
+            manager=query.get("fieldManager", "unknown"),
+            force=query.get("force") == "true",
+            strict=query.get("fieldValidation") == "Strict",
+            dry_run=query.get("dryRun") == "All",
+        )
+        if verb == "create":
+            return _json(self._objects.create(target, body, how), 201)
+        if verb == "update":
+            return _json(self._objects.update(target, body, how))
+        if verb == "patch":
+            is_new = self.storage.find(target.kind, target.namespace, target.name) is None
+            return _json(self._objects.patch(target, body, request.content_type, how), 201 if is_new else 200)
+        if target.name:
+            return _json(self._objects.delete(target, body or {}))
+        chosen = selector(query.get("labelSelector", ""), query.get("fieldSelector", ""))
+        for one in self.storage.all(target.kind, target.namespace):
+            if chosen(one):
+                metadata = one["metadata"]
+                self._objects.delete(Target(target.kind, metadata.get("namespace"), metadata["name"]), body or {})
+        return _json({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 200})
+
+    def _list(self, target: Target, query: Mapping[str, str]) -> dict[str, Any]:
+        token, limit = query.get("continue", ""), int(query.get("limit", "0") or 0)
+        if token:
+            if token not in self._pages:
+                raise expired(0, self.storage.floor)
+            version, items = self._pages.pop(token)
+        else:
+            chosen = selector(query.get("labelSelector", ""), query.get("fieldSelector", ""))
+            version = self.storage.version
+            items = [one for one in self.storage.all(target.kind, target.namespace) if chosen(one)]
+        metadata: dict[str, Any] = {"resourceVersion": str(version)}
+        if limit and len(items) > limit:
+            metadata.update({"continue": uuid.uuid4().hex, "remainingItemCount": len(items) - limit})
+            self._pages[metadata["continue"]] = version, items[limit:]
+            while len(self._pages) > _MAX_PAGES:
+                self._pages.pop(next(iter(self._pages)))
+            items = items[:limit]
+        resource = target.kind.resource
+        bare = [{name: value for name, value in one.items() if name not in ("apiVersion", "kind")} for one in items]
+        # custom resources keep their kind in lists, built-in ones do not
+        shown = items if target.kind.schema else bare
+        return {
+            "kind": f"{resource.kind}List",
+            "apiVersion": resource.api_version,
+            "metadata": metadata,
+            "items": shown,
+        }
+
+
+class Fake(msgspec.Struct, frozen=True):
+    """A running fake server and how to reach it."""
+
+    server: FakeServer
+    admin: Access
+    nobody: Access
+
+
+@contextlib.asynccontextmanager
+async def running_fake(*, bookmark_s: float = 30.0) -> AsyncIterator[Fake]:
+    """A server on a loopback port of its own, in this event loop."""
+    server = FakeServer(bookmark_s=bookmark_s)
+    app = web.Application(client_max_size=10_000_000)
+    app.router.add_route("*", "/{path:.*}", server.handle)
+    # a client that goes ends its watch, as with a real server
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    url = f"http://{host}:{port}"
+    try:
+        yield Fake(server, Access(url, token=_ADMIN), Access(url, token=_NOBODY))
+    finally:
+        server.watches.drop()
+        await runner.cleanup()
+
+
+def _user(request: web.Request) -> str:
+    token = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if token not in (_ADMIN, _NOBODY):
+        raise Refused(401, "Unauthorized", "Unauthorized")
+    return token
+
+
+async def _body(request: web.Request) -> Any:  # noqa: ANN401 - JSON
+    data = await request.read()
+    if not data:
+        return None
+    try:
+        if "yaml" in request.content_type:
+            return await asyncio.to_thread(yaml.safe_load, data) if data[:1] != b"{" else msgspec.json.decode(data)
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, yaml.YAMLError) as error:
+        raise bad_request(f"the body cannot be read: {error}") from error
+
+
+def _json(content: dict[str, Any], code: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(content), status=code, content_type="application/json", headers=headers
+    )

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kubernetes twice: the fake server, and a real control plane. Without its binaries the real one is skipped, loudly."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from bench.cluster.assets import Assets, AssetsMissing, find_assets
+from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, running_control_plane
+from bench.cluster.fake.server import FakeServer, running_fake
+from controller.cluster.access import Access
+from controller.cluster.client import Client, connect
+from controller.cluster.resources import NAMESPACES
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+class Kube(msgspec.Struct, frozen=True):
+    """An API server: the fake one or a real one. ``nobody`` is authenticated and may do nothing."""
+
+    admin: Access
+    nobody: Access
+    fake: FakeServer | None = None
+    plane: ControlPlane | None = None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of these tests share an event loop: the control plane lives in it."""
+    here = os.path.dirname(__file__)  # noqa: PTH120
+    for item in items:
+        if str(item.path).startswith(here):
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
+@pytest.fixture(scope="session")
+def assets() -> Assets:
+    """The control plane's binaries."""
+    try:
+        return find_assets()
+    except AssetsMissing as error:
+        if os.environ.get("ATTACHE_REQUIRE_KUBE"):
+            pytest.fail(str(error))
+        pytest.skip(f"NOT TESTED WITH A REAL API SERVER: {error}")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def plane(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ControlPlane]:
+    """A real control plane with everything, shared by all tests."""
+    async with running_control_plane(tmp_path_factory.mktemp("kube"), assets, ControlPlaneOptions()) as running:
+        yield running
+
+
+@pytest.fixture
+def real_kube(plane: ControlPlane) -> Kube:
+    """The real one, which all tests share."""
+    return Kube(plane.admin, plane.nobody, plane=plane)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def fake_kube() -> AsyncIterator[Kube]:
+    """A fake one of the test's own."""
+    async with running_fake(bookmark_s=0.2) as fake:
+        yield Kube(fake.admin, fake.nobody, fake=fake.server)
+
+
+@pytest.fixture(params=["fake", "real"])
+def kube(request: pytest.FixtureRequest) -> Kube:
+    """An API server of each sort."""
+    found: Kube = request.getfixturevalue(f"{request.param}_kube")
+    return found
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(kube: Kube) -> AsyncIterator[Client]:
+    """A client that may do everything."""
+    async with connect(kube.admin, manager="test") as one:
+        yield one
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def namespace(client: Client) -> str:
+    """A namespace of the test's own; it is never deleted."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    await client.create(NAMESPACES, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    return name

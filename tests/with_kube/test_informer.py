@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An informer's copy is that of the server, whatever happens in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from controller.cluster.informer import Informer, InformerTiming, Selection
+from controller.cluster.resources import CONFIG_MAPS
+from tests.waiting import eventually
+from tests.with_kube.test_client import config_map
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from bench.cluster.fake.faults import Call
+    from bench.cluster.fake.server import FakeServer
+    from controller.cluster.client import Client
+    from tests.with_kube.conftest import Kube
+
+QUICK = InformerTiming(backoff_s=0.05, backoff_max_s=0.2, silence_s=1.0, resync_s=0)
+
+
+@contextlib.asynccontextmanager
+async def following(client: Client, namespace: str, timing: InformerTiming = QUICK) -> AsyncIterator[Informer]:
+    """An informer of what the tests make that has its first list."""
+    chosen = Selection(namespace=namespace, labels="!root")
+    informer = Informer(client, CONFIG_MAPS, chosen, timing=timing, rng=Random(1))
+    task = asyncio.create_task(informer.run())
+    try:
+        async with asyncio.timeout(10):
+            await informer.synced.wait()
+        yield informer
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def names(informer: Informer) -> set[str]:
+    found = {key.split("/")[1] for key in informer.objects}
+    return found - {"kube-root-ca.crt"}
+
+
+def is_watch(call: Call) -> bool:
+    return call.verb == "watch"
+
+
+async def test_it_has_what_was_there_and_follows_what_comes(client: Client, namespace: str) -> None:
+    await client.create(CONFIG_MAPS, config_map(namespace, "before"))
+    async with following(client, namespace) as informer:
+        assert names(informer) == {"before"}
+        changed: list[str] = []
+        informer.subscribe(changed.append)
+        await client.create(CONFIG_MAPS, config_map(namespace, "after"))
+        await eventually(lambda: names(informer) == {"before", "after"})
+        await client.merge_patch(CONFIG_MAPS, "after", namespace, {"data": {"colour": "blue"}})
+        await eventually(lambda: (informer.get(f"{namespace}/after") or {})["data"] == {"colour": "blue"})
+        await client.delete(CONFIG_MAPS, "before", namespace)
+        await eventually(lambda: names(informer) == {"after"})
+        mine = [key for key in changed if "kube-root" not in key]
+        assert mine == [f"{namespace}/after", f"{namespace}/after", f"{namespace}/before"]
+        assert informer.lists == 1
+
+
+async def test_a_watch_that_the_server_ends_goes_on_where_it_was(client: Client, kube: Kube, namespace: str) -> None:
+    timing = InformerTiming(backoff_s=0.05, backoff_max_s=0.2, watch_s=1, resync_s=0)
+    async with following(client, namespace, timing) as informer:
+        await asyncio.sleep(1.5)  # a real server ends watches by whole seconds
+        await client.create(CONFIG_MAPS, config_map(namespace, "late"))
+        await eventually(lambda: names(informer) == {"late"})
+        assert informer.lists == 1
+    if kube.fake is not None:
+        await eventually(lambda: len(kube.fake.watches) == 0 if kube.fake else False)
+
+
+async def test_a_deletion_without_a_watch_is_found_by_the_next_list(client: Client, kube: Kube, namespace: str) -> None:
+    fake = only_fake(kube)
+    await client.create(CONFIG_MAPS, config_map(namespace, "ghost"))
+    await client.create(CONFIG_MAPS, config_map(namespace, "stays"))
+    async with following(client, namespace) as informer:
+        changed: list[str] = []
+        fake.faults.refuse(1000, 503, of=is_watch)
+        fake.watches.drop()
+        await client.delete(CONFIG_MAPS, "ghost", namespace)
+        fake.expire()
+        informer.subscribe(changed.append)
+        fake.faults.heal()
+        await eventually(lambda: names(informer) == {"stays"})
+        assert changed == [f"{namespace}/ghost"], "what did not change is not told"
+        assert informer.lists == 2
+
+
+async def test_an_expired_watch_lists_anew(client: Client, kube: Kube, namespace: str) -> None:
+    fake = only_fake(kube)
+    async with following(client, namespace) as informer:
+        await eventually(lambda: len(fake.watches) == 1)
+        fake.watches.expire()
+        await eventually(lambda: informer.lists == 2)
+        await client.create(CONFIG_MAPS, config_map(namespace, "one"))
+        await eventually(lambda: names(informer) == {"one"})
+
+
+async def test_a_frozen_watch_is_opened_anew(client: Client, kube: Kube, namespace: str) -> None:
+    fake = only_fake(kube)
+    async with following(client, namespace) as informer:
+        await eventually(lambda: len(fake.watches) == 1)
+        (frozen,) = fake.watches.open
+        fake.faults.freeze()
+        await client.create(CONFIG_MAPS, config_map(namespace, "one"))
+        # the old watch stays frozen; its successor gets what it missed
+        await eventually(lambda: frozen not in fake.watches.open)
+        assert names(informer) == set()
+        fake.faults.heal()
+        await eventually(lambda: names(informer) == {"one"})
+        assert informer.lists == 1
+
+
+async def test_a_refused_list_is_asked_for_again(client: Client, kube: Kube, namespace: str) -> None:
+    fake = only_fake(kube)
+    fake.faults.refuse(2, 500)
+    fake.faults.refuse(1, 429, reason="TooManyRequests", retry_after_s=1)
+    async with following(client, namespace) as informer:
+        assert informer.lists == 1
+
+
+async def test_watches_that_end_at_once_are_not_asked_for_without_pause(
+    client: Client, kube: Kube, namespace: str
+) -> None:
+    fake = only_fake(kube)
+    async with following(client, namespace) as informer:
+        before = fake.requests
+        for _ in range(20):
+            fake.watches.drop()
+            await asyncio.sleep(0.02)
+        assert fake.requests - before < 15
+        await client.create(CONFIG_MAPS, config_map(namespace, "one"))
+        await eventually(lambda: names(informer) == {"one"})
+
+
+async def test_a_resync_tells_all_keys(client: Client, namespace: str) -> None:
+    await client.create(CONFIG_MAPS, config_map(namespace, "one"))
+    timing = InformerTiming(resync_s=0.1)
+    async with following(client, namespace, timing) as informer:
+        told: list[str] = []
+        informer.subscribe(told.append)
+        await eventually(lambda: told.count(f"{namespace}/one") >= 2)
+
+
+async def test_it_survives_an_outage_of_the_server(client: Client, kube: Kube, namespace: str) -> None:
+    if kube.plane is None:
+        pytest.skip("a real server is stopped and started")
+    await client.create(CONFIG_MAPS, config_map(namespace, "before"))
+    async with following(client, namespace) as informer:
+        await kube.plane.stop_api()
+        await kube.plane.start_api()
+        await client.create(CONFIG_MAPS, config_map(namespace, "after"))
+        await eventually(lambda: names(informer) == {"before", "after"}, timeout_s=30)
+
+
+def only_fake(kube: Kube) -> FakeServer:
+    if kube.fake is None:
+        pytest.skip("a fault that a real server does not have on demand")
+    return kube.fake

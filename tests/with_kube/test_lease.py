@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One leader at a time, and a next one when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from random import Random
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from bench.processes import free_ports
+from controller.cluster.client import connect
+from controller.cluster.leadership import LeaseTiming
+from controller.cluster.lease import LeaderElection
+from controller.cluster.resources import LEASES
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from controller.cluster.client import Client
+    from tests.with_kube.conftest import Kube
+
+QUICK = LeaseTiming(duration_s=3.0, renew_deadline_s=2.0, retry_s=0.1)
+
+
+class Candidate:
+    """A replica that notes who leads at the same time."""
+
+    def __init__(
+        self, client: Client, namespace: str, name: str, leading: set[str], timing: LeaseTiming = QUICK
+    ) -> None:
+        self._leading = leading
+        self._name = name
+        self.terms = 0
+        self.overlapped = False
+        self.election = LeaderElection(
+            client, namespace=namespace, name="test", identity=name, timing=timing, rng=Random(1)
+        )
+        self.task = asyncio.create_task(self.election.run(self._lead))
+
+    async def _lead(self) -> None:
+        self.overlapped |= bool(self._leading)
+        self._leading.add(self._name)
+        self.terms += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self._leading.discard(self._name)
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+
+
+async def test_one_leads_and_hands_over_at_once(client: Client, namespace: str) -> None:
+    leading: set[str] = set()
+    first = Candidate(client, namespace, "first", leading)
+    await eventually(lambda: leading == {"first"})
+    second = Candidate(client, namespace, "second", leading)
+    await eventually(lambda: second.election.leader == "first")
+    assert first.election.is_leader
+    assert not second.election.is_leader
+    await first.stop()
+    await eventually(lambda: leading == {"second"})
+    lease = await client.get(LEASES, "test", namespace)
+    assert lease["spec"]["holderIdentity"] == "second"
+    assert lease["spec"]["leaseTransitions"] == 1
+    await second.stop()
+    assert (await client.get(LEASES, "test", namespace))["spec"]["holderIdentity"] == ""
+    assert not (first.overlapped)
+    assert not (second.overlapped)
+
+
+async def test_a_silent_leader_is_replaced_when_its_lease_runs_out(client: Client, kube: Kube, namespace: str) -> None:
+    leading: set[str] = set()
+    async with connect(kube.admin, manager="first") as cut_off:
+        first = Candidate(cut_off, namespace, "first", leading)
+        await eventually(lambda: leading == {"first"})
+        second = Candidate(client, namespace, "second", leading)
+        # its calls fail from now on, as if its network were gone
+        (port,) = free_ports(1)
+        cut_off.access = msgspec.structs.replace(kube.admin, server=f"http://127.0.0.1:{port}")
+        await eventually(lambda: leading == {"second"}, timeout_s=20)
+        assert not first.election.is_leader
+        await first.stop()
+        await second.stop()
+        assert not second.overlapped
+
+
+async def test_who_is_robbed_of_the_lease_stops(client: Client, namespace: str) -> None:
+    leading: set[str] = set()
+    first = Candidate(client, namespace, "first", leading)
+    await eventually(lambda: leading == {"first"})
+    stolen = {"spec": {"holderIdentity": "thief", "leaseDurationSeconds": 3600}}
+    await client.merge_patch(LEASES, "test", namespace, stolen)
+    await eventually(lambda: not leading)
+    assert first.election.leader == "thief"
+    await first.stop()
+    assert (await client.get(LEASES, "test", namespace))["spec"]["holderIdentity"] == "thief"
+
+
+async def test_conflicts_do_not_end_a_term(client: Client, kube: Kube, namespace: str) -> None:
+    if kube.fake is None:
+        pytest.skip("a fault that a real server does not have on demand")
+    leading: set[str] = set()
+    first = Candidate(client, namespace, "first", leading)
+    await eventually(lambda: leading == {"first"})
+    kube.fake.faults.conflicts(3)
+    written = kube.fake.storage.version
+    await eventually(lambda: kube.fake is not None and kube.fake.storage.version > written + 2)
+    assert first.terms == 1
+    await first.stop()
+
+
+async def test_work_that_ends_gives_the_lease_back(client: Client, namespace: str) -> None:
+    async def lead() -> None:
+        await asyncio.sleep(0)
+
+    election = LeaderElection(client, namespace=namespace, name="test", identity="one", timing=QUICK)
+    async with asyncio.timeout(10):
+        await election.run(lead)
+    assert (await client.get(LEASES, "test", namespace))["spec"]["holderIdentity"] == ""
+    assert not election.is_leader
+
+
+async def test_work_that_fails_is_said_and_gives_the_lease_back(client: Client, namespace: str) -> None:
+    async def lead() -> None:
+        raise ValueError("no")
+
+    election = LeaderElection(client, namespace=namespace, name="test", identity="one", timing=QUICK)
+    with pytest.raises(ValueError, match="no"):
+        await election.run(lead)
+    assert (await client.get(LEASES, "test", namespace))["spec"]["holderIdentity"] == ""
