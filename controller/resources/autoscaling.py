@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from controller.resources.common import ObjectReference, Replicas
+from controller.resources.common import ObjectReference, Replicas, ShortName
 from controller.resources.statuses import AutoscalingPolicyBindingStatus, AutoscalingPolicyStatus
 from extproc.config.cel import Rule
 from extproc.config.quantities import Duration
@@ -146,11 +146,11 @@ class AutoscalingPolicySpec(Spec, frozen=True):
 
     CEL: ClassVar = (
         Rule(
-            "!self.strategies.exists(one, one.name == 'Target') || has(self.metrics)",
+            "!has(self.strategies) || !self.strategies.exists(one, one.name == 'Target') || has(self.metrics)",
             "the strategy Target needs metrics",
         ),
         Rule(
-            "!self.strategies.exists(one, one.name == 'LatencyObjective') || has(self.objective)",
+            "!has(self.strategies) || !self.strategies.exists(one, one.name == 'LatencyObjective') || has(self.objective)",
             "the strategy LatencyObjective needs an objective",
         ),
     )
@@ -164,7 +164,7 @@ class ScaleTarget(Spec, frozen=True):
 
     CEL: ClassVar = (Rule("self.minReplicas <= self.maxReplicas", "minReplicas is above maxReplicas"),)
 
-    name: Name
+    name: ShortName
     ref: ObjectReference
     max_replicas: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
     role: NonEmpty | None = None
@@ -182,8 +182,8 @@ class RatioConstraint(Spec, frozen=True):
 
     CEL: ClassVar = (Rule("self.min <= self.max", "min is above max"),)
 
-    numerator: Name
-    denominator: Name
+    numerator: ShortName
+    denominator: ShortName
     min: Positive
     max: Positive
 
@@ -206,7 +206,7 @@ class AutoscalingPolicyBindingSpec(Spec, frozen=True):
         tuple[ScaleTarget, ...], msgspec.Meta(min_length=1, max_length=16, extra_json_schema=keyed_by("name"))
     ]
     allocation: Literal["Cheapest", "Priority", "Weights", "Expansion"] = "Cheapest"
-    ratios: Annotated[tuple[RatioConstraint, ...], msgspec.Meta(max_length=8)] = ()
+    ratios: Annotated[tuple[RatioConstraint, ...], msgspec.Meta(max_length=4)] = ()
 
 
 class AutoscalingPolicy(msgspec.Struct, frozen=True, kw_only=True):

@@ -81,8 +81,10 @@ class RolloutStrategy(Spec, frozen=True):
 
     CEL: ClassVar = (
         Rule(
-            "!((self.maxUnavailable == 0 || self.maxUnavailable == '0%') && "
-            "(self.maxSurge == 0 || self.maxSurge == '0%'))",
+            # the server also tries the rule on the default {}, before it fills in what is inside
+            "!has(self.maxUnavailable) || !has(self.maxSurge) || "
+            "!(self.maxUnavailable == 0 || self.maxUnavailable == '0%') || "
+            "!(self.maxSurge == 0 || self.maxSurge == '0%')",
             "maxUnavailable and maxSurge are both 0, so nothing could ever change; make one of them positive",
         ),
     )

@@ -37,7 +37,7 @@ class RateLimit(Spec, frozen=True):
 
     CEL: ClassVar = (
         Rule(
-            "[has(self.requests), has(self.inputTokens), has(self.outputTokens), has(self.totalTokens)].exists(x, x)",
+            "has(self.requests) || has(self.inputTokens) || has(self.outputTokens) || has(self.totalTokens)",
             "limits nothing; write requests, inputTokens, outputTokens or totalTokens",
         ),
         Rule("(self.per == 'Header') == has(self.header)", "per: Header and the field header go together"),

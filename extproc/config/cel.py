@@ -18,8 +18,8 @@ class Rule(NamedTuple):
 
 def exactly_one(*fields: str) -> Rule:
     """Exactly one of the optional fields is there."""
-    present = ", ".join(f"has(self.{field})" for field in fields)
-    return Rule(f"[{present}].filter(x, x).size() == 1", f"write exactly one of {', '.join(fields)}")
+    present = " + ".join(f"(has(self.{field}) ? 1 : 0)" for field in fields)
+    return Rule(f"{present} == 1", f"write exactly one of {', '.join(fields)}")
 
 
 def together(first: str, second: str) -> Rule:

@@ -42,7 +42,7 @@ class StringMatch(Spec, frozen=True):
 class ModelMatch(Spec, frozen=True):
     """All given conditions must hold. ``headers``: by name, which is case-insensitive. ``uri``: the request's path."""
 
-    headers: dict[str, StringMatch] = msgspec.field(default_factory=dict)
+    headers: Annotated[dict[str, StringMatch], msgspec.Meta(max_length=64)] = msgspec.field(default_factory=dict)
     uri: StringMatch | None = None
 
 

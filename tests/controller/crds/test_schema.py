@@ -88,7 +88,7 @@ def test_rules_and_meanings_stand_beside_the_fields() -> None:
     assert inner["properties"]["name"]["description"] == "Of it"
     (rule,) = inner["x-kubernetes-validations"]
     assert rule == {
-        "rule": "[has(self.name), has(self.size)].filter(x, x).size() == 1",
+        "rule": "(has(self.name) ? 1 : 0) + (has(self.size) ? 1 : 0) == 1",
         "message": "write exactly one of name, size",
     }
 

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our CustomResourceDefinitions on an API server: they are taken, fill in defaults, and refuse what breaks a rule."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from controller.cluster.client import connect
+from controller.cluster.errors import Invalid
+from controller.cluster.resources import CRDS, MODEL_ROUTES, MODEL_SERVERS, Resource
+from controller.crds.definition import GROUP, VERSION, definition_of
+from controller.crds.kinds import KINDS, Kind
+from tests.kube_objects import resource
+from tests.rule_cases import CASES, Case
+
+if TYPE_CHECKING:
+    from controller.cluster.client import Client
+    from tests.with_kube.conftest import Kube
+
+RESOURCES = {kind.name: Resource(GROUP, VERSION, kind.plural, kind.name) for kind in KINDS}
+
+
+async def install(client: Client) -> None:
+    """All of them, until objects can be made."""
+    for kind in KINDS:
+        await client.apply(CRDS, definition_of(kind), force=True)
+    for kind in KINDS:
+        async with asyncio.timeout(20):
+            while not await client.serves(RESOURCES[kind.name]):  # noqa: ASYNC110 - the server has no event for it
+                await asyncio.sleep(0.05)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(kube: Kube) -> Client:  # type: ignore[misc]  # a generator
+    """A client of a server that has our kinds."""
+    async with connect(kube.admin, manager="test") as one:
+        await install(one)
+        yield one
+
+
+@pytest.mark.parametrize("kube", ["real"], indirect=True)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+async def test_a_real_server_takes_every_definition_as_it_is(client: Client, kind: Kind) -> None:
+    found = await client.get(CRDS, f"{kind.plural}.{GROUP}")
+    conditions = {one["type"]: one for one in found["status"]["conditions"]}
+    assert conditions["Established"]["status"] == "True"
+    # a schema that is not structural is served, and told here
+    assert "NonStructuralSchema" not in conditions
+
+
+@pytest.mark.parametrize("kube", ["real"], indirect=True)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}: {case.rule}")
+async def test_a_real_server_takes_and_refuses_what_the_rules_say(client: Client, namespace: str, case: Case) -> None:
+    target = RESOURCES[case.kind]
+    for number, document in enumerate((case.accepted(), case.refused())):
+        document["metadata"] = {"name": f"example-{number}", "namespace": namespace}
+        if number == 0:
+            await client.create(target, document, dry_run=True)
+        else:
+            with pytest.raises(Invalid):
+                await client.create(target, document, dry_run=True)
+
+
+@pytest.mark.parametrize("kube", ["real"], indirect=True)
+async def test_every_rule_has_a_case_that_breaks_it(client: Client, namespace: str) -> None:
+    """The messages of all refusals together are those of all rules."""
+    said = ""
+    for case in CASES:
+        document = case.refused()
+        document["metadata"] = {"name": "example", "namespace": namespace}
+        try:
+            await client.create(RESOURCES[case.kind], document, dry_run=True)
+        except Invalid as error:
+            said += str(error)
+    rules = [rule for kind in KINDS for rule in rules_in(definition_of(kind))]
+    assert [rule for rule in rules if rule not in said] == []
+
+
+def rules_in(node: object) -> list[str]:
+    """Messages of all rules in a definition."""
+    if isinstance(node, list):
+        return [found for one in node for found in rules_in(one)]
+    if not isinstance(node, dict):
+        return []
+    own = [one["message"] for one in node.get("x-kubernetes-validations", ())]
+    return own + [found for one in node.values() for found in rules_in(one)]
+
+
+async def test_defaults_are_filled_in_and_unknown_fields_refused(client: Client, namespace: str) -> None:
+    selecting = {"workloadSelector": {"matchLabels": {"app": "a"}}, "workloadPort": {"port": 8000}}
+    made = await client.create(
+        MODEL_SERVERS, resource("ModelServer", "a", {"model": "m", **selecting}, namespace=namespace)
+    )
+    spec = made["spec"]
+    assert spec["engine"] == "vLLM"
+    assert spec["trafficPolicy"]["retry"]["attempts"] == 2
+    assert spec["trafficPolicy"]["timeout"] == "30m"
+    assert "endpoints" not in spec
+    misspelt = resource("ModelServer", "b", {"model": "m", "endpoint": [], **selecting}, namespace=namespace)
+    with pytest.raises(Exception, match="endpoint"):
+        await client.create(MODEL_SERVERS, misspelt)
+
+
+@pytest.mark.parametrize("kube", ["real"], indirect=True)
+async def test_null_stays_where_it_means_something(client: Client, namespace: str) -> None:
+    saturation = {"queueDepth": None, "maxRequests": 4}
+    spec = {"model": "m", "endpoints": [], "flowControl": {"saturation": saturation}}
+    made = await client.create(MODEL_SERVERS, resource("ModelServer", "n", spec, namespace=namespace))
+    found = made["spec"]["flowControl"]["saturation"]
+    assert found["queueDepth"] is None
+    assert found["kvUsage"] == 0.8
+    assert [band["name"] for band in made["spec"]["flowControl"]["bands"]] == [
+        "critical",
+        "high",
+        "standard",
+        "best-effort",
+    ]
+
+
+async def test_a_status_does_not_change_the_generation(client: Client, namespace: str) -> None:
+    spec = {"modelName": "m", "rules": [{"targetModels": [{"modelServerName": "a"}]}]}
+    made = await client.create(MODEL_ROUTES, resource("ModelRoute", "r", spec, namespace=namespace))
+    patch = {"status": {"observedGeneration": 1}}
+    after = await client.merge_patch(MODEL_ROUTES, "r", namespace, patch, subresource="status")
+    assert after["metadata"]["generation"] == made["metadata"]["generation"] == 1
+    assert after["status"] == {"observedGeneration": 1}
