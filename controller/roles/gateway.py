@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.cluster.informer import InformerTiming
 from controller.gateway.compile.compiler import Compiler
 from controller.gateway.directory import DirectoryWriter
 from controller.roles.status_writer import StatusWriter
 from controller.roles.watched import Watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from controller.cluster.client import Client
     from controller.cluster.lease import LeaderElection
     from controller.gateway.compile.compiler import Outcome
@@ -44,7 +43,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewayRole:
-    """``run`` does all of it; ``published`` is called after each change of the directory.
+    """``run`` does all of it; ``ready`` is set once the directory has been written.
 
     What is served depends on the directory alone: when the API server is away, or this role is, requests go on.
     """
@@ -56,17 +55,21 @@ class GatewayRole:
         metrics: GatewayMetrics,
         *,
         election: LeaderElection,
-        published: Callable[[], None] = lambda: None,
+        timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
     ) -> None:
-        self._watched = Watched(client, settings.namespace)
+        self._watched = Watched(client, settings.namespace, timing)
         self._compiler = Compiler(settings.gateway_config)
         self._writer = DirectoryWriter(settings.config)
         self._statuses = StatusWriter(client, self._watched.get, CONTROLLER)
         self._election = election
         self._metrics = metrics
-        self._published = published
         self._refused = ""
         self.ready = asyncio.Event()
+
+    @property
+    def status_writes(self) -> int:
+        """Statuses written so far."""
+        return self._statuses.writes
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -104,8 +107,6 @@ class GatewayRole:
         for name in done.removed:
             log.info("removed %s", name)
         self._metrics.published(len(done.written), len(done.removed), len(outcome.files))
-        if done.written or done.removed or not self.ready.is_set():
-            self._published()
         self.ready.set()
         return True
 

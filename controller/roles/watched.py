@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from controller.cluster.client import Client
+    from controller.cluster.informer import InformerTiming
     from controller.cluster.resources import Object
 
 log = logging.getLogger(__name__)
@@ -36,17 +37,17 @@ _LOOK_AGAIN_S: Final = 30.0
 class Watched:
     """``run`` follows all kinds in ``namespace`` (None: in all namespaces)."""
 
-    def __init__(self, client: Client, namespace: str | None) -> None:
+    def __init__(self, client: Client, namespace: str | None, timing: InformerTiming) -> None:
         self._client = client
         picker_configs = Selection(namespace, labels=LABEL)
         everything = Selection(namespace)
         informers = [
-            Informer(client, GATEWAY_CONFIGS, everything),
-            Informer(client, MODEL_SERVERS, everything),
-            Informer(client, MODEL_ROUTES, everything),
-            Informer(client, INFERENCE_OBJECTIVES, everything),
-            Informer(client, CONFIG_MAPS, picker_configs),
-            Informer(client, PODS, everything, slim=slim_pod),
+            Informer(client, GATEWAY_CONFIGS, everything, timing=timing),
+            Informer(client, MODEL_SERVERS, everything, timing=timing),
+            Informer(client, MODEL_ROUTES, everything, timing=timing),
+            Informer(client, INFERENCE_OBJECTIVES, everything, timing=timing),
+            Informer(client, CONFIG_MAPS, picker_configs, timing=timing),
+            Informer(client, PODS, everything, timing=timing, slim=slim_pod),
         ]
         self._informers: Mapping[str, Informer] = {one.resource.kind: one for one in informers}
         self._changed: set[tuple[str, str]] = set()

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway role against API servers: what objects say is in the directory at once, whatever happens on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+
+from controller.cluster.client import connect
+from controller.cluster.errors import ClusterError
+from controller.cluster.informer import InformerTiming
+from controller.cluster.lease import LeaderElection
+from controller.cluster.resources import CONFIG_MAPS, EVENTS, MODEL_ROUTES, MODEL_SERVERS, PODS, Resource
+from controller.gateway.compile.compiler import Compiler
+from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
+from controller.roles.gateway_metrics import GatewayMetrics
+from extproc.config.directory import load_directory
+from extproc.config.errors import ConfigInvalid
+from tests.kube_objects import Object, picker_config, route, server
+from tests.waiting import eventually
+from tests.with_kube.pods import make_pod, set_ready
+from tests.with_kube.test_crds import install
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from bench.cluster.fake.server import FakeServer
+    from controller.cluster.client import Client
+    from extproc.config.types import ModelServer, Snapshot
+    from tests.with_kube.conftest import Kube
+
+IMPATIENT = InformerTiming(backoff_s=0.05, backoff_max_s=0.2, silence_s=1.0)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(kube: Kube) -> AsyncIterator[Client]:
+    """A client of a server that has our kinds."""
+    async with connect(kube.admin, manager="test") as one:
+        await install(one)
+        yield one
+
+
+@contextlib.asynccontextmanager
+async def serving(client: Client, namespace: str, folder: Path, identity: str = "a") -> AsyncIterator[GatewayRole]:
+    """A role that has written its directory once."""
+    async with connect(client.access, manager=CONTROLLER) as own:
+        election = LeaderElection(own, namespace=namespace, name="gateway", identity=identity)
+        settings = GatewaySettings(config=folder, namespace=namespace)
+        role = GatewayRole(own, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
+        task = asyncio.create_task(role.run())
+        try:
+            async with asyncio.timeout(20):
+                await role.ready.wait()
+            yield role
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+def read(folder: Path) -> Snapshot | None:
+    """What extproc makes of the directory; None while files of two states lie side by side."""
+    try:
+        return load_directory(folder)
+    except ConfigInvalid:
+        return None
+
+
+def served(folder: Path, name: str = "llama") -> ModelServer | None:
+    snapshot = read(folder)
+    return next((one for one in snapshot.servers if one.metadata.name == name), None) if snapshot else None
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def addresses(folder: Path, name: str = "llama") -> list[str] | None:
+    found = served(folder, name)
+    return None if found is None else [one.address for one in found.spec.endpoints]
+
+
+async def conditions(client: Client, resource: Resource, name: str, namespace: str) -> dict[str, tuple[str, str]]:
+    thing = await client.get(resource, name, namespace)
+    found: list[Any] = (thing.get("status") or {}).get("conditions") or []
+    return {one["type"]: (one["status"], one["reason"]) for one in found}
+
+
+async def create(client: Client, *things: Object) -> None:
+    resources = {one.kind: one for one in (MODEL_SERVERS, MODEL_ROUTES, PODS, CONFIG_MAPS)}
+    for thing in things:
+        sent = {**thing, "metadata": {**thing["metadata"]}}
+        for field in ("creationTimestamp", "generation"):
+            sent["metadata"].pop(field, None)
+        await client.create(resources[thing["kind"]], sent)
+
+
+async def test_objects_become_a_directory_and_say_so(client: Client, namespace: str, tmp_path: Path) -> None:
+    await create(client, server(namespace=namespace), route(namespace=namespace))
+    async with serving(client, namespace, tmp_path) as role:
+        assert addresses(tmp_path) == []
+        await make_pod(client, namespace, "a", "127.0.1.1")
+        await eventually(lambda: addresses(tmp_path) == ["127.0.1.1:8000"])
+        await make_pod(client, namespace, "b", "127.0.1.2", ready=False)
+        await make_pod(client, namespace, "other", "127.0.1.3", app="other")
+        await set_ready(client, namespace, "b")
+        await eventually(lambda: addresses(tmp_path) == ["127.0.1.1:8000", "127.0.1.2:8000"])
+
+        async def is_programmed() -> bool:
+            found = await conditions(client, MODEL_SERVERS, "llama", namespace)
+            return found.get("Available") == ("True", "Available")
+
+        await eventually(is_programmed)
+        thing = await client.get(MODEL_SERVERS, "llama", namespace)
+        assert thing["status"]["ready"] == 2
+        assert (await conditions(client, MODEL_ROUTES, "llama", namespace))["Programmed"][0] == "True"
+        events = await client.list(EVENTS, namespace)
+        assert {one["involvedObject"]["name"] for one in events.items if one["source"].get("component")} >= {"llama"}
+        writes = role.status_writes
+        await client.merge_patch(MODEL_SERVERS, "llama", namespace, {"metadata": {"labels": {"team": "blue"}}})
+        await asyncio.sleep(0.5)
+        assert role.status_writes == writes, "a settled object causes no write"
+
+
+async def test_a_deleted_server_in_use_is_503_and_the_route_says_why(
+    client: Client, namespace: str, tmp_path: Path
+) -> None:
+    await create(client, server(namespace=namespace), route(namespace=namespace))
+    async with serving(client, namespace, tmp_path):
+        await make_pod(client, namespace, "a", "127.0.1.1")
+        await eventually(lambda: addresses(tmp_path) == ["127.0.1.1:8000"])
+        await client.delete(MODEL_SERVERS, "llama", namespace)
+        await eventually(lambda: addresses(tmp_path) == [])
+
+        async def says_why() -> bool:
+            found = await conditions(client, MODEL_ROUTES, "llama", namespace)
+            return found.get("ResolvedRefs") == ("False", "BackendNotFound")
+
+        await eventually(says_why)
+
+
+async def test_a_server_that_the_schema_takes_and_we_do_not_is_told(
+    client: Client, namespace: str, tmp_path: Path
+) -> None:
+    bad = server("bad", namespace=namespace, flowControl={"saturation": {"maxWait": "0s"}})
+    await create(client, bad, server(namespace=namespace))
+    async with serving(client, namespace, tmp_path):
+        assert addresses(tmp_path, "bad") is None
+        assert addresses(tmp_path) == []
+
+        async def is_refused() -> bool:
+            found = await conditions(client, MODEL_SERVERS, "bad", namespace)
+            return found.get("Accepted") == ("False", "Invalid")
+
+        await eventually(is_refused)
+
+
+async def test_only_the_leader_writes_statuses_and_all_write_their_directories(
+    client: Client, namespace: str, tmp_path: Path
+) -> None:
+    async with (
+        serving(client, namespace, tmp_path / "one", "one") as one,
+        serving(client, namespace, tmp_path / "two", "two") as two,
+    ):
+        await create(client, server(namespace=namespace))
+        await eventually(lambda: addresses(tmp_path / "one") == [] and addresses(tmp_path / "two") == [])
+        await eventually(lambda: one.status_writes + two.status_writes >= 1)
+        assert 0 in (one.status_writes, two.status_writes)
+
+
+async def test_what_happened_while_it_was_away_is_made_up_for(client: Client, namespace: str, tmp_path: Path) -> None:
+    await create(client, server(namespace=namespace), server("gone", namespace=namespace))
+    async with serving(client, namespace, tmp_path):
+        await make_pod(client, namespace, "a", "127.0.1.1")
+        await eventually(lambda: addresses(tmp_path) == ["127.0.1.1:8000"])
+    await client.delete(MODEL_SERVERS, "gone", namespace)
+    await make_pod(client, namespace, "b", "127.0.1.2")
+    assert addresses(tmp_path) == ["127.0.1.1:8000"], "the directory outlives the role"
+    async with serving(client, namespace, tmp_path):
+        assert addresses(tmp_path) == ["127.0.1.1:8000", "127.0.1.2:8000"]
+        assert addresses(tmp_path, "gone") is None
+
+
+async def test_while_the_api_server_is_away_the_directory_stays(
+    client: Client, kube: Kube, namespace: str, tmp_path: Path
+) -> None:
+    await create(client, server(namespace=namespace))
+    async with serving(client, namespace, tmp_path):
+        await make_pod(client, namespace, "a", "127.0.1.1")
+        await eventually(lambda: addresses(tmp_path) == ["127.0.1.1:8000"])
+        if kube.plane is not None:
+            await kube.plane.stop_api()
+            await asyncio.sleep(1)
+            assert addresses(tmp_path) == ["127.0.1.1:8000"]
+            await kube.plane.start_api()
+        else:
+            fake = only_fake(kube)
+            fake.faults.refuse(10, 500)
+            fake.watches.drop()
+            await asyncio.sleep(0.3)
+            assert addresses(tmp_path) == ["127.0.1.1:8000"]
+            fake.faults.heal()
+        await make_pod(client, namespace, "b", "127.0.1.2")
+        await eventually(lambda: addresses(tmp_path) == ["127.0.1.1:8000", "127.0.1.2:8000"], timeout_s=30)
+
+
+@pytest.mark.parametrize("kube", ["fake"], indirect=True)
+@pytest.mark.parametrize("seed", range(4))
+async def test_churn_with_faults_ends_as_a_fresh_compilation_does(
+    client: Client, kube: Kube, namespace: str, tmp_path: Path, seed: int
+) -> None:
+    """Lost and frozen watches, 410, errors, and the role killed and started again, in any order."""
+    fake, rng = only_fake(kube), random.Random(seed)
+    for _ in range(10):
+        async with serving(client, namespace, tmp_path, f"role-{rng.random()}"):
+            for _ in range(rng.randrange(5, 25)):
+                await change(client, namespace, rng)
+                disturb(fake, rng)
+                if rng.random() < 0.3:
+                    await asyncio.sleep(0.02)
+            fake.faults.heal()
+        await change(client, namespace, rng)
+    async with serving(client, namespace, tmp_path):
+        pass
+    compiler = Compiler()
+    for kind in (MODEL_SERVERS, MODEL_ROUTES, PODS, CONFIG_MAPS):
+        for thing in (await client.list(kind, namespace)).items:
+            compiler.put(kind.kind, f"{namespace}/{thing['metadata']['name']}", thing)
+    assert contents(tmp_path) == compiler.compile().files
+
+
+async def change(client: Client, namespace: str, rng: random.Random) -> None:
+    """Something is made, changed or deleted."""
+    name = rng.choice("abc")
+    kind = rng.choice(["server", "route", "pod", "pod", "picker", "delete"])
+    with contextlib.suppress(ClusterError):
+        if kind == "server":
+            await create(client, server(name, namespace=namespace, app=rng.choice("xy")))
+        elif kind == "route":
+            await create(client, route(name, rng.choice("abc"), namespace=namespace, model=rng.choice("mn")))
+        elif kind == "pod":
+            await make_pod(client, namespace, name, f"127.0.2.{rng.randrange(1, 9)}", app=rng.choice("xy"))
+        elif kind == "picker":
+            await create(client, picker_config(name, "nonsense", namespace=namespace))
+        else:
+            gone = rng.choice([MODEL_SERVERS, MODEL_ROUTES, PODS, CONFIG_MAPS])
+            await client.delete(gone, name, namespace, grace_s=0)
+
+
+def disturb(fake: FakeServer, rng: random.Random) -> None:
+    match rng.randrange(8):
+        case 0:
+            fake.watches.drop()
+        case 1:
+            fake.expire()
+            fake.watches.drop()
+        case 2:
+            fake.watches.expire()
+        case 3:
+            fake.faults.freeze()
+        case 4:
+            fake.faults.heal()
+        case 5:
+            fake.faults.refuse(2, 500)
+
+
+def only_fake(kube: Kube) -> FakeServer:
+    assert kube.fake is not None
+    return kube.fake
