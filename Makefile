@@ -5,6 +5,8 @@ RUN    := $(VENV)/bin/python
 ENVOY_VERSION := 1.40.0
 ENVOY  ?= .tools/envoy-$(ENVOY_VERSION)/envoy/_bin/envoy
 export ENVOY
+# Some environments forbid Python to keep what it has compiled: each test worker and each process would compile it all again.
+unexport PYTHONDONTWRITEBYTECODE
 
 VLLM   := .venv-vllm
 TORCH  := torch==2.13.0
@@ -136,4 +138,5 @@ $(GATEWAY)/ready:
 	@touch $@
 
 clean: ## remove all that make has made
+	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
 	rm -rf $(VENV) $(VLLM) $(DOCS) .site .tools .cache .coverage* bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

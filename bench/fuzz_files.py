@@ -8,6 +8,7 @@ snapshot or in ConfigInvalid; anything else is printed with the seed that made i
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import random
 import resource
@@ -23,6 +24,8 @@ from extproc.scheduling.pickers import picker_notes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from extproc.config.types import Snapshot
 
 VALID: Final = (
     """apiVersion: attache.dev/v1alpha1
@@ -173,7 +176,7 @@ def try_files(files: dict[str, bytes]) -> bool:
     try:
         snapshot = load(files)
         picker_notes(snapshot)
-        core = Core(load({"good.yaml": VALID[0].encode()}), rng=random.Random(0), ticket_prefix="fuzz")
+        core = Core(_good(), rng=random.Random(0), ticket_prefix="fuzz")
         core.apply(snapshot, 1.0)
         build(snapshot, "/nowhere")
     except ConfigInvalid as error:
@@ -182,6 +185,12 @@ def try_files(files: dict[str, bytes]) -> bool:
             raise RuntimeError(str(unforeseen[0])) from error
         return False
     return True
+
+
+@functools.cache
+def _good() -> Snapshot:
+    """What the core starts with."""
+    return load({"good.yaml": VALID[0].encode()})
 
 
 def main(words: Sequence[str] | None = None) -> int:

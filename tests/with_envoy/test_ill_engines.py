@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 
-from bench.live.ill import DrillSettings, drill
+from bench.live.ill import DrillResult, DrillSettings, drill
 from bench.stack import ALIAS, EngineFlags, Stack, running_stack
 
 if TYPE_CHECKING:
@@ -25,33 +27,61 @@ SETTINGS = DrillSettings(warm_s=1.5, onset_s=4.0, ill_s=10.0, patience_s=5.0)
 MOST_FAILED = 4
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def three(tmp_path: Path) -> AsyncIterator[Stack]:
-    """A stack of this test's own."""
-    async with running_stack(tmp_path / "stack", FLAGS) as running:
-        yield running
+# Of the first two no client ever learns; the others reach clients until the engine is known to be ill.
+KINDS = ("500", "429", "400", "garbage", "cut")
 
 
-@pytest.mark.parametrize("kind", ["500", "429"])
+class Drilled(msgspec.Struct, frozen=True):
+    """What clients met, and what extproc logged meanwhile."""
+
+    result: DrillResult
+    log: str
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def drilled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Drilled]:
+    """A drill of each kind, on a stack of its own, all at the same time: a drill waits more than it computes."""
+    all_started = asyncio.Barrier(len(KINDS))
+
+    async def run(kind: str) -> Drilled:
+        async with running_stack(tmp_path_factory.mktemp(kind) / "stack", FLAGS) as running:
+            await all_started.wait()
+            result = await drill(running, kind, SETTINGS)
+            return Drilled(result, (running.directory / "extproc.log").read_text())
+
+    async with asyncio.TaskGroup() as group:
+        tasks = {kind: group.create_task(run(kind)) for kind in KINDS}
+    return {kind: task.result() for kind, task in tasks.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
 async def test_errors_before_the_first_byte_go_to_the_next_engine_and_no_client_sees_them(
-    three: Stack, kind: str
+    drilled: dict[str, Drilled], kind: str
 ) -> None:
-    result = await drill(three, kind, SETTINGS)
+    result = drilled[kind].result
     assert (result.failed_at_onset, result.failed_after) == (0, 0), result.errors
     assert result.ill_share < 0.1
 
 
-@pytest.mark.parametrize("kind", ["400", "garbage", "cut"])
-async def test_an_engine_whose_answers_are_worse_than_the_others_is_avoided(three: Stack, kind: str) -> None:
-    result = await drill(three, kind, SETTINGS)
+@pytest.mark.parametrize("kind", KINDS[2:])
+async def test_an_engine_whose_answers_are_worse_than_the_others_is_avoided(
+    drilled: dict[str, Drilled], kind: str
+) -> None:
+    result, log = drilled[kind].result, drilled[kind].log
     if kind != "cut":
         # where all cuts come before the first byte, the next engine answers; the log below says that there were some
         assert result.failed_at_onset > 0, "the engine was not ill"
     assert result.failed_after <= MOST_FAILED, result.errors
     assert result.ill_share < 0.1
-    log = (three.directory / "extproc.log").read_text()
     # once for each way in which it fails: an answer that is cut before its first byte goes to the next engine
     assert log.count("fails more than the others") in ({1, 2} if kind == "cut" else {1})
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def three(tmp_path: Path) -> AsyncIterator[Stack]:
+    """A stack of this test's own."""
+    async with running_stack(tmp_path / "stack", FLAGS) as running:
+        yield running
 
 
 async def test_an_overload_is_not_multiplied(three: Stack) -> None:
