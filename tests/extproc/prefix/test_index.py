@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from extproc.prefix.hashing import FIRST_BLOCK_BYTES, block_units, hash_blocks
+from extproc.prefix.hashing import FIRST_BLOCK_BYTES, covered_units, hash_blocks
 from extproc.prefix.index import Match, PrefixIndex
 
 if TYPE_CHECKING:
@@ -19,13 +19,20 @@ CAPACITY = 64 * 1024
 ROWS = st.integers(0, 70)  # more than fit a machine word
 
 
+# of all blocks that were made
+_sizes: dict[int, int] = {}
+
+
 def _bytes(block: int) -> int:
-    return block_units(block) * FIRST_BLOCK_BYTES
+    return _sizes[block]
 
 
 def chain_of(*parts: int) -> list[int]:
     """Equal leading parts give equal leading blocks; a part is 1 KiB."""
-    return hash_blocks(b"".join(bytes([part]) * 1024 for part in parts), "m")
+    chain = hash_blocks(b"".join(bytes([part]) * 1024 for part in parts), "m")
+    for at, block in enumerate(chain):
+        _sizes[block] = (covered_units(at + 1) - covered_units(at)) * FIRST_BLOCK_BYTES
+    return chain
 
 
 def matched(index: PrefixIndex, row: int, chain: list[int]) -> int:
