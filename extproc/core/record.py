@@ -33,7 +33,7 @@ class Run(msgspec.Struct):
 
     pool: Pool
     assignment: Assignment
-    chain: Sequence[int]
+    chain: list[int]
     tail: Tail
     prompt_bytes: int
     is_streamed: bool

@@ -88,7 +88,7 @@ class RunningRequests:
         return [one.ticket for one in self._records.values() if one.is_ours and one.state in _IN_FLIGHT]
 
     def _free(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
-        run.pool.release(run.assignment, run.chain, now)
+        run.pool.release(run.assignment, now)
         if self._has_peers and record.is_ours:
             out.append(Tell(Ended(record.ticket)))
 

@@ -6,20 +6,22 @@ blocks), then 64 of twice that size, and so on. So the end of a shared prefix is
 and a prompt of 400 KB has about 350 blocks instead of 3,125. The hash of a block covers all blocks before it, as in
 vLLM's automatic prefix caching, and starts from the model or adapter, as these share no cache. xxh3
 (https://xxhash.com) is not cryptographic: a client that forges a collision only worsens its own pick.
-
-The low bits of a hash are the block's size class, so an index knows from the hash alone how much text a block covers.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from struct import iter_unpack
+from typing import TYPE_CHECKING, Final
 
 import xxhash
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 FIRST_BLOCK_BYTES: Final = 128
 _BLOCKS_PER_CLASS: Final = 64
-_CLASS_BITS: Final = 5
-_CLASS_MASK: Final = (1 << _CLASS_BITS) - 1
+# More than any prompt has: the last blocks would be of 256 GiB.
+_CLASSES: Final = 32
 
 
 def hash_blocks(prompt: bytes, seed: str, first_block_bytes: int = FIRST_BLOCK_BYTES) -> list[int]:
@@ -28,25 +30,25 @@ def hash_blocks(prompt: bytes, seed: str, first_block_bytes: int = FIRST_BLOCK_B
     ``seed``: names what shares a cache, such as the model.
     """
     digest = xxhash.xxh3_64_intdigest
-    view = memoryview(prompt)
     parent = digest(f"{first_block_bytes} {seed}".encode())
     blocks: list[int] = []
     start = 0
-    for size_class in range(_CLASS_MASK + 1):
+    for size_class in range(_CLASSES):
         size = first_block_bytes << size_class
-        end = min(len(view), start + size * _BLOCKS_PER_CLASS)
-        for offset in range(start, end - size + 1, size):
-            parent = digest(view[offset : offset + size], parent) & ~_CLASS_MASK | size_class
-            blocks.append(parent)
-        start += size * _BLOCKS_PER_CLASS
-        if start >= len(view):
-            return blocks
+        end = start + size * _BLOCKS_PER_CLASS
+        texts = _cut(prompt, size, start, min(end, len(prompt)))
+        blocks += [parent := digest(text, parent) for (text,) in texts]
+        if end >= len(prompt):
+            break
+        start = end
     return blocks
 
 
-def block_units(block: int) -> int:
-    """The size of a block in units of the first block's size."""
-    return 1 << (block & _CLASS_MASK)
+def _cut(prompt: bytes, size: int, start: int, end: int) -> Iterator[tuple[bytes]]:
+    """The whole blocks of ``size`` bytes between ``start`` and ``end``."""
+    whole = (end - start) // size * size
+    # in C; the copies cost less than views
+    return iter_unpack(f"{size}s", memoryview(prompt)[start : start + whole])
 
 
 def covered_units(count: int) -> int:
@@ -56,4 +58,4 @@ def covered_units(count: int) -> int:
 
 
 # The same by ``count``, for all chains that there can be: a pick looks several of them up.
-COVERED_UNITS: Final = tuple(covered_units(count) for count in range(_BLOCKS_PER_CLASS * (_CLASS_MASK + 1) + 1))
+COVERED_UNITS: Final = tuple(covered_units(count) for count in range(_BLOCKS_PER_CLASS * _CLASSES + 1))

@@ -6,6 +6,7 @@ Only the fields on which a decision depends are read and checked; the engine che
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
@@ -222,10 +223,20 @@ def _request(
         answers,
         prompts,
         media,
-        tuple([name for name in INTERNAL_FIELDS if getattr(fields, name)]),
+        _internal_fields(fields),
     )
 
 
+def _internal_fields(fields: _Common) -> tuple[str, ...]:
+    """Nearly always none: that is found out at once."""
+    values = _internal_values(fields)
+    if values == _NO_INTERNAL:
+        return ()
+    return tuple([name for name, value in zip(INTERNAL_FIELDS, values, strict=True) if value])
+
+
+_internal_values: Final = attrgetter(*INTERNAL_FIELDS)
+_NO_INTERNAL: Final = (_ABSENT,) * len(INTERNAL_FIELDS)
 _HEADINGS: Final = {role: f"\n{role}\n".encode() for role in ("user", "assistant", "system", "tool", "developer")}
 _chat_decoder: Final = msgspec.json.Decoder(_Chat)
 _completion_decoder: Final = msgspec.json.Decoder(_Completion)

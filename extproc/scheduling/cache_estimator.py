@@ -28,6 +28,7 @@ from extproc.scheduling.picker import Demand
 if TYPE_CHECKING:
     from extproc.endpoints.engine_reports import CacheConfig
     from extproc.endpoints.table import EndpointTable, Floats
+    from extproc.prefix.held_blocks import Pin
     from extproc.prefix.kv_index import KvIndex
 
 # For English text and code in JSON; learned from reported usage afterwards.
@@ -62,7 +63,7 @@ class Expectation(msgspec.Struct, frozen=True):
     its length. ``demand``: what it requires of each endpoint. ``covered_bytes``: of its text, in whole blocks.
     """
 
-    chain: Sequence[int]
+    chain: list[int]
     kv_chains: dict[int, list[int]] | None
     matches: Sequence[Match]
     input_tokens: float
@@ -185,11 +186,11 @@ class CacheEstimator:
             row, expectation.chain[longest - 1]
         )
 
-    def record_sent(self, row: int, expectation: Expectation, now: float) -> None:
-        """The prompt is sent to the endpoint of ``row``, which will have it cached."""
-        self.index.pin(row, expectation.chain, now)
+    def record_sent(self, row: int, expectation: Expectation, now: float) -> Pin:
+        """The prompt is sent to the endpoint of ``row``, which will have it cached; returns what it holds there."""
         if self.kv_index is not None and expectation.kv_chains is not None:
             self.kv_index.speculate(row, expectation.kv_chains, now)
+        return self.index.pin(row, expectation.chain, now)
 
     def last_use_of(self, row: int, chain: Sequence[int], tokens: float) -> float | None:
         """When the endpoint of ``row`` last used the block of ``chain`` that contains token number ``tokens``."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,6 +13,7 @@ from extproc.admission.estimates import InputEstimate, OutputEstimate
 from extproc.endpoints.backoff import begin_probe
 from extproc.endpoints.ledger import backlog_of, begin_request, end_request
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
+from extproc.prefix.held_blocks import Pin
 from extproc.prefix.kv_index import KvIndex
 from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt
 from extproc.scheduling.labels import has_labels, label_groups, serves_adapter
@@ -47,6 +48,7 @@ class Assignment(msgspec.Struct, frozen=True):
     ``prefill``                              the endpoint that prefills, if another; else None
     ``stage``                                why ``prefill`` is set or not
     ``is_precise``                           ``cached_tokens`` follows from KV events
+    ``pins``                                 the blocks that it holds in the prefix index, by row
     ====================  =================  ==============================================================
     """
 
@@ -64,6 +66,7 @@ class Assignment(msgspec.Struct, frozen=True):
     prefill: EndpointRef | None = None
     stage: str = ""
     is_precise: bool = False
+    pins: Mapping[int, Pin] = {}
 
     @property
     def prefilled_by(self) -> EndpointRef:
@@ -184,9 +187,7 @@ class Pool:
         if not expectation.matches:
             table.cold_prompt_at_s[first] = now
         indexed_tokens, last_used_at_s = self.caches.indexed_tokens(expectation, computing)
-        self.caches.record_sent(computing, expectation, now)
-        if computing != first:
-            self.caches.record_sent(first, expectation, now)
+        pins = {row: self.caches.record_sent(row, expectation, now) for row in dict.fromkeys((computing, first))}
         tokens = expectation.input_tokens + output_tokens
         endpoint, prefill = self._begin(first, pick.prefill_row, work=work, tokens=tokens, now=now)
         # the ledger has just counted the request as the last of them
@@ -206,6 +207,7 @@ class Pool:
             prefill=prefill,
             stage=pick.stage,
             is_precise=expectation.kv_chains is not None and bool(self.caches.whole_feeds >> computing & 1),
+            pins=pins,
         )
 
     def record_remote(self, event: RequestStarted, now: float) -> Assignment | None:
@@ -216,8 +218,7 @@ class Pool:
             return None
         computing = row if prefill_row is None else prefill_row
         last_used_at_s = self.caches.last_use_of(computing, event.chain, event.indexed_tokens)
-        for one in {row, computing}:
-            self.caches.index.pin(one, event.chain, now)
+        pins = {one: self.caches.index.pin(one, event.chain, now) for one in {row, computing}}
         endpoint, prefill = self._begin(row, prefill_row, work=event.work, tokens=event.tokens, now=now)
         return Assignment(
             endpoint=endpoint,
@@ -231,15 +232,16 @@ class Pool:
             work=event.work,
             tokens=event.tokens,
             prefill=prefill,
+            pins=pins,
         )
 
-    def release(self, assignment: Assignment, chain: Sequence[int], now: float) -> None:
-        """The request has ended: remove its load. ``chain``: its blocks, which its endpoints may now evict."""
-        first, prefill = assignment.endpoint, assignment.prefill
-        for endpoint in (first,) if prefill is None else (first, prefill):
-            if self.table.is_current(endpoint):
-                self.caches.index.unpin(endpoint.row, chain, now)
-            end_request(self.table, endpoint, now, assignment.tokens)
+    def release(self, assignment: Assignment, now: float) -> None:
+        """The request has ended: remove its load. Its endpoints may now evict its blocks."""
+        for row, pin in assignment.pins.items():
+            self.caches.index.unpin(row, pin, now)
+        end_request(self.table, assignment.endpoint, now, assignment.tokens)
+        if assignment.prefill is not None:
+            end_request(self.table, assignment.prefill, now, assignment.tokens)
 
     def _begin(
         self, row: int, prefill_row: int | None, *, work: float, tokens: float, now: float

@@ -127,28 +127,25 @@ _BODY_TAG: Final = tag(BodyMutation, "body")
 
 def decision_answer(decision: Decision) -> bytes:
     """Answer a whole body: endpoints in order as header and ``envoy.lb`` metadata, server, ticket, and the changed body."""
-    destination = ",".join(decision.assignment.addresses).encode()
-    headers = [*_SERVER.filled(decision.server.encode()), *_routing_headers(decision, destination)]
-    common = field(_HEADER_MUTATION_TAG, headers)
-    if decision.body is not None:
-        common += field(_BODY_MUTATION_TAG, field(_BODY_TAG, [decision.body]))
-    common.append(_CLEAR_ROUTE_CACHE)
-    answer = field(_REQUEST_BODY_TAG, field(_RESPONSE_TAG, common))
-    answer += _metadata(decision, destination)
-    return b"".join(answer)
+    destination, body = ",".join(decision.assignment.addresses).encode(), decision.body
+    headers = b"".join((*_SERVER.filled(decision.server.encode()), *_routing_headers(decision, destination)))
+    common = _CLEAR_ROUTE_CACHE + field(_HEADER_MUTATION_TAG, headers)
+    size = 0
+    if body is not None:
+        size = len(body)
+        common += field(_BODY_MUTATION_TAG, field(_BODY_TAG, b"", more=size), more=size)
+    answer = field(_REQUEST_BODY_TAG, field(_RESPONSE_TAG, common, more=size), more=size)
+    # the body comes last, and is copied once
+    return b"".join((_metadata(decision, destination), answer, body or b""))
 
 
 def duplex_decision_answer(decision: Decision, *, overrides_mode: bool) -> bytes:
     """Answer headers whose body follows in pieces: endpoints as header and metadata; headers that a client forged removed."""
     destination = ",".join(decision.assignment.addresses).encode()
-    headers = _routing_headers(decision, destination)
-    headers.append(_REMOVE_FORGED[decision.assignment.prefill is not None])
-    common = field(_HEADER_MUTATION_TAG, headers)
-    answer = field(_REQUEST_HEADERS_TAG, field(_HEADERS_RESPONSE_TAG, common))
-    answer += _metadata(decision, destination)
-    if overrides_mode:
-        answer.append(_MODE_OVERRIDE)
-    return b"".join(answer)
+    forged = _REMOVE_FORGED[decision.assignment.prefill is not None]
+    headers = b"".join((*_routing_headers(decision, destination), forged))
+    answer = field(_REQUEST_HEADERS_TAG, field(_HEADERS_RESPONSE_TAG, field(_HEADER_MUTATION_TAG, headers)))
+    return answer + _metadata(decision, destination) + (_MODE_OVERRIDE if overrides_mode else b"")
 
 
 def request_body_answers(body: bytes, *, is_end: bool) -> Iterator[bytes]:
@@ -181,8 +178,8 @@ def _routing_headers(decision: Decision, destination: bytes) -> list[bytes]:
     return headers
 
 
-def _metadata(decision: Decision, destination: bytes) -> list[bytes]:
-    """Of a ProcessingResponse: where the request goes, its ticket, and what its rate limits granted, in parts."""
+def _metadata(decision: Decision, destination: bytes) -> bytes:
+    """Of a ProcessingResponse: where the request goes, its ticket, and what its rate limits granted."""
     own: Iterable[bytes] = _TICKET_METADATA[decision.hides_usage].filled(decision.ticket.encode())
     if decision.grants:
         # the bundle's routes write them into the answer's headers
@@ -190,7 +187,7 @@ def _metadata(decision: Decision, destination: bytes) -> list[bytes]:
         if decision.hides_usage:
             values[HIDES_USAGE] = "1"
         own = (_metadata_of(NAMESPACE, values).SerializeToString(),)
-    return field(_METADATA_TAG, [*_DESTINATION_METADATA.filled(destination), *own])
+    return field(_METADATA_TAG, b"".join((*_DESTINATION_METADATA.filled(destination), *own)))
 
 
 def refusal_answer(refusal: Refusal) -> bytes:

@@ -8,11 +8,10 @@ an answer is one concatenation of those parts, lengths, and the strings that var
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from google.protobuf.message import Message
 
 # The value of the field that varies, in the message that a Template is made of.
@@ -24,6 +23,7 @@ _LENGTH_DELIMITED: Final = 2
 _KEPT_SIZES: Final = 1024
 
 
+@lru_cache(maxsize=4096)
 def varint(number: int) -> bytes:
     """A number in base 128, lowest digits first; the top bit of a byte says that more follow."""
     digits = bytearray()
@@ -39,9 +39,12 @@ def tag(message: type[Message], name: str) -> bytes:
     return varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | _LENGTH_DELIMITED)
 
 
-def field(tag: bytes, parts: Sequence[bytes]) -> list[bytes]:
-    """A field whose value is the concatenation of ``parts``, in parts itself: nothing is copied."""
-    return [tag + varint(sum(map(len, parts))), *parts]
+def field(tag: bytes, value: bytes, *, more: int = 0) -> bytes:
+    """A field with ``value``; or, of a field whose value has so many bytes ``more``, all that stands before these.
+
+    So a message may end with a long value that is not copied into each of the fields around it.
+    """
+    return tag + varint(len(value) + more) + value
 
 
 class Template:

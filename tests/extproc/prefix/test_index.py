@@ -3,24 +3,36 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from extproc.prefix.hashing import FIRST_BLOCK_BYTES, block_units, hash_blocks
+from extproc.prefix.hashing import FIRST_BLOCK_BYTES, covered_units, hash_blocks
 from extproc.prefix.index import Match, PrefixIndex
+
+if TYPE_CHECKING:
+    from extproc.prefix.held_blocks import Pin
 
 CAPACITY = 64 * 1024
 ROWS = st.integers(0, 70)  # more than fit a machine word
 
 
+# of all blocks that were made
+_sizes: dict[int, int] = {}
+
+
 def _bytes(block: int) -> int:
-    return block_units(block) * FIRST_BLOCK_BYTES
+    return _sizes[block]
 
 
 def chain_of(*parts: int) -> list[int]:
     """Equal leading parts give equal leading blocks; a part is 1 KiB."""
-    return hash_blocks(b"".join(bytes([part]) * 1024 for part in parts), "m")
+    chain = hash_blocks(b"".join(bytes([part]) * 1024 for part in parts), "m")
+    for at, block in enumerate(chain):
+        _sizes[block] = (covered_units(at + 1) - covered_units(at)) * FIRST_BLOCK_BYTES
+    return chain
 
 
 def matched(index: PrefixIndex, row: int, chain: list[int]) -> int:
@@ -95,6 +107,28 @@ def test_a_miss_lowers_the_bound_and_confirmed_hits_raise_it_again() -> None:
     assert matched(index, 0, long) == len(long)
 
 
+def test_the_end_of_a_request_frees_nothing_that_was_pinned_after_the_cache_was_lost() -> None:
+    index = PrefixIndex(CAPACITY)
+    before = index.pin(0, chain_of(1, 2), 0.0)
+    index.forget(0)
+    index.pin(0, chain_of(1, 3), 1.0)
+    index.unpin(0, before, 2.0)
+
+    assert index.evictable(0) == []
+    assert index.blocks_held(0) == len(chain_of(1, 3))
+
+
+def test_blocks_with_the_same_hash_in_different_prompts_do_no_harm() -> None:
+    index = PrefixIndex(CAPACITY)
+    common = 7 << 5
+    pins = [index.pin(0, chain, 0.0) for chain in ([1 << 5, common, 2 << 5], [3 << 5, common, common], [common])]
+    for pin in pins:
+        index.unpin(0, pin, 1.0)
+    index.correct(0, missed_at_s=1.0)
+
+    assert (index.blocks, index.blocks_held(0), index.bytes_held(0)) == (0, 0, 0)
+
+
 class AgainstAPlainModel(RuleBasedStateMachine):
     """Never longer than recorded; equal to LRU by blocks; bounded; nothing left of what is forgotten."""
 
@@ -103,7 +137,7 @@ class AgainstAPlainModel(RuleBasedStateMachine):
         self.index = PrefixIndex(CAPACITY)
         self.recorded: dict[int, list[list[int]]] = {}
         self.lru: dict[int, list[int]] = {}
-        self.running: list[tuple[int, list[int]]] = []
+        self.running: list[tuple[int, list[int], Pin]] = []
         self.now = 0.0
 
     @rule(row=ROWS, parts=st.lists(st.integers(0, 2), min_size=1, max_size=60))
@@ -114,7 +148,7 @@ class AgainstAPlainModel(RuleBasedStateMachine):
         self.recorded.setdefault(row, []).append(chain)
         self._use(row, chain)
         kept = self.lru[row]
-        in_use = {block for other, held in self.running if other == row for block in held}
+        in_use = self._in_use(row)
         for block in reversed(chain):
             if block in kept and block not in in_use:
                 kept.remove(block)
@@ -125,9 +159,9 @@ class AgainstAPlainModel(RuleBasedStateMachine):
     def hold(self, row: int, parts: list[int]) -> None:
         self.now += 1
         chain = chain_of(*parts)
-        self.index.pin(row, chain, self.now)
+        pin = self.index.pin(row, chain, self.now)
         self.recorded.setdefault(row, []).append(chain)
-        self.running.append((row, chain))
+        self.running.append((row, chain, pin))
         self._use(row, chain)
 
     @rule(data=st.data())
@@ -135,15 +169,18 @@ class AgainstAPlainModel(RuleBasedStateMachine):
         if not self.running:
             return
         self.now += 1
-        row, chain = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.index.unpin(row, chain, self.now)
-        in_use = {block for other, held in self.running if other == row for block in held}
+        row, chain, pin = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.index.unpin(row, pin, self.now)
+        in_use = self._in_use(row)
         kept = self.lru.get(row, [])
         for block in reversed(chain):
             if block in kept and block not in in_use:
                 kept.remove(block)
                 kept.append(block)
         self._evict(row)
+
+    def _in_use(self, row: int) -> set[int]:
+        return {block for other, chain, _ in self.running if other == row for block in chain}
 
     def _use(self, row: int, chain: list[int]) -> None:
         kept = self.lru.setdefault(row, [])
@@ -154,7 +191,7 @@ class AgainstAPlainModel(RuleBasedStateMachine):
 
     def _evict(self, row: int) -> None:
         kept = self.lru.get(row, [])
-        in_use = {block for other, held in self.running if other == row for block in held}
+        in_use = self._in_use(row)
         free = [block for block in kept if block not in in_use]
         while free and sum(map(_bytes, kept)) > CAPACITY:
             kept.remove(free.pop(0))
@@ -178,7 +215,7 @@ class AgainstAPlainModel(RuleBasedStateMachine):
     @invariant()
     def is_bounded(self) -> None:
         for row, kept in self.lru.items():
-            in_use = {block for other, chain in self.running if other == row for block in chain}
+            in_use = self._in_use(row)
             free = [block for block in kept if block not in in_use]
             assert self.index.evictable(row) == free
             assert self.index.blocks_held(row) == len(kept)

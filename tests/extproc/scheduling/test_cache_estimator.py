@@ -66,8 +66,7 @@ def test_capacity_is_what_the_engine_reports() -> None:
     for number in range(40):
         prompt = Prompt(f"{number:04}".encode() + bytes(16_380), "m")
         expectation = caches.expect(prompt, table, 0.0)
-        caches.record_sent(0, expectation, float(number))
-        caches.index.unpin(0, expectation.chain, number + 0.5)
+        caches.index.unpin(0, caches.record_sent(0, expectation, float(number)), number + 0.5)
     found = [cached(caches, table, Prompt(f"{number:04}".encode() + bytes(16_380), "m"))[0] > 0 for number in range(40)]
     assert found == [False] * 30 + [True] * 10
 

@@ -69,10 +69,9 @@ def test_numbers_are_written_as_protobuf_writes_them(number: int) -> None:
     assert entry.request.SerializeToString()[1:] == varint(number)
 
 
-@given(st.lists(st.binary(max_size=200), max_size=4))
-def test_a_field_holds_its_parts(parts: list[bytes]) -> None:
-    written = field(tag(CommonResponse, "body_mutation"), field(tag(BodyMutation, "body"), parts))
+@given(st.binary(max_size=200), st.binary(max_size=200))
+def test_a_field_holds_its_value_and_what_is_written_behind_it(head: bytes, behind: bytes) -> None:
+    more = len(behind)
+    written = field(tag(CommonResponse, "body_mutation"), field(tag(BodyMutation, "body"), head, more=more), more=more)
 
-    read = CommonResponse.FromString(b"".join(written))
-
-    assert read.body_mutation.body == b"".join(parts)
+    assert CommonResponse.FromString(written + behind).body_mutation.body == head + behind
