@@ -137,6 +137,18 @@ def test_a_closed_gateway_has_no_way_around_extproc() -> None:
     assert "without_extproc" not in files["lds.json"]
 
 
+def test_a_route_with_limits_closes_the_gateway_unless_it_is_opened() -> None:
+    limits = ROUTE.replace("SECOND", "two").replace("  rules:", "  rateLimits: [{requests: 10}]\n  rules:")
+    text = SERVER.replace("NAME", "one") + SERVER.replace("NAME", "two") + limits
+    files = build(load({"all.yaml": text.encode()}), "/x")
+    assert [route["name"] for route in routes(files)] == ["server/default/one", "server/default/two"]
+    assert "failure_mode_allow" not in files["lds.json"]
+    opened = "apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\nspec: {failureMode: Open}\n"
+    files = build(load({"all.yaml": (text + opened).encode()}), "/x")
+    assert any(route["name"].startswith("without-extproc/") for route in routes(files))
+    assert "failure_mode_allow" in files["lds.json"]
+
+
 def filters_of(snapshot: Snapshot) -> dict[str, Any]:
     (listener,) = resources(build(snapshot, "/etc/attache"), "lds.json")
     manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
