@@ -25,7 +25,7 @@ from bench.virtual.event_queue import EventQueue
 from bench.virtual.kv_events import kv_event_feed
 from bench.virtual.observers import REQUEST_KEY, RequestObserver, TokenObserver
 from bench.workload.sessions import Session
-from extproc.admission.limits import LocalLimits
+from extproc.admission.local_limits import LocalLimits
 from extproc.core.core import Core
 from extproc.core.effects import AskLimits, AskTokens, Decision, Hold, Refused, SettleGrant, WakeAt
 from extproc.core.types import Head, Outcome

@@ -13,6 +13,7 @@ from controller.gateway.envoy_json import resources_file, to_json, to_resource
 from controller.gateway.listener import listener
 from controller.gateway.memo import Memo
 from controller.gateway.routes import route_resource
+from extproc.config.failure_mode import failure_mode_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -41,7 +42,7 @@ class BundleWriter:
         memo.next_build()
         if snapshot.gateway.failure_mode is None:
             snapshot = msgspec.structs.replace(
-                snapshot, gateway=memo.get(_decided, snapshot.gateway, snapshot.failure_mode)
+                snapshot, gateway=memo.get(_decided, snapshot.gateway, failure_mode_of(snapshot))
             )
         gateway = snapshot.gateway
         files = {endpoints_file(server.metadata.key): memo.get(_endpoints, server) for server in snapshot.servers}

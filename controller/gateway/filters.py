@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP filters: ask extproc, read the model without it, read usage from answers."""
+"""The HTTP filters: ask extproc, read bodies without it, read usage from answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from envoy_data_plane.envoy.config.core.v3 import (
     GrpcService,
     GrpcServiceEnvoyGrpc,
     HeaderValue,
-    SubstitutionFormatString,
     TypedExtensionConfig,
 )
 from envoy_data_plane.envoy.extensions.common.matching.v3 import ExtensionWithMatcher
@@ -37,16 +36,9 @@ from envoy_data_plane.envoy.extensions.filters.http.sse_to_metadata.v3 import (
     SseToMetadata,
     SseToMetadataProcessingRules,
 )
-from envoy_data_plane.envoy.extensions.filters.http.transform.v3 import (
-    BodyTransformation,
-    BodyTransformationTransformAction,
-    Transformation,
-    TransformConfig,
-)
 from envoy_data_plane.envoy.type.matcher.v3 import HttpRequestHeaderMatchInput
-from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher as EnvoyRegex
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
-from envoy_data_plane.google.protobuf import Any, Struct, Value
+from envoy_data_plane.google.protobuf import Any
 from envoy_data_plane.xds.core.v3 import TypedExtensionConfig as XdsTypedExtensionConfig
 from envoy_data_plane.xds.type.matcher.v3 import (
     Matcher,
@@ -64,6 +56,7 @@ from controller.gateway.authentication import authentication_filters
 from controller.gateway.clusters import EXTPROC_CLUSTER
 from controller.gateway.envoy_json import http_filter, seconds, typed
 from controller.gateway.stream_usage import stream_usage
+from controller.gateway.without_extproc import CHANGES_FILTER, changes_body, reads_body
 from extproc.protocol import (
     BUNDLE_MARK,
     CACHED_TOKENS,
@@ -85,12 +78,6 @@ if TYPE_CHECKING:
 
     from extproc.config.types import GatewayConfigSpec
 
-# Metadata with the model's name, for the routes without extproc.
-FALLBACK_NAMESPACE: Final = "attache.fallback"
-FALLBACK_MODEL: Final = "model"
-# Does nothing by itself; the routes without extproc configure what it writes.
-RENAME_FILTER: Final = "attache.rename_without_extproc"
-
 # The last event of the responses API repeats the whole answer beside its usage.
 _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 
@@ -111,8 +98,10 @@ def http_filters(gateway: GatewayConfigSpec, longest_wait_s: float) -> list[Http
         http_filter("envoy.filters.http.ext_proc", _ask_extproc(gateway, longest_wait_s)),
     ]
     if gateway.failure_mode == "Open":
-        chain.append(http_filter("attache.model_without_extproc", _read_model_without_extproc()))
-        chain.append(http_filter(RENAME_FILTER, TransformConfig()))
+        # not where extproc has said which server the request goes to
+        read = _skipped_if(SERVER_HEADER, ".+", typed("envoy.filters.http.lua", reads_body()))
+        chain.append(http_filter("attache.body_without_extproc", read))
+        chain.append(http_filter(CHANGES_FILTER, changes_body()))
     chain.append(http_filter("attache.usage_of_streams", stream_usage()))
     chain.append(http_filter("attache.usage_of_responses", _read_usage_of_responses()))
     chain.append(http_filter("attache.usage", _read_usage()))
@@ -126,13 +115,6 @@ def extproc_service() -> GrpcService:
         envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER),
         initial_metadata=[HeaderValue(key=BUNDLE_MARK, value="1")],
     )
-
-
-def rename_model(name: str) -> TransformConfig:
-    """For the rename filter: put ``name`` in place of the model that the client asked for."""
-    renamed = SubstitutionFormatString(json_format=Struct(fields={"model": Value(string_value=name)}))
-    merge = BodyTransformation(body_format=renamed, action=BodyTransformationTransformAction.MERGE)
-    return TransformConfig(request_transformation=Transformation(body_transformation=merge))
 
 
 def _ask_extproc(gateway: GatewayConfigSpec, longest_wait_s: float) -> ExternalProcessor:
@@ -157,20 +139,6 @@ def _ask_extproc(gateway: GatewayConfigSpec, longest_wait_s: float) -> ExternalP
         ),
         status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
     )
-
-
-def _read_model_without_extproc() -> ExtensionWithMatcher:
-    """Reads ``model`` out of the body, unless extproc has already said which server the request goes to."""
-    rule = _rule(FALLBACK_NAMESPACE, FALLBACK_MODEL, ("model",), JsonToMetadataValueType.STRING)
-    reads = JsonToMetadata(
-        request_rules=JsonToMetadataMatchRules(
-            rules=[rule],
-            # extproc parses a body whatever its content type claims: the same here
-            allow_content_types_regex=EnvoyRegex(regex=".*"),
-            allow_empty_content_type=True,
-        )
-    )
-    return _skipped_if(SERVER_HEADER, ".+", typed("envoy.filters.http.json_to_metadata", reads))
 
 
 def _read_usage() -> ExtensionWithMatcher:

@@ -36,7 +36,8 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
         mappers=[
             ResponseMapper(
                 filter=_when(
-                    f"response.code_details.startsWith('{DETAILS_PREFIX}') || response.code_details == 'direct_response'"
+                    f"response.code_details.startsWith('{DETAILS_PREFIX}') || "
+                    "response.code_details in ['direct_response', 'lua_response']"
                 ),
                 body_format_override=SubstitutionFormatString(
                     text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"), content_type="application/json"

@@ -40,18 +40,20 @@ from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.clusters import server_cluster_name
 from controller.gateway.envoy_json import seconds, to_plain, to_resource
-from controller.gateway.filters import FALLBACK_MODEL, FALLBACK_NAMESPACE, RENAME_FILTER, rename_model
+from controller.gateway.without_extproc import (
+    CHANGES_FILTER,
+    FALLBACK_MODEL,
+    FALLBACK_NAMESPACE,
+    INFERENCE_PATHS,
+    change_for,
+)
 from extproc.protocol import (
-    CHAT_PATH,
     CLIENT,
-    COMPLETIONS_PATH,
     DESTINATION,
-    EMBEDDINGS_PATH,
     ENGINE_HEADERS,
     MODELS_PATH,
     NAMESPACE,
     RATE_LIMIT_HEADERS,
-    RESPONSES_PATH,
     SERVED_HOST,
     SERVED_NAMESPACE,
     SERVER_HEADER,
@@ -75,7 +77,6 @@ if TYPE_CHECKING:
 
 ROUTES_NAME: Final = "attache"
 
-_INFERENCE_PATHS: Final = (CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH)
 # ``reset`` covers an engine that dies while a request waits for its first byte; after that byte Envoy retries nothing.
 _RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes"
 
@@ -153,10 +154,11 @@ def _of_route(route: ModelRoute, *servers: ModelServer) -> list[dict[str, object
         name = f"without-extproc/{route.metadata.key}/{number}"
         if route.spec.model_name is not None:
             match = _match_without_extproc(rule, [route.spec.model_name])
-            found.append(_renaming(Route(name=name, match=match, route=_action(targets)), targets))
+            found.append(_changing(Route(name=name, match=match, route=_action(targets)), targets, renames=True))
         if route.spec.lora_adapters:
             match = _match_without_extproc(rule, list(route.spec.lora_adapters))
-            found.append(Route(name=f"{name}/adapters", match=match, route=_action(targets)))
+            of_adapters = Route(name=f"{name}/adapters", match=match, route=_action(targets))
+            found.append(_changing(of_adapters, targets, renames=False))
     return [to_plain(one) for one in found]
 
 
@@ -167,9 +169,12 @@ def _match_without_extproc(rule: RouteRule, names: list[str]) -> RouteMatch:
     return match
 
 
-def _renaming(route: Route, targets: list[tuple[ModelServer, int]]) -> Route:
-    """``route``, which writes into bodies the model name of the engines that the weights choose."""
-    configs = [{RENAME_FILTER: Any.pack(rename_model(server.spec.model))} for server, _ in targets]
+def _changing(route: Route, targets: list[tuple[ModelServer, int]], *, renames: bool) -> Route:
+    """``route``, which changes bodies for the engines that the weights choose; ``renames``: the model's name, too."""
+    configs = [
+        {CHANGES_FILTER: Any.pack(change_for(spec.allowed_fields, model=spec.model if renames else None))}
+        for spec in (server.spec for server, _ in targets)
+    ]
     weighted = route.route.weighted_clusters if route.route is not None else None
     if weighted is None:
         route.typed_per_filter_config = configs[0]
@@ -249,7 +254,7 @@ def _string_matcher(match: StringMatch) -> StringMatcher:
 
 def _is_inference() -> HeaderMatcher:
     """Engines serve more than inference (loading adapters, metrics), which clients must not reach."""
-    paths = "|".join(re.escape(path) for path in _INFERENCE_PATHS)
+    paths = "|".join(re.escape(path) for path in INFERENCE_PATHS)
     return HeaderMatcher(name=":path", string_match=StringMatcher(safe_regex=RegexMatcher(regex=f"({paths})(\\?.*)?")))
 
 

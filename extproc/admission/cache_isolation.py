@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from extproc.config.failure_mode import cache_isolation_of
 from extproc.request.model import Api
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class CacheIsolation:
 
     def __init__(self, snapshot: Snapshot) -> None:
         gateway = snapshot.gateway
-        self._default = gateway.cache_isolation or ("Shared" if gateway.authentication is None else "Tenant")
+        self._snapshot = snapshot
         self._secret = None if gateway.cache_secret is None else gateway.cache_secret.encode()
         self._keys: dict[str, bytes] = {}
         # a new key cools the caches of its own tenant alone
@@ -41,9 +42,7 @@ class CacheIsolation:
 
     def mode_of(self, spec: ModelServerSpec) -> str:
         """``Tenant``, ``User``, ``Shared`` or ``Header:NAME``."""
-        if spec.cache_isolation is None and spec.cache_scope_header is not None:
-            return f"Header:{spec.cache_scope_header}"
-        return spec.cache_isolation or self._default
+        return cache_isolation_of(spec, self._snapshot)
 
     def salt(
         self, request: InferenceRequest, spec: ModelServerSpec, caller: Caller, headers: Mapping[str, str]

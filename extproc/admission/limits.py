@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from extproc.admission.buckets import Bucket, Claim, Limit
-from extproc.admission.chosen_names import MOST_NAMES, ChosenNames
+from extproc.admission.buckets import Claim, Limit
+from extproc.admission.chosen_names import ChosenNames
 from extproc.errors import LimitsUnavailable, RateLimited
 
 if TYPE_CHECKING:
@@ -19,11 +18,8 @@ if TYPE_CHECKING:
     from extproc.config.admission import RateLimit
     from extproc.config.types import ModelRoute
 
-# Buckets kept. The least recently used is dropped first and starts full again.
-MAX_BUCKETS: Final = 100_000
-# In the key of a bucket, before a name that a client has chosen. Such buckets are kept apart, for each tenant and limit.
-_CHOSEN: Final = "/~"
-_MAX_TABLES: Final = 10_000
+# In the key of a bucket, before a name that a client has chosen.
+CHOSEN: Final = "/~"
 
 Resource = Literal["requests", "input_tokens", "output_tokens", "total_tokens"]
 _RESOURCES: Final[tuple[Resource, ...]] = ("requests", "input_tokens", "output_tokens", "total_tokens")
@@ -119,70 +115,9 @@ class RouteLimits:
                 value = headers.get((limit.header or "").lower(), "")
                 # an empty bucket is full again after this time
                 name = self._names.account(owner, value, now, idle_s=limit.burst * limit.unit_s)
-                return f"{caller.tenant}{_CHOSEN}{name}"
+                return f"{caller.tenant}{CHOSEN}{name}"
             case "Route":
                 return ""
-
-
-class LocalLimits:
-    """The buckets in the memory of this process."""
-
-    def __init__(self) -> None:
-        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
-        # of names that clients have chosen, by what stands before the name: they can push out only their own kind
-        self._chosen: OrderedDict[str, OrderedDict[str, Bucket]] = OrderedDict()
-
-    @property
-    def buckets(self) -> int:
-        """How many there are."""
-        return len(self._buckets) + sum(len(table) for table in self._chosen.values())
-
-    def reserve(self, charges: Sequence[Charge], now: float) -> Grant:
-        """Reserve all charges or none; raises RateLimited."""
-        buckets = [self._bucket(charge, now) for charge in charges]
-        shortfalls = [bucket.shortfall(charge.amount) for charge, bucket in zip(charges, buckets, strict=True)]
-        if any(shortfall > 0 for shortfall in shortfalls):
-            raise refusal(charges, [bucket.level for bucket in buckets])
-        claims = [bucket.reserve(charge.amount) for charge, bucket in zip(charges, buckets, strict=True)]
-        return Grant(charges, claims, [bucket.level for bucket in buckets])
-
-    def settle(self, grant: Grant, used: Usage | None, now: float) -> None:
-        """Settle with the actual usage; None refunds all: the request was never dispatched."""
-        for charge, claim in zip(grant.charges, grant.claims, strict=True):
-            self._bucket(charge, now).settle(claim, 0.0 if used is None else used.of(charge.resource))
-
-    def spent_elsewhere(self, key: str, limit: Limit, amount: float, now: float) -> None:
-        """Another process on this machine has reserved ``amount``, or refunded it if negative."""
-        charge = Charge(key, limit, "requests", 0.0)
-        bucket = self._bucket(charge, now)
-        bucket.level = min(limit.capacity, bucket.level - amount)
-
-    def _bucket(self, charge: Charge, now: float) -> Bucket:
-        table, most = self._table(charge.key)
-        bucket = table.get(charge.key)
-        if bucket is None:
-            bucket = table[charge.key] = Bucket(charge.limit.capacity, now)
-            if len(table) > most:
-                table.popitem(last=False)
-        else:
-            table.move_to_end(charge.key)
-        bucket.fill(charge.limit, now)
-        return bucket
-
-    def _table(self, key: str) -> tuple[OrderedDict[str, Bucket], int]:
-        """Where the bucket of ``key`` is kept, and how many are kept there."""
-        owner, mark, _ = key.rpartition(_CHOSEN)
-        if not mark:
-            return self._buckets, MAX_BUCKETS
-        table = self._chosen.get(owner)
-        if table is None:
-            table = self._chosen[owner] = OrderedDict()
-            if len(self._chosen) > _MAX_TABLES:
-                self._chosen.popitem(last=False)
-        else:
-            self._chosen.move_to_end(owner)
-        # twice as many as have names here: other processes of this machine name some, too
-        return table, 2 * MOST_NAMES
 
 
 def refusal(charges: Sequence[Charge], levels: Sequence[float]) -> RateLimited:

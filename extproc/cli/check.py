@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from extproc.cli.mistakes import counted, report
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
+from extproc.config.failure_mode import decided_by_extproc, failure_mode_of
 
 if TYPE_CHECKING:
     from extproc.config.types import Snapshot
@@ -44,10 +45,10 @@ def main(words: list[str], prog: str = "extproc check") -> int:
 
 def _undone_by_open(snapshot: Snapshot) -> list[str]:
     """What a directory with failure mode Open gives away."""
-    if snapshot.failure_mode == "Close":
+    if failure_mode_of(snapshot) == "Close":
         return []
     advice = "has no effect while extproc is down, because of failureMode: Open; write Close, or leave it out"
-    return [f"{what} {advice}" for what in snapshot.decided_by_extproc()]
+    return [f"{what} {advice}" for what in decided_by_extproc(snapshot)]
 
 
 def _notes(snapshot: Snapshot) -> list[str]:

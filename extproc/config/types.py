@@ -23,9 +23,6 @@ from extproc.config.workload import ParentReference, WorkloadPort, WorkloadSelec
 
 API_VERSION = "attache.dev/v1alpha1"
 
-# Tenants and users of callers; extproc knows them.
-_WRITTEN_BY_GATEWAYS = "x-attache-"
-
 
 class StringMatch(Spec, frozen=True):
     """Exactly one of the three is set. ``exact``: the value. ``prefix``: its beginning. ``regex``: matches all of it
@@ -241,7 +238,7 @@ class GatewayConfigSpec(Spec, frozen=True):
     # As many processes as `extproc --workers` starts, on consecutive ports (or unix:PATH.0, unix:PATH.1, ...).
     extproc_workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     # Open: without extproc, Envoy balances over the engines by itself. Close: it answers 503. If left out: Close where
-    # there are rateLimits or rules by tenant, which Open would undo; else Open.
+    # there are rateLimits, rules by tenant, or caches that tenants do not share, which Open would undo; else Open.
     failure_mode: Literal["Open", "Close"] | None = None
     # The longest that Envoy waits for extproc's answer to one message.
     message_timeout: Duration = Duration("5s")
@@ -305,24 +302,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     gateway: GatewayConfigSpec
     objectives: tuple[InferenceObjective, ...] = ()
     picker_files: Mapping[str, PickerFile] = {}
-
-    @property
-    def failure_mode(self) -> Literal["Open", "Close"]:
-        """What Envoy does without extproc."""
-        if self.gateway.failure_mode is not None:
-            return self.gateway.failure_mode
-        return "Close" if self.decided_by_extproc() else "Open"
-
-    def decided_by_extproc(self) -> list[str]:
-        """What holds only while extproc decides, and requests would get round in failure mode Open."""
-        found = []
-        for route in self.routes:
-            if route.spec.rate_limits:
-                found.append(f"ModelRoute {route.metadata.key}: rateLimits")
-            matches = [rule.model_match for rule in route.spec.rules if rule.model_match is not None]
-            if any(name.lower().startswith(_WRITTEN_BY_GATEWAYS) for one in matches for name in one.headers):
-                found.append(f"ModelRoute {route.metadata.key}: rules by tenant or user")
-        return found
 
     def flow_control_of(self, spec: ModelServerSpec) -> FlowControl | None:
         """A server's own, or else that of its EndpointPickerConfig."""

@@ -11,7 +11,8 @@ from extproc.core.peer_events import Spent
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from extproc.admission.limits import Charge, Grant, LocalLimits, Usage
+    from extproc.admission.limits import Charge, Grant, Usage
+    from extproc.admission.local_limits import LocalLimits
     from extproc.core.record import Record
 
 

@@ -21,8 +21,9 @@ from extproc.core.entering import EnteringRequests
 from extproc.core.explanation import explain
 from extproc.core.feedback import take_report
 from extproc.core.intake import Intake
+from extproc.core.level_exchange import LevelExchange
 from extproc.core.mirror import Mirror
-from extproc.core.peer_events import Alive, Ended, EngineSaid, Learned, Spent
+from extproc.core.peer_events import Alive, AskLevels, Ended, EngineSaid, Learned, Levels, Spent
 from extproc.core.record import Record
 from extproc.core.running import RunningRequests
 from extproc.core.states import Event, IllegalEvent, State, is_legal
@@ -57,7 +58,9 @@ class Core:
         make_picker: MakePicker | None = None,
         machine: str | None = None,
     ) -> None:
-        """``ticket_prefix``: unique to this process. ``machine``: its processes share local limits; None: no peers."""
+        """``ticket_prefix``: unique to this process, and its name among others. ``machine``: its processes share local
+        limits; None: no peers.
+        """
         self.pools: dict[str, Pool] = {}
         self.admission = AdmissionController(rng=rng)
         self.mirror = Mirror()
@@ -73,6 +76,7 @@ class Core:
         self._tickets = 0
         self._machine = machine
         self._accounts = Accounts(self.admission.limits, machine=machine)
+        self.levels = LevelExchange(self.admission.limits, machine=machine, origin=ticket_prefix)
         self._records: dict[str, Record] = {}
         dispatcher = Dispatcher(self._records, self._accounts, rng=rng, has_peers=machine is not None)
         self._waiting = WaitingRequests(self._records, self.admission, dispatcher)
@@ -210,15 +214,15 @@ class Core:
                     take_report(self.pools, event, now)
                 case Alive():
                     self._finish_elsewhere(self.mirror.lost(origin, event.running), now, out)
-                case Spent():
-                    if event.machine == self._machine:
-                        self.admission.limits.spent_elsewhere(event.key, event.limit, event.amount, now)
+                case Spent() | AskLevels() | Levels():
+                    self.levels.hear(event, origin, now, out)
         self._waiting.wake(now, out)
         return out
 
     def beat(self, now: float) -> list[Effect]:
-        """Once a second: tell the others which requests run here, and end those of processes that have gone silent."""
+        """A heartbeat: tell the others which requests run here, and end those of processes that have gone silent."""
         out: list[Effect] = [Tell(Alive(self._running.here()))]
+        self.levels.ask(out)
         self._finish_elsewhere(self.mirror.silent(now), now, out)
         self._waiting.wake(now, out)
         return out

@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from extproc.admission.buckets import Limit
+from extproc.admission.local_limits import BucketLevel
 from extproc.core.types import Outcome
 from extproc.endpoints.engine_reports import CacheConfig, EngineReport
 from extproc.scheduling.request_started import RequestStarted
@@ -61,7 +62,20 @@ class Spent(msgspec.Struct, frozen=True, array_like=True, tag="b"):
     amount: float
 
 
-PeerEvent = RequestStarted | Ended | Learned | EngineSaid | Alive | Spent
+class AskLevels(msgspec.Struct, frozen=True, array_like=True, tag="q"):
+    """A process that has just started on ``machine`` asks how full the buckets of local limits are."""
+
+    machine: str
+
+
+class Levels(msgspec.Struct, frozen=True, array_like=True, tag="v"):
+    """Of all buckets that are not full, for the process ``asker`` that has asked."""
+
+    asker: str
+    levels: list[BucketLevel]
+
+
+PeerEvent = RequestStarted | Ended | Learned | EngineSaid | Alive | Spent | AskLevels | Levels
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):

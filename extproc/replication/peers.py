@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FLUSH_S: Final = 0.005
+# A process that starts beats faster for two seconds: the others are still connecting to it, and it has to ask them.
+_FIRST_BEATS: Final = 20
+_FIRST_BEATS_S: Final = 0.1
 # Events that wait while the bus is stuck; beyond that, the heartbeat has to do.
 _MOST_WAITING: Final = 20_000
 # Processes whose last batch is remembered, those that have gone included.
@@ -63,7 +67,7 @@ class Peers:
             self._has_news.set()
 
     async def run(self, *, hear: Callable[[EventBatch], None], beat: Callable[[], None]) -> None:
-        """Until cancelled. ``hear``: takes what another process did. ``beat``: called once a second."""
+        """Until cancelled. ``hear``: takes what another process did. ``beat``: called once a second, at the start more often."""
         if not self._buses:
             return
         async with asyncio.TaskGroup() as tasks:
@@ -116,6 +120,6 @@ class Peers:
 
 
 async def _keep_beating(beat: Callable[[], None]) -> None:
-    while True:
+    for number in count():
         beat()
-        await asyncio.sleep(HEARTBEAT_S)
+        await asyncio.sleep(_FIRST_BEATS_S if number < _FIRST_BEATS else HEARTBEAT_S)

@@ -11,7 +11,7 @@ import secrets
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from prometheus_client import disable_created_metrics
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+# How long a worker that starts waits for another one's word; they answer within some 0.1 s.
+_LONGEST_ASK_S: Final = 0.6
+_ASK_PAUSE_S: Final = 0.01
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -127,7 +131,13 @@ class App:
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain. A second signal ends the drain."""
         stop = _on_signals()
-        await self._server.start(self._settings.listen)
+        sharing = asyncio.create_task(self._peers.run(hear=self._performer.hear, beat=self._performer.beat))
+        try:
+            await self._ask_others()
+            await self._server.start(self._settings.listen)
+        except BaseException:
+            sharing.cancel()
+            raise
         self._is_ready = True
         pages = await self._serve_pages()
         # a third of all series, and nobody asks for them
@@ -136,7 +146,7 @@ class App:
         log.info("listening on %s", self._settings.listen)
         try:
             async with asyncio.TaskGroup() as tasks:
-                feeds = [tasks.create_task(one) for one in self._feeds()]
+                feeds = [tasks.create_task(one) for one in [*self._feeds(), _until_done(sharing)]]
                 await stop.wait()
                 self._is_ready = False
                 await self._drain(stop)
@@ -151,15 +161,18 @@ class App:
 
     def _feeds(self) -> list[Coroutine[None, None, None]]:
         """What runs beside the server. Of several workers the first asks the engines, for all."""
-        feeds = [
-            self._feed.watch(),
-            self._kv_events.run(),
-            self._peers.run(hear=self._performer.hear, beat=self._performer.beat),
-        ]
+        feeds = [self._feed.watch(), self._kv_events.run()]
         if self._limits is not None:
             feeds.append(self._limits.run())
         worker = self._settings.worker
         return feeds if worker is not None and worker.number else [*feeds, self._scraper.run()]
+
+    async def _ask_others(self) -> None:
+        """A worker among several does not serve before another has told it what limits have granted, if one can."""
+        worker, waited_s = self._settings.worker, 0.0
+        while worker is not None and worker.workers > 1 and not self._core.levels.is_told and waited_s < _LONGEST_ASK_S:
+            await asyncio.sleep(_ASK_PAUSE_S)
+            waited_s += _ASK_PAUSE_S
 
     async def _drain(self, stop: asyncio.Event) -> None:
         log.info("draining: running streams may take up to %g s", self._settings.drain_s)
@@ -180,6 +193,11 @@ class App:
         return await serve_pages(
             self._settings.metrics, self._metrics.registry, is_ready=lambda: self._is_ready, explain=explain
         )
+
+
+async def _until_done(task: asyncio.Task[None]) -> None:
+    """A task that was started earlier, as one of a group."""
+    await task
 
 
 def _buses(settings: Settings) -> list[Bus]:

@@ -105,7 +105,29 @@ def test_rules_weights_and_names_hold_without_extproc() -> None:
     assert all(renamed in json.dumps(one["typed_per_filter_config"]) for one in weighted)
     adapters = found["without-extproc/default/chat/1/adapters"]
     assert renamed not in json.dumps(adapters)
+    for one in [*weighted, *adapters["route"]["weighted_clusters"]["clusters"], testers]:
+        (changes,) = one["typed_per_filter_config"].values()
+        fields = changes["filter_context"]["fields"]
+        assert fields["kv_transfer_params"] == "refuse"
+        assert fields["cache_salt"] == "remove"
     assert {"law", "sql"} <= set(json.dumps(adapters["match"]["dynamic_metadata"]).replace('"', " ").split())
+
+
+def test_what_a_server_allows_is_left_alone_without_extproc() -> None:
+    text = SERVER.replace("NAME", "one").replace("---", "  allowedFields: [priority, data_parallel_rank]\n---", 1)
+    found = routes(build(load({"all.yaml": (text + ROUTE.replace("SECOND", "one")).encode()}), "/x"))
+    (changes,) = next(one for one in found if one["name"].endswith("/0"))["typed_per_filter_config"].values()
+    assert not {"priority", "data_parallel_rank"} & changes["filter_context"]["fields"].keys()
+    assert "rid" in changes["filter_context"]["fields"]
+
+
+def test_bodies_are_not_read_where_extproc_has_decided() -> None:
+    filters = filters_of(snapshot_of("one", "two"))
+    matcher = filters["attache.body_without_extproc"]["xds_matcher"]["matcher_list"]["matchers"][0]
+    assert "x-attache-server" in json.dumps(matcher["predicate"])
+    assert "SkipFilter" in json.dumps(matcher["on_match"])
+    # and without a route that says what changes, the other filter has no script
+    assert "default_source_code" not in filters["attache.changes_without_extproc"]
 
 
 def test_a_closed_gateway_has_no_way_around_extproc() -> None:
@@ -113,6 +135,18 @@ def test_a_closed_gateway_has_no_way_around_extproc() -> None:
     assert [route["name"] for route in routes(files)] == ["server/default/one", "server/default/two"]
     assert "failure_mode_allow" not in files["lds.json"]
     assert "without_extproc" not in files["lds.json"]
+
+
+def test_a_route_with_limits_closes_the_gateway_unless_it_is_opened() -> None:
+    limits = ROUTE.replace("SECOND", "two").replace("  rules:", "  rateLimits: [{requests: 10}]\n  rules:")
+    text = SERVER.replace("NAME", "one") + SERVER.replace("NAME", "two") + limits
+    files = build(load({"all.yaml": text.encode()}), "/x")
+    assert [route["name"] for route in routes(files)] == ["server/default/one", "server/default/two"]
+    assert "failure_mode_allow" not in files["lds.json"]
+    opened = "apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\nspec: {failureMode: Open}\n"
+    files = build(load({"all.yaml": (text + opened).encode()}), "/x")
+    assert any(route["name"].startswith("without-extproc/") for route in routes(files))
+    assert "failure_mode_allow" in files["lds.json"]
 
 
 def filters_of(snapshot: Snapshot) -> dict[str, Any]:

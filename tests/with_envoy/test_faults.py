@@ -152,6 +152,38 @@ async def test_closed_means_an_error_that_says_so(closed: Stack) -> None:
     assert (error["type"], error["code"]) == ("service_unavailable_error", "no_picker")
 
 
+KEYS = {"apiKeys": [{"name": "acme", "key": "acme-secret", "tenant": "acme"}]}
+BEARER = {"authorization": "Bearer acme-secret"}
+LIMITED = {"rateLimits": [{"requests": 1000}]}
+
+
+@pytest.mark.parametrize(
+    ("gateway", "route", "status"),
+    [
+        ({}, LIMITED, 503),
+        ({"authentication": KEYS}, {}, 503),
+        ({"authentication": KEYS, "cacheIsolation": "Shared"}, {}, 200),
+        ({"failureMode": "Open"}, LIMITED, 200),
+    ],
+    ids=["limits", "caches by tenant", "keys alone", "opened"],
+)
+async def test_without_extproc_nobody_gets_round_what_it_decides(
+    tmp_path: Path, gateway: dict[str, object], route: dict[str, object], status: int
+) -> None:
+    headers = BEARER if "authentication" in gateway else {}
+    async with running_stack(tmp_path / "stack", FLAGS, gateway=gateway, route=route, headers=headers) as stack:
+        assert (await ask(stack, **headers)).status_code == 200
+        await stack.processes.end("extproc", signal.SIGKILL)
+        answer = await ask(stack, **headers)
+        assert answer.status_code == status
+        if status == 503:
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("service_unavailable_error", "no_picker")
+        elif headers:
+            # who asks is known without extproc
+            assert (await ask(stack)).status_code == 401
+
+
 async def test_with_no_engine_left_the_error_has_openais_shape(apart: Stack) -> None:
     for index in range(3):
         await apart.processes.end(f"engine-{index}", signal.SIGKILL)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from bench.live.workers import measure
-from bench.stack import EngineFlags, running_stack
+from bench.stack import ALIAS, EngineFlags, running_stack
 from bench.workload.shapes import Conversations
 from tests.waiting import eventually
 from tests.with_envoy.load import Load
@@ -76,3 +76,41 @@ def workers_of(supervisor: int) -> list[int]:
     """The processes that it started, in their order."""
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text()
     return sorted(map(int, children.split()))
+
+
+async def test_a_worker_that_is_killed_again_and_again_is_no_way_round_a_limit(tmp_path: Path) -> None:
+    flags = EngineFlags(count=1, speed=20.0, stream_headers="first-token")
+    limited = {"rateLimits": [{"per": "Route", "unit": "month", "requests": 30}]}
+    body = {"model": ALIAS, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    async with (
+        running_stack(tmp_path / "stack", flags, workers=2, route=limited) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=30) as http,
+    ):
+        host, _, first = stack.metrics.removeprefix("http://").partition(":")
+        pages = [f"http://{host}:{int(first) + number}/metrics" for number in range(2)]
+        answers: list[int] = []
+
+        async def ask(times: int) -> None:
+            answers.extend([(await http.post("/v1/chat/completions", json=body)).status_code for _ in range(times)])
+
+        async def refused_by(page: str) -> float:
+            try:
+                text = (await http.get(page)).text
+            except httpx.TransportError:
+                return 0.0
+            name = 'attache_requests_total{outcome="rate_limited"}'
+            return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
+
+        await ask(40)
+        # workers tell each other within milliseconds
+        assert 30 <= answers.count(200) <= 33
+        granted = answers.count(200)
+        for victim in (1, 0, 1):
+            os.kill(workers_of(stack.pids["extproc"])[victim], signal.SIGKILL)
+
+            async def both_refuse() -> bool:
+                await ask(10)
+                return all([await refused_by(page) > 0 for page in pages])
+
+            await eventually(both_refuse, timeout_s=30)
+        assert answers.count(200) == granted

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from extproc.admission.limits import LocalLimits
+from extproc.admission.local_limits import LocalLimits
 from extproc.core import running
 from extproc.core.core import Core
 from extproc.core.effects import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
-from extproc.admission.limits import LocalLimits
+from extproc.admission.local_limits import LocalLimits
 from extproc.config.load import load
 from extproc.core.core import Core
 from extproc.core.effects import AskLimits, Decision, Effect, Hold, Refused, SettleGrant, WakeAt

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The filters for requests that extproc did not decide: one reads bodies, one changes them.
+
+Without extproc Envoy routes by the ``model`` of the body. What it reads must be what an engine reads, so the first filter finds
+the members by itself and refuses what two readers may understand differently (``json_members.py``). It leaves the model's name
+in metadata, on which routes match, and where each member stands.
+
+The second filter runs on the route that was found. It writes the name that the engines know, and removes or refuses the fields by
+which gateways steer engines, as extproc does. All other values are copied byte for byte, so numbers keep their digits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, get_args
+
+import msgspec
+from envoy_data_plane.envoy.config.core.v3 import DataSource
+from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua, LuaPerRoute
+from envoy_data_plane.google.protobuf import Struct, Value
+
+from controller.gateway.json_members import json_members
+from extproc.config.client_fields import InternalField, SteeringField
+from extproc.protocol import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, MODELS_PATH, RESPONSES_PATH
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+# Metadata with the model's name, for the routes without extproc.
+FALLBACK_NAMESPACE: Final = "attache.fallback"
+FALLBACK_MODEL: Final = "model"
+_MEMBERS: Final = "members"
+# Does nothing by itself; the routes without extproc say what it changes.
+CHANGES_FILTER: Final = "attache.changes_without_extproc"
+_CHANGES_SCRIPT: Final = "changes"
+
+_STEERING_FIELDS: Final[tuple[str, ...]] = get_args(SteeringField)
+_INTERNAL_FIELDS: Final[tuple[str, ...]] = get_args(InternalField)
+INFERENCE_PATHS: Final = (CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RESPONSES_PATH)
+
+_MOST_MODEL_BYTES: Final = 4096
+# After such a body its text is collected at once: collections come by the number of objects, not by their size.
+_LARGE_BYTES: Final = 256 * 1024
+
+_REFUSE: Final = r"""
+local function refuse(handle, status, kind, code, param, message)
+  local error = '{"error":{"message":"' .. message .. '","type":"' .. kind .. '","param":' .. param .. ',"code":' .. code .. '}}'
+  handle:respond({[":status"] = status, ["content-type"] = "application/json"}, error)
+end
+
+local function refuse_request(handle, param, message)
+  refuse(handle, "400", "invalid_request_error", "null", param and '"' .. param .. '"' or "null", message)
+end
+"""
+
+_READ: Final = r"""
+local PATHS = {@PATHS@}
+local KNOWN = {@KNOWN@}
+
+-- The name of the model, and the members as "START STOP NAME;" for each, NAME only where it matters.
+local function read(json)
+  local found, seen = members_of(json)
+  local model, parts = seen.model, {}
+  if not model then bad("The field 'model' is missing; it is required.", "model") end
+  if byte(json, model.value) ~= 34 or model.stop == model.value + 1 then
+    bad("The field 'model' must be a name; GET @MODELS_PATH@ lists them.", "model")
+  end
+  for _, one in ipairs(found) do
+    parts[#parts + 1] = one.start .. " " .. one.stop .. " " .. (KNOWN[one.name or ""] and one.name or "") .. ";"
+  end
+  local name = ""
+  if model.stop - model.value <= @MOST_MODEL@ then
+    name = unescaped(sub(json, model.value + 1, model.stop - 1)) or not_json()
+  end
+  return name, table.concat(parts)
+end
+
+function envoy_on_request(handle)
+  local headers = handle:headers()
+  local path = match(headers:get(":path") or "", "^[^?]*")
+  if headers:get(":method") ~= "POST" or not PATHS[path] then return end
+  local body = handle:body()
+  local size = body and body:length() or 0
+  local fine, name, members = pcall(read, size > 0 and body:getBytes(0, size) or "")
+  if size > @LARGE@ then collectgarbage() end
+  if fine then
+    local metadata = handle:streamInfo():dynamicMetadata()
+    metadata:set("@NAMESPACE@", "@MEMBERS@", members)
+    metadata:set("@NAMESPACE@", "@MODEL@", name)
+    return handle:clearRouteCache()
+  end
+  local problem = name
+  if type(problem) == "table" and not problem.is_too_much then
+    return refuse_request(handle, problem.param, problem.message)
+  end
+  if type(problem) ~= "table" then
+    -- what Lua itself raises, as when it has no more memory
+    handle:logErr("a body could not be read: " .. tostring(problem))
+  end
+  refuse(handle, "503", "service_unavailable_error", '"no_picker"', "null", TOO_MUCH)
+end
+"""
+
+_CHANGE: Final = r"""
+-- The object without some members and with another model; nil if nothing changes; or the name of a field that is refused.
+local function changes(members, context)
+  local model, fields = context:get("model"), context:get("fields") or {}
+  local kept, is_changed = {}, false
+  for start, stop, name in string.gmatch(members, "(%d+) (%d+) (%S*);") do
+    if fields[name] == "refuse" then return nil, name end
+    if fields[name] == "remove" then
+      is_changed = true
+    elseif name == "model" and model then
+      is_changed = true
+      kept[#kept + 1] = '"model":' .. model
+    else
+      kept[#kept + 1] = {start = tonumber(start), stop = tonumber(stop)}
+    end
+  end
+  return is_changed and kept or nil
+end
+
+local function change(handle)
+  local read = handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
+  local kept, refused = changes(read["@MEMBERS@"], handle:filterContext())
+  if refused then
+    return refuse_request(handle, refused, "The field '" .. refused .. "' is for gateways, not for clients; leave it out.")
+  end
+  if not kept then return end
+  local body = handle:body()
+  local size = body:length()
+  local json = body:getBytes(0, size)
+  for index, one in ipairs(kept) do
+    if type(one) == "table" then kept[index] = string.sub(json, one.start, one.stop) end
+  end
+  local length = body:setBytes("{" .. table.concat(kept, ",") .. "}")
+  if handle:headers():get("content-length") then
+    handle:headers():replace("content-length", tostring(length))
+  end
+  if size > @LARGE@ then
+    json, kept = nil, nil
+    collectgarbage()
+  end
+end
+
+function envoy_on_request(handle)
+  -- a script that fails lets the request pass as it is
+  local fine, problem = pcall(change, handle)
+  if not fine then
+    handle:logErr("a body could not be changed: " .. tostring(problem))
+    refuse(handle, "500", "server_error", '"internal_error"', "null", "The gateway failed over this request.")
+  end
+end
+"""
+
+
+def reads_body() -> Lua:
+    """The filter that reads the model's name and where the members stand; refuses what is ambiguous."""
+    marks = {
+        "@PATHS@": ", ".join(f'["{path}"] = true' for path in INFERENCE_PATHS),
+        "@KNOWN@": ", ".join(f"{name} = true" for name in ("model", *_INTERNAL_FIELDS)),
+        "@MOST_MODEL@": str(_MOST_MODEL_BYTES),
+    }
+    return Lua(default_source_code=_script(_REFUSE + json_members() + _READ, marks))
+
+
+def changes_body() -> Lua:
+    """The filter that changes bodies where ``change_for`` is configured for the route."""
+    return Lua(source_codes={_CHANGES_SCRIPT: _script(_REFUSE + _CHANGE, {})})
+
+
+def change_for(allowed_fields: Collection[str], *, model: str | None = None) -> LuaPerRoute:
+    """What a route changes: ``model`` in place of the client's, and no field of gateways but those allowed."""
+    fields = {
+        name: Value(string_value="refuse" if name in _STEERING_FIELDS else "remove")
+        for name in _INTERNAL_FIELDS
+        if name not in allowed_fields
+    }
+    context = {"fields": Value(struct_value=Struct(fields=fields))}
+    if model is not None:
+        context["model"] = Value(string_value=msgspec.json.encode(model).decode())
+    return LuaPerRoute(name=_CHANGES_SCRIPT, filter_context=Struct(fields=context))
+
+
+def _script(script: str, marks: Mapping[str, str]) -> DataSource:
+    common = {
+        "@NAMESPACE@": FALLBACK_NAMESPACE,
+        "@MODEL@": FALLBACK_MODEL,
+        "@MEMBERS@": _MEMBERS,
+        "@MODELS_PATH@": MODELS_PATH,
+        "@LARGE@": str(_LARGE_BYTES),
+    }
+    for mark, text in {**common, **marks}.items():
+        script = script.replace(mark, text)
+    return DataSource(inline_string=script)
