@@ -104,10 +104,10 @@ _USAGE_PATHS: Final = (
 )
 
 
-def http_filters(gateway: GatewayConfigSpec, longest_wait_s: float) -> list[HttpFilter]:
+def http_filters(gateway: GatewayConfigSpec, directory: str, longest_wait_s: float) -> list[HttpFilter]:
     """The chain of the HTTP connection manager. ``longest_wait_s``: how long extproc may hold a request."""
     chain = [
-        *authentication_filters(gateway.authentication),
+        *authentication_filters(gateway.authentication, directory),
         http_filter("envoy.filters.http.ext_proc", _ask_extproc(gateway, longest_wait_s)),
     ]
     if gateway.failure_mode == "Open":

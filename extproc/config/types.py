@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from extproc.config.admission import FlowControl, InferenceObjective, Priority, RateLimit
-from extproc.config.authentication import Authentication
+from extproc.config.authentication import Authentication, Tenant, restricts_models
 from extproc.config.client_fields import CacheIsolation, InternalField
 from extproc.config.picker_config import PickerFile
 from extproc.config.quantities import ByteSize, Duration
@@ -204,7 +204,7 @@ class GatewayConfigSpec(Spec, frozen=True):
     # As many processes as `extproc --workers` starts, on consecutive ports (or unix:PATH.0, unix:PATH.1, ...).
     extproc_workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     # Open: without extproc, Envoy balances over the engines by itself. Close: it answers 503. If left out: Close where
-    # there are rateLimits or rules by tenant, which Open would undo; else Open.
+    # there are rateLimits, rules by tenant, or models of tenants or keys, which Open would undo; else Open.
     failure_mode: Literal["Open", "Close"] | None = None
     # The longest that Envoy waits for extproc's answer to one message.
     message_timeout: Duration = Duration("5s")
@@ -221,6 +221,8 @@ class GatewayConfigSpec(Spec, frozen=True):
     clients: Literal["Untrusted", "Trusted"] = "Untrusted"
     # How Envoy identifies callers; without it everybody is the tenant "anonymous".
     authentication: Authentication | None = None
+    # Tenants that may not use every model.
+    tenants: Annotated[tuple[Tenant, ...], msgspec.Meta(max_length=10_000)] = ()
     # A header of answers that names the engine's address, for debugging; without it, clients do not learn it.
     served_header: Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z-]+$", max_length=64)] | None = None
     # Whose prompts share a prefix cache: of one Tenant, of one User, under one value of a request header that clients cannot
@@ -285,6 +287,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
             matches = [rule.model_match for rule in route.spec.rules if rule.model_match is not None]
             if any(name.lower().startswith(_WRITTEN_BY_GATEWAYS) for one in matches for name in one.headers):
                 found.append(f"ModelRoute {route.metadata.key}: rules by tenant or user")
+        if restricts_models(self.gateway.authentication, self.gateway.tenants):
+            found.append("GatewayConfig: models of tenants or keys")
         return found
 
     def flow_control_of(self, spec: ModelServerSpec) -> FlowControl | None:

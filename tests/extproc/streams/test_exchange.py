@@ -228,6 +228,38 @@ def test_who_asks_is_read_only_where_a_gateway_vouches_for_it(core: Core, *, dup
     assert says_it_is_acme(core, is_trusted=True, duplex=duplex) == "acme"
 
 
+RESTRICTED = (
+    CONFIG
+    + b"""
+---
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: g}
+spec: {clients: Trusted, tenants: [{name: acme, models: [sql]}]}
+"""
+)
+
+
+@pytest.mark.parametrize("duplex", [False, True])
+@pytest.mark.parametrize(("model", "status"), [(b"sql", None), (b"chat", 403), (b"none", 404)])
+def test_a_tenant_gets_its_own_models_alone(core: Core, model: bytes, status: int | None, *, duplex: bool) -> None:
+    core.apply(load({"all.yaml": RESTRICTED}), 0.0)
+    metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)
+    exchange = Exchange(shell(core, metrics), Duplex, is_trusted=lambda: True)
+    message = ProcessingRequest()
+    if duplex:
+        message.protocol_config.request_body_mode = 4
+    for key, value in {":method": "POST", ":path": "/v1/chat/completions", "x-attache-tenant": "acme"}.items():
+        message.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+    exchange.receive(message)
+    body = ProcessingRequest()
+    body.request_body.body, body.request_body.end_of_stream = CHAT.replace(b"chat", model, 1), True
+    first = ProcessingResponse.FromString(exchange.receive(body)[0])
+    exchange.close()
+    answered = first.immediate_response.status.code if first.HasField("immediate_response") else None
+    assert answered == status
+
+
 ONE_ENGINE = b', {address: "10.0.0.2:8000"}, {address: "10.0.0.3:8000"}'
 
 
