@@ -206,7 +206,7 @@ class GatewayConfigSpec(Spec, frozen=True):
     # Open: without extproc, Envoy balances over the engines by itself. Close: it answers 503. If left out: Close where
     # there are rateLimits, rules by tenant, or models of tenants or keys, which Open would undo; else Open.
     failure_mode: Literal["Open", "Close"] | None = None
-    # The longest that Envoy waits for extproc's answer to one message.
+    # The longest that Envoy waits for extproc's answer to one message; the longest hold is added for requests that are held.
     message_timeout: Duration = Duration("5s")
     max_body_size: ByteSize = ByteSize("16Mi")
     # Envoy's memory: near this, it resets the streams that hold most of it, then takes no more requests, then no connections.

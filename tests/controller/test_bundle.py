@@ -122,12 +122,13 @@ def filters_of(snapshot: Snapshot) -> dict[str, Any]:
     return {one["name"]: one.get("typed_config") for one in manager["http_filters"]} | {"manager": manager}
 
 
-def test_envoy_waits_longer_than_the_longest_hold() -> None:
+def test_envoy_waits_for_messages_as_configured_and_for_held_requests_as_extproc_asks() -> None:
     held = "  flowControl: {timeout: 90s, noEndpointTimeout: 7m}\n---"
     text = SERVER.replace("NAME", "one").replace("---", held, 1) + SERVER.replace("NAME", "two")
     text += ROUTE.replace("SECOND", "two")
     filters = filters_of(load({"all.yaml": text.encode()}))
-    assert filters["envoy.filters.http.ext_proc"]["message_timeout"] == "425s"
+    assert filters["envoy.filters.http.ext_proc"]["message_timeout"] == "5s"
+    assert filters["envoy.filters.http.ext_proc"]["max_message_timeout"] == "3600s"
     assert filters["manager"]["stream_idle_timeout"] == "720s"
     assert filters_of(snapshot_of("one", "two"))["envoy.filters.http.ext_proc"]["message_timeout"] == "5s"
 
@@ -143,7 +144,7 @@ schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}]}]
 flowControl: {defaultRequestTTL: 20s, noEndpointRequestTTL: 40s}
 """
     files = {"all.yaml": (text + ROUTE.replace("SECOND", "one")).encode(), "epp.yaml": epp.encode()}
-    assert filters_of(load(files))["envoy.filters.http.ext_proc"]["message_timeout"] == "45s"
+    assert filters_of(load(files))["manager"]["stream_idle_timeout"] == "340s"
 
 
 def stripped(gateway: str) -> tuple[set[str], set[str]]:

@@ -26,9 +26,9 @@ CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "he
 class Conversation:
     """Envoy's side of one stream."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, *, is_trusted: bool = False) -> None:
         self.metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)
-        self.exchange = Exchange(shell(core, self.metrics), Duplex, is_trusted=lambda: False)
+        self.exchange = Exchange(shell(core, self.metrics), Duplex, is_trusted=lambda: is_trusted)
 
     def send_headers(
         self, path: str = "/v1/chat/completions", *, method: str = "POST", end: bool = False
@@ -263,10 +263,10 @@ def test_a_tenant_gets_its_own_models_alone(core: Core, model: bytes, status: in
 ONE_ENGINE = b', {address: "10.0.0.2:8000"}, {address: "10.0.0.3:8000"}'
 
 
-def held_behind_another(core: Core) -> tuple[Conversation, Conversation]:
+def held_behind_another(core: Core, *, is_trusted: bool = False) -> tuple[Conversation, Conversation]:
     """Two requests before one engine that takes one at a time: the second waits."""
     core.apply(load({"all.yaml": TENANTS.replace(ONE_ENGINE, b"")}), 0.0)
-    first, second = Conversation(core), Conversation(core)
+    first, second = Conversation(core), Conversation(core, is_trusted=is_trusted)
     first.send_headers()
     first.send_body(CHAT)
     second.send_headers()
@@ -275,6 +275,19 @@ def held_behind_another(core: Core) -> tuple[Conversation, Conversation]:
     assert second.exchange.receive(message) == []
     assert isinstance(second.exchange.pending, Hold)
     return first, second
+
+
+def test_our_bundle_is_asked_to_wait_for_a_held_request_as_long_as_it_may_be_held(core: Core) -> None:
+    first, second = held_behind_another(core, is_trusted=True)
+    asked = second.exchange.longer_wait()
+    assert asked is not None
+    # 60s for engines with room, and messageTimeout
+    assert ProcessingResponse.FromString(asked).override_message_timeout.seconds == 65
+    assert first.exchange.longer_wait() is None
+    for one in (first, second):
+        one.exchange.close()
+    # whoever we do not configure may not know the message
+    assert held_behind_another(core)[1].exchange.longer_wait() is None
 
 
 @pytest.mark.parametrize(("now", "answer"), [(10.0, "request_body"), (1000.0, "immediate_response")])
