@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
@@ -33,7 +34,7 @@ GOLDEN_PATH: Final = "/etc/attache/envoy"
 
 def write_once(snapshot: Snapshot, out: Path, path: str) -> None:
     """Write the bundle of ``snapshot`` into ``out``. ``path``: where Envoy will find it. Raises ConfigInvalid."""
-    _write_first(KeyFiles().fill(snapshot, datetime.now(UTC)), out, BundleWriter(path))
+    _write_first(KeyFiles(os.environ).fill(snapshot, datetime.now(UTC)), out, BundleWriter(path))
 
 
 def follow(config: ConfigDirectory, out: Path, path: str) -> None:
@@ -43,7 +44,7 @@ def follow(config: ConfigDirectory, out: Path, path: str) -> None:
     """
     clock = time.monotonic  # noqa: TID251 - the edge
     lingering, writer = Lingering(_LINGER_S), BundleWriter(path)
-    keys, snapshot = KeyFiles(), config.read()
+    keys, snapshot = KeyFiles(os.environ), config.read()
     written = keys.fill(snapshot, datetime.now(UTC))
     failed, retry_at_s = None, 0.0
     _write_first(written, out, writer)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that lie in files of their own, put into the configuration and followed; keys that have expired, left out."""
+"""Keys from files and the environment, followed; expired ones left out; API keys as digests."""
 
 from __future__ import annotations
 
 import logging
-import secrets
+import os
+import stat
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from extproc.config.authentication import ApiKey, Authentication, JwtIssuer
-    from extproc.config.types import Snapshot
+    from extproc.config.types import GatewayConfigSpec, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -31,41 +33,59 @@ class _KeySet(msgspec.Struct, frozen=True):
 
 
 class KeyFiles:
-    """Reads the files that a configuration names. One that turns bad later stays as it was last good."""
+    """Reads what a configuration names. A file that turns bad later stays as it was last good.
 
-    def __init__(self) -> None:
+    API keys become digests here: from here on nothing holds them.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
         self._last: dict[str, str] = {}
-        # files with what is wrong with them, so that it is said once
+        # what was said of files and keys, so that it is said once
         self._said: dict[str, str] = {}
-        # Envoy wants at least one key; this one nobody knows
-        self._unknown = secrets.token_urlsafe(32)
+        # the last configuration, as it was given and filled
+        self._filled: tuple[GatewayConfigSpec, GatewayConfigSpec] | None = None
 
     def fill(self, snapshot: Snapshot, now: datetime) -> Snapshot:
-        """``snapshot`` with the content of its key files, without keys that have expired at ``now``.
+        """``snapshot`` with its API keys as digests and the content of its key sets, without keys that have expired.
 
-        Raises ConfigInvalid for a file that cannot be used and never could.
+        Raises ConfigInvalid for a key that cannot be had and never could.
         """
         given = snapshot.gateway.authentication
         if given is None:
             return snapshot
         filled = self._fill(given, now)
-        if filled == given:
-            return snapshot
-        gateway = msgspec.structs.replace(snapshot.gateway, authentication=filled)
-        return msgspec.structs.replace(snapshot, gateway=gateway)
+        # the same object while nothing has changed: what is made from it is kept
+        if self._filled is None or self._filled[0] is not snapshot.gateway or self._filled[1].authentication != filled:
+            self._filled = snapshot.gateway, msgspec.structs.replace(snapshot.gateway, authentication=filled)
+        return msgspec.structs.replace(snapshot, gateway=self._filled[1])
 
     def _fill(self, given: Authentication, now: datetime) -> Authentication:
         valid = [one for one in given.api_keys if one.expires_at is None or now < one.expires_at]
-        keys = [self._with_key(one) for one in valid]
-        if given.api_keys and not keys:
-            keys = [msgspec.structs.replace(given.api_keys[0], key=self._unknown, key_file=None)]
+        keys: dict[str, ApiKey] = {}
+        for one in valid:
+            digest = one.digest or self._read_digest(one)
+            first = keys.setdefault(digest, one)
+            if first is not one:
+                self._say(one.name, f"has the key of {first.name}, and is not used; keys tell callers apart")
+        digests = tuple(
+            msgspec.structs.replace(one, key=None, key_file=None, key_env=None, key_sha256=digest)
+            for digest, one in keys.items()
+        )
         issuers = tuple(self._with_key_set(one) for one in given.jwt)
-        return msgspec.structs.replace(given, api_keys=tuple(keys), jwt=issuers)
+        return msgspec.structs.replace(given, api_keys=digests, jwt=issuers)
 
-    def _with_key(self, one: ApiKey) -> ApiKey:
-        if one.key_file is None:
-            return one
-        return msgspec.structs.replace(one, key=self._read(one.key_file, _key_in), key_file=None)
+    def _read_digest(self, one: ApiKey) -> str:
+        if one.key_file is not None:
+            return self._read(one.key_file, _digest_in)
+        try:
+            return _digest_in(self._environment[one.key_env or ""].encode(errors="surrogateescape"))
+        except KeyError:
+            why = "is not set"
+        except ValueError:
+            why = "is not what it must be"
+        message = f"{why}; set it to one key of 8 to 512 characters where the bundle's writer runs"
+        raise ConfigInvalid([Mistake(f"the environment variable {one.key_env}", 0, "", message)])
 
     def _with_key_set(self, one: JwtIssuer) -> JwtIssuer:
         if one.jwks_file is None:
@@ -75,25 +95,32 @@ class KeyFiles:
     def _read(self, file: str, parse: Callable[[bytes], str]) -> str:
         try:
             with Path(file).open("rb") as opened:
+                if parse is _digest_in and os.fstat(opened.fileno()).st_mode & stat.S_IROTH:
+                    # not refused: secrets that Kubernetes mounts are so by default
+                    self._say(f"{file}'s mode", "everybody on this machine can read the key in it; chmod 600")
                 self._last[file] = parse(opened.read(_MAX_BYTES))
         except (OSError, ValueError) as error:
             # the text of other errors may repeat the file's content
             why = str(error.strerror) if isinstance(error, OSError) else "is not what it must be"
             if file not in self._last:
                 raise ConfigInvalid([Mistake(file, 0, "", f"{why}; {_ADVICE[parse]}")]) from None
-            if self._said.get(file) != why:
-                log.error("%s: %s; its last keys stay", file, why)
-            self._said[file] = why
+            self._say(file, f"{why}; its last keys stay")
         else:
             self._said.pop(file, None)
         return self._last[file]
 
+    def _say(self, what: str, message: str) -> None:
+        if self._said.get(what) != message:
+            log.error("%s: %s", what, message)
+        self._said[what] = message
 
-def _key_in(content: bytes) -> str:
+
+def _digest_in(content: bytes) -> str:
+    """The SHA-256 of the key in ``content``."""
     key = content.decode().strip()
     if not 8 <= len(key) <= 512 or not key.isprintable():
         raise ValueError
-    return key
+    return sha256(key.encode()).hexdigest()
 
 
 def _key_set_in(content: bytes) -> str:
@@ -103,6 +130,6 @@ def _key_set_in(content: bytes) -> str:
 
 
 _ADVICE: Final[Mapping[Callable[[bytes], str], str]] = {
-    _key_in: "name a file that holds one key of 8 to 512 characters",
+    _digest_in: "name a file that holds one key of 8 to 512 characters",
     _key_set_in: "name a file that holds a JSON Web Key Set",
 }

@@ -50,6 +50,15 @@ class UnknownModel(Refusal):
     outcome = "unknown_model"
 
 
+class ModelNotAllowed(Refusal):
+    """The caller's key or tenant may not use the model."""
+
+    status = 403
+    error_type = "permission_error"
+    code = "model_not_allowed"
+    outcome = "model_not_allowed"
+
+
 class UnknownPath(Refusal):
     """The path is not part of the API."""
 

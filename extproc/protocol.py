@@ -64,6 +64,9 @@ RATE_LIMIT_HEADERS: Final = tuple(
 # sent. Clients cannot write it, because gRPC metadata are not HTTP request headers.
 BUNDLE_MARK: Final = "x-attache-bundle"
 
+# Envoy waits no longer than this for an answer of extproc, whatever either is told.
+LONGEST_MESSAGE_TIMEOUT_S: Final = 3600
+
 # Our own dynamic metadata: the ticket joins a decision with its access log entry.
 NAMESPACE: Final = "attache"
 TICKET: Final = "ticket"

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""API keys or signed tokens, checked by Envoy before any other filter."""
+"""API keys or signed tokens, checked by Envoy before any other filter.
+
+These filters lie in files of their own, which Envoy follows: a change holds from the next request on. A change of the listener
+would leave connections that are open with the old filters for minutes.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from envoy_data_plane.envoy.config.core.v3 import DataSource
+from envoy_data_plane.envoy.config.core.v3 import DataSource, ExtensionConfigSource
 from envoy_data_plane.envoy.config.rbac.v3 import (
     Permission,
     Policy,
@@ -16,7 +20,6 @@ from envoy_data_plane.envoy.config.rbac.v3 import (
 )
 from envoy_data_plane.envoy.config.rbac.v3 import Rbac as Rules
 from envoy_data_plane.envoy.config.route.v3 import RouteMatch
-from envoy_data_plane.envoy.extensions.filters.http.api_key_auth.v3 import ApiKeyAuth, Credential, Forwarding, KeySource
 from envoy_data_plane.envoy.extensions.filters.http.jwt_authn.v3 import (
     JwtAuthentication,
     JwtClaimToHeader,
@@ -27,6 +30,7 @@ from envoy_data_plane.envoy.extensions.filters.http.jwt_authn.v3 import (
     RequirementRule,
 )
 from envoy_data_plane.envoy.extensions.filters.http.rbac.v3 import Rbac
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 from envoy_data_plane.envoy.type.matcher.v3 import (
     MetadataMatcher,
     MetadataMatcherPathSegment,
@@ -34,42 +38,73 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
     StringMatcher,
     ValueMatcher,
 )
+from envoy_data_plane.google.protobuf import Any
 
-from controller.gateway.envoy_json import http_filter
-from extproc.protocol import CLIENT, TENANT, USER
+from controller.gateway.bootstrap import file_source
+from controller.gateway.envoy_json import http_filter, resources_file, to_resource, typed
+from controller.gateway.keys import identified_callers, known_keys
+from extproc.protocol import TENANT, USER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
+    from betterproto2 import Message
 
-    from extproc.config.authentication import ApiKey, Authentication, JwtIssuer
+    from extproc.config.authentication import Authentication, JwtIssuer
 
+KEYS_FILE: Final = "keys.json"
+TOKENS_FILE: Final = "tokens.json"
+CALLERS_FILE: Final = "callers.json"
+AUTHENTICATION_FILES: Final = (KEYS_FILE, TOKENS_FILE, CALLERS_FILE)
 
 # Of a claim that names a tenant or a user.
 _NAME: Final = r"[^\x00-\x1f\x7f]+"
 _JWT_FILTER: Final = "envoy.filters.http.jwt_authn"
 
 
-def authentication_filters(authentication: Authentication | None) -> list[HttpFilter]:
+def authentication_filters(authentication: Authentication | None, directory: str) -> list[HttpFilter]:
     """The first filters of the chain. Without a valid key or token: 401; with a token that does not say whose: 403."""
     if authentication is None:
         return []
-    if authentication.api_keys:
-        return [http_filter("envoy.filters.http.api_key_auth", _api_keys(authentication.api_keys))]
-    return [
-        http_filter(_JWT_FILTER, _tokens(authentication.jwt)),
-        http_filter("envoy.filters.http.rbac", _named_callers(authentication.jwt)),
+    followed = [
+        HttpFilter(
+            name=name,
+            config_discovery=ExtensionConfigSource(
+                config_source=file_source(directory, file), type_urls=[Any.pack(message).type_url]
+            ),
+        )
+        for file, (name, message) in _followed(authentication).items()
     ]
+    if authentication.jwt:
+        return followed
+    return [*followed, http_filter("attache.identified", identified_callers())]
 
 
-def _api_keys(keys: Sequence[ApiKey]) -> ApiKeyAuth:
-    return ApiKeyAuth(
-        credentials=[Credential(key=one.key or "", client=one.name) for one in keys],
-        # with or without "Bearer "
-        key_sources=[KeySource(header="authorization"), KeySource(header="x-api-key")],
-        forwarding=Forwarding(header=CLIENT, hide_credentials=True),
-    )
+def unused_files(authentication: Authentication | None) -> set[str]:
+    """Those of AUTHENTICATION_FILES that a bundle with this authentication does not have."""
+    if authentication is None:
+        return set(AUTHENTICATION_FILES)
+    return {TOKENS_FILE, CALLERS_FILE} if not authentication.jwt else {KEYS_FILE}
+
+
+def authentication_files(authentication: Authentication | None) -> Mapping[str, str]:
+    """What the filters read, by file."""
+    if authentication is None:
+        return {}
+    return {
+        file: resources_file([to_resource(typed(name, message))])
+        for file, (name, message) in _followed(authentication).items()
+    }
+
+
+def _followed(authentication: Authentication) -> Mapping[str, tuple[str, Message]]:
+    """By file, the filter's name and configuration, in the order of the chain."""
+    if not authentication.jwt:
+        return {KEYS_FILE: ("attache.keys", known_keys(authentication.api_keys))}
+    return {
+        TOKENS_FILE: (_JWT_FILTER, _tokens(authentication.jwt)),
+        CALLERS_FILE: ("envoy.filters.http.rbac", _named_callers(authentication.jwt)),
+    }
 
 
 def _tokens(issuers: Sequence[JwtIssuer]) -> JwtAuthentication:

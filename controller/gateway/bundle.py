@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from controller.gateway.authentication import authentication_files
 from controller.gateway.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, ROUTES_FILE, bootstrap
 from controller.gateway.clusters import endpoints_file, extproc_cluster, server_cluster, server_endpoints
 from controller.gateway.envoy_json import resources_file, to_json, to_resource
@@ -49,6 +50,7 @@ class BundleWriter:
         clusters = [memo.get(self._cluster, server) for server in snapshot.servers]
         files[CLUSTERS_FILE] = resources_file([memo.get(_extproc, gateway), *clusters])
         files[ROUTES_FILE] = resources_file([route_resource(snapshot, memo)])
+        files.update(memo.get(_authentication, gateway))
         files[LISTENERS_FILE] = memo.get(self._listener, gateway, longest_wait_s(snapshot))
         files[BOOTSTRAP_FILE] = memo.get(self._bootstrap, gateway)
         return files
@@ -70,6 +72,10 @@ def build(snapshot: Snapshot, directory: str) -> Mapping[str, str]:
 
 def _decided(gateway: GatewayConfigSpec, mode: Literal["Open", "Close"]) -> GatewayConfigSpec:
     return msgspec.structs.replace(gateway, failure_mode=mode)
+
+
+def _authentication(gateway: GatewayConfigSpec) -> Mapping[str, str]:
+    return authentication_files(gateway.authentication)
 
 
 def _endpoints(server: ModelServer) -> str:

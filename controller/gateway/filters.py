@@ -65,6 +65,7 @@ from extproc.protocol import (
     COMPLETIONS_PATH,
     EMBEDDINGS_PATH,
     LB_NAMESPACE,
+    LONGEST_MESSAGE_TIMEOUT_S,
     NAMESPACE,
     PROMPT_TOKENS,
     SERVER_HEADER,
@@ -91,11 +92,11 @@ _USAGE_PATHS: Final = (
 )
 
 
-def http_filters(gateway: GatewayConfigSpec, longest_wait_s: float) -> list[HttpFilter]:
-    """The chain of the HTTP connection manager. ``longest_wait_s``: how long extproc may hold a request."""
+def http_filters(gateway: GatewayConfigSpec, directory: str) -> list[HttpFilter]:
+    """The chain of the HTTP connection manager."""
     chain = [
-        *authentication_filters(gateway.authentication),
-        http_filter("envoy.filters.http.ext_proc", _ask_extproc(gateway, longest_wait_s)),
+        *authentication_filters(gateway.authentication, directory),
+        http_filter("envoy.filters.http.ext_proc", _ask_extproc(gateway)),
     ]
     if gateway.failure_mode == "Open":
         # not where extproc has said which server the request goes to
@@ -117,7 +118,7 @@ def extproc_service() -> GrpcService:
     )
 
 
-def _ask_extproc(gateway: GatewayConfigSpec, longest_wait_s: float) -> ExternalProcessor:
+def _ask_extproc(gateway: GatewayConfigSpec) -> ExternalProcessor:
     """Send headers and the whole body, nothing of the answer. With header mode SKIP Envoy holds no requests."""
     header, body = ProcessingModeHeaderSendMode, ProcessingModeBodySendMode
     return ExternalProcessor(
@@ -131,8 +132,9 @@ def _ask_extproc(gateway: GatewayConfigSpec, longest_wait_s: float) -> ExternalP
             response_body_mode=body.NONE,
             response_trailer_mode=header.SKIP,
         ),
-        # a held request is an unanswered message
-        message_timeout=seconds(gateway.message_timeout + longest_wait_s),
+        message_timeout=seconds(gateway.message_timeout),
+        # extproc asks for more time for each request that it holds
+        max_message_timeout=seconds(LONGEST_MESSAGE_TIMEOUT_S),
         mutation_rules=HeaderMutationRules(disallow_system=True, disallow_is_error=True),
         metadata_options=MetadataOptions(
             receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, NAMESPACE])

@@ -87,7 +87,7 @@ def _connection_manager(gateway: GatewayConfigSpec, directory: str, longest_wait
         stat_prefix="attache",
         rds=Rds(route_config_name=ROUTES_NAME, config_source=file_source(directory, ROUTES_FILE)),
         early_header_mutation_extensions=[_strip_reserved_headers(gateway)],
-        http_filters=http_filters(gateway, longest_wait_s),
+        http_filters=http_filters(gateway, directory),
         local_reply_config=local_replies(gateway),
         access_log=[_access_log(gateway)],
         use_remote_address=True,

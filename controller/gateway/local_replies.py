@@ -50,7 +50,12 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
             _mapper("response.code == 413", too_large, "invalid_request_error", "request_too_large"),
             _mapper("response.code == 404", no_route, "invalid_request_error", "model_not_found"),
             _mapper(
-                "response.code_details.startsWith('ext_proc')", no_picker, "service_unavailable_error", "no_picker"
+                "response.code_details.startsWith('ext_proc')",
+                no_picker,
+                "service_unavailable_error",
+                "no_picker",
+                # also where extproc did not answer in time
+                status=503,
             ),
             _mapper("response.code == 503", no_engine, "service_unavailable_error", "no_engine"),
             _mapper("response.code == 504", too_late, "timeout_error", "timeout"),
@@ -60,8 +65,10 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
     )
 
 
-def _mapper(condition: str, message: str, kind: str, code: str) -> ResponseMapper:
-    return ResponseMapper(filter=_when(condition), body_format_override=_error_object(message, kind, code))
+def _mapper(condition: str, message: str, kind: str, code: str, *, status: int | None = None) -> ResponseMapper:
+    return ResponseMapper(
+        filter=_when(condition), body_format_override=_error_object(message, kind, code), status_code=status
+    )
 
 
 def _when(condition: str) -> AccessLogFilter:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.gateway.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER, LISTENERS_FILE
+from controller.gateway.authentication import AUTHENTICATION_FILES, unused_files
+from controller.gateway.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
 from controller.gateway.bundle import with_servers
 from controller.gateway.clusters import endpoints_file
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 # Envoy reads a file within some milliseconds of its being moved into place; clusters then connect and warm up.
 _TAKEN_UP_S: Final = 0.3
-# The filter that knows API keys and key sets is part of the listener: for the owner alone, as whom Envoy runs, too.
-_SECRET_FILES: Final = frozenset({LISTENERS_FILE})
+# Digests of API keys, and key sets, which may sign: for the owner alone, as whom Envoy runs, too.
+_SECRET_FILES: Final = frozenset(AUTHENTICATION_FILES)
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -47,7 +48,8 @@ def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> lis
     clusters = {name: text for name, text in both.items() if _comes_first(name)}
     others = {name: text for name, text in final.items() if not _comes_first(name)}
     planned = [Step(0.0, clusters), Step(_TAKEN_UP_S, others)]
-    gone = tuple(name for name in both if name not in final)
+    unused = unused_files(after.gateway.authentication) - unused_files(before.gateway.authentication)
+    gone = (*(name for name in both if name not in final), *sorted(unused))
     if gone:
         planned.append(Step(_TAKEN_UP_S, {CLUSTERS_FILE: final[CLUSTERS_FILE]}, gone))
     return planned
@@ -98,7 +100,9 @@ def write(out: Path, step: Step) -> None:
 
 
 def remove_orphans(out: Path, snapshot: Snapshot) -> None:
-    """Endpoint files of servers that are no more, left behind by an earlier writer."""
+    """Files of servers and keys that are no more, left behind by an earlier writer."""
+    for name in unused_files(snapshot.gateway.authentication):
+        (out / name).unlink(missing_ok=True)
     known = {out / endpoints_file(server.metadata.key) for server in snapshot.servers}
     for file in (out / ENDPOINTS_FOLDER).rglob("*.json"):
         if file not in known:

@@ -37,7 +37,8 @@ class CacheIsolation:
         self._keys: dict[str, bytes] = {}
         # a new key cools the caches of its own tenant alone
         for key in () if gateway.authentication is None else gateway.authentication.api_keys:
-            self._keys[key.tenant] = sha256(self._keys.get(key.tenant, b"") + msgspec.json.encode(key)).digest()
+            known = msgspec.json.encode([key.name, key.digest])
+            self._keys[key.tenant] = sha256(self._keys.get(key.tenant, b"") + known).digest()
         self.asks_who = any(self.mode_of(server.spec) in {"Tenant", "User"} for server in snapshot.servers)
 
     def mode_of(self, spec: ModelServerSpec) -> str:

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from extproc.config.admission import FlowControl, RateLimit
-    from extproc.config.authentication import Authentication, JwtIssuer
+    from extproc.config.authentication import ApiKey, Authentication, JwtIssuer, Tenant
     from extproc.config.errors import Finding, Path
+
+# Envoy waits for an hour at most.
+LONGEST_HOLD_S: Final = 59 * 60.0
+_DIGEST: Final = re.compile("[0-9a-fA-F]{64}")
 
 
 def check_limits(limits: Sequence[RateLimit]) -> Iterator[Finding]:
@@ -28,6 +33,8 @@ def check_limits(limits: Sequence[RateLimit]) -> Iterator[Finding]:
 def check_flow_control(control: FlowControl) -> Iterator[Finding]:
     """Bands differ in name and priority, and the limits let requests through."""
     path: Path = ("spec", "flowControl")
+    if control.longest_wait_s > LONGEST_HOLD_S:
+        yield path, "timeout and noEndpointTimeout may be 59m at most: Envoy waits for an answer no longer than an hour"
     if control.saturation.limits().max_wait_s == 0:
         yield (*path, "saturation", "maxWait"), "nothing could ever go; write a longer time, or null"
     names: set[str] = set()
@@ -53,15 +60,34 @@ def check_authentication(authentication: Authentication) -> Iterator[Finding]:
             if name in seen:
                 yield (*path, field, index, "name"), f"'{name}' is there already; give each a name of its own"
             seen.add(name)
-    known: set[str] = set()
-    for index, key in enumerate(authentication.api_keys):
-        if (key.key is None) == (key.key_file is None):
-            yield (*path, "apiKeys", index), "write key or keyFile, one of the two"
-        if key.key in known:
-            yield (*path, "apiKeys", index, "key"), "another name has this key already; keys tell callers apart"
-        known.update(() if key.key is None else (key.key,))
+    yield from _check_keys(authentication.api_keys, path)
     for index, issuer in enumerate(authentication.jwt):
         yield from _check_issuer(issuer, (*path, "jwt", index))
+
+
+def _check_keys(keys: Sequence[ApiKey], path: Path) -> Iterator[Finding]:
+    known: set[str] = set()
+    for index, key in enumerate(keys):
+        where: Path = (*path, "apiKeys", index)
+        given = (key.key, key.key_file, key.key_env, key.key_sha256)
+        if sum(one is not None for one in given) != 1:
+            yield where, "write one of key, keyFile, keyEnv and keySHA256"
+        if key.key_sha256 is not None and not _DIGEST.fullmatch(key.key_sha256):
+            yield (*where, "keySHA256"), "is not a SHA-256; write 64 hexadecimal digits"
+        digest = key.digest
+        if digest is not None and digest in known:
+            field = "keySHA256" if key.key is None else "key"
+            yield (*where, field), "another name has this key already; keys tell callers apart"
+        known.update(() if digest is None else (digest,))
+
+
+def check_tenants(tenants: Sequence[Tenant]) -> Iterator[Finding]:
+    """Each is there once."""
+    seen: set[str] = set()
+    for index, one in enumerate(tenants):
+        if one.name in seen:
+            yield ("spec", "tenants", index, "name"), f"'{one.name}' is there already; write each tenant once"
+        seen.add(one.name)
 
 
 def _check_issuer(issuer: JwtIssuer, path: Path) -> Iterator[Finding]:

@@ -4,35 +4,62 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, ClassVar
+from hashlib import sha256
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 
 from extproc.config.cel import Rule, exactly_one
 from extproc.config.spec import Name, NonEmpty, Spec, keyed_by
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 Secret = Annotated[str, msgspec.Meta(min_length=8, max_length=512)]
+# Names that clients ask for; None: all of them.
+Models = Annotated[tuple[NonEmpty, ...], msgspec.Meta(min_length=1, max_length=10_000)] | None
 
 
 class ApiKey(Spec, frozen=True):
-    """A key that clients send as ``authorization: Bearer KEY``, and who that is. It has ``key`` or ``key_file``.
+    """A key that clients send as ``authorization: Bearer KEY`` or ``x-api-key: KEY``, and who that is.
+
+    It has one of ``key``, ``keyFile``, ``keyEnv`` and ``keySHA256``.
 
     ``name``: for limits by API key and for people. ``key``: the secret. ``key_file``: a file that holds it and that
-    the bundle's writer follows. ``expires_at``: from then on it is refused; ``2030-01-31T00:00:00Z``. ``tenant``:
-    whose it is. ``user``: of that tenant.
+    the bundle's writer follows. ``key_env``: a variable of the bundle writer's environment that holds it.
+    ``key_sha256``: its SHA-256 in hexadecimal. ``expires_at``: from then on it is refused; ``2030-01-31T00:00:00Z``.
+    ``tenant``: whose it is. ``user``: of that tenant.
     """
 
-    CEL: ClassVar = (exactly_one("key", "keyFile"),)
+    CEL: ClassVar = (exactly_one("key", "keyFile", "keyEnv", "keySHA256"),)
 
     name: Name
     tenant: NonEmpty
     key: Secret | None = None
     key_file: NonEmpty | None = None
+    key_env: NonEmpty | None = None
+    key_sha256: NonEmpty | None = msgspec.field(default=None, name="keySHA256")
     expires_at: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
     user: str = ""
+    # The models and adapters that it is good for, by the names that clients ask for; without it, those of its tenant.
+    models: Models = None
+
+    @property
+    def digest(self) -> str | None:
+        """The SHA-256 of the key in lower case, None if it is to be read first."""
+        if self.key is not None:
+            return sha256(self.key.encode()).hexdigest()
+        return None if self.key_sha256 is None else self.key_sha256.lower()
 
     def __repr__(self) -> str:
         return f"ApiKey({self.name!r})"
+
+
+class Tenant(Spec, frozen=True):
+    """What one tenant may use. ``name``: as an API key or a token says it. ``models``: by the names that clients ask for."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    models: Models = None
 
 
 class JwtIssuer(Spec, frozen=True):
@@ -75,3 +102,9 @@ class Authentication(Spec, frozen=True):
 
     api_keys: Annotated[tuple[ApiKey, ...], msgspec.Meta(max_length=10_000, extra_json_schema=keyed_by("name"))] = ()
     jwt: Annotated[tuple[JwtIssuer, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()
+
+
+def restricts_models(authentication: Authentication | None, tenants: Iterable[Tenant]) -> bool:
+    """Whether some key or tenant may not use every model."""
+    keys = () if authentication is None else authentication.api_keys
+    return any(one.models is not None for one in keys) or any(one.models is not None for one in tenants)

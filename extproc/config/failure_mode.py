@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal
 
+from extproc.config.authentication import restricts_models
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -30,6 +32,8 @@ def decided_by_extproc(snapshot: Snapshot) -> list[str]:
         matches = [rule.model_match for rule in route.spec.rules if rule.model_match is not None]
         if any(name.lower().startswith(_WRITTEN_BY_GATEWAYS) for one in matches for name in one.headers):
             found.append(f"ModelRoute {route.metadata.key}: rules by tenant or user")
+    if restricts_models(snapshot.gateway.authentication, snapshot.gateway.tenants):
+        found.append("GatewayConfig: models of tenants or keys")
     return [*found, *_isolated_caches(snapshot)]
 
 

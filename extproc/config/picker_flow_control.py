@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 FEATURE_GATE: Final = "flowControl"
 _LOWEST: Final = -(2**31)
-# A wait without an end there ends here all the same: Envoy must know how long to wait.
-_NO_TIMEOUT: Final = Duration("1h")
+# A wait without an end there ends here all the same: Envoy waits for an hour at most.
+_NO_TIMEOUT: Final = Duration("59m")
 
 # Least service within the last minute stands for llm-d's service with a half-life of one.
 FAIRNESS: Final[Mapping[str, Fairness]] = MappingProxyType(
@@ -83,9 +83,10 @@ def flow_control_of(config: EndpointPickerConfig) -> FlowControl | None:
     ttl = section.default_request_ttl
     return FlowControl(
         saturation=_saturation(plugins),
-        timeout=ttl or _NO_TIMEOUT,
-        no_endpoint_timeout=(ttl if section.no_endpoint_request_ttl is None else section.no_endpoint_request_ttl)
-        or _NO_TIMEOUT,
+        timeout=_bounded(ttl),
+        no_endpoint_timeout=_bounded(
+            ttl if section.no_endpoint_request_ttl is None else section.no_endpoint_request_ttl
+        ),
         # there, bands are bounded, and all together only if that is said
         max_requests=section.max_requests or 1_000_000,
         max_bytes=section.max_bytes or ByteSize("64Gi"),
@@ -93,6 +94,10 @@ def flow_control_of(config: EndpointPickerConfig) -> FlowControl | None:
         sharing="Strict",
         flow_by="Tenant",
     )
+
+
+def _bounded(ttl: Duration | None) -> Duration:
+    return min(ttl or _NO_TIMEOUT, _NO_TIMEOUT)
 
 
 class _Plugins:

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from extproc.config.admission import FlowControl, InferenceObjective, Priority, RateLimit
-from extproc.config.authentication import Authentication
+from extproc.config.authentication import Authentication, Tenant
 from extproc.config.cel import Rule, exactly_one, together
 from extproc.config.client_fields import CacheIsolation, InternalField
 from extproc.config.picker_config import PickerFile
@@ -238,9 +238,10 @@ class GatewayConfigSpec(Spec, frozen=True):
     # As many processes as `extproc --workers` starts, on consecutive ports (or unix:PATH.0, unix:PATH.1, ...).
     extproc_workers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     # Open: without extproc, Envoy balances over the engines by itself. Close: it answers 503. If left out: Close where
-    # there are rateLimits, rules by tenant, or caches that tenants do not share, which Open would undo; else Open.
+    # there are rateLimits, rules by tenant, caches that tenants do not share, or models of tenants or keys, which Open
+    # would undo; else Open.
     failure_mode: Literal["Open", "Close"] | None = None
-    # The longest that Envoy waits for extproc's answer to one message.
+    # The longest that Envoy waits for extproc's answer to one message; the longest hold is added for requests that are held.
     message_timeout: Duration = Duration("5s")
     max_body_size: ByteSize = ByteSize("16Mi")
     # Envoy's memory: near this, it resets the streams that hold most of it, then takes no more requests, then no connections.
@@ -255,6 +256,8 @@ class GatewayConfigSpec(Spec, frozen=True):
     clients: Literal["Untrusted", "Trusted"] = "Untrusted"
     # How Envoy identifies callers; without it everybody is the tenant "anonymous".
     authentication: Authentication | None = None
+    # Tenants that may not use every model.
+    tenants: Annotated[tuple[Tenant, ...], msgspec.Meta(max_length=10_000)] = ()
     # A header of answers that names the engine's address, for debugging; without it, clients do not learn it.
     served_header: Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z-]+$", max_length=64)] | None = None
     # Whose prompts share a prefix cache: of one Tenant, of one User, under one value of a request header that clients cannot

@@ -7,7 +7,7 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING
 
-from extproc.config.admission_validation import check_authentication, check_flow_control, check_limits
+from extproc.config.admission_validation import check_authentication, check_flow_control, check_limits, check_tenants
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,6 +61,7 @@ def check_gateway(spec: GatewayConfigSpec) -> Iterator[Finding]:
         yield from _check_address(spec.extproc, ("spec", "extproc"))
     if spec.authentication is not None:
         yield from check_authentication(spec.authentication)
+    yield from check_tenants(spec.tenants)
 
 
 def parse_address(text: str) -> tuple[str, int]:

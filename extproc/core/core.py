@@ -107,7 +107,11 @@ class Core:
         self.pools, self.snapshot, self._pickers = pools, snapshot, pickers
         self.admission.apply(snapshot, pools)
         self.asks_who = bool(
-            self.admission.gates or snapshot.picker_files or self.admission.routes or isolation.asks_who
+            self.admission.gates
+            or snapshot.picker_files
+            or self.admission.routes
+            or isolation.asks_who
+            or identities.restricts_models
         )
         self.intake = Intake(routing, identities, isolation, pools, self.admission, self._rng)
         self._waiting.move(gates, pools, now, out)

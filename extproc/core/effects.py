@@ -62,9 +62,10 @@ class AskTokens(msgspec.Struct, frozen=True):
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """The request waits for an engine to have room; a Decision or Refused with its ticket comes later."""
+    """The request waits for an engine to have room; a Decision or Refused with its ticket comes after ``longest_s`` at most."""
 
     ticket: str
+    longest_s: float
 
 
 class Left(msgspec.Struct, frozen=True):

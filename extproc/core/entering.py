@@ -141,4 +141,4 @@ class EnteringRequests:
             return self._dispatcher.refuse(record, refusal, now, out)
         self._dispatcher.put(record, State.QUEUED)
         self._waiting.wake(now, out)
-        return Hold(record.ticket)
+        return Hold(record.ticket, gate.control.longest_wait_s)

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from extproc.admission.identity import ANONYMOUS_CALLER
-from extproc.config.spec import namespace_of
+from extproc.config.spec import DEFAULT_NAMESPACE, namespace_of
 from extproc.core.rewriting import refuse_steering
 from extproc.core.types import Arrival, Head
-from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownPath
+from extproc.errors import BadRequest, MethodNotAllowed, ModelNotAllowed, NoEndpoint, UnknownPath
 from extproc.protocol import MODELS_PATH
 from extproc.request.model import Api, InferenceRequest
 from extproc.request.openai import INFERENCE_PATHS, parse
@@ -50,6 +50,13 @@ class Intake:
     def models(self) -> list[ListedModel]:
         """The names that clients can ask for."""
         return self._routing.models
+
+    def models_for(self, head: Head) -> list[ListedModel]:
+        """Those of them that the caller may use."""
+        if not self._identities.restricts_models:
+            return self.models
+        caller = self._identities.caller(head.headers, namespace=DEFAULT_NAMESPACE, is_trusted=head.is_trusted)
+        return [model for model in self.models if caller.may_use(model.name)]
 
     @property
     def has_limits(self) -> bool:
@@ -96,10 +103,20 @@ class Intake:
                 "add it, or start with another --pool."
             )
         refuse_steering(request, pool.spec)
-        caller = ANONYMOUS_CALLER
-        if self._isolation.asks_who or destination.server in self._gated or destination.route in self._limited:
+        caller, restricts = ANONYMOUS_CALLER, self._identities.restricts_models
+        if (
+            restricts
+            or self._isolation.asks_who
+            or destination.server in self._gated
+            or destination.route in self._limited
+        ):
             caller = self._identities.caller(
                 head.headers, namespace=namespace_of(destination.server), is_trusted=head.is_trusted
+            )
+        if restricts and not caller.may_use(request.model):
+            raise ModelNotAllowed(
+                f"You may not use the model '{request.model[:100]}'; GET {MODELS_PATH} lists those that you may.",
+                param="model",
             )
         salt = self._isolation.salt(request, pool.spec, caller, head.headers)
         return Arrival(request, destination, pool, head, body, caller, salt)

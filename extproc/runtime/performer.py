@@ -22,7 +22,7 @@ from extproc.endpoints.health import ADVICE
 from extproc.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from extproc.config.types import Snapshot
     from extproc.core.core import Core
@@ -81,8 +81,13 @@ class Performer:
                     if self._limits is not None:
                         self._limits.settle(effect.grant, effect.used)
 
-    async def answer_to(self, pending: Pending) -> Answer | Decision | Refused:
-        """Wait for what a request waits for. Cancelled if its client disconnects."""
+    async def answer_to(
+        self, pending: Pending, tell_gateway: Callable[[], Awaitable[None]] | None = None
+    ) -> Answer | Decision | Refused:
+        """Wait for what a request waits for. Cancelled if its client disconnects.
+
+        ``tell_gateway``: awaited first if the request is held.
+        """
         match pending:
             case AskTokens():
                 return await self._tokenizers.tokens_of(pending.arrival)
@@ -90,6 +95,8 @@ class Performer:
                 return None if self._limits is None else await self._limits.reserve(pending.charges)
             case Hold():
                 try:
+                    if tell_gateway is not None:
+                        await tell_gateway()
                     return await self._waits[pending.ticket]
                 finally:
                     del self._waits[pending.ticket]

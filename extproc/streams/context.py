@@ -54,12 +54,12 @@ class StreamContext(msgspec.Struct, frozen=True):
         return read_head(headers, is_trusted=self.core.asks_who and is_trusted())
 
     def list_models(self, head: Head) -> bytes | None:
-        """The list of models, or one of them, if the request asks for that; raises a Refusal."""
+        """The list of models that the caller may use, or one of them, if the request asks for that; raises a Refusal."""
         if head.path != MODELS_PATH and not head.path.startswith(MODELS_PATH + "/"):
             return None
         if head.method != "GET":
             raise MethodNotAllowed(f"{head.path[:100]} takes GET, not {head.method[:20]}.")
-        models = self.core.intake.models
+        models = self.core.intake.models_for(head)
         name = head.path.removeprefix(MODELS_PATH).removeprefix("/")
         model = next((model for model in models if model.name == name), None)
         if name and model is None:

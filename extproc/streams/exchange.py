@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
-from extproc.core.effects import Decision, Refused
+from extproc.core.effects import Decision, Hold, Refused
 from extproc.core.states import IllegalEvent
 from extproc.core.types import Attachment
 from extproc.errors import InternalError, Refusal
 from extproc.streams.http_headers import read_subset
 from extproc.streams.request import StreamRequest
-from extproc.streams.responses import CONTINUE_HEADERS, FULL_DUPLEX, decision_answer, refusal_answer
+from extproc.streams.responses import CONTINUE_HEADERS, FULL_DUPLEX, decision_answer, longer_wait_answer, refusal_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,6 +72,16 @@ class Exchange:
         """What the request waits for: the shell gets it and calls ``resume``."""
         request = self._conversation.request if self._conversation is not None else None
         return request.pending if request is not None else None
+
+    def longer_wait(self) -> bytes | None:
+        """What to tell the gateway before a request is held: to wait longer than for others. None: it cannot be told.
+
+        Without such requests it waits for us as long as a message may take, so that it learns soon if we hang.
+        """
+        pending = self.pending
+        if not isinstance(pending, Hold) or not isinstance(self._conversation, Buffered) or not self._is_trusted():
+            return None
+        return longer_wait_answer(pending.longest_s + self._context.core.snapshot.gateway.message_timeout)
 
     def receive(self, message: ProcessingRequest) -> list[bytes]:
         """Serialized answers to ``message``; raises IllegalEvent."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -15,6 +16,7 @@ from extproc.protocol import (
     ENGINE_HEADERS,
     HIDES_USAGE,
     LB_NAMESPACE,
+    LONGEST_MESSAGE_TIMEOUT_S,
     NAMESPACE,
     PREFILLER,
     SERVER_HEADER,
@@ -188,6 +190,13 @@ def _metadata(decision: Decision, destination: bytes) -> bytes:
             values[HIDES_USAGE] = "1"
         own = (_metadata_of(NAMESPACE, values).SerializeToString(),)
     return field(_METADATA_TAG, b"".join((*_DESTINATION_METADATA.filled(destination), *own)))
+
+
+def longer_wait_answer(longest_s: float) -> bytes:
+    """Ask the gateway to wait so long for the answer to its last message, or as long as Envoy can."""
+    answer = ProcessingResponse()
+    answer.override_message_timeout.seconds = min(math.ceil(longest_s), LONGEST_MESSAGE_TIMEOUT_S)
+    return answer.SerializeToString()
 
 
 def refusal_answer(refusal: Refusal) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import grpc
@@ -54,9 +55,12 @@ class GrpcServer:
         context: StreamContext,
         *,
         new_exchange: Callable[[Callable[[], bool]], Exchange],
-        answer_to: Callable[[Pending], Awaitable[Answer | Decision | Refused]],
+        answer_to: Callable[[Pending, Callable[[], Awaitable[None]]], Awaitable[Answer | Decision | Refused]],
     ) -> None:
-        """``new_exchange``: takes a function that says whether headers are trusted. ``answer_to``: awaits a Pending."""
+        """``new_exchange``: takes a function that says whether headers are trusted. ``answer_to``: awaits a Pending.
+
+        It first awaits its second argument if the request is held: the gateway must know.
+        """
         self._streams = context
         self._answer_to = answer_to
         self._metrics = context.metrics
@@ -120,7 +124,7 @@ class GrpcServer:
             while not is_end(message := await context.read()):
                 answers = exchange.receive(message)
                 while (pending := exchange.pending) is not None:
-                    answers = exchange.resume(await self._answer_to(pending))
+                    answers = exchange.resume(await self._answer_to(pending, partial(_ask_to_wait, exchange, context)))
                 for answer in answers:
                     await context.write(answer)
                 # bodies are not kept while the answer takes its time
@@ -143,6 +147,12 @@ class GrpcServer:
             # one odd entry must not cut off the log stream and with it all learning
             receive_entries(message, self._streams, self._streams.clock(), self._failures)
         return b""
+
+
+async def _ask_to_wait(exchange: Exchange, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> None:
+    longer = exchange.longer_wait()
+    if longer is not None:
+        await context.write(longer)
 
 
 def _is_bundle(context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -152,15 +153,16 @@ def test_a_route_with_limits_closes_the_gateway_unless_it_is_opened() -> None:
 def filters_of(snapshot: Snapshot) -> dict[str, Any]:
     (listener,) = resources(build(snapshot, "/etc/attache"), "lds.json")
     manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
-    return {one["name"]: one["typed_config"] for one in manager["http_filters"]} | {"manager": manager}
+    return {one["name"]: one.get("typed_config") for one in manager["http_filters"]} | {"manager": manager}
 
 
-def test_envoy_waits_longer_than_the_longest_hold() -> None:
+def test_envoy_waits_for_messages_as_configured_and_for_held_requests_as_extproc_asks() -> None:
     held = "  flowControl: {timeout: 90s, noEndpointTimeout: 7m}\n---"
     text = SERVER.replace("NAME", "one").replace("---", held, 1) + SERVER.replace("NAME", "two")
     text += ROUTE.replace("SECOND", "two")
     filters = filters_of(load({"all.yaml": text.encode()}))
-    assert filters["envoy.filters.http.ext_proc"]["message_timeout"] == "425s"
+    assert filters["envoy.filters.http.ext_proc"]["message_timeout"] == "5s"
+    assert filters["envoy.filters.http.ext_proc"]["max_message_timeout"] == "3600s"
     assert filters["manager"]["stream_idle_timeout"] == "720s"
     assert filters_of(snapshot_of("one", "two"))["envoy.filters.http.ext_proc"]["message_timeout"] == "5s"
 
@@ -176,7 +178,7 @@ schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}]}]
 flowControl: {defaultRequestTTL: 20s, noEndpointRequestTTL: 40s}
 """
     files = {"all.yaml": (text + ROUTE.replace("SECOND", "one")).encode(), "epp.yaml": epp.encode()}
-    assert filters_of(load(files))["envoy.filters.http.ext_proc"]["message_timeout"] == "45s"
+    assert filters_of(load(files))["manager"]["stream_idle_timeout"] == "340s"
 
 
 def stripped(gateway: str) -> tuple[set[str], set[str]]:
@@ -198,11 +200,15 @@ def test_what_clients_say_of_themselves_is_removed_unless_they_are_our_own_gatew
 
 def test_keys_are_told_apart_before_all_else_and_go_no_further() -> None:
     keys = "{authentication: {apiKeys: [{name: acme-1, key: sk-acme-secret, tenant: acme}]}}"
-    filters = filters_of(snapshot_of("one", "two", gateway=keys))
-    assert next(iter(filters)) == "envoy.filters.http.api_key_auth"
-    auth = filters["envoy.filters.http.api_key_auth"]
-    assert auth["credentials"] == [{"key": "sk-acme-secret", "client": "acme-1"}]
-    assert auth["forwarding"] == {"header": "x-attache-client", "hide_credentials": True}
+    snapshot = snapshot_of("one", "two", gateway=keys)
+    files = build(snapshot, "/x")
+    assert list(filters_of(snapshot))[:2] == ["attache.keys", "attache.identified"]
+    (known,) = resources(files, "keys.json")
+    script = known["typed_config"]["default_source_code"]["inline_string"]
+    assert f'["{hashlib.sha256(b"sk-acme-secret").hexdigest()}"]="acme-1"' in script
+    assert 'headers:remove("authorization")' in script
+    assert 'headers:remove("x-api-key")' in script
+    assert not [name for name, text in files.items() if "sk-acme-secret" in text]
 
 
 def test_extproc_is_told_that_a_bundle_asks() -> None:

@@ -8,6 +8,8 @@ import base64
 import hmac
 import itertools
 import json
+import os
+import signal
 import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -111,8 +113,8 @@ class Scene:
         assert blocker.cancelled(), "its answer ended before the block did"
 
 
-# what Envoy then waits for extproc: the time without an engine, which is 60s by default, and its own second
-LONGEST_HOLD = "61s"
+# how long Envoy then bears streams that are idle: 300s and the time without an engine, which is 60s by default
+IDLE = "360s"
 CONTROL = {"saturation": ONE_AT_A_TIME, "sharing": "Strict", "fairness": "RoundRobin", "timeout": "40s"}
 
 
@@ -136,8 +138,8 @@ async def held(queueing: Stack) -> AsyncIterator[Scene]:
     """The stack as it was started, whatever the test before has changed, with nothing in it."""
     if spec_of(queueing, "ModelServer")["flowControl"] != CONTROL:
         await change(queueing, "ModelServer", flowControl=CONTROL)
-        # Envoy follows by itself; until then it waits for extproc as long as the test before wanted
-        await eventually(lambda: listener_waits(queueing, LONGEST_HOLD))
+        # Envoy follows by itself
+        await eventually(lambda: listener_waits(queueing, IDLE))
     await eventually(lambda: metric_is(queueing, "attache_in_flight", 0))
     await eventually(lambda: metric_is(queueing, "attache_queue_waiting", 0))
     limits = httpx.Limits(max_connections=None)
@@ -159,7 +161,7 @@ async def test_of_two_hundred_held_clients_fifty_leave_and_the_rest_are_served_i
     # without an engine everybody is held, for as long as the test needs
     control = {"saturation": ONE_AT_A_TIME, "sharing": "Strict", "fairness": "RoundRobin", "noEndpointTimeout": "5m"}
     await without_engine(stack, **control)
-    await eventually(lambda: listener_waits(stack, "301s"))
+    await eventually(lambda: listener_waits(stack, "600s"))
     clients: dict[str, asyncio.Task[httpx.Response]] = {}
     for number in range(200):
         tenant, is_urgent = "ab"[number % 2], number % 10 == 9
@@ -210,11 +212,45 @@ async def without_engine(stack: Stack, **control: object) -> None:
     await eventually(is_gone)
 
 
-async def listener_waits(stack: Stack, message_timeout: str) -> bool:
-    """Whether Envoy's own configuration, as it runs, waits so long for extproc."""
+async def listener_waits(stack: Stack, idle_timeout: str) -> bool:
+    """Whether Envoy's own configuration, as it runs, bears streams that are idle for so long."""
     async with httpx.AsyncClient(verify=False) as http:  # noqa: S501 - plain HTTP; loading certificates takes long
         text = (await http.get(f"{stack.admin}/config_dump", params={"resource": "dynamic_listeners"})).text
-    return f'"message_timeout": "{message_timeout}"' in text
+    return f'"stream_idle_timeout": "{idle_timeout}"' in text
+
+
+async def test_a_held_request_outlives_the_time_that_envoy_waits_for_others(held: Scene) -> None:
+    async with held.busy():
+        waiting = asyncio.create_task(held.ask("patient", {}))
+        await eventually(lambda: metric_is(held.stack, "attache_queue_waiting", 1))
+        # three times messageTimeout
+        await asyncio.sleep(3)
+        assert await held.waiting() == 1
+    assert (await waiting).status_code == 200
+    assert await envoy_stat(held.stack, "http.attache.ext_proc.message_timeouts") == 0
+    assert await envoy_stat(held.stack, "http.attache.ext_proc.override_message_timeout_received") >= 1
+    assert await envoy_stat(held.stack, "http.attache.ext_proc.override_message_timeout_ignored") == 0
+
+
+@pytest.mark.parametrize(("mode", "status"), [("Open", 200), ("Close", 503)])
+async def test_a_hung_extproc_costs_the_time_of_a_message_though_requests_may_be_held_for_long(
+    tmp_path: Path, mode: str, status: int
+) -> None:
+    async with running_stack(
+        tmp_path / "stack",
+        EngineFlags(count=1, speed=20.0),
+        gateway={"messageTimeout": "1s", "failureMode": mode},
+        more={"flowControl": {"timeout": "10m", "noEndpointTimeout": "20m"}},
+    ) as stack:
+        os.kill(stack.pids["extproc"], signal.SIGSTOP)
+        try:
+            # what a hold may take is out of reach of this client
+            async with httpx.AsyncClient(base_url=stack.url, timeout=30) as http:
+                answer = await http.post("/v1/chat/completions", json=request())
+        finally:
+            os.kill(stack.pids["extproc"], signal.SIGCONT)
+        assert answer.status_code == status
+        assert await envoy_stat(stack, "http.attache.ext_proc.message_timeouts") == 1
 
 
 FORGED = {

@@ -99,3 +99,36 @@ def test_long_names_are_truncated(identities: Identities) -> None:
 def test_fairness_ids_by_both_names(identities: Identities) -> None:
     for name in ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"):
         assert identities.caller({name: "batch"}, namespace="default", is_trusted=True).flow == "batch"
+
+
+RESTRICTED = CONFIG.replace(
+    b"user: alice}]",
+    b"""user: alice}, {name: acme-2, key: sk-acme-second, tenant: acme, models: [sql, law]}]
+  tenants: [{name: acme, models: [chat, sql]}, {name: anonymous, models: [chat]}, {name: bell}]""",
+)
+
+
+@pytest.mark.parametrize(
+    ("headers", "models"),
+    [
+        ({"x-attache-client": "acme-1"}, {"chat", "sql"}),
+        ({"x-attache-client": "acme-2"}, {"sql"}),
+        ({"x-attache-client": "of a configuration that is not here"}, set()),
+        ({"x-attache-tenant": "acme"}, {"chat", "sql"}),
+        ({"x-attache-tenant": "bell"}, None),
+        ({"x-attache-tenant": "cord"}, None),
+        ({}, {"chat"}),
+    ],
+)
+def test_a_caller_has_the_models_of_both_its_key_and_its_tenant(
+    headers: dict[str, str], models: set[str] | None
+) -> None:
+    restricted = Identities(load({"all.yaml": RESTRICTED}))
+    assert restricted.restricts_models
+    assert restricted.caller(headers, namespace="default", is_trusted=True).models == models
+    assert restricted.caller(headers, namespace="default", is_trusted=False).models == {"chat"}
+
+
+def test_without_restrictions_every_model_is_everybodys(identities: Identities) -> None:
+    assert not identities.restricts_models
+    assert identities.caller({"x-attache-client": "unknown"}, namespace="default", is_trusted=True).may_use("any")

@@ -132,6 +132,7 @@ def test_mistakes_in_limits_queues_and_authentication_are_all_said() -> None:
         b"  endpoints:",
         b"""  flowControl:
     timeout: soon
+    noEndpointTimeout: 1h
     saturation: {maxWait: 0s}
     bands:
       - {name: high, priority: 5, share: 1}
@@ -154,6 +155,7 @@ spec:
   authentication:
     apiKeys: [{name: a, key: sk-the-same-key, tenant: t}, {name: a, key: sk-the-same-key, tenant: u}]
     jwt: [{name: i, issuer: x, jwksFile: /f}]
+  tenants: [{name: t}, {name: t}]
 """
     objective = b"""
 apiVersion: attache.dev/v1alpha1
@@ -165,6 +167,7 @@ spec: {priority: high}
     for expected in (
         "spec.flowControl.timeout: 'soon' is not a duration",
         "spec.flowControl.saturation.maxWait: nothing could ever go",
+        "spec.flowControl: timeout and noEndpointTimeout may be 59m at most",
         "spec.flowControl.bands[1]: another band has this name",
         "spec.flowControl.bands[1].maxBytes: 'lots' is not a size",
         "spec.rateLimits[0]: limits nothing",
@@ -174,10 +177,43 @@ spec: {priority: high}
         "spec.authentication: write apiKeys or jwt",
         "spec.authentication.apiKeys[1].name: 'a' is there already",
         "spec.authentication.apiKeys[1].key: another name has this key",
+        "spec.tenants[1].name: 't' is there already",
         "apiVersion: write apiVersion: inference.networking.x-k8s.io/v1alpha2 or llm-d.ai/v1alpha2",
         "spec.priority",
     ):
         assert expected in found
+
+
+def gateway(spec: str) -> bytes:
+    return f"apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {{name: g}}\nspec: {spec}\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("spec", "mode"),
+    [
+        ("{tenants: [{name: t}]}", "Open"),
+        ("{tenants: [{name: t, models: [chat]}]}", "Close"),
+        ("{authentication: {apiKeys: [{name: a, key: sk-01234567, tenant: t, models: [chat]}]}}", "Close"),
+        ("{tenants: [{name: t, models: [chat]}], failureMode: Open}", "Open"),
+    ],
+)
+def test_models_that_not_everybody_may_use_are_not_left_to_envoy_alone(spec: str, mode: str) -> None:
+    found = load({"server.yaml": SERVER, "route.yaml": ROUTE, "gateway.yaml": gateway(spec)})
+    assert found.failure_mode == mode
+    assert found.decided_by_extproc() == ["GatewayConfig: models of tenants or keys"] * ("models" in spec)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("{name: a, tenant: t}", "apiKeys[0]: write one of key, keyFile, keyEnv and keySHA256"),
+        ("{name: a, tenant: t, key: sk-01234567, keyEnv: X}", "apiKeys[0]: write one of key, keyFile, keyEnv"),
+        ("{name: a, tenant: t, keySHA256: abc}", "apiKeys[0].keySHA256: is not a SHA-256; write 64 hexadecimal digits"),
+    ],
+)
+def test_a_key_is_given_in_one_way(key: str, said: str) -> None:
+    found = mistakes_of(gateway(f"{{authentication: {{apiKeys: [{key}]}}}}"))
+    assert any(said in one for one in found), found
 
 
 def test_global_limits_without_a_redis_are_warned_of() -> None:

@@ -72,10 +72,13 @@ def test_without_its_feature_gate_there_is_none() -> None:
     assert control(EPP.replace("featureGates: [flowControl]", "featureGates: []")) is None
 
 
-def test_no_end_ends_after_an_hour() -> None:
+def test_no_end_ends_before_an_hour() -> None:
     found = control(EPP.replace("defaultRequestTTL: 30s", "defaultRequestTTL: 0s"))
     assert found is not None
-    assert str(found.timeout) == "1h"
+    assert str(found.timeout) == "59m"
+    longer = control(EPP.replace("defaultRequestTTL: 30s", "defaultRequestTTL: 2h"))
+    assert longer is not None
+    assert str(longer.timeout) == "59m"
 
 
 def test_the_servers_own_goes_before_its_files() -> None:

@@ -92,6 +92,20 @@ async def test_a_stream_cancelled_between_its_decision_and_its_turn_frees_the_en
     assert shell.performer._waits == {}
 
 
+async def test_a_gateway_that_has_gone_when_it_is_to_wait_leaves_nothing_behind() -> None:
+    shell = Shell()
+    shell.arrive()
+    held = shell.arrive()
+    assert isinstance(held, Hold)
+
+    async def has_gone() -> None:
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        await shell.performer.answer_to(held, has_gone)
+    assert shell.performer._waits == {}
+
+
 async def test_a_request_that_waits_is_woken_at_its_timeout_though_nothing_else_happens() -> None:
     shell = Shell()
     shell.arrive()

@@ -26,9 +26,9 @@ CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "he
 class Conversation:
     """Envoy's side of one stream."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, *, is_trusted: bool = False) -> None:
         self.metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)
-        self.exchange = Exchange(shell(core, self.metrics), Duplex, is_trusted=lambda: False)
+        self.exchange = Exchange(shell(core, self.metrics), Duplex, is_trusted=lambda: is_trusted)
 
     def send_headers(
         self, path: str = "/v1/chat/completions", *, method: str = "POST", end: bool = False
@@ -228,13 +228,45 @@ def test_who_asks_is_read_only_where_a_gateway_vouches_for_it(core: Core, *, dup
     assert says_it_is_acme(core, is_trusted=True, duplex=duplex) == "acme"
 
 
+RESTRICTED = (
+    CONFIG
+    + b"""
+---
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: g}
+spec: {clients: Trusted, tenants: [{name: acme, models: [sql]}]}
+"""
+)
+
+
+@pytest.mark.parametrize("duplex", [False, True])
+@pytest.mark.parametrize(("model", "status"), [(b"sql", None), (b"chat", 403), (b"none", 404)])
+def test_a_tenant_gets_its_own_models_alone(core: Core, model: bytes, status: int | None, *, duplex: bool) -> None:
+    core.apply(load({"all.yaml": RESTRICTED}), 0.0)
+    metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)
+    exchange = Exchange(shell(core, metrics), Duplex, is_trusted=lambda: True)
+    message = ProcessingRequest()
+    if duplex:
+        message.protocol_config.request_body_mode = 4
+    for key, value in {":method": "POST", ":path": "/v1/chat/completions", "x-attache-tenant": "acme"}.items():
+        message.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+    exchange.receive(message)
+    body = ProcessingRequest()
+    body.request_body.body, body.request_body.end_of_stream = CHAT.replace(b"chat", model, 1), True
+    first = ProcessingResponse.FromString(exchange.receive(body)[0])
+    exchange.close()
+    answered = first.immediate_response.status.code if first.HasField("immediate_response") else None
+    assert answered == status
+
+
 ONE_ENGINE = b', {address: "10.0.0.2:8000"}, {address: "10.0.0.3:8000"}'
 
 
-def held_behind_another(core: Core) -> tuple[Conversation, Conversation]:
+def held_behind_another(core: Core, *, is_trusted: bool = False) -> tuple[Conversation, Conversation]:
     """Two requests before one engine that takes one at a time: the second waits."""
     core.apply(load({"all.yaml": TENANTS.replace(ONE_ENGINE, b"")}), 0.0)
-    first, second = Conversation(core), Conversation(core)
+    first, second = Conversation(core), Conversation(core, is_trusted=is_trusted)
     first.send_headers()
     first.send_body(CHAT)
     second.send_headers()
@@ -243,6 +275,19 @@ def held_behind_another(core: Core) -> tuple[Conversation, Conversation]:
     assert second.exchange.receive(message) == []
     assert isinstance(second.exchange.pending, Hold)
     return first, second
+
+
+def test_our_bundle_is_asked_to_wait_for_a_held_request_as_long_as_it_may_be_held(core: Core) -> None:
+    first, second = held_behind_another(core, is_trusted=True)
+    asked = second.exchange.longer_wait()
+    assert asked is not None
+    # 60s for engines with room, and messageTimeout
+    assert ProcessingResponse.FromString(asked).override_message_timeout.seconds == 65
+    assert first.exchange.longer_wait() is None
+    for one in (first, second):
+        one.exchange.close()
+    # whoever we do not configure may not know the message
+    assert held_behind_another(core)[1].exchange.longer_wait() is None
 
 
 @pytest.mark.parametrize(("now", "answer"), [(10.0, "request_body"), (1000.0, "immediate_response")])
