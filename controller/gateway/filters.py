@@ -64,6 +64,7 @@ from controller.gateway.authentication import authentication_filters
 from controller.gateway.clusters import EXTPROC_CLUSTER
 from controller.gateway.envoy_json import http_filter, seconds, typed
 from controller.gateway.stream_usage import stream_usage
+from extproc.config.validation import LONGEST_MESSAGE_S
 from extproc.protocol import (
     BUNDLE_MARK,
     CACHED_TOKENS,
@@ -130,7 +131,9 @@ def extproc_service() -> GrpcService:
 
 def rename_model(name: str) -> TransformConfig:
     """For the rename filter: put ``name`` in place of the model that the client asked for."""
-    renamed = SubstitutionFormatString(json_format=Struct(fields={"model": Value(string_value=name)}))
+    # Envoy reads %...% in it as a command
+    text = name.replace("%", "%%")
+    renamed = SubstitutionFormatString(json_format=Struct(fields={"model": Value(string_value=text)}))
     merge = BodyTransformation(body_format=renamed, action=BodyTransformationTransformAction.MERGE)
     return TransformConfig(request_transformation=Transformation(body_transformation=merge))
 
@@ -150,7 +153,7 @@ def _ask_extproc(gateway: GatewayConfigSpec, longest_wait_s: float) -> ExternalP
             response_trailer_mode=header.SKIP,
         ),
         # a held request is an unanswered message
-        message_timeout=seconds(gateway.message_timeout + longest_wait_s),
+        message_timeout=seconds(min(gateway.message_timeout + longest_wait_s, LONGEST_MESSAGE_S)),
         mutation_rules=HeaderMutationRules(disallow_system=True, disallow_is_error=True),
         metadata_options=MetadataOptions(
             receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, NAMESPACE])

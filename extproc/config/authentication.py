@@ -8,9 +8,11 @@ from typing import Annotated
 
 import msgspec
 
+from extproc.config import patterns
 from extproc.config.spec import Name, NonEmpty, Spec
 
-Secret = Annotated[str, msgspec.Meta(min_length=8, max_length=512)]
+Secret = Annotated[str, msgspec.Meta(min_length=8, max_length=512, pattern=patterns.KEY)]
+Claim = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.CLAIM)]
 
 
 class ApiKey(Spec, frozen=True):
@@ -26,7 +28,7 @@ class ApiKey(Spec, frozen=True):
     key: Secret | None = None
     key_file: NonEmpty | None = None
     expires_at: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
-    user: str = ""
+    user: Annotated[str, msgspec.Meta(max_length=512, pattern=patterns.NO_CONTROL)] = ""
 
     def __repr__(self) -> str:
         return f"ApiKey({self.name!r})"
@@ -50,8 +52,8 @@ class JwtIssuer(Spec, frozen=True):
     any_audience: bool = False
     # Refuse tokens without the claim exp, which would be good for ever.
     require_expiration: bool = True
-    tenant_claim: NonEmpty = "tenant"
-    user_claim: NonEmpty | None = "sub"
+    tenant_claim: Claim = "tenant"
+    user_claim: Claim | None = "sub"
 
     def __repr__(self) -> str:
         return f"JwtIssuer({self.name!r})"

@@ -7,9 +7,11 @@ from typing import Annotated, Final
 
 import msgspec
 
-Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
-Namespace = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
-NonEmpty = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+from extproc.config import patterns
+
+Name = Annotated[str, msgspec.Meta(pattern=patterns.NAME)]
+Namespace = Annotated[str, msgspec.Meta(pattern=patterns.NAMESPACE)]
+NonEmpty = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.NO_CONTROL)]
 
 DEFAULT_NAMESPACE: Final = "default"
 
