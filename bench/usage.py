@@ -55,10 +55,19 @@ def is_running(pid: int) -> bool:
 
 def peak_rss_bytes(pid: int) -> int:
     """The most memory that a process has held at once."""
+    return _memory_bytes(pid, "VmHWM")
+
+
+def rss_bytes(pid: int) -> int:
+    """The memory that a process holds now."""
+    return _memory_bytes(pid, "VmRSS")
+
+
+def _memory_bytes(pid: int, field: str) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    msg = f"/proc/{pid}/status has no VmHWM"
+    msg = f"/proc/{pid}/status has no {field}"
     raise OSError(msg)
 
 

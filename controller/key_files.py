@@ -8,11 +8,12 @@ import os
 import stat
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from extproc.config.errors import ConfigInvalid, Mistake
+from extproc.config.key_sets import has_usable_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,12 +25,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_BYTES: Final = 1_000_000
-
-
-class _KeySet(msgspec.Struct, frozen=True):
-    """As RFC 7517 has it."""
-
-    keys: list[dict[str, Any]]
 
 
 class KeyFiles:
@@ -124,12 +119,12 @@ def _digest_in(content: bytes) -> str:
 
 
 def _key_set_in(content: bytes) -> str:
-    if not msgspec.json.decode(content, type=_KeySet).keys:
+    if not has_usable_key(content):
         raise ValueError
     return content.decode()
 
 
 _ADVICE: Final[Mapping[Callable[[bytes], str], str]] = {
     _digest_in: "name a file that holds one key of 8 to 512 characters",
-    _key_set_in: "name a file that holds a JSON Web Key Set",
+    _key_set_in: "name a file that holds a JSON Web Key Set with an RSA, EC, OKP or oct key",
 }

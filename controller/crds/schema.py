@@ -80,7 +80,7 @@ def _scalar(kind: inspect.Type) -> Schema:
         case inspect.FloatType():
             return {"type": "number", **_bounds(kind)}
         case inspect.StrType():
-            given = {"minLength": kind.min_length, "maxLength": kind.max_length, "pattern": kind.pattern}
+            given = {"minLength": kind.min_length, "maxLength": kind.max_length, "pattern": _re2(kind.pattern)}
             return {"type": "string", **_given(given)}
         case inspect.LiteralType(values=values):
             return {"type": "string", "enum": list(values)}
@@ -171,6 +171,11 @@ def to_plain(value: object) -> Any:  # noqa: ANN401 - any JSON value
     if isinstance(value, dict):
         return {name: to_plain(one) for name, one in value.items()}
     return value.isoformat() if isinstance(value, datetime) else value
+
+
+def _re2(pattern: str | None) -> str | None:
+    """Kubernetes' expressions know no ``\\Z``; their ``$`` matches nowhere but at the end."""
+    return None if pattern is None else pattern.replace(r"\Z", "$")
 
 
 def _bounds(kind: inspect.IntType | inspect.FloatType) -> Schema:

@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from envoy_data_plane.envoy.config.bootstrap.v3 import Admin, Bootstrap, BootstrapDynamicResources
+from envoy_data_plane.envoy.config.bootstrap.v3 import (
+    Admin,
+    Bootstrap,
+    BootstrapDynamicResources,
+    LayeredRuntime,
+    RuntimeLayer,
+    RuntimeLayerAdminLayer,
+)
 from envoy_data_plane.envoy.config.core.v3 import (
     ApiVersion,
     ConfigSource,
@@ -24,9 +31,10 @@ from envoy_data_plane.envoy.config.overload.v3 import (
 )
 from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.v3 import DownstreamConnectionsConfig
 from envoy_data_plane.envoy.extensions.resource_monitors.fixed_heap.v3 import FixedHeapConfig
-from envoy_data_plane.google.protobuf import Any
+from envoy_data_plane.google.protobuf import Any, Struct, Value
 
 from controller.gateway.envoy_json import address, seconds
+from extproc.config.expressions import MAX_PROGRAM_SIZE
 
 if TYPE_CHECKING:
     from extproc.config.types import GatewayConfigSpec
@@ -58,6 +66,18 @@ def bootstrap(gateway: GatewayConfigSpec, directory: str) -> Bootstrap:
             cds_config=file_source(directory, CLUSTERS_FILE),
         ),
         overload_manager=_overload_manager(gateway),
+        layered_runtime=_runtime(),
+    )
+
+
+def _runtime() -> LayeredRuntime:
+    """Settings of Envoy that are no fields of its configuration, and below them what an operator sets by /runtime_modify."""
+    largest = Struct(fields={"re2.max_program_size.error_level": Value(number_value=MAX_PROGRAM_SIZE)})
+    return LayeredRuntime(
+        layers=[
+            RuntimeLayer(name="attache", static_layer=largest),
+            RuntimeLayer(name="admin", admin_layer=RuntimeLayerAdminLayer()),
+        ]
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import xxhash
 from envoy_data_plane.envoy.config.cluster.v3 import (
     CircuitBreakers,
     CircuitBreakersThresholds,
@@ -69,6 +70,9 @@ _UNLIMITED: Final = 1_000_000
 # vLLM's server closes idle connections after 5 s; a request sent at that moment would meet a reset.
 _ENGINE_IDLE_S: Final = 4.0
 
+# File systems take names of 255 bytes; drafts of a file have a longer name.
+_LONGEST_FILE_NAME: Final = 200
+
 
 def server_cluster_name(server: str) -> str:
     """The cluster of the ModelServer ``namespace/name``; the prefix keeps users' names and ours apart."""
@@ -77,7 +81,10 @@ def server_cluster_name(server: str) -> str:
 
 def endpoints_file(server: str) -> str:
     """Where the endpoints of ModelServer ``namespace/name`` are: Envoy takes one cluster from an EDS file."""
-    return f"{ENDPOINTS_FOLDER}/{server}.json"
+    namespace, _, name = server.partition("/")
+    if len(name) > _LONGEST_FILE_NAME:
+        name = f"{name[:_LONGEST_FILE_NAME]}-{xxhash.xxh3_64_hexdigest(name.encode())}"
+    return f"{ENDPOINTS_FOLDER}/{namespace}/{name}.json"
 
 
 def server_cluster(server: ModelServer, directory: str) -> Cluster:

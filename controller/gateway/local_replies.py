@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from envoy_data_plane.envoy.config.accesslog.v3 import AccessLogFilter, ExtensionFilter
 from envoy_data_plane.envoy.config.core.v3 import DataSource, SubstitutionFormatString
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from extproc.config.types import GatewayConfigSpec
 
 
+_INVALID: Final = "invalid_request_error"
+
+
 def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
     """The first condition that holds decides. Answers of extproc and of the bundle itself are sent unchanged."""
     too_large = (
@@ -28,6 +31,7 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
     )
     no_key = "The request has no API key, or none that is known; send one as 'authorization: Bearer KEY'."
     no_name = "The token does not say as text whose it is; ask its issuer for one with the claims of this gateway."
+    no_path = "The path has an escaped slash or backslash, or cannot be normalized; write it plainly."
     no_route = "No model, or none that is served, was asked for; GET /v1/models lists those that are."
     no_picker = "The gateway cannot choose an engine at the moment; try again soon."
     no_engine = "No engine could take the request; try again soon."
@@ -43,12 +47,15 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
                     text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"), content_type="application/json"
                 ),
             ),
-            _mapper("response.code == 401", no_key, "invalid_request_error", "invalid_api_key"),
+            _mapper(
+                "response.code_details == 'path_normalization_failed'", no_path, _INVALID, "path_normalization_failed"
+            ),
+            _mapper("response.code == 401", no_key, _INVALID, "invalid_api_key"),
             _mapper(
                 "response.code_details.startsWith('rbac_access_denied')", no_name, "permission_error", "unnamed_caller"
             ),
-            _mapper("response.code == 413", too_large, "invalid_request_error", "request_too_large"),
-            _mapper("response.code == 404", no_route, "invalid_request_error", "model_not_found"),
+            _mapper("response.code == 413", too_large, _INVALID, "request_too_large"),
+            _mapper("response.code == 404", no_route, _INVALID, "model_not_found"),
             _mapper(
                 "response.code_details.startsWith('ext_proc')",
                 no_picker,
@@ -61,7 +68,10 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
             _mapper("response.code == 504", too_late, "timeout_error", "timeout"),
             _mapper("response.code >= 500", "%LOCAL_REPLY_BODY%", "server_error", "%RESPONSE_CODE_DETAILS%"),
         ],
-        body_format=_error_object("%LOCAL_REPLY_BODY%", "invalid_request_error", "%RESPONSE_CODE_DETAILS%"),
+        # some have no body
+        body_format=_error_object(
+            "The gateway refuses the request. %LOCAL_REPLY_BODY%", _INVALID, "%RESPONSE_CODE_DETAILS%"
+        ),
     )
 
 

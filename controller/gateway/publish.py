@@ -126,5 +126,6 @@ def _replace(file: Path, text: str, mode: int) -> None:
             os.fsync(descriptor)
         draft.replace(file)
     except BaseException:
-        draft.unlink()
+        # it is gone if what was raised came just behind the replacement: a signal, for one
+        draft.unlink(missing_ok=True)
         raise

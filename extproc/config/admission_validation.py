@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from extproc.config.key_sets import has_usable_key
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -93,5 +95,7 @@ def check_tenants(tenants: Sequence[Tenant]) -> Iterator[Finding]:
 def _check_issuer(issuer: JwtIssuer, path: Path) -> Iterator[Finding]:
     if (issuer.jwks is None) == (issuer.jwks_file is None):
         yield path, "write jwksFile or jwks, one of the two"
+    if issuer.jwks is not None and not has_usable_key(issuer.jwks):
+        yield (*path, "jwks"), "is no JSON Web Key Set with an RSA, EC, OKP or oct key; copy what the issuer publishes"
     if bool(issuer.audiences) == issuer.any_audience:
         yield path, "write audiences, or anyAudience: true to accept tokens made out to other services, too"

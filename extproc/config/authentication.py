@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 
+from extproc.config import patterns
 from extproc.config.cel import Rule, exactly_one
 from extproc.config.spec import Name, NonEmpty, Spec, keyed_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-Secret = Annotated[str, msgspec.Meta(min_length=8, max_length=512)]
+Secret = Annotated[str, msgspec.Meta(min_length=8, max_length=512, pattern=patterns.KEY)]
+Claim = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.CLAIM)]
 # Names that clients ask for; None: all of them.
 Models = Annotated[tuple[NonEmpty, ...], msgspec.Meta(min_length=1, max_length=10_000)] | None
 
@@ -40,7 +42,7 @@ class ApiKey(Spec, frozen=True):
     key_env: NonEmpty | None = None
     key_sha256: NonEmpty | None = msgspec.field(default=None, name="keySHA256")
     expires_at: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
-    user: str = ""
+    user: Annotated[str, msgspec.Meta(max_length=512, pattern=patterns.NO_CONTROL)] = ""
     # The models and adapters that it is good for, by the names that clients ask for; without it, those of its tenant.
     models: Models = None
 
@@ -85,8 +87,8 @@ class JwtIssuer(Spec, frozen=True):
     any_audience: bool = False
     # Refuse tokens without the claim exp, which would be good for ever.
     require_expiration: bool = True
-    tenant_claim: NonEmpty = "tenant"
-    user_claim: NonEmpty | None = "sub"
+    tenant_claim: Claim = "tenant"
+    user_claim: Claim | None = "sub"
 
     def __repr__(self) -> str:
         return f"JwtIssuer({self.name!r})"

@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-CacheIsolation = Annotated[str, msgspec.Meta(pattern=r"^(Tenant|User|Shared|Header:[0-9A-Za-z!#$%&'*+.^`|~-]+)$")]
+from extproc.config import patterns
+
+CacheIsolation = Annotated[str, msgspec.Meta(pattern=patterns.ISOLATION)]
 # Whoever sets one of these makes an engine connect somewhere, or chooses where a request runs.
 SteeringField = Literal[
     "kv_transfer_params",

@@ -18,6 +18,7 @@ from extproc.config.picker_config import PickerFile
 from extproc.config.schema import suggest
 from extproc.config.spec import namespace_of
 from extproc.config.types import GatewayConfig, GatewayConfigSpec, ModelRoute, ModelServer, Snapshot
+from extproc.config.validation import LONGEST_MESSAGE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -134,6 +135,7 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
         second = "a second GatewayConfig; a directory takes one, merge the two"
         mistakes.extend(document.mistakes([(("kind",), second)]))
     mistakes.extend(_check_references(routes, servers, pickers))
+    mistakes.extend(_check_holds(servers, pickers))
     mistakes.extend(_check_names(routes, "ModelRoute"))
     mistakes.extend(_check_names(servers, "ModelServer"))
     mistakes.extend(_check_names(objectives, "InferenceObjective"))
@@ -172,6 +174,23 @@ def _check_references(
     keys = {server.metadata.key for _, server in servers}
     for document, route in routes:
         yield from document.mistakes(_missing_servers(route, keys))
+
+
+def _check_holds(
+    servers: Sequence[tuple[Document, ModelServer]], pickers: Mapping[str, PickerFile]
+) -> Iterator[Mistake]:
+    """A held request is a message that extproc has not answered yet, for which Envoy waits an hour at most."""
+    for document, server in servers:
+        spec = server.spec
+        file = pickers.get(spec.picker_config or "")
+        control = spec.flow_control or (None if file is None else file.flow_control)
+        if control is not None and control.longest_wait_s > LONGEST_MESSAGE_S:
+            message = (
+                f"a request may be held for {control.longest_wait_s:g}s; Envoy waits {LONGEST_MESSAGE_S:g}s at most; "
+                "write a shorter timeout or noEndpointTimeout"
+            )
+            field = "flowControl" if spec.flow_control is not None else "pickerConfig"
+            yield from document.mistakes([(("spec", field), message)])
 
 
 def _missing_servers(route: ModelRoute, keys: Collection[str]) -> Iterator[Finding]:

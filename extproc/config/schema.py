@@ -8,6 +8,7 @@ Walks the data beside msgspec's own description of the type; single values, and 
 from __future__ import annotations
 
 import difflib
+import re
 from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Final
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 from msgspec import inspect
 
+from extproc.config.patterns import ADVICE
 from extproc.config.quantities import decode_quantity
 
 if TYPE_CHECKING:
@@ -96,6 +98,13 @@ def _check_length(value: list[object], kind: inspect.VarTupleType | inspect.List
         yield path, f"has {len(value)} items; write at most {kind.max_length}"
 
 
+def _advice(value: object, kind: inspect.Type) -> str:
+    """For text that does not match the pattern of its field; empty if it does, or there is none."""
+    if not isinstance(value, str) or not isinstance(kind, inspect.StrType) or kind.pattern is None:
+        return ""
+    return "" if re.search(kind.pattern, value) else ADVICE[kind.pattern]
+
+
 def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:
     if isinstance(kind, inspect.LiteralType):
         if value not in kind.values:
@@ -110,11 +119,8 @@ def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Findi
     try:
         msgspec.convert(value, _to_annotation(kind))
     except msgspec.ValidationError as error:
-        if isinstance(value, str) and isinstance(kind, inspect.StrType) and kind.pattern is not None:
-            yield (
-                path,
-                f"{_shown(value, path)} is not a name; write lower-case letters, digits, '-' and '.' (at most 253)",
-            )
+        if advice := _advice(value, kind):
+            yield path, f"{_shown(value, path)} {advice}"
         else:
             yield path, f"{_lower_first(str(error))}{'' if _is_secret(path) else f'; it is {_short(value)}'}"
 
@@ -164,7 +170,12 @@ def _is_secret(path: Path) -> bool:
 
 
 def _shown(value: object, path: Path) -> str:
-    return "the value" if _is_secret(path) else f"'{str(value)[:_MAX_COMPARED]}'"
+    return "the value" if _is_secret(path) else f"'{_printable(str(value)[:_MAX_COMPARED])}'"
+
+
+def _printable(text: str) -> str:
+    """One line, and no control character of a terminal."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 def _short(value: object) -> str:

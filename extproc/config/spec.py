@@ -7,11 +7,12 @@ from typing import Annotated, ClassVar, Final
 
 import msgspec
 
+from extproc.config import patterns
 from extproc.config.cel import Rule
 
-Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$", max_length=253)]
-Namespace = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$", max_length=63)]
-NonEmpty = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Name = Annotated[str, msgspec.Meta(pattern=patterns.NAME, max_length=253)]
+Namespace = Annotated[str, msgspec.Meta(pattern=patterns.NAMESPACE, max_length=63)]
+NonEmpty = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.NO_CONTROL)]
 
 DEFAULT_NAMESPACE: Final = "default"
 

@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from extproc.config import patterns
 from extproc.config.admission import FlowControl, InferenceObjective, Priority, RateLimit
 from extproc.config.authentication import Authentication, Tenant
 from extproc.config.cel import Rule, exactly_one, together
@@ -247,7 +248,7 @@ class GatewayConfigSpec(Spec, frozen=True):
     # Envoy's memory: near this, it resets the streams that hold most of it, then takes no more requests, then no connections.
     max_heap: ByteSize = ByteSize("2Gi")
     # The most that clients may have open at a time; more are closed at once.
-    max_connections: Annotated[int, msgspec.Meta(ge=1)] = 20_000
+    max_connections: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 20_000
     # How long a client may take to send a whole request; the longest hold is added.
     request_timeout: Duration = Duration("2m")
     access_log_flush: Duration = Duration("200ms")
@@ -259,7 +260,7 @@ class GatewayConfigSpec(Spec, frozen=True):
     # Tenants that may not use every model.
     tenants: Annotated[tuple[Tenant, ...], msgspec.Meta(max_length=10_000)] = ()
     # A header of answers that names the engine's address, for debugging; without it, clients do not learn it.
-    served_header: Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z-]+$", max_length=64)] | None = None
+    served_header: Annotated[str, msgspec.Meta(pattern=patterns.HEADER, max_length=64)] | None = None
     # Whose prompts share a prefix cache: of one Tenant, of one User, under one value of a request header that clients cannot
     # choose (Header:NAME), or everybody's (Shared). Tenant is the default where callers are authenticated, else Shared.
     cache_isolation: CacheIsolation | None = None

@@ -4,16 +4,27 @@
 from __future__ import annotations
 
 import ipaddress
-import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from extproc.config.admission_validation import check_authentication, check_flow_control, check_limits, check_tenants
+from extproc.config.header_validation import check_answer_header, check_header_name, check_matches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from extproc.config.errors import Finding, Path
-    from extproc.config.types import GatewayConfigSpec, ModelMatch, ModelRouteSpec, ModelServerSpec, StringMatch
+    from extproc.config.quantities import Duration
+    from extproc.config.types import GatewayConfigSpec, ModelRouteSpec, ModelServerSpec, TrafficPolicy
+
+# Protocol buffers hold no duration of more than 10,000 years, and Envoy multiplies some; nobody waits for a year.
+_LONGEST_S: Final = 366 * 86400.0
+# Envoy counts milliseconds.
+_SHORTEST_S: Final = 0.001
+# What Envoy takes as the time for one message to extproc.
+LONGEST_MESSAGE_S: Final = 3600.0
+_LARGEST_BODY: Final = 2**32 - 1
+# The address of a socket file has 108 bytes, and the numbers of workers need some.
+_LONGEST_SOCKET: Final = 100
 
 
 def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
@@ -34,8 +45,12 @@ def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
                 yield from _check_address(address, ("spec", "endpoints", index, name))
     if spec.picker_config is not None and spec.pd_group is not None:
         yield ("spec", "pdGroup"), "has no effect beside pickerConfig; set groupKey of its disagg-profile-handler"
+    if spec.cache_scope_header is not None:
+        yield from check_header_name(spec.cache_scope_header, ("spec", "cacheScopeHeader"))
     if spec.flow_control is not None:
+        yield from check_header_name(spec.flow_control.session_header, ("spec", "flowControl", "sessionHeader"))
         yield from check_flow_control(spec.flow_control)
+    yield from _check_traffic(spec.traffic_policy, ("spec", "trafficPolicy"))
 
 
 def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
@@ -43,12 +58,15 @@ def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
     if spec.model_name is None and not spec.lora_adapters:
         yield ("spec",), "no client can ask for this route; write modelName, loraAdapters or both"
     yield from check_limits(spec.rate_limits)
+    for index, limit in enumerate(spec.rate_limits):
+        if limit.header is not None:
+            yield from check_header_name(limit.header, ("spec", "rateLimits", index, "header"))
     for number, rule in enumerate(spec.rules):
         path: Path = ("spec", "rules", number)
         if not any(target.weight for target in rule.target_models):
             yield (*path, "targetModels"), "all weights are 0, so nothing could be chosen; give one a positive weight"
         if rule.model_match is not None:
-            yield from _check_matches(rule.model_match, (*path, "modelMatch"))
+            yield from check_matches(rule.model_match, (*path, "modelMatch"))
         elif number < len(spec.rules) - 1:
             yield path, "has no modelMatch, so the rules after it are never reached; write it last"
 
@@ -57,8 +75,16 @@ def check_gateway(spec: GatewayConfigSpec) -> Iterator[Finding]:
     """Addresses parse, and authentication is well formed."""
     yield from _check_address(spec.listen, ("spec", "listen"))
     yield from _check_address(spec.admin, ("spec", "admin"))
-    if not spec.extproc.startswith("unix:"):
-        yield from _check_address(spec.extproc, ("spec", "extproc"))
+    yield from _check_extproc_address(spec.extproc, ("spec", "extproc"))
+    yield from _check_duration(spec.message_timeout, ("spec", "messageTimeout"), longest_s=LONGEST_MESSAGE_S)
+    yield from _check_duration(spec.access_log_flush, ("spec", "accessLogFlush"))
+    yield from _check_duration(spec.request_timeout, ("spec", "requestTimeout"), shortest_s=0.0)
+    if not 0 < spec.max_body_size <= _LARGEST_BODY:
+        yield ("spec", "maxBodySize"), f"Envoy takes no body of {spec.max_body_size}; write a size from 1 to 4095Mi"
+    if spec.max_heap == 0:
+        yield ("spec", "maxHeap"), "leaves Envoy no memory; write a size such as 2Gi"
+    if spec.served_header is not None:
+        yield from check_answer_header(spec.served_header, ("spec", "servedHeader"))
     if spec.authentication is not None:
         yield from check_authentication(spec.authentication)
     yield from check_tenants(spec.tenants)
@@ -97,19 +123,26 @@ def _check_address(text: str, path: Path) -> Iterator[Finding]:
         yield path, str(error)
 
 
-def _check_matches(given: ModelMatch, path: Path) -> Iterator[Finding]:
-    for header, match in given.headers.items():
-        yield from _check_match(match, (*path, "headers", header))
-    if given.uri is not None:
-        yield from _check_match(given.uri, (*path, "uri"))
+def _check_extproc_address(text: str, path: Path) -> Iterator[Finding]:
+    if not text.startswith("unix:"):
+        yield from _check_address(text, path)
+        return
+    file = text.removeprefix("unix:")
+    if not file or "\0" in file:
+        yield path, f"{text!a} names no file; write unix:/run/attache/extproc.sock"
+    elif len(file.encode()) > _LONGEST_SOCKET:
+        yield path, f"the name of a socket file has at most {_LONGEST_SOCKET} bytes; write a shorter one"
 
 
-def _check_match(match: StringMatch, path: Path) -> Iterator[Finding]:
-    given = [name for name in ("exact", "prefix", "regex") if getattr(match, name) is not None]
-    if len(given) != 1:
-        yield path, f"has {' and '.join(given) or 'no condition'}; write exactly one of exact, prefix, regex"
-    if match.regex is not None:
-        try:
-            re.compile(match.regex)
-        except (re.error, RecursionError, OverflowError) as error:
-            yield (*path, "regex"), f"not a regular expression: {error}; mend it or use exact or prefix"
+def _check_traffic(policy: TrafficPolicy, path: Path) -> Iterator[Finding]:
+    yield from _check_duration(policy.timeout, (*path, "timeout"), shortest_s=0.0)
+    yield from _check_duration(policy.connect_timeout, (*path, "connectTimeout"))
+    ejection_time = policy.outlier_detection.ejection_time
+    yield from _check_duration(ejection_time, (*path, "outlierDetection", "ejectionTime"))
+
+
+def _check_duration(
+    duration: Duration, path: Path, *, shortest_s: float = _SHORTEST_S, longest_s: float = _LONGEST_S
+) -> Iterator[Finding]:
+    if not shortest_s <= duration <= longest_s:
+        yield path, f"Envoy takes no {duration} here; write a time from {shortest_s:g}s to {longest_s:g}s"

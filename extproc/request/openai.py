@@ -111,7 +111,7 @@ def parse(api: Api, body: bytes) -> InferenceRequest:
             body.decode()
         return _PARSERS[api](body)
     except UnicodeDecodeError as error:
-        raise BadRequest(f"The body is not UTF-8 at byte {error.start}; send JSON in UTF-8.") from None
+        raise BadRequest(f"The body is not UTF-8 at byte {error.start}; send JSON in UTF-8, not compressed.") from None
     except RecursionError:
         raise BadRequest("The body is nested too deeply; send plain messages.") from None
     except msgspec.ValidationError as error:

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
+
+from extproc.config.expressions import compile_expression
 
 if TYPE_CHECKING:
     from extproc.config.types import ModelMatch, StringMatch
@@ -30,11 +31,16 @@ def compile_match(match: ModelMatch | None) -> Condition:
 
 
 def compile_string(match: StringMatch) -> Callable[[str], bool]:
-    """A predicate over a whole value."""
+    """A predicate over a whole value, whose characters are the bytes that the client sent."""
     if match.exact is not None:
-        return match.exact.__eq__
+        return _as_sent(match.exact).__eq__
     if match.prefix is not None:
-        prefix = match.prefix
+        prefix = _as_sent(match.prefix)
         return lambda value: value.startswith(prefix)
-    pattern = re.compile(match.regex or "")
-    return lambda value: pattern.fullmatch(value) is not None
+    matches = compile_expression(match.regex or "")
+    return lambda value: matches(value.encode("latin-1", "replace"))
+
+
+def _as_sent(text: str) -> str:
+    """Headers are read byte by byte, as they have no encoding; what is configured is sent as UTF-8."""
+    return text.encode().decode("latin-1")

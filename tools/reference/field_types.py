@@ -10,6 +10,8 @@ import msgspec
 import yaml
 from msgspec import inspect
 
+from extproc.config.patterns import NAME, NAMESPACE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -48,7 +50,7 @@ def _scalar_text(kind: inspect.Type) -> str:
         case inspect.FloatType():
             return f"number{_range(kind)}"
         case inspect.StrType():
-            return "name" if kind.pattern else "string"
+            return "name" if kind.pattern in {NAME, NAMESPACE} else "string"
         case inspect.CustomType(cls=cls):
             return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower()
     return _SIMPLE.get(type(kind), type(kind).__name__.removesuffix("Type").lower())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import httpx
 import pytest
 
-from bench.fuzz_files import mutant, try_files
+from bench.fuzz.files import mutant, try_files
 from bench.processes import free_ports
 from extproc.config.errors import ConfigInvalid
 from extproc.config.load import load

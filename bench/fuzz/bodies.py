@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Broken requests at random through Envoy, extproc and engines: python -m bench.fuzz bodies --minutes 10
+
+Valid requests of every endpoint are broken in bytes, in JSON's structure, in headers and on the way, and sent by many
+clients at once. Beside them an innocent client asks five times a second. At the end, no request may be in flight, no
+process may have ended, and the log of extproc may hold no exception.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import itertools
+import random
+import re
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from bench.fuzz.mutants import Case, mutant
+from bench.fuzz.senders import send
+from bench.fuzz.verdict import fault_of
+from bench.stack import ALIAS, EngineFlags, running_stack
+from bench.usage import rss_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from bench.stack import Stack
+
+# Short answers: 4,096 tokens is all that an engine holds.
+FLAGS: Final = EngineFlags(count=3, speed=100.0, kv_blocks=256, stream_headers="first-token", adapters=("sql",))
+# Limits and queues that nobody reaches: each request goes through them.
+ROUTE: Final = {"rateLimits": [{"per": "Tenant", "requests": 10**12, "totalTokens": 10**15}]}
+SERVER: Final[dict[str, object]] = {"flowControl": {}}
+_INNOCENT_PAUSE_S: Final = 0.2
+_WATCHED: Final = ("extproc", "envoy")
+_MIB: Final = 1024 * 1024
+# Requests that clients left end a little later.
+_QUIET_S: Final = 15.0
+
+
+class FuzzSettings(msgspec.Struct, frozen=True):
+    """``seconds``: how long. ``cases``: how many at most. ``patience_s``: no answer takes longer, from the first byte sent."""
+
+    seconds: float = 60.0
+    cases: int | None = None
+    first_seed: int = 0
+    clients: int = 16
+    patience_s: float = 20.0
+
+
+class Offender(msgspec.Struct, frozen=True):
+    """A case with what was wrong with its answer; the body is in base64."""
+
+    seed: int
+    why: str
+    method: str
+    path: str
+    headers: tuple[tuple[str, str], ...]
+    transport: str
+    body: str
+    answer: str = ""
+
+
+class FuzzReport(msgspec.Struct):
+    """What was seen. ``statuses``: answers by status; ``left``: by where their clients hung up. ``memory_mib``: of each
+    process, at the beginning, every minute and at the end.
+    """
+
+    cases: int = 0
+    seconds: float = 0.0
+    statuses: Counter[str] = msgspec.field(default_factory=Counter)
+    longest_s: float = 0.0
+    innocent: int = 0
+    innocent_longest_s: float = 0.0
+    offenders: list[Offender] = msgspec.field(default_factory=list)
+    faults: list[str] = msgspec.field(default_factory=list)
+    memory_mib: dict[str, list[int]] = msgspec.field(default_factory=dict)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was wrong."""
+        return not self.offenders and not self.faults
+
+
+async def fuzz(stack: Stack, settings: FuzzSettings) -> FuzzReport:
+    """Send cases for a while, and look at what is left behind."""
+    report = FuzzReport()
+    clock = asyncio.get_running_loop().time
+    began_at_s = clock()
+    seeds = _seeds(settings, began_at_s + settings.seconds)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=settings.patience_s)) as http:
+        _note_memory(stack, report)
+        async with asyncio.TaskGroup() as beside:
+            others = [
+                beside.create_task(_ask_innocently(stack, http, report)),
+                beside.create_task(_note_memory_every_minute(stack, report)),
+            ]
+            async with asyncio.TaskGroup() as clients:
+                for _ in range(settings.clients):
+                    clients.create_task(_send_all(stack, seeds, settings, report))
+            for other in others:
+                other.cancel()
+        report.seconds = clock() - began_at_s
+        await _look_for_remains(stack, http, report)
+        _note_memory(stack, report)
+    return report
+
+
+def _seeds(settings: FuzzSettings, ends_at_s: float) -> Iterator[int]:
+    clock = asyncio.get_running_loop().time
+    for number in itertools.count():
+        if clock() >= ends_at_s or number == settings.cases:
+            return
+        yield settings.first_seed + number
+
+
+async def _send_all(stack: Stack, seeds: Iterator[int], settings: FuzzSettings, report: FuzzReport) -> None:
+    clock, address = asyncio.get_running_loop().time, urlsplit(stack.url)
+    for seed in seeds:
+        case, answer, why = mutant(seed, random.Random(seed)), None, ""
+        began_at_s = clock()
+        try:
+            async with asyncio.timeout(settings.patience_s):
+                answer = await send(str(address.hostname), address.port or 0, case)
+        except TimeoutError:
+            why = f"no whole answer within {settings.patience_s:g} s"
+        except OSError as error:
+            why = f"no connection: {error}"
+        report.cases += 1
+        report.longest_s = max(report.longest_s, clock() - began_at_s)
+        if answer is not None:
+            report.statuses[str(answer.status)] += 1
+            why = fault_of(case, answer)
+        elif not why:
+            report.statuses[f"left {case.leaves}"] += 1
+        if why:
+            report.offenders.append(_offender(case, why, b"" if answer is None else answer.body))
+
+
+def _offender(case: Case, why: str, answer: bytes) -> Offender:
+    return Offender(
+        seed=case.seed,
+        why=why,
+        method=case.method,
+        path=case.path,
+        headers=case.headers,
+        transport=case.transport,
+        body=base64.b64encode(case.body).decode(),
+        answer=answer[:2000].decode("latin-1"),
+    )
+
+
+async def _ask_innocently(stack: Stack, http: aiohttp.ClientSession, report: FuzzReport) -> None:
+    clock = asyncio.get_running_loop().time
+    for number in itertools.count():
+        messages = [{"role": "user", "content": f"innocent {number}"}]
+        body = {"model": ALIAS, "messages": messages, "max_tokens": 2}
+        began_at_s = clock()
+        try:
+            async with http.post(f"{stack.url}/v1/chat/completions", json=body) as answer:
+                text = await answer.text()
+                if answer.status != 200:
+                    report.faults.append(f"an innocent client got {answer.status}: {text[:300]}")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            report.faults.append(f"an innocent client was not served: {error!r}")
+        report.innocent += 1
+        report.innocent_longest_s = max(report.innocent_longest_s, clock() - began_at_s)
+        await asyncio.sleep(_INNOCENT_PAUSE_S)
+
+
+async def _note_memory_every_minute(stack: Stack, report: FuzzReport) -> None:
+    while True:
+        await asyncio.sleep(60)
+        _note_memory(stack, report)
+
+
+def _note_memory(stack: Stack, report: FuzzReport) -> None:
+    for name in _WATCHED:
+        if stack.processes.is_running(name):
+            report.memory_mib.setdefault(name, []).append(rss_bytes(stack.pids[name]) // _MIB)
+
+
+async def _look_for_remains(stack: Stack, http: aiohttp.ClientSession, report: FuzzReport) -> None:
+    """Nothing is in flight, no process has ended, and extproc's log holds no exception."""
+    report.faults += [f"{name} has ended" for name in _WATCHED if not stack.processes.is_running(name)]
+    clock = asyncio.get_running_loop().time
+    deadline_s = clock() + _QUIET_S
+    left = await _in_flight(stack, http)
+    # extproc tells when it is asked only
+    while left and clock() < deadline_s:
+        await asyncio.sleep(0.2)
+        left = await _in_flight(stack, http)
+    if left:
+        report.faults.append(f"{left:g} requests or streams are in flight after all clients have left")
+    log = (stack.directory / "extproc.log").read_text(errors="replace")
+    report.faults += [f"extproc.log: {line}" for line in re.findall("^.*(?: ERROR |Error: ).*$", log, re.MULTILINE)]
+
+
+async def _in_flight(stack: Stack, http: aiohttp.ClientSession) -> float:
+    async with http.get(f"{stack.metrics}/metrics") as answer:
+        page = await answer.text()
+    counted = re.findall(r"^attache_(?:in_flight\{.*\}|open_streams) (\S+)$", page, re.MULTILINE)
+    return sum(float(number) for number in counted)
+
+
+def told(report: FuzzReport) -> str:
+    """The report as lines."""
+    lines = [
+        f"{report.cases} requests in {report.seconds:.0f} s, the longest {report.longest_s:.2f} s",
+        "answers: " + ", ".join(f"{status}: {count}" for status, count in sorted(report.statuses.items())),
+        f"an innocent client beside them: {report.innocent} requests, the longest {report.innocent_longest_s:.2f} s",
+    ]
+    for name, sizes in report.memory_mib.items():
+        lines.append(f"resident memory of {name}, by minute, in MiB: {', '.join(map(str, sizes))}")
+    for why, count in Counter(one.why for one in report.offenders).most_common(20):
+        lines.append(f"WRONG, {count} times: {why}")
+    lines += [f"WRONG: {fault}" for fault in report.faults[:20]]
+    return "\n".join(lines)
+
+
+async def _run(settings: FuzzSettings) -> FuzzReport:
+    with tempfile.TemporaryDirectory(prefix="attache-fuzz-") as directory:
+        async with running_stack(Path(directory) / "stack", FLAGS, route=ROUTE, more=SERVER) as stack:
+            return await fuzz(stack, settings)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 if something was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m bench.fuzz bodies", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first request; the next has the next (%(default)s)")
+    parser.add_argument("--cases", type=int, metavar="N", help="stop after N requests: with --seed, to see one again")
+    parser.add_argument("--clients", type=int, default=16, help="at the same time (%(default)s)")
+    default = Path("fuzz-offenders.jsonl")
+    parser.add_argument("--offenders", type=Path, default=default, metavar="FILE", help="written if there are any")
+    options = parser.parse_args(words)
+    report = asyncio.run(
+        _run(
+            FuzzSettings(
+                seconds=60 * options.minutes, cases=options.cases, first_seed=options.seed, clients=options.clients
+            )
+        )
+    )
+    print(told(report))
+    if report.offenders:
+        options.offenders.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in report.offenders))
+        print(f"requests with wrong answers are in {options.offenders}")
+    return 0 if report.is_clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

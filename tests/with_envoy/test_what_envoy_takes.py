@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A running Envoy takes what the loader takes, at its bounds, and reads it as extproc does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+from aiohttp import web
+
+from bench.processes import Processes, free_ports
+from bench.stack import ALIAS, documents, envoy_command
+from controller.bundle import write_once
+from extproc.config.expressions import MAX_PROGRAM_SIZE
+from extproc.config.load import load
+from extproc.routing.match import compile_match
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+# Envoy's formats take what is between two of these as a command.
+MODEL = "50% of %REQ(:path)%"
+# 2n + 3 instructions of RE2.
+LARGEST = f"[a-z]{{1,{(MAX_PROGRAM_SIZE - 3) // 2}}}"
+CONDITIONS = {
+    "x-large": {"regex": LARGEST},
+    "x-bytes": {"regex": "é+"},
+    "x-exact": {"exact": "naïve"},
+    "x-prefix": {"prefix": "naïve "},
+    "X-UPPER": {"exact": "A, b"},
+}
+# By header, values that match and values that do not.
+VALUES = {
+    "x-large": (["a", "a" * 498], ["A", "a" * 1000, "aé"]),
+    "x-bytes": (["é"], ["e", "ée"]),
+    "x-exact": (["naïve"], ["naive", "NAÏVE"]),
+    "x-prefix": (["naïve x"], ["naïve", "naive x"]),
+    "x-upper": (["A, b"], ["a, b"]),
+}
+
+
+@pytest.fixture
+async def envoy_alone(tmp_path: Path) -> AsyncIterator[str]:
+    """The URL of an Envoy whose extproc is not there; the engine answers with the body that it got."""
+    listen, admin, extproc = free_ports(3)
+
+    async def echo(request: web.Request) -> web.Response:
+        return web.json_response({"asked": await request.json()})
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/chat/completions", echo)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    gateway = {
+        "listen": f"127.0.0.1:{listen}",
+        "admin": f"127.0.0.1:{admin}",
+        "extproc": f"127.0.0.1:{extproc}",
+        "messageTimeout": "1h",
+        "accessLogFlush": "1ms",
+        "maxBodySize": 2**32 - 1,
+        "maxConnections": 2**31 - 1,
+        "servedHeader": "X-Served-By",
+    }
+    more = {
+        "model": MODEL,
+        "trafficPolicy": {"connectTimeout": "1ms", "timeout": "8784h", "outlierDetection": {"ejectionTime": "8784h"}},
+        "flowControl": {"timeout": "1h"},
+    }
+    address = f"127.0.0.1:{runner.addresses[0][1]}"
+    text = documents([address], gateway=gateway, server="s" * 253, more=more, route={"rules": _rules("s" * 253)})
+    write_once(load({"a.yaml": text.encode()}), tmp_path / "envoy", str(tmp_path / "envoy"))
+    async with Processes(tmp_path) as processes, httpx.AsyncClient() as http:
+        await processes.start("envoy", envoy_command(tmp_path / "envoy"))
+
+        async def serves() -> bool:
+            try:
+                return (await http.get(f"http://127.0.0.1:{listen}/v1/models")).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        # a refused listener, route or cluster would not
+        await eventually(serves, timeout_s=30)
+        yield f"http://127.0.0.1:{listen}"
+    await runner.cleanup()
+
+
+async def test_envoy_matches_what_extproc_matches_and_writes_the_models_name_as_it_is(envoy_alone: str) -> None:
+    text = documents(["127.0.0.1:1"], gateway={}, route={"rules": _rules("llama")})
+    (route,) = load({"a.yaml": text.encode()}).routes
+    extproc = [compile_match(rule.model_match) for rule in route.spec.rules]
+    async with httpx.AsyncClient(timeout=10) as http:
+        for name, (matching, others) in VALUES.items():
+            for value in (*matching, *others):
+                sent = {name: value.encode()}
+                body = {"model": ALIAS, "messages": []}
+                answer = await http.post(f"{envoy_alone}/v1/chat/completions", json=body, headers=sent)
+                # bytes, as extproc reads them
+                read = {name: value.encode().decode("latin-1").strip(" ")}
+                holds = any(one is not None and one(read, "/v1/chat/completions") for one in extproc)
+                assert holds == (value in matching), (name, value)
+                assert answer.status_code == (200 if holds else 404), (name, value, answer.text)
+                if holds:
+                    assert answer.json()["asked"]["model"] == MODEL
+
+
+def _rules(server: str) -> list[dict[str, object]]:
+    return [
+        {"modelMatch": {"headers": {name: match}}, "targetModels": [{"modelServerName": server}]}
+        for name, match in CONDITIONS.items()
+    ]
