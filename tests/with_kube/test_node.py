@@ -328,6 +328,24 @@ async def test_variables_and_files_come_from_the_cluster(place: Place) -> None:
     await eventually(lambda: place.log("one") == f"red k one {status['podIP']}\nred")
 
 
+async def test_a_process_has_its_pods_service_account(place: Place, kube: Kube) -> None:
+    if kube.plane is None:
+        pytest.skip("the fake server knows no service accounts")
+    script = (
+        "import asyncio;from controller.cluster.access import *;from controller.cluster.client import *;"
+        "from controller.cluster.resources import *\n"
+        "async def main():\n"
+        "  async with connect(find_access(), manager='pod') as client:\n"
+        "    try: await client.list(SECRETS, 'default')\n"
+        "    except Exception as error: print(error)\n"
+        "asyncio.run(main())"
+    )
+    main = container(command=[sys.executable, "-u", "-c", script])
+    await place.create(place.pod(containers=[main], restartPolicy="Never"))
+    await place.until(lambda one: one.get("phase") in ("Succeeded", "Failed"))
+    assert f'User "system:serviceaccount:{place.namespace}:default" cannot list' in place.log("one")
+
+
 async def test_a_pod_waits_for_gpus(place: Place) -> None:
     def asking(gpus: int) -> list[dict[str, Any]]:
         return [container(resources={"limits": {"nvidia.com/gpu": str(gpus)}})]

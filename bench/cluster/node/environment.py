@@ -21,12 +21,13 @@ class Missing(Exception):
 
 
 class Sources(msgspec.Struct, frozen=True):
-    """What a pod's references lead to: the ConfigMaps and Secrets of its namespace by name, and its status to be."""
+    """What a pod's references lead to: the ConfigMaps and Secrets of its namespace by name, its addresses, its token."""
 
     config_maps: Mapping[str, Mapping[str, Any]]
     secrets: Mapping[str, Mapping[str, Any]]
     pod_ip: str = ""
     host_ip: str = ""
+    token: bytes = b""
 
 
 def references(pod: Mapping[str, Any]) -> tuple[set[str], set[str]]:

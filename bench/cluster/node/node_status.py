@@ -24,6 +24,20 @@ log = logging.getLogger(__name__)
 _LEASES: Final = "kube-node-lease"
 _MANAGER: Final = "node"
 
+# the API wants all of them
+_INFO: Final = {
+    "machineID": "",
+    "systemUUID": "",
+    "bootID": "",
+    "kernelVersion": "",
+    "osImage": "processes of this machine",
+    "containerRuntimeVersion": "process://1",
+    "kubeletVersion": "v0.0.0-process",
+    "kubeProxyVersion": "",
+    "operatingSystem": "linux",
+    "architecture": "amd64",
+}
+
 
 class NodeSpec(msgspec.Struct, frozen=True):
     """A node as the scheduler sees it. ``capacity``: quantities by resource."""
@@ -56,6 +70,7 @@ def node_status(spec: NodeSpec, wall: datetime, *, ready: str = "True") -> dict[
         "capacity": spec.capacity,
         "allocatable": spec.capacity,
         "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}, {"type": "Hostname", "address": spec.name}],
+        "nodeInfo": _INFO,
         "conditions": [{**condition, "lastHeartbeatTime": now, "lastTransitionTime": now}],
     }
 

@@ -26,6 +26,16 @@ def volume_files(pod: Mapping[str, Any], sources: Sources) -> dict[str, dict[str
     return {volume["name"]: _files(volume, pod, sources) for volume in pod["spec"].get("volumes") or ()}
 
 
+def token_file(pod: Mapping[str, Any], volumes: Path) -> Path | None:
+    """Where the token of the pod's service account is, if a volume has it."""
+    for volume in pod["spec"].get("volumes") or ():
+        for source in (volume.get("projected") or {}).get("sources") or ():
+            if "serviceAccountToken" in source:
+                name, file = str(volume["name"]), str(source["serviceAccountToken"]["path"])
+                return volumes / name / file
+    return None
+
+
 def mounts(container: Mapping[str, Any], volumes: Path) -> dict[str, Path]:
     """Where each mount path of a container is on this machine; ``volumes`` holds a directory for each volume."""
     return {
@@ -83,6 +93,8 @@ def _files(volume: Mapping[str, Any], pod: Mapping[str, Any], sources: Sources) 
             for one in items
             if "fieldRef" in one
         }
+    if "serviceAccountToken" in volume:
+        return {volume["serviceAccountToken"]["path"]: sources.token}
     if "projected" in volume:
         result: dict[str, bytes] = {}
         for source in volume["projected"].get("sources") or ():
