@@ -17,7 +17,7 @@ DOCS   := .venv-docs
 
 PYTEST := $(RUN) $(if $(COVERAGE),-m coverage run) -m pytest
 
-.PHONY: help run up test test-pure test-envoy test-real-time test-some test-vllm coverage coverage-report check fix bench \
+.PHONY: help run up up-kube test test-pure test-envoy test-kube test-real-time test-some test-vllm coverage coverage-report check fix bench \
   sglang-gateway lab manifests generate docs lock envoy-binary kube-assets clean
 .NOTPARALLEL:
 
@@ -30,7 +30,10 @@ run: $(VENV)/ready $(ENVOY) ## Envoy, extproc and engines under load, prefix-awa
 up: $(VENV)/ready $(ENVOY) ## the same stack left running, with a curl line to try
 	$(RUN) -m bench.up $(ARGS)
 
-test: $(if $(ARGS),test-some,test-pure test-envoy test-real-time) ## all tests, in three stages; ARGS="-k NAME" or a path: some, in one
+up-kube: $(VENV)/ready kube-assets ## a Kubernetes cluster on this machine, left running: a real API server, nodes whose pods are processes
+	$(RUN) -m bench.cluster $(ARGS)
+
+test: $(if $(ARGS),test-some,test-pure test-envoy test-kube test-real-time) ## all tests, in four stages; ARGS="-k NAME" or a path: some, in one
 
 test-some: $(VENV)/ready $(ENVOY)
 	$(PYTEST) $(ARGS)
@@ -40,7 +43,10 @@ test-pure: $(VENV)/ready ## tests that need neither Envoy nor Redis, side by sid
 
 # One more than there are processors where CI runs: these tests wait for others half of their time.
 test-envoy: $(VENV)/ready $(ENVOY) ## tests with a real Envoy and a real Redis, side by side
-	$(PYTEST) -n 3 --dist loadfile -m 'not real_time' tests/with_*
+	$(PYTEST) -n 3 --dist loadfile -m 'not real_time' $(filter-out tests/with_kube,$(wildcard tests/with_*))
+
+test-kube: $(VENV)/ready ## tests with a Kubernetes API server: a fake one, and a real one if `make kube-assets` has built it
+	$(PYTEST) tests/with_kube
 
 test-real-time: $(VENV)/ready $(ENVOY) ## tests that depend on how fast the machine is, one after the other
 	$(PYTEST) -m real_time tests/with_*

@@ -15,7 +15,12 @@ _INFER: Final = {"template": {"roles": [{"name": "all", "entryTemplate": _POD}]}
 _TARGET: Final = {"name": "a", "maxReplicas": 4, "ref": {"kind": "ModelInfer", "name": "llama"}}
 _BINDING: Final = {"policyRef": "default", "targets": [_TARGET, {**_TARGET, "name": "b"}]}
 _KEYS: Final = {"apiKeys": [{"name": "a", "tenant": "a", "key": "12345678"}]}
-_ISSUER: Final = {"name": "a", "issuer": "https://a", "jwks": "{}", "audiences": ["us"]}
+_ISSUER: Final = {
+    "name": "a",
+    "issuer": "https://a",
+    "jwks": '{"keys": [{"kty": "oct", "k": "c2VjcmV0"}]}',
+    "audiences": ["us"],
+}
 
 
 class Case(NamedTuple):

@@ -64,8 +64,8 @@ class ControlPlane(msgspec.Struct, frozen=True):
     options: ControlPlaneOptions
 
     async def stop_api(self) -> None:
-        """Stop the API server, as an outage or upgrade does; its data stays in etcd."""
-        await self.processes.end(API_SERVER)
+        """Kill the API server; its data stays in etcd. (Asked politely, it waits for its watches, up to a minute.)"""
+        await self.processes.end(API_SERVER, signal.SIGKILL)
 
     async def start_api(self) -> None:
         """Start it again, on the same port with the same data, and wait until it is ready."""
@@ -113,7 +113,13 @@ async def running_control_plane(
             await processes.wait_ready(CONTROLLERS, _HasAccounts(client))
         if options.scheduler:
             await processes.start(SCHEDULER, commands[SCHEDULER])
-        yield ControlPlane(processes, directory, access[ADMIN], access[NOBODY], kubeconfigs[ADMIN], options)
+        try:
+            yield ControlPlane(processes, directory, access[ADMIN], access[NOBODY], kubeconfigs[ADMIN], options)
+        finally:
+            # an API server waits for its clients' watches, so they go first, even if it was restarted since
+            for name in (SCHEDULER, CONTROLLERS):
+                if processes.is_running(name):
+                    await processes.end(name)
 
 
 class _Files:
@@ -171,9 +177,6 @@ def _api_server(assets: Assets, files: _Files, port: int, etcd: int) -> list[str
         f"--service-account-key-file={files.account_public}",
         f"--service-account-signing-key-file={files.account_key}",
         "--allow-privileged=true",
-        # without it a stopping server waits for its watches, up to a minute
-        "--shutdown-delay-duration=0s",
-        "--request-timeout=60s",
     ]
 
 

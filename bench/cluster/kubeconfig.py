@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 
 def write_kubeconfig(path: Path, access: Access) -> Path:
-    """A kubeconfig with one cluster, one user and one context; it holds the token, so only its owner may read it."""
+    """A kubeconfig with one cluster, one user and one context; it may hold a token, so only its owner may read it."""
     cluster: dict[str, object] = {"server": access.server}
     if access.ca:
         cluster["certificate-authority-data"] = base64.b64encode(access.ca.encode()).decode()
+    user = {"tokenFile": access.token_file} if access.token_file else {"token": access.token} if access.token else {}
     content = {
         "apiVersion": "v1",
         "kind": "Config",
         "clusters": [{"name": "bench", "cluster": cluster}],
-        "users": [{"name": "bench", "user": {"token": access.token} if access.token else {}}],
+        "users": [{"name": "bench", "user": user}],
         "contexts": [
             {"name": "bench", "context": {"cluster": "bench", "user": "bench", "namespace": access.namespace}}
         ],

@@ -30,7 +30,7 @@ HARDWARE: Final = "h100-llama-3.1-8b"
 # An engine is saturated when a new prompt would wait for 50 ms: so requests wait in the queue, and not in the engine.
 TIGHT: Final[Mapping[str, object]] = {"queueDepth": None, "kvUsage": None, "maxWait": "50ms"}
 # No request is refused: scenarios compare who goes first.
-PATIENT: Final[Mapping[str, object]] = {"timeout": "1h", "maxRequests": 1_000_000, "maxBytes": "64Gi"}
+PATIENT: Final[Mapping[str, object]] = {"timeout": "59m", "maxRequests": 1_000_000, "maxBytes": "64Gi"}
 
 NO_QUEUE: Final = None
 FCFS: Final[Mapping[str, object]] = {"fairness": "GlobalStrict"}

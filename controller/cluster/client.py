@@ -104,6 +104,12 @@ class Client:
         path = resource.path(thing["metadata"].get("namespace"))
         return await self._json("POST", path, body=thing, query=self._writing(dry_run=dry_run))
 
+    async def post(
+        self, resource: Resource, name: str, namespace: str | None, subresource: str, thing: Object
+    ) -> Object:
+        """Ask something of an object: ``pods/binding``, ``pods/eviction``, ``serviceaccounts/token``."""
+        return await self._json("POST", resource.path(namespace, name, subresource), body=thing, query=self._writing())
+
     async def replace(self, resource: Resource, thing: Object, *, subresource: str | None = None) -> Object:
         """Write the whole object. With ``metadata.resourceVersion``: only if nobody wrote since, else Conflict."""
         return await self._json("PUT", _path(resource, thing, subresource), body=thing, query=self._writing())

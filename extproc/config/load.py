@@ -11,6 +11,7 @@ import msgspec
 import xxhash
 
 from extproc.config.admission import InferenceObjective
+from extproc.config.admission_validation import LONGEST_HOLD_S
 from extproc.config.decode import Object, decode
 from extproc.config.documents import Document, split
 from extproc.config.errors import ConfigInvalid, Mistake
@@ -18,7 +19,6 @@ from extproc.config.picker_config import PickerFile
 from extproc.config.schema import suggest
 from extproc.config.spec import namespace_of
 from extproc.config.types import GatewayConfig, GatewayConfigSpec, ModelRoute, ModelServer, Snapshot
-from extproc.config.validation import LONGEST_MESSAGE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -179,15 +179,15 @@ def _check_references(
 def _check_holds(
     servers: Sequence[tuple[Document, ModelServer]], pickers: Mapping[str, PickerFile]
 ) -> Iterator[Mistake]:
-    """A held request is a message that extproc has not answered yet, for which Envoy waits an hour at most."""
+    """A held request is a message that extproc has not answered yet, for which Envoy can be told to wait an hour."""
     for document, server in servers:
         spec = server.spec
         file = pickers.get(spec.picker_config or "")
         control = spec.flow_control or (None if file is None else file.flow_control)
-        if control is not None and control.longest_wait_s > LONGEST_MESSAGE_S:
+        if control is not None and control.longest_wait_s > LONGEST_HOLD_S:
             message = (
-                f"a request may be held for {control.longest_wait_s:g}s; Envoy waits {LONGEST_MESSAGE_S:g}s at most; "
-                "write a shorter timeout or noEndpointTimeout"
+                f"a request may be held for {control.longest_wait_s:g}s; Envoy waits an hour at most; "
+                "write a timeout and a noEndpointTimeout of 59m at most"
             )
             field = "flowControl" if spec.flow_control is not None else "pickerConfig"
             yield from document.mistakes([(("spec", field), message)])

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from extproc.config.types import Snapshot
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
+JWKS = '{"keys": [{"kty": "oct", "k": "c2VjcmV0"}]}'
 KEY = "sk-0123456789"
 
 
@@ -178,7 +179,7 @@ def test_files_with_credentials_are_their_owners_alone(tmp_path: Path) -> None:
     for authentication, secret in (
         (f"{{apiKeys: [{{name: a, tenant: t, key: {KEY}}}]}}", {"keys.json"}),
         (
-            "{jwt: [{name: l, issuer: i, audiences: [a], jwks: '{\"keys\": [{}]}'}]}",
+            f"{{jwt: [{{name: l, issuer: i, audiences: [a], jwks: '{JWKS}'}}]}}",
             {"tokens.json", "callers.json"},
         ),
     ):
@@ -190,7 +191,7 @@ def test_files_with_credentials_are_their_owners_alone(tmp_path: Path) -> None:
 
 
 def test_files_of_credentials_that_are_not_used_any_more_go(tmp_path: Path) -> None:
-    keys, tokens = with_key(key=KEY), configured("{jwt: [{name: l, issuer: i, audiences: [a], jwks: '{}'}]}")
+    keys, tokens = with_key(key=KEY), configured(f"{{jwt: [{{name: l, issuer: i, audiences: [a], jwks: '{JWKS}'}}]}}")
     without = load({"a.yaml": b"apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\nspec: {}"})
     writer = BundleWriter("/x")
     for before, after, present in (

@@ -136,7 +136,8 @@ async def test_refusals_are_types(client: Client, kube: Kube, namespace: str) ->
         with pytest.raises(Forbidden) as refused:
             await nobody.list(CONFIG_MAPS, namespace)
     assert "configmaps" in refused.value.message
-    async with connect(msgspec.structs.replace(kube.admin, token=""), manager="wrong") as stranger:
+    wrong = {"token": "wrong"}
+    async with connect(msgspec.structs.replace(kube.admin, **wrong), manager="wrong") as stranger:
         with pytest.raises(Unauthorized):
             await stranger.list(CONFIG_MAPS, namespace)
 

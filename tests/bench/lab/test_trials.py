@@ -51,7 +51,7 @@ def test_unequal_engines_are_told_apart_without_a_word() -> None:
 
 def test_a_queue_before_the_engines_holds_and_loses_nobody() -> None:
     trace = "heavy-tail:requests=150,rate=40,output=20"
-    queue = '{"fairness": "GlobalStrict", "timeout": "1h", "saturation": {"queueDepth": 1}}'
+    queue = '{"fairness": "GlobalStrict", "timeout": "59m", "saturation": {"queueDepth": 1}}'
     report = play("llm-d-token-load", trace, flow_control=queue, engines=2)
     assert not any(row.error for row in report.rows)
     assert {row.engine for row in report.rows} == {0, 1}

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which program of this machine an image stands for."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_PYTHON: Final = (sys.executable, "-m")
+
+IMAGES: Final[Mapping[str, tuple[str, ...]]] = {
+    # ours
+    "attache/engine-sim": (*_PYTHON, "bench.engine", "--host", "0.0.0.0"),  # noqa: S104 - becomes the pod's address
+    "attache/extproc": (*_PYTHON, "extproc"),
+    "attache/controller": (*_PYTHON, "controller"),
+    # the simulator takes vLLM's flags as far as they matter
+    "vllm/vllm-openai": (*_PYTHON, "bench.engine", "--host", "0.0.0.0"),  # noqa: S104 - becomes the pod's address
+    # without an entry point: the container's command is run as it stands
+    "attache/host": (),
+    "busybox": (),
+    "python": (),
+}
+"""The entry points by repository, without registry and tag."""
+
+
+class ImageMissing(Exception):
+    """No program of this machine stands for the image."""
+
+
+def repository(image: str) -> str:
+    """``registry:5000/attache/engine-sim:v1@sha256:...`` is ``attache/engine-sim``."""
+    name = image.partition("@")[0]
+    first, slash, rest = name.partition("/")
+    if slash and ("." in first or ":" in first or first == "localhost"):
+        name = rest
+    folder, slash, last = name.rpartition("/")
+    return folder + slash + last.partition(":")[0]
+
+
+def command(container: Mapping[str, Any], images: Mapping[str, Sequence[str]]) -> list[str]:
+    """The words to run: ``command`` replaces the image's entry point, ``args`` follow it. Raises ImageMissing."""
+    image = container.get("image", "")
+    name = repository(image).removeprefix("library/")
+    if name not in images:
+        raise ImageMissing(f'failed to pull image "{image}": this node has none called {name}')
+    return [*(container.get("command") or images[name]), *(container.get("args") or ())]

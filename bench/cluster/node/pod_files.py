@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pod has on this machine: directories for its volumes, logs, and the words its processes are started with."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from typing import TYPE_CHECKING, Final
+
+from bench.cluster.assets import ROOT
+from bench.cluster.kubeconfig import write_kubeconfig
+from bench.cluster.node.container_process import Launch
+from bench.cluster.node.environment import Sources, environment, expanded, references
+from bench.cluster.node.images import command
+from bench.cluster.node.probing import Surroundings
+from bench.cluster.node.volumes import mounts, remove_others, rewritten, token_file, volume_files, write_files
+from controller.cluster.access import Access
+from controller.cluster.resources import CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from bench.cluster.node.pod_spec import ContainerSpec
+    from controller.cluster.client import Client
+    from controller.cluster.resources import Object
+
+# programs are found, and Python finds this repository, as in the process that runs the node
+_INHERITED: Final = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "TMPDIR",
+    "COVERAGE_PROCESS_START",
+    "COVERAGE_PROCESS_CONFIG",
+)
+
+_DAY_S: Final = 86_400  # tokens are not renewed
+_CRASH: Final = ("sh", "-c", "echo this pod was made to crash; exit 1")
+
+
+class PodFiles:
+    """One pod's directory, below that of its node."""
+
+    def __init__(
+        self,
+        directory: Path,
+        client: Client,
+        *,
+        pod_ip: str,
+        host_ip: str,
+        images: Mapping[str, Sequence[str]],
+        check_image: Callable[[str], None],
+        crashes: Callable[[], bool],
+    ) -> None:
+        self.pod_ip = pod_ip
+        self.directory = directory
+        self._client = client
+        self._host_ip = host_ip
+        self._images = images
+        self._check_image = check_image
+        self._crashes = crashes
+        self._environments: dict[str, dict[str, str]] = {}
+        self._token = b""
+
+    async def launch(self, pod: Object, container: ContainerSpec) -> Launch:
+        """How to start a container now; raises ImageMissing, Missing and ClusterError."""
+        self._check_image(container.image)
+        words = _CRASH if self._crashes() else command(container.raw, self._images)
+        sources = await self._sources(pod)
+        places = mounts(container.raw, self.directory / "volumes")
+        self._write_volumes(pod, sources)
+        given = environment(pod, container.raw, sources)
+        variables = {name: rewritten(value, places, self.pod_ip) for name, value in given.items()}
+        inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        # our programs are found from any directory
+        inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH", "")]))
+        own = {"HOSTNAME": pod["metadata"]["name"], "ATTACHE_POD_IP": self.pod_ip}
+        self._environments[container.name] = {**inherited, **own, **self._cluster_access(pod), **variables}
+        return Launch(
+            command=[rewritten(expanded(word, given), places, self.pod_ip) for word in words],
+            environment=self._environments[container.name],
+            directory=self.directory,
+            log=self.directory / f"{container.name}.log",
+        )
+
+    async def refresh(self, pod: Object) -> None:
+        """Bring the files of ConfigMaps and Secrets up to date; raises Missing and ClusterError."""
+        self._write_volumes(pod, await self._sources(pod))
+
+    def surroundings(self, container: str) -> Surroundings:
+        """Where the container's probes and hooks run."""
+        variables = self._environments.get(container, {})
+        return Surroundings(pod_ip=self.pod_ip, environment=variables, directory=str(self.directory))
+
+    def remove(self) -> None:
+        """Its volumes go with it; the logs stay."""
+        shutil.rmtree(self.directory / "volumes", ignore_errors=True)
+
+    def _cluster_access(self, pod: Object) -> dict[str, str]:
+        """Variables by which a process finds the API server with its pod's service account.
+
+        Programs look for a token at a fixed place, where a process of this machine has none: ``KUBECONFIG`` is that place.
+        """
+        file = token_file(pod, self.directory / "volumes")
+        if file is None:
+            return {}
+        server = self._client.access.server
+        account = Access(server, self._client.access.ca, pod["metadata"]["namespace"], token_file=str(file))
+        path = write_kubeconfig(self.directory / "kubeconfig", account)
+        host, _, port = server.rpartition("//")[2].partition(":")
+        return {"KUBECONFIG": str(path), "KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+
+    async def _account_token(self, pod: Object) -> bytes:
+        """The token of the pod's service account if a volume wants it, asked for once."""
+        if not self._token and token_file(pod, self.directory) is not None:
+            asked = {
+                "apiVersion": "authentication.k8s.io/v1",
+                "kind": "TokenRequest",
+                "spec": {"expirationSeconds": _DAY_S},
+            }
+            name = pod["spec"].get("serviceAccountName") or "default"
+            answer = await self._client.post(SERVICE_ACCOUNTS, name, pod["metadata"]["namespace"], "token", asked)
+            self._token = str(answer["status"]["token"]).encode()
+        return self._token
+
+    def _write_volumes(self, pod: Object, sources: Sources) -> None:
+        for name, files in volume_files(pod, sources).items():
+            volume = self.directory / "volumes" / name
+            write_files(volume, files)
+            if files:
+                remove_others(volume, files)
+
+    async def _sources(self, pod: Object) -> Sources:
+        config_maps, secrets = references(pod)
+        namespace = pod["metadata"]["namespace"]
+        found = await asyncio.gather(
+            *(self._client.find(CONFIG_MAPS, name, namespace) for name in sorted(config_maps)),
+            *(self._client.find(SECRETS, name, namespace) for name in sorted(secrets)),
+        )
+        there = [one for one in found if one is not None]
+        return Sources(
+            config_maps={one["metadata"]["name"]: one for one in there if one["kind"] == "ConfigMap"},
+            secrets={one["metadata"]["name"]: one for one in there if one["kind"] == "Secret"},
+            pod_ip=self.pod_ip,
+            host_ip=self._host_ip,
+            token=await self._account_token(pod),
+        )

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs probes and preStop hooks: HTTP, TCP, commands, gRPC health checks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from typing import TYPE_CHECKING
+
+import aiohttp
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from bench.cluster.node.pod_spec import ContainerSpec, Handler
+
+
+class Surroundings:
+    """Where a container's handlers run: its address, its environment, and how its words are rewritten."""
+
+    def __init__(self, *, pod_ip: str, environment: Mapping[str, str], directory: str) -> None:
+        self.pod_ip = pod_ip
+        self.environment = environment
+        self.directory = directory
+
+
+async def run_handler(
+    handler: Handler, container: ContainerSpec, where: Surroundings, http: aiohttp.ClientSession, timeout_s: float
+) -> tuple[bool, str]:
+    """Whether it succeeded within ``timeout_s``, and what to say if it did not."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _run(handler, container, where, http)
+    except TimeoutError:
+        return False, f"timed out after {timeout_s:g}s"
+    except (OSError, aiohttp.ClientError, grpc.aio.AioRpcError) as error:
+        return False, str(error)
+
+
+async def _run(
+    handler: Handler, container: ContainerSpec, where: Surroundings, http: aiohttp.ClientSession
+) -> tuple[bool, str]:
+    if handler.kind == "sleep":
+        await asyncio.sleep(handler.sleep_s)
+        return True, ""
+    if handler.kind == "exec":
+        return await _exec(handler.command, where)
+    host = where.pod_ip if handler.host in ("", "0.0.0.0") else handler.host  # noqa: S104 - compared
+    port = _port(handler.port, container)
+    if handler.kind == "tcp":
+        _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+        return True, ""
+    if handler.kind == "grpc":
+        return await _grpc(f"{host}:{port}", handler.service)
+    url = f"{handler.scheme.lower()}://{host}:{port}/{handler.path.removeprefix('/')}"
+    async with http.get(url, headers=dict(handler.headers), ssl=False, allow_redirects=False) as answer:
+        ok = 200 <= answer.status < 400
+        return ok, "" if ok else f"HTTP probe failed with statuscode: {answer.status}"
+
+
+async def _exec(command: Sequence[str], where: Surroundings) -> tuple[bool, str]:
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=dict(where.environment),
+        cwd=where.directory,
+        start_new_session=True,
+    )
+    try:
+        said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+            await process.wait()
+    return process.returncode == 0, said.decode(errors="replace")[-1000:]
+
+
+async def _grpc(target: str, service: str) -> tuple[bool, str]:
+    async with grpc.aio.insecure_channel(target) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        answer = await check(health_pb2.HealthCheckRequest(service=service))
+        ok = answer.status == health_pb2.HealthCheckResponse.SERVING
+        return ok, "" if ok else "service unhealthy"
+
+
+def _port(port: int | str, container: ContainerSpec) -> int:
+    if isinstance(port, int):
+        return port
+    return container.ports.get(port) or int(port)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes that run in this process for a while, with a scheduler where the cluster has none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+from bench.cluster.node.addresses import Addresses
+from bench.cluster.node.container_machine import NodeTiming
+from bench.cluster.node.images import IMAGES
+from bench.cluster.node.node import Node
+from bench.cluster.node.scheduler import Scheduler
+from bench.guard import Guard
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+    from pathlib import Path
+
+    from bench.cluster.node.node_status import NodeSpec
+    from controller.cluster.client import Client
+
+
+@contextlib.asynccontextmanager
+async def running_nodes(
+    client: Client,
+    specs: Sequence[NodeSpec],
+    directory: Path,
+    *,
+    images: Mapping[str, Sequence[str]] = IMAGES,
+    timing: NodeTiming = NodeTiming(),  # noqa: B008 - frozen
+    schedules: bool = False,
+    network: str = "",
+) -> AsyncIterator[dict[str, Node]]:
+    """Nodes by name, ready for pods. On the way out their pods' processes end; the objects stay.
+
+    ``schedules``: bind pods too, because no kube-scheduler runs. ``network``: where the pods' addresses come from.
+    """
+    addresses = Addresses(network)
+    with Guard() as guard:
+        nodes = {
+            spec.name: Node(client, spec, directory / spec.name, guard, addresses, images=images, timing=timing)
+            for spec in specs
+        }
+        running = [asyncio.create_task(node.run(), name=f"node {name}") for name, node in nodes.items()]
+        if schedules:
+            running.append(asyncio.create_task(Scheduler(client).run(), name="scheduler"))
+        try:
+            for node in nodes.values():
+                await node.registered()
+            yield nodes
+        finally:
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running)
+            for task in running:
+                if not task.cancelled() and (error := task.exception()):
+                    raise error
