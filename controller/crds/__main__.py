@@ -18,8 +18,14 @@ if TYPE_CHECKING:
 
 
 def files() -> Mapping[str, str]:
-    """Every definition as YAML, by the name of its file."""
-    return {f"{GROUP}_{kind.plural}.yaml": _to_yaml(definition_of(kind)) for kind in KINDS}
+    """Every definition as YAML, by the name of its file, and the list of them for kustomize."""
+    found = {f"{GROUP}_{kind.plural}.yaml": _to_yaml(definition_of(kind)) for kind in KINDS}
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": sorted(found),
+    }
+    return {**found, "kustomization.yaml": _to_yaml(kustomization)}
 
 
 def main(words: list[str]) -> int:

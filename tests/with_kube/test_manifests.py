@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifests on a real API server: it takes them, and the role needs all that its account may do and no more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from controller.cluster.client import connect
+from controller.cluster.errors import Forbidden, NotFound
+from controller.cluster.lease import LeaderElection
+from controller.cluster.resources import (
+    CONFIG_MAPS,
+    DEPLOYMENTS,
+    GATEWAY_CONFIGS,
+    LEASES,
+    MODEL_SERVERS,
+    PODS,
+    SECRETS,
+)
+from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
+from controller.roles.gateway_metrics import GatewayMetrics
+from tests.kube_objects import Object, server
+from tests.waiting import eventually
+from tests.with_kube.pods import make_pod
+from tests.with_kube.test_gateway_role import IMPATIENT, addresses, conditions, create
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from bench.cluster.assets import Assets
+    from bench.cluster.control_plane import ControlPlane
+    from controller.cluster.client import Client
+
+MANIFESTS = Path(__file__).parents[2] / "manifests"
+SYSTEM = "attache-system"
+
+
+@pytest.fixture(params=["real"])
+def kube(real_kube: object) -> object:
+    """Only a real one checks what manifests say."""
+    return real_kube
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def applied(plane: ControlPlane, assets: Assets) -> None:
+    """The gateway's manifests, as a user applies them."""
+    assert await kubectl(plane, assets, "apply", "-k", str(MANIFESTS / "crds")) == 0
+    wait = ["wait", "--for", "condition=established", "crd", "gatewayconfigs.attache.dev"]
+    assert await kubectl(plane, assets, *wait) == 0
+    assert await kubectl(plane, assets, "apply", "-k", str(MANIFESTS / "gateway")) == 0
+
+
+async def kubectl(plane: ControlPlane, assets: Assets, *words: str) -> int:
+    command = [str(assets.binary("kubectl")), "--kubeconfig", str(plane.kubeconfig), *words]
+    process = await asyncio.create_subprocess_exec(*command)
+    return await process.wait()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def account(client: Client, applied: None) -> AsyncIterator[Client]:  # noqa: ARG001 - its account must be there
+    """A client with the token of the gateway's ServiceAccount."""
+    asked: Object = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "metadata": {}, "spec": {}}
+    path = f"/api/v1/namespaces/{SYSTEM}/serviceaccounts/attache-gateway/token"
+    answer: dict[str, Any] = await client._json("POST", path, body=asked)
+    access = msgspec.structs.replace(client.access, token=answer["status"]["token"], certificate="", key="")
+    async with connect(access, manager=CONTROLLER) as one:
+        yield one
+
+
+@pytest.mark.usefixtures("applied")
+async def test_the_server_takes_them_as_they_are(client: Client, plane: ControlPlane, assets: Assets) -> None:
+    found = await client.get(DEPLOYMENTS, "attache-gateway", SYSTEM)
+    assert found["spec"]["replicas"] == 2
+    assert (await client.get(GATEWAY_CONFIGS, "gateway", SYSTEM))["spec"]["messageTimeout"] == "5s"
+    words = ["apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-k"]
+    for folder in ("gateway", "samples"):
+        assert await kubectl(plane, assets, *words, str(MANIFESTS / folder)) == 0
+
+
+async def test_the_role_works_with_its_own_account(
+    client: Client, account: Client, namespace: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await create(client, server(namespace=namespace))
+    election = LeaderElection(account, namespace=SYSTEM, name="attache-gateway", identity="test")
+    settings = GatewaySettings(config=tmp_path, gateway_config=f"{SYSTEM}/gateway")
+    role = GatewayRole(account, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
+    task = asyncio.create_task(role.run())
+    try:
+        await asyncio.wait_for(role.ready.wait(), 20)
+        await make_pod(client, namespace, "a", "127.0.1.1")
+        await eventually(lambda: addresses(tmp_path) == ["127.0.1.1:8000"])
+
+        async def is_written() -> bool:
+            found = await conditions(client, GATEWAY_CONFIGS, "gateway", SYSTEM)
+            return found.get("Programmed") == ("True", "Programmed")
+
+        await eventually(is_written)
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    assert "403" not in caplog.text
+
+
+async def test_the_account_may_do_nothing_more(client: Client, account: Client, namespace: str) -> None:
+    await create(client, server(namespace=namespace))
+    await make_pod(client, namespace, "a", "127.0.1.1")
+    labelled = {"metadata": {"labels": {"a": "b"}}}
+    with pytest.raises(Forbidden):
+        await account.list(SECRETS, SYSTEM)
+    with pytest.raises(Forbidden):
+        await account.delete(PODS, "a", namespace)
+    with pytest.raises(Forbidden):
+        await account.merge_patch(MODEL_SERVERS, "llama", namespace, labelled)
+    with pytest.raises(Forbidden):
+        await account.merge_patch(PODS, "a", namespace, {"status": {"phase": "Failed"}}, subresource="status")
+    with pytest.raises(Forbidden):
+        await account.get(LEASES, "kube-scheduler", SYSTEM)
+    with pytest.raises(Forbidden):
+        await account.get(LEASES, "attache-gateway", namespace)
+    with pytest.raises(Forbidden):
+        await account.create(
+            CONFIG_MAPS, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a", "namespace": namespace}}
+        )
+    with contextlib.suppress(NotFound):  # may be asked for
+        await account.get(LEASES, "attache-gateway", SYSTEM)
