@@ -71,6 +71,8 @@ class Access(msgspec.Struct, frozen=True):
 def find_access(environment: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> Access:
     """As kubectl and client-go do: ``KUBECONFIG``, else the pod's service account, else ``~/.kube/config``.
 
+    Of several files in ``KUBECONFIG`` the first counts; they are not merged.
+
     Raises AccessInvalid if there is none of them, or the one found cannot be used.
     """
     given = environment.get("KUBECONFIG", "")

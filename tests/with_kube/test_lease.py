@@ -115,6 +115,21 @@ async def test_conflicts_do_not_end_a_term(client: Client, kube: Kube, namespace
     await first.stop()
 
 
+async def test_an_answer_that_comes_too_late_makes_no_leader(client: Client, kube: Kube, namespace: str) -> None:
+    if kube.fake is None:
+        pytest.skip("a fault that a real server does not have on demand")
+    kube.fake.faults.slow(30.0, of=lambda call: call.verb == "create")
+    leading: set[str] = set()
+    timing = LeaseTiming(duration_s=0.3, renew_deadline_s=0.2, retry_s=0.05)
+    first = Candidate(client, namespace, "first", leading, timing)
+    before = kube.fake.requests
+    await eventually(lambda: kube.fake is not None and kube.fake.requests > before + 4)
+    assert first.terms == 0, "it asks again, and does not believe the old attempts"
+    kube.fake.faults.heal()
+    await eventually(lambda: leading == {"first"})
+    await first.stop()
+
+
 async def test_work_that_ends_gives_the_lease_back(client: Client, namespace: str) -> None:
     async def lead() -> None:
         await asyncio.sleep(0)
