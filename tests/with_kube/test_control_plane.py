@@ -17,6 +17,7 @@ from controller.cluster.client import Client, connect
 from controller.cluster.errors import Invalid, NotFound, Unreachable
 from controller.cluster.resources import PODS, Resource
 from tests.waiting import eventually
+from tests.with_kube.kubes import REAL
 from tests.with_kube.test_node import is_ready, place
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from bench.cluster.assets import Assets
     from bench.cluster.control_plane import ControlPlane
-    from tests.with_kube.conftest import Kube
     from tests.with_kube.test_node import Place
 
 __all__ = ["place"]
@@ -55,9 +55,8 @@ async def test_one_user_may_do_everything_and_one_nothing(assets: Assets, plane:
     assert refused.splitlines()[-1] == "no"
 
 
-async def test_crds_of_others_are_served(assets: Assets, plane: ControlPlane, namespace: str, client: Client) -> None:
-    if client.access != plane.admin:
-        pytest.skip("their rules are for a real server")
+@REAL
+async def test_crds_of_others_are_served(assets: Assets, namespace: str, client: Client) -> None:
     if not assets.crds.is_dir():
         pytest.skip("these assets have no CRDs")
     assert await apply_crds(client, [assets.crds]) > 10
@@ -78,13 +77,12 @@ async def test_crds_of_others_are_served(assets: Assets, plane: ControlPlane, na
     await client.create(INFERENCE_POOLS, pool)
 
 
-async def test_pods_outlive_an_outage_of_the_api(place: Place, kube: Kube) -> None:
-    if kube.plane is None:
-        pytest.skip("a real server is stopped and started")
+@REAL
+async def test_pods_outlive_an_outage_of_the_api(place: Place, plane: ControlPlane) -> None:
     await place.create(place.pod())
     await place.until(is_ready)
     pid = place.node.workers[f"{place.namespace}/one"].pid("main")
-    await kube.plane.stop_api()
+    await plane.stop_api()
     try:
         with pytest.raises(Unreachable):
             await place.client.get(PODS, "one", place.namespace)
@@ -92,7 +90,7 @@ async def test_pods_outlive_an_outage_of_the_api(place: Place, kube: Kube) -> No
         # what happens meanwhile is told afterwards
         place.node.kill(f"{place.namespace}/one")
     finally:
-        await kube.plane.start_api()
+        await plane.start_api()
     status = await place.until(lambda one: one["containerStatuses"][0]["restartCount"] == 1 and is_ready(one))
     assert status["containerStatuses"][0]["lastState"]["terminated"]["exitCode"] == 137
 

@@ -19,13 +19,14 @@ from controller.cluster.client import Client
 from controller.cluster.errors import Forbidden
 from controller.cluster.resources import CONFIG_MAPS, DEPLOYMENTS, NODES, PODS, SECRETS
 from tests.waiting import eventually
+from tests.with_kube.kubes import REAL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
     from controller.cluster.resources import Object
-    from tests.with_kube.conftest import Kube
+    from tests.with_kube.kubes import Kube
 
 QUICK = NodeTiming(restart_s=0.2, restart_max_s=0.4, pull_s=0.2, pull_max_s=0.4, heartbeat_s=1.0)
 SERVE = [sys.executable, "-u", "-m", "http.server", "--bind", "0.0.0.0", "8000"]  # noqa: S104 - becomes the pod's address
@@ -328,9 +329,8 @@ async def test_variables_and_files_come_from_the_cluster(place: Place) -> None:
     await eventually(lambda: place.log("one") == f"red k one {status['podIP']}\nred")
 
 
-async def test_a_process_has_its_pods_service_account(place: Place, kube: Kube) -> None:
-    if kube.plane is None:
-        pytest.skip("the fake server knows no service accounts")
+@REAL
+async def test_a_process_has_its_pods_service_account(place: Place) -> None:
     script = (
         "import asyncio;from controller.cluster.access import *;from controller.cluster.client import *;"
         "from controller.cluster.resources import *\n"
@@ -375,9 +375,8 @@ async def test_a_lost_node_takes_its_pods_along(place: Place) -> None:
     await place.until(is_ready)
 
 
-async def test_a_deployment_replaces_what_is_deleted(place: Place, kube: Kube) -> None:
-    if kube.plane is None:
-        pytest.skip("the fake server has no controllers")
+@REAL
+async def test_a_deployment_replaces_what_is_deleted(place: Place) -> None:
     template = {"metadata": {"labels": {"app": "test"}}, "spec": place.pod()["spec"]}
     spec = {"replicas": 2, "selector": {"matchLabels": {"app": "test"}}, "template": template}
     metadata = {"name": "many", "namespace": place.namespace}
