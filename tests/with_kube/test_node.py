@@ -121,10 +121,9 @@ async def body(url: str) -> str:
 @pytest_asyncio.fixture(loop_scope="session")
 async def place(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> AsyncIterator[Place]:
     """A node for this test."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     spec = gpu_node(f"node-{namespace}", gpus=2, labels={"test": namespace})
-    schedules, network = kube.fake is not None, f"127.{10 + worker}.0.0/16"
-    async with running_nodes(client, [spec], tmp_path, timing=QUICK, schedules=schedules, network=network) as nodes:
+    schedules = kube.fake is not None
+    async with running_nodes(client, [spec], tmp_path, timing=QUICK, schedules=schedules) as nodes:
         yield Place(client, namespace, nodes[spec.name])
         for pod in (await client.list(PODS, namespace)).items:
             await client.delete(PODS, pod["metadata"]["name"], namespace, grace_s=0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.cluster.node.addresses import Addresses
+from bench.cluster.node.addresses import Addresses, NoAddressLeft
 from bench.cluster.node.environment import Missing, Sources, environment, expanded, references
 from bench.cluster.node.images import IMAGES, ImageMissing, command, repository
 from bench.cluster.node.quantities import quantity
@@ -180,12 +180,21 @@ def test_files_are_written_once_and_removed_when_they_are_no_more(tmp_path: Path
 
 
 def test_addresses_are_handed_out_again_as_late_as_possible() -> None:
-    addresses = Addresses("127.9.0.0/29")
-    given = [addresses.take() for _ in range(6)]
-    assert given == [f"127.9.0.{number}" for number in range(1, 7)]
-    with pytest.raises(RuntimeError, match="no address left"):
-        addresses.take()
-    addresses.give_back(given[3])
-    addresses.give_back(given[0])
-    assert addresses.take() == given[0]
-    assert Addresses().take() == "127.1.0.1"
+    with Addresses() as addresses:
+        given = [addresses.take() for _ in range(254 * 255)]
+        assert len(set(given)) == len(given)
+        assert {one.rpartition(".")[2] for one in given} == {str(number) for number in range(1, 255)}
+        with pytest.raises(NoAddressLeft):
+            addresses.take()
+        addresses.give_back(given[3])
+        addresses.give_back(given[0])
+        assert [addresses.take(), addresses.take()] == [given[0], given[3]]
+
+
+def test_two_clusters_have_different_networks() -> None:
+    with Addresses([201, 202]) as first, Addresses([201, 202]) as second:
+        assert (first.take(), second.take()) == ("127.201.0.1", "127.202.0.1")
+        with pytest.raises(NoAddressLeft):
+            Addresses([201, 202])
+    with Addresses([201, 202]) as again:
+        assert again.take() == "127.201.0.1"
