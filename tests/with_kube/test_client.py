@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -24,6 +25,7 @@ from controller.cluster.errors import (
     Unreachable,
 )
 from controller.cluster.resources import CONFIG_MAPS, DEPLOYMENTS, PODS, Resource
+from controller.cluster.watching import events_in
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.objects import WIDGETS, config_map, define_widgets, widget
@@ -293,3 +295,27 @@ async def test_an_unknown_kind_is_not_found(client: Client, namespace: str) -> N
     with pytest.raises(NotFound):
         await client.list(Resource("nothing.attache.dev", "v1", "nothings", "Nothing"), namespace)
     assert (await client.list(DEPLOYMENTS, namespace)).items == []
+
+
+async def test_a_watch_can_begin_with_what_is_there(kube: Kube, client: Client, namespace: str) -> None:
+    """Other clients than ours list in this way."""
+    await client.create(CONFIG_MAPS, config_map(namespace))
+    query = {
+        "watch": "true",
+        "sendInitialEvents": "true",
+        "allowWatchBookmarks": "true",
+        "resourceVersionMatch": "NotOlderThan",
+        "fieldSelector": "metadata.name=one",
+        "timeoutSeconds": "5",
+    }
+    url = f"{kube.admin.server}{CONFIG_MAPS.path(namespace)}"
+    seen: list[tuple[str, bool]] = []
+    async with (
+        aiohttp.ClientSession(headers=kube.admin.headers()) as http,
+        http.get(url, params=query, ssl=kube.admin.tls() or False) as answer,
+    ):
+        async for event in events_in(answer.content.iter_any()):
+            seen.append((event.type, "annotations" in event.object["metadata"]))
+            if len(seen) == 2:
+                break
+    assert seen == [("ADDED", False), ("BOOKMARK", True)]

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bench.cluster.assets import versions
+from bench.cluster.assets import ROOT, versions
 from bench.cluster.control_plane import ControlPlaneOptions, running_control_plane
 from bench.cluster.crds import apply_crds
 from controller.cluster.client import Client, connect
@@ -21,8 +25,6 @@ from tests.with_kube.kubes import REAL
 from tests.with_kube.test_node import is_ready, place
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from bench.cluster.assets import Assets
     from bench.cluster.control_plane import ControlPlane
     from tests.with_kube.test_node import Place
@@ -127,3 +129,30 @@ async def _created(client: Client, pod: dict[str, Any]) -> bool:
     except NotFound:
         return False
     return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+async def test_nothing_is_left_of_make_up_kube(assets: Assets, tmp_path: Path, number: signal.Signals) -> None:
+    environment = {**os.environ, "KUBEBUILDER_ASSETS": str(assets.directory), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "bench.cluster", "--nodes", "1"]
+    up = await asyncio.create_subprocess_exec(*command, env=environment, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
+    assert up.stdout is not None
+    said = ""
+    async with asyncio.timeout(90):
+        while "Ctrl-C" not in said:
+            said += (await up.stdout.readline()).decode()
+        assert "export KUBECONFIG=" in said
+        up.send_signal(number)
+        status = await up.wait()
+    assert status == (0 if number == signal.SIGINT else -number)
+    # all of them have the directory in their arguments
+    await eventually(lambda: not running_with(str(tmp_path)), timeout_s=30)
+
+
+def running_with(word: str) -> list[str]:
+    """The command lines of processes that have ``word`` in them."""
+    found: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            found.append(path.read_text(errors="replace"))
+    return [line for line in found if word in line]

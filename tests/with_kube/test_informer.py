@@ -162,3 +162,17 @@ async def test_it_survives_an_outage_of_the_server(client: Client, plane: Contro
         await plane.start_api()
         await client.create(CONFIG_MAPS, config_map(namespace, "after"))
         await eventually(lambda: names(informer) == {"before", "after"}, timeout_s=30)
+
+
+@REAL
+async def test_it_survives_a_frozen_server(client: Client, plane: ControlPlane, namespace: str) -> None:
+    async with following(client, namespace) as informer:
+        heard = informer.unheard_for_s()
+        assert heard is not None
+        plane.freeze_api()
+        try:
+            await eventually(lambda: (informer.unheard_for_s() or 0.0) > heard + QUICK.silence_s + 0.5)
+        finally:
+            plane.thaw_api()
+        await client.create(CONFIG_MAPS, config_map(namespace, "after"))
+        await eventually(lambda: names(informer) == {"after"}, timeout_s=60)

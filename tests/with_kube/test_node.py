@@ -308,7 +308,7 @@ async def test_a_pod_deleted_without_grace_is_gone_with_its_process(place: Place
 async def test_variables_and_files_come_from_the_cluster(place: Place) -> None:
     names = {"namespace": place.namespace}
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c", **names}, "data": {"colour": "red"}}
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s", **names}, "data": {"key": "aw=="}}
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s", **names}, "stringData": {"key": "k"}}
     await place.client.create(SECRETS, secret)
     main = shell(
         "echo $COLOUR $KEY $NAME $POD; cat /etc/config/colour; sleep 60",
