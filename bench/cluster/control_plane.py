@@ -96,7 +96,7 @@ async def running_control_plane(
     etcd, peer, port = free_ports(3)
     commands = {
         ETCD: _etcd(assets, directory, etcd, peer),
-        API_SERVER: _api_server(assets, files, port, etcd),
+        API_SERVER: _api_server(assets, files, port, etcd, has_controllers=options.controllers),
         CONTROLLERS: _controller_manager(assets, files, node_lifecycle=options.node_lifecycle),
         SCHEDULER: _scheduler(assets, files),
     }
@@ -160,7 +160,9 @@ def _etcd(assets: Assets, directory: Path, port: int, peer: int) -> list[str]:
     ]
 
 
-def _api_server(assets: Assets, files: _Files, port: int, etcd: int) -> list[str]:
+def _api_server(assets: Assets, files: _Files, port: int, etcd: int, *, has_controllers: bool) -> list[str]:
+    # nobody makes service accounts without controllers, and pods must not wait for them
+    without = [] if has_controllers else ["--disable-admission-plugins=ServiceAccount"]
     return [
         str(assets.binary(API_SERVER)),
         f"--etcd-servers=http://127.0.0.1:{etcd}",
@@ -177,6 +179,7 @@ def _api_server(assets: Assets, files: _Files, port: int, etcd: int) -> list[str
         f"--service-account-key-file={files.account_public}",
         f"--service-account-signing-key-file={files.account_key}",
         "--allow-privileged=true",
+        *without,
     ]
 
 

@@ -71,6 +71,8 @@ class Access(msgspec.Struct, frozen=True):
 def find_access(environment: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> Access:
     """As kubectl and client-go do: ``KUBECONFIG``, else the pod's service account, else ``~/.kube/config``.
 
+    Of several files in ``KUBECONFIG`` the first counts; they are not merged.
+
     Raises AccessInvalid if there is none of them, or the one found cannot be used.
     """
     given = environment.get("KUBECONFIG", "")
@@ -145,7 +147,7 @@ def _text(holder: Mapping[str, Any], name: str, path: Path) -> str:
     """A PEM text: in the kubeconfig itself (``NAME-data``, base64) or in a file beside it."""
     try:
         if holder.get(f"{name}-data"):
-            return base64.b64decode(holder[f"{name}-data"]).decode()
+            return base64.b64decode("".join(holder[f"{name}-data"].split()), validate=True).decode()
         return (path.parent / holder[name]).read_text() if holder.get(name) else ""
     except (OSError, binascii.Error, UnicodeDecodeError) as error:
         raise AccessInvalid(f"{path}: cannot read {name}: {error}") from error

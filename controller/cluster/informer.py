@@ -76,11 +76,19 @@ class Informer:
         self._rng = rng or Random()
         self._backoff = Backoff(timing.backoff_s, timing.backoff_max_s, self._rng)
         self._listeners: list[Listener] = []
+        self._heard_at_s: float | None = None
 
     @property
     def objects(self) -> Mapping[str, Object]:
         """All objects by key, as last heard. They must not be changed."""
         return self._store.objects
+
+    def unheard_for_s(self) -> float | None:
+        """Seconds since the server last said anything, a bookmark included; None if it never did.
+
+        Up to the timing's ``silence_s`` is normal where little changes; more says that the copy grows old.
+        """
+        return None if self._heard_at_s is None else asyncio.get_running_loop().time() - self._heard_at_s
 
     def get(self, key: str) -> Object | None:
         """One object, None if there is none."""
@@ -118,6 +126,7 @@ class Informer:
         chosen = self._selection
         listed = await self._client.list(self.resource, chosen.namespace, labels=chosen.labels, fields=chosen.fields)
         self.lists += 1
+        self._heard()
         self._tell(self._store.replace(listed.items))
         self.synced.set()
         return listed.resource_version
@@ -142,6 +151,7 @@ class Informer:
                 async for event in events:
                     reached = event.resource_version
                     self._backoff.succeeded()
+                    self._heard()
                     self._tell(self._store.take(event))
         except Expired:
             raise
@@ -152,6 +162,9 @@ class Informer:
             raise _Interrupted(reached, None)
         self._backoff.succeeded()
         return reached
+
+    def _heard(self) -> None:
+        self._heard_at_s = asyncio.get_running_loop().time()
 
     async def _pause(self, error: ClusterError | None) -> None:
         wait_s = self._backoff.failed(error)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
@@ -49,6 +48,8 @@ class LeaderElection:
         self._rng = rng or Random()
         self._sight: Sight | None = None
         self._leads = False
+        # when our last successful write was asked for; the server may have done it any time after
+        self._written_at_s = 0.0
 
     @property
     def is_leader(self) -> bool:
@@ -63,7 +64,8 @@ class LeaderElection:
     async def run(self, lead: Lead) -> None:
         """Wait until we lead, then run ``lead`` until it returns, leadership is lost (then wait again), or we are cancelled.
 
-        On the way out the Lease is given back, once ``lead`` has ended.
+        ``lead`` is cancelled when leadership is lost, and must end within ``duration_s - renew_deadline_s``: after that
+        another may lead. On the way out the Lease is given back, once ``lead`` has ended.
         """
         try:
             while True:
@@ -76,7 +78,8 @@ class LeaderElection:
             await self._release()
 
     async def _acquire(self) -> None:
-        while not await self._attempt():  # noqa: ASYNC110  another process holds it: there is no event to wait for
+        # ask again and again: who holds it is another process, and there is no event to wait for
+        while not await self._attempt(self._timing.renew_deadline_s):  # noqa: ASYNC110
             await asyncio.sleep(self._timing.retry_s * self._rng.uniform(0.8, 1.2))
         self._leads = True
 
@@ -92,6 +95,8 @@ class LeaderElection:
             await _cancelled(work)
             # held until the work has ended: nobody else may begin before
             await _cancelled(renewal)
+        if not renewal.cancelled():
+            renewal.result()
         if ended:
             await work
         elif not work.cancelled() and (error := work.exception()):
@@ -101,28 +106,29 @@ class LeaderElection:
     async def _renew(self) -> None:
         """Write the Lease until it is lost: taken by another, or not written for ``renew_deadline_s``."""
         clock = asyncio.get_running_loop().time
-        written_at_s = clock()
         while True:
             await asyncio.sleep(self._timing.retry_s)
-            began_s = clock()
-            left_s = written_at_s + self._timing.renew_deadline_s - began_s
+            left_s = self._written_at_s + self._timing.renew_deadline_s - clock()
             if left_s <= 0:
                 return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    if await self._attempt():
-                        # from when it was asked for: others count from a later instant
-                        written_at_s = began_s
-                    elif self.leader not in ("", self.identity):
-                        return
+            if not await self._attempt(left_s) and self.leader not in ("", self.identity):
+                return
 
-    async def _attempt(self) -> bool:
-        """Try to write ourselves into the Lease; whether that worked. Failures are logged."""
+    async def _attempt(self, within_s: float) -> bool:
+        """Try to write ourselves into the Lease; whether that worked in time. Failures are logged.
+
+        An answer that comes late is worth nothing: others may have seen the write long before, and count from there.
+        """
+        began_s = asyncio.get_running_loop().time()
         try:
-            return await self._try()
-        except ClusterError as error:
-            log.warning("lease %s: %s", self._name, error)
+            async with asyncio.timeout(within_s):
+                wrote = await self._try()
+        except (ClusterError, TimeoutError) as error:
+            log.warning("lease %s: %r", self._name, error)
             return False
+        if wrote:
+            self._written_at_s = began_s
+        return wrote
 
     async def _try(self) -> bool:
         clock = asyncio.get_running_loop().time

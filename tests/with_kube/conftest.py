@@ -7,28 +7,18 @@ import os
 import uuid
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 import pytest_asyncio
 
 from bench.cluster.assets import Assets, AssetsMissing, find_assets
 from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, running_control_plane
 from bench.cluster.fake.server import FakeServer, running_fake
-from controller.cluster.access import Access
 from controller.cluster.client import Client, connect
 from controller.cluster.resources import NAMESPACES
+from tests.with_kube.kubes import Kube
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-
-class Kube(msgspec.Struct, frozen=True):
-    """An API server: the fake one or a real one. ``nobody`` is authenticated and may do nothing."""
-
-    admin: Access
-    nobody: Access
-    fake: FakeServer | None = None
-    plane: ControlPlane | None = None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -75,6 +65,13 @@ def kube(request: pytest.FixtureRequest) -> Kube:
     """An API server of each sort."""
     found: Kube = request.getfixturevalue(f"{request.param}_kube")
     return found
+
+
+@pytest.fixture
+def fake(kube: Kube) -> FakeServer:
+    """The fake server, for tests that are marked with FAKE."""
+    assert kube.fake is not None
+    return kube.fake
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -23,96 +24,16 @@ from controller.cluster.errors import (
     Unauthorized,
     Unreachable,
 )
-from controller.cluster.resources import CONFIG_MAPS, CRDS, DEPLOYMENTS, PODS, Resource
+from controller.cluster.resources import CONFIG_MAPS, DEPLOYMENTS, PODS, Resource
+from controller.cluster.watching import events_in
 from tests.waiting import eventually
+from tests.with_kube.kubes import FAKE
+from tests.with_kube.objects import WIDGETS, config_map, define_widgets, widget
 
 if TYPE_CHECKING:
+    from bench.cluster.fake.server import FakeServer
     from controller.cluster.watching import WatchEvent
-    from tests.with_kube.conftest import Kube
-
-WIDGETS = Resource("test.attache.dev", "v1", "widgets", "Widget")
-
-
-def config_map(namespace: str, name: str = "one", **data: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": name, "namespace": namespace},
-        "data": data or {"colour": "red"},
-    }
-
-
-def widget(namespace: str, name: str = "one", **spec: object) -> dict[str, Any]:
-    metadata = {"name": name, "namespace": namespace}
-    return {"apiVersion": "test.attache.dev/v1", "kind": "Widget", "metadata": metadata, "spec": spec}
-
-
-WIDGET_CRD: dict[str, Any] = {
-    "apiVersion": "apiextensions.k8s.io/v1",
-    "kind": "CustomResourceDefinition",
-    "metadata": {"name": "widgets.test.attache.dev"},
-    "spec": {
-        "group": "test.attache.dev",
-        "scope": "Namespaced",
-        "names": {"plural": "widgets", "singular": "widget", "kind": "Widget", "listKind": "WidgetList"},
-        "versions": [
-            {
-                "name": "v1",
-                "served": True,
-                "storage": True,
-                "subresources": {"status": {}},
-                "schema": {
-                    "openAPIV3Schema": {
-                        "type": "object",
-                        "properties": {
-                            "spec": {
-                                "type": "object",
-                                "required": ["size"],
-                                "properties": {
-                                    "size": {"type": "integer", "minimum": 1, "maximum": 9},
-                                    "colour": {"type": "string", "default": "red", "enum": ["red", "blue"]},
-                                },
-                            },
-                            "status": {
-                                "type": "object",
-                                "properties": {
-                                    "seen": {"type": "integer"},
-                                    "conditions": {
-                                        "type": "array",
-                                        "x-kubernetes-list-type": "map",
-                                        "x-kubernetes-list-map-keys": ["type"],
-                                        "items": {
-                                            "type": "object",
-                                            "required": ["type", "status"],
-                                            "properties": {
-                                                "type": {"type": "string"},
-                                                "status": {"type": "string"},
-                                            },
-                                        },
-                                    },
-                                },
-                            },
-                        },
-                    }
-                },
-            }
-        ],
-    },
-}
-
-
-async def define_widgets(client: Client) -> None:
-    """Serve widgets; a real server needs a moment for it."""
-    await client.apply(CRDS, WIDGET_CRD, force=True)
-
-    async def served() -> bool:
-        try:
-            await client.list(WIDGETS)
-        except (NotFound, Conflict):
-            return False
-        return True
-
-    await eventually(served)
+    from tests.with_kube.kubes import Kube
 
 
 async def test_an_object_is_created_read_and_deleted(client: Client, namespace: str) -> None:
@@ -230,21 +151,18 @@ async def test_what_stops_to_match_is_deleted_for_a_watch(client: Client, namesp
     assert kinds == ["ADDED", "DELETED"]
 
 
-async def test_a_watch_from_a_forgotten_version_is_expired(client: Client, kube: Kube, namespace: str) -> None:
-    if kube.fake is None:
-        pytest.skip("a real server forgets after minutes")
+@FAKE
+async def test_a_watch_from_a_forgotten_version_is_expired(client: Client, fake: FakeServer, namespace: str) -> None:
     since = (await client.list(CONFIG_MAPS, namespace)).resource_version
-    kube.fake.expire()
+    fake.expire()
     with pytest.raises(Expired):
         await anext(client.watch(CONFIG_MAPS, namespace, since=since))
 
 
-async def test_a_list_whose_pages_expire_is_read_anew(client: Client, kube: Kube, namespace: str) -> None:
-    if kube.fake is None:
-        pytest.skip("a real server forgets after minutes")
+@FAKE
+async def test_a_list_whose_pages_expire_is_read_anew(client: Client, fake: FakeServer, namespace: str) -> None:
     for number in range(5):
         await client.create(CONFIG_MAPS, config_map(namespace, f"c-{number}"))
-    fake = kube.fake
     fake.faults.refuse(1, 410, reason="Expired", of=lambda call: call.verb == "list")
     assert len((await client.list(CONFIG_MAPS, namespace, page=2)).items) == 5
 
@@ -377,3 +295,27 @@ async def test_an_unknown_kind_is_not_found(client: Client, namespace: str) -> N
     with pytest.raises(NotFound):
         await client.list(Resource("nothing.attache.dev", "v1", "nothings", "Nothing"), namespace)
     assert (await client.list(DEPLOYMENTS, namespace)).items == []
+
+
+async def test_a_watch_can_begin_with_what_is_there(kube: Kube, client: Client, namespace: str) -> None:
+    """Other clients than ours list in this way."""
+    await client.create(CONFIG_MAPS, config_map(namespace))
+    query = {
+        "watch": "true",
+        "sendInitialEvents": "true",
+        "allowWatchBookmarks": "true",
+        "resourceVersionMatch": "NotOlderThan",
+        "fieldSelector": "metadata.name=one",
+        "timeoutSeconds": "5",
+    }
+    url = f"{kube.admin.server}{CONFIG_MAPS.path(namespace)}"
+    seen: list[tuple[str, bool]] = []
+    async with (
+        aiohttp.ClientSession(headers=kube.admin.headers()) as http,
+        http.get(url, params=query, ssl=kube.admin.tls() or False) as answer,
+    ):
+        async for event in events_in(answer.content.iter_any()):
+            seen.append((event.type, "annotations" in event.object["metadata"]))
+            if len(seen) == 2:
+                break
+    assert seen == [("ADDED", False), ("BOOKMARK", True)]

@@ -8,20 +8,20 @@ import contextlib
 from random import Random
 from typing import TYPE_CHECKING
 
-import pytest
-
 from controller.cluster.informer import Informer, InformerTiming, Selection
 from controller.cluster.resources import CONFIG_MAPS
 from tests.waiting import eventually
-from tests.with_kube.test_client import config_map
+from tests.with_kube.kubes import FAKE, REAL
+from tests.with_kube.objects import config_map
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from bench.cluster.control_plane import ControlPlane
     from bench.cluster.fake.faults import Call
     from bench.cluster.fake.server import FakeServer
     from controller.cluster.client import Client
-    from tests.with_kube.conftest import Kube
+    from tests.with_kube.kubes import Kube
 
 QUICK = InformerTiming(backoff_s=0.05, backoff_max_s=0.2, silence_s=1.0, resync_s=0)
 
@@ -75,11 +75,14 @@ async def test_a_watch_that_the_server_ends_goes_on_where_it_was(client: Client,
         await eventually(lambda: names(informer) == {"late"})
         assert informer.lists == 1
     if kube.fake is not None:
-        await eventually(lambda: len(kube.fake.watches) == 0 if kube.fake else False)
+        watches = kube.fake.watches
+        await eventually(lambda: len(watches) == 0)
 
 
-async def test_a_deletion_without_a_watch_is_found_by_the_next_list(client: Client, kube: Kube, namespace: str) -> None:
-    fake = only_fake(kube)
+@FAKE
+async def test_a_deletion_without_a_watch_is_found_by_the_next_list(
+    client: Client, fake: FakeServer, namespace: str
+) -> None:
     await client.create(CONFIG_MAPS, config_map(namespace, "ghost"))
     await client.create(CONFIG_MAPS, config_map(namespace, "stays"))
     async with following(client, namespace) as informer:
@@ -95,8 +98,8 @@ async def test_a_deletion_without_a_watch_is_found_by_the_next_list(client: Clie
         assert informer.lists == 2
 
 
-async def test_an_expired_watch_lists_anew(client: Client, kube: Kube, namespace: str) -> None:
-    fake = only_fake(kube)
+@FAKE
+async def test_an_expired_watch_lists_anew(client: Client, fake: FakeServer, namespace: str) -> None:
     async with following(client, namespace) as informer:
         await eventually(lambda: len(fake.watches) == 1)
         fake.watches.expire()
@@ -105,8 +108,8 @@ async def test_an_expired_watch_lists_anew(client: Client, kube: Kube, namespace
         await eventually(lambda: names(informer) == {"one"})
 
 
-async def test_a_frozen_watch_is_opened_anew(client: Client, kube: Kube, namespace: str) -> None:
-    fake = only_fake(kube)
+@FAKE
+async def test_a_frozen_watch_is_opened_anew(client: Client, fake: FakeServer, namespace: str) -> None:
     async with following(client, namespace) as informer:
         await eventually(lambda: len(fake.watches) == 1)
         (frozen,) = fake.watches.open
@@ -120,18 +123,18 @@ async def test_a_frozen_watch_is_opened_anew(client: Client, kube: Kube, namespa
         assert informer.lists == 1
 
 
-async def test_a_refused_list_is_asked_for_again(client: Client, kube: Kube, namespace: str) -> None:
-    fake = only_fake(kube)
+@FAKE
+async def test_a_refused_list_is_asked_for_again(client: Client, fake: FakeServer, namespace: str) -> None:
     fake.faults.refuse(2, 500)
     fake.faults.refuse(1, 429, reason="TooManyRequests", retry_after_s=1)
     async with following(client, namespace) as informer:
         assert informer.lists == 1
 
 
+@FAKE
 async def test_watches_that_end_at_once_are_not_asked_for_without_pause(
-    client: Client, kube: Kube, namespace: str
+    client: Client, fake: FakeServer, namespace: str
 ) -> None:
-    fake = only_fake(kube)
     async with following(client, namespace) as informer:
         before = fake.requests
         for _ in range(20):
@@ -151,18 +154,25 @@ async def test_a_resync_tells_all_keys(client: Client, namespace: str) -> None:
         await eventually(lambda: told.count(f"{namespace}/one") >= 2)
 
 
-async def test_it_survives_an_outage_of_the_server(client: Client, kube: Kube, namespace: str) -> None:
-    if kube.plane is None:
-        pytest.skip("a real server is stopped and started")
+@REAL
+async def test_it_survives_an_outage_of_the_server(client: Client, plane: ControlPlane, namespace: str) -> None:
     await client.create(CONFIG_MAPS, config_map(namespace, "before"))
     async with following(client, namespace) as informer:
-        await kube.plane.stop_api()
-        await kube.plane.start_api()
+        await plane.stop_api()
+        await plane.start_api()
         await client.create(CONFIG_MAPS, config_map(namespace, "after"))
         await eventually(lambda: names(informer) == {"before", "after"}, timeout_s=30)
 
 
-def only_fake(kube: Kube) -> FakeServer:
-    if kube.fake is None:
-        pytest.skip("a fault that a real server does not have on demand")
-    return kube.fake
+@REAL
+async def test_it_survives_a_frozen_server(client: Client, plane: ControlPlane, namespace: str) -> None:
+    async with following(client, namespace) as informer:
+        heard = informer.unheard_for_s()
+        assert heard is not None
+        plane.freeze_api()
+        try:
+            await eventually(lambda: (informer.unheard_for_s() or 0.0) > heard + QUICK.silence_s + 0.5)
+        finally:
+            plane.thaw_api()
+        await client.create(CONFIG_MAPS, config_map(namespace, "after"))
+        await eventually(lambda: names(informer) == {"after"}, timeout_s=60)

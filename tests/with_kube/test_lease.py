@@ -17,10 +17,12 @@ from controller.cluster.leadership import LeaseTiming
 from controller.cluster.lease import LeaderElection
 from controller.cluster.resources import LEASES
 from tests.waiting import eventually
+from tests.with_kube.kubes import FAKE
 
 if TYPE_CHECKING:
+    from bench.cluster.fake.server import FakeServer
     from controller.cluster.client import Client
-    from tests.with_kube.conftest import Kube
+    from tests.with_kube.kubes import Kube
 
 QUICK = LeaseTiming(duration_s=3.0, renew_deadline_s=2.0, retry_s=0.1)
 
@@ -102,16 +104,29 @@ async def test_who_is_robbed_of_the_lease_stops(client: Client, namespace: str) 
     assert (await client.get(LEASES, "test", namespace))["spec"]["holderIdentity"] == "thief"
 
 
-async def test_conflicts_do_not_end_a_term(client: Client, kube: Kube, namespace: str) -> None:
-    if kube.fake is None:
-        pytest.skip("a fault that a real server does not have on demand")
+@FAKE
+async def test_conflicts_do_not_end_a_term(client: Client, fake: FakeServer, namespace: str) -> None:
     leading: set[str] = set()
     first = Candidate(client, namespace, "first", leading)
     await eventually(lambda: leading == {"first"})
-    kube.fake.faults.conflicts(3)
-    written = kube.fake.storage.version
-    await eventually(lambda: kube.fake is not None and kube.fake.storage.version > written + 2)
+    fake.faults.conflicts(3)
+    written = fake.storage.version
+    await eventually(lambda: fake.storage.version > written + 2)
     assert first.terms == 1
+    await first.stop()
+
+
+@FAKE
+async def test_an_answer_that_comes_too_late_makes_no_leader(client: Client, fake: FakeServer, namespace: str) -> None:
+    fake.faults.slow(30.0, of=lambda call: call.verb == "create")
+    leading: set[str] = set()
+    timing = LeaseTiming(duration_s=0.3, renew_deadline_s=0.2, retry_s=0.05)
+    first = Candidate(client, namespace, "first", leading, timing)
+    before = fake.requests
+    await eventually(lambda: fake.requests > before + 4)
+    assert first.terms == 0, "it asks again, and does not believe the old attempts"
+    fake.faults.heal()
+    await eventually(lambda: leading == {"first"})
     await first.stop()
 
 

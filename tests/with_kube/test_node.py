@@ -19,13 +19,14 @@ from controller.cluster.client import Client
 from controller.cluster.errors import Forbidden
 from controller.cluster.resources import CONFIG_MAPS, DEPLOYMENTS, NODES, PODS, SECRETS
 from tests.waiting import eventually
+from tests.with_kube.kubes import REAL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
     from controller.cluster.resources import Object
-    from tests.with_kube.conftest import Kube
+    from tests.with_kube.kubes import Kube
 
 QUICK = NodeTiming(restart_s=0.2, restart_max_s=0.4, pull_s=0.2, pull_max_s=0.4, heartbeat_s=1.0)
 SERVE = [sys.executable, "-u", "-m", "http.server", "--bind", "0.0.0.0", "8000"]  # noqa: S104 - becomes the pod's address
@@ -120,10 +121,9 @@ async def body(url: str) -> str:
 @pytest_asyncio.fixture(loop_scope="session")
 async def place(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> AsyncIterator[Place]:
     """A node for this test."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     spec = gpu_node(f"node-{namespace}", gpus=2, labels={"test": namespace})
-    schedules, network = kube.fake is not None, f"127.{10 + worker}.0.0/16"
-    async with running_nodes(client, [spec], tmp_path, timing=QUICK, schedules=schedules, network=network) as nodes:
+    schedules = kube.fake is not None
+    async with running_nodes(client, [spec], tmp_path, timing=QUICK, schedules=schedules) as nodes:
         yield Place(client, namespace, nodes[spec.name])
         for pod in (await client.list(PODS, namespace)).items:
             await client.delete(PODS, pod["metadata"]["name"], namespace, grace_s=0)
@@ -308,7 +308,7 @@ async def test_a_pod_deleted_without_grace_is_gone_with_its_process(place: Place
 async def test_variables_and_files_come_from_the_cluster(place: Place) -> None:
     names = {"namespace": place.namespace}
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c", **names}, "data": {"colour": "red"}}
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s", **names}, "data": {"key": "aw=="}}
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s", **names}, "stringData": {"key": "k"}}
     await place.client.create(SECRETS, secret)
     main = shell(
         "echo $COLOUR $KEY $NAME $POD; cat /etc/config/colour; sleep 60",
@@ -328,9 +328,8 @@ async def test_variables_and_files_come_from_the_cluster(place: Place) -> None:
     await eventually(lambda: place.log("one") == f"red k one {status['podIP']}\nred")
 
 
-async def test_a_process_has_its_pods_service_account(place: Place, kube: Kube) -> None:
-    if kube.plane is None:
-        pytest.skip("the fake server knows no service accounts")
+@REAL
+async def test_a_process_has_its_pods_service_account(place: Place) -> None:
     script = (
         "import asyncio;from controller.cluster.access import *;from controller.cluster.client import *;"
         "from controller.cluster.resources import *\n"
@@ -375,9 +374,8 @@ async def test_a_lost_node_takes_its_pods_along(place: Place) -> None:
     await place.until(is_ready)
 
 
-async def test_a_deployment_replaces_what_is_deleted(place: Place, kube: Kube) -> None:
-    if kube.plane is None:
-        pytest.skip("the fake server has no controllers")
+@REAL
+async def test_a_deployment_replaces_what_is_deleted(place: Place) -> None:
     template = {"metadata": {"labels": {"app": "test"}}, "spec": place.pod()["spec"]}
     spec = {"replicas": 2, "selector": {"matchLabels": {"app": "test"}}, "template": template}
     metadata = {"name": "many", "namespace": place.namespace}

@@ -43,7 +43,7 @@ def leaves(thing: object, path: Path = ()) -> dict[Path, Any]:
         for item in thing:
             found |= leaves(item, (*path, f"[{item[key]}]"))
         return found
-    return {path: thing}
+    return {path: thing} if path else {}
 
 
 def conflicts(live: Mapping[str, Any], applied: Mapping[str, Any], owners: Owners, manager: str) -> dict[Path, str]:

@@ -13,6 +13,7 @@ from controller.cluster.resources import Resource
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+_RBAC: Final = "rbac.authorization.k8s.io"
 _VERBS: Final = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
 
 
@@ -39,6 +40,21 @@ _BUILT_IN: Final = (
     Kind(known.ENDPOINT_SLICES),
     Kind(known.LEASES, counts_generations=False),
     Kind(known.CRDS, has_status=True, short_names=("crd", "crds")),
+    Kind(Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim"), has_status=True, short_names=("pvc",)),
+    Kind(Resource("apps", "v1", "replicasets", "ReplicaSet"), has_status=True, short_names=("rs",)),
+    Kind(Resource("apps", "v1", "statefulsets", "StatefulSet"), has_status=True, short_names=("sts",)),
+    Kind(Resource("apps", "v1", "daemonsets", "DaemonSet"), has_status=True, short_names=("ds",)),
+    Kind(Resource("batch", "v1", "jobs", "Job"), has_status=True),
+    Kind(
+        Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"), has_status=True, short_names=("pdb",)
+    ),
+    Kind(Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"), short_names=("netpol",)),
+    Kind(Resource(_RBAC, "v1", "roles", "Role"), counts_generations=False),
+    Kind(Resource(_RBAC, "v1", "rolebindings", "RoleBinding"), counts_generations=False),
+    Kind(Resource(_RBAC, "v1", "clusterroles", "ClusterRole", namespaced=False), counts_generations=False),
+    Kind(
+        Resource(_RBAC, "v1", "clusterrolebindings", "ClusterRoleBinding", namespaced=False), counts_generations=False
+    ),
 )
 
 

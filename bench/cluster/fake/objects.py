@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +13,7 @@ from bench.cluster.fake.answers import Refused, bad_request, conflict, invalid, 
 from bench.cluster.fake.applying import Owners, apply, conflicts, written
 from bench.cluster.fake.patches import merged, patched
 from bench.cluster.fake.schema import faults_in, pruned, unknown_fields, with_defaults
-from controller.cluster.resources import CRDS, Object
+from controller.cluster.resources import CRDS, SECRETS, Object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,8 +47,9 @@ class Objects:
         """A new object; raises Refused."""
         if target.subresource == "binding":
             return self._bind(target, thing)
-        new = self._named(target, thing)
-        new = _admitted(target.kind, new, how)
+        new = _admitted(target.kind, self._named(target, thing), how)
+        if target.kind.resource == SECRETS:
+            _encode_strings(new)
         if how.dry_run:
             return new
         made = self._storage.create(target.kind, new)
@@ -161,6 +163,13 @@ class Objects:
         status = {**bound["status"], "conditions": [*others, condition]}
         self._storage.update(target.kind, bound, {**bound, "status": status}, "status")
         return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
+
+
+def _encode_strings(secret: Object) -> None:
+    strings = secret.pop("stringData", None) or {}
+    encoded = {name: base64.b64encode(value.encode()).decode() for name, value in strings.items()}
+    if encoded:
+        secret["data"] = {**(secret.get("data") or {}), **encoded}
 
 
 def _admitted(kind: Kind, thing: Object, how: How) -> Object:

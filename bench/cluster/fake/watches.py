@@ -46,9 +46,9 @@ class Watches:
         query = request.query
         chosen = _Chosen(target, selector(query.get("labelSelector", ""), query.get("fieldSelector", "")))
         queue: asyncio.Queue[Change | Refused | None] = asyncio.Queue()
-        since = query.get("resourceVersion", "")
+        since, begins = query.get("resourceVersion", ""), query.get("sendInitialEvents") == "true"
         # nothing is awaited between looking back and listening: no change is lost or seen twice
-        before = self._current(target) if since in ("", "0") else self._storage.since(int(since))
+        before = self._current(target) if begins or since in ("", "0") else self._storage.since(int(since))
         stop = self._storage.subscribe(queue.put_nowait)
         self.open.add(queue)
         answer = web.StreamResponse(headers={"content-type": "application/json"})
@@ -56,6 +56,8 @@ class Watches:
             await answer.prepare(request)
             for change in before:
                 await self._send(answer, chosen.event(change))
+            if begins:
+                await self._send(answer, chosen.bookmark(self._storage.version, ends_beginning=True))
             with contextlib.suppress(TimeoutError, ConnectionError):
                 async with asyncio.timeout(float(query.get("timeoutSeconds", "1800"))):
                     await self._follow(answer, queue, chosen, bookmarks=query.get("allowWatchBookmarks") == "true")
@@ -118,9 +120,11 @@ class _Chosen:
             return {"type": "DELETED", "object": last}
         return None
 
-    def bookmark(self, version: int) -> dict[str, Any]:
+    def bookmark(self, version: int, *, ends_beginning: bool = False) -> dict[str, Any]:
         resource = self._target.kind.resource
-        metadata = {"resourceVersion": str(version)}
+        metadata: dict[str, Any] = {"resourceVersion": str(version)}
+        if ends_beginning:
+            metadata["annotations"] = {"k8s.io/initial-events-end": "true"}
         thing = {"kind": resource.kind, "apiVersion": resource.api_version, "metadata": metadata}
         return {"type": "BOOKMARK", "object": thing}
 

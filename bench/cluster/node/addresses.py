@@ -3,39 +3,67 @@
 
 from __future__ import annotations
 
-import ipaddress
-from typing import Final
+import socket
+from typing import TYPE_CHECKING, Final, Self
 
-_FIRST: Final = int(ipaddress.IPv4Address("127.1.0.1"))
-_LAST: Final = int(ipaddress.IPv4Address("127.254.255.254"))
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_NETWORKS: Final = range(1, 255)
+_PER_NETWORK: Final = 254 * 255
+# who has this port of a network's last address has the network
+_CLAIM_PORT: Final = 61_127
+
+
+class NoAddressLeft(Exception):
+    """All addresses of this network, or all networks of this machine, are in use."""
 
 
 class Addresses:
-    """Hands out each address of ``network`` once before any of them a second time, as late as possible.
+    """A network ``127.N.0.0/16`` that no other cluster on this machine uses while this is open.
 
-    Two clusters on one machine need different networks; the default is all of 127.1.0.1 to 127.254.255.254.
+    Each address is handed out once before any of them a second time, as late as possible.
     """
 
-    def __init__(self, network: str = "") -> None:
-        if network:
-            hosts = ipaddress.IPv4Network(network)
-            self._first, self._last = int(hosts[1]), int(hosts[-2])
-        else:
-            self._first, self._last = _FIRST, _LAST
-        self._next = self._first
-        self._taken: set[int] = set()
+    def __init__(self, networks: Iterable[int] = _NETWORKS) -> None:
+        self._claim, self._network = _claimed(networks)
+        self._next = 0
+        self._taken: set[str] = set()
 
     def take(self) -> str:
-        """A free address; raises RuntimeError if there is none."""
-        for _ in range(self._last - self._first + 1):
-            address = self._next
-            self._next = address + 1 if address < self._last else self._first
-            # x.y.z.0 and x.y.z.255 look like mistakes in logs
-            if address not in self._taken and address % 256 not in (0, 255):
+        """A free address; raises NoAddressLeft."""
+        for _ in range(_PER_NETWORK):
+            # addresses that end in 0 or 255 look like mistakes in logs
+            third, fourth = divmod(self._next, 254)
+            self._next = (self._next + 1) % _PER_NETWORK
+            address = f"127.{self._network}.{third}.{fourth + 1}"
+            if address not in self._taken:
                 self._taken.add(address)
-                return str(ipaddress.IPv4Address(address))
-        raise RuntimeError("this node has no address left for a pod")
+                return address
+        raise NoAddressLeft("this node has no address left for a pod")
 
     def give_back(self, address: str) -> None:
         """It may be handed out again."""
-        self._taken.discard(int(ipaddress.IPv4Address(address)))
+        self._taken.discard(address)
+
+    def close(self) -> None:
+        """The network may be another's."""
+        self._claim.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _claimed(networks: Iterable[int]) -> tuple[socket.socket, int]:
+    for network in networks:
+        claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            claim.bind((f"127.{network}.255.254", _CLAIM_PORT))
+        except OSError:  # another has it
+            claim.close()
+        else:
+            return claim, network
+    raise NoAddressLeft("other clusters use all networks of 127/8")

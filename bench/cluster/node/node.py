@@ -159,6 +159,8 @@ class Node:
     async def _run(self, key: str, worker: PodWorker, address: str) -> None:
         try:
             await worker.run()
+        except Exception:
+            log.exception("the pod %s is run no more", key)
         finally:
             self._addresses.give_back(address)
             if self.workers.get(key) is worker:

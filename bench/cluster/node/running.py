@@ -31,14 +31,12 @@ async def running_nodes(
     images: Mapping[str, Sequence[str]] = IMAGES,
     timing: NodeTiming = NodeTiming(),  # noqa: B008 - frozen
     schedules: bool = False,
-    network: str = "",
 ) -> AsyncIterator[dict[str, Node]]:
     """Nodes by name, ready for pods. On the way out their pods' processes end; the objects stay.
 
-    ``schedules``: bind pods too, because no kube-scheduler runs. ``network``: where the pods' addresses come from.
+    ``schedules``: bind pods too, because no kube-scheduler runs.
     """
-    addresses = Addresses(network)
-    with Guard() as guard:
+    with Guard() as guard, Addresses() as addresses:
         nodes = {
             spec.name: Node(client, spec, directory / spec.name, guard, addresses, images=images, timing=timing)
             for spec in specs

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The go.mod that builds Kubernetes from its published modules, and where the binaries are looked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bench.cluster.assets import AssetsMissing, built_in, find_assets, versions
+from tools.kube_assets import go_version, linker_flags, module_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_every_staging_module_is_replaced_by_the_published_release() -> None:
+    given = {
+        "Go": "1.26.0",
+        "Replace": [
+            {"Old": {"Path": "k8s.io/api"}, "New": {"Path": "./staging/src/k8s.io/api"}},
+            {"Old": {"Path": "k8s.io/client-go"}, "New": {"Path": "./staging/src/k8s.io/client-go"}},
+            {"Old": {"Path": "other.test/x"}, "New": {"Path": "other.test/y", "Version": "v1.0.0"}},
+        ],
+    }
+    assert module_file(given, "1.36.3") == (
+        "module kube\n\ngo 1.26.0\n\nrequire k8s.io/kubernetes v1.36.3\n\n"
+        "replace (\n\tk8s.io/api => k8s.io/api v0.36.3\n\tk8s.io/client-go => k8s.io/client-go v0.36.3\n)\n"
+    )
+    with pytest.raises(ValueError, match="no staging modules"):
+        module_file({"Go": "1.26.0"}, "1.36.3")
+
+
+def test_the_binaries_know_their_version() -> None:
+    flags = linker_flags("1.36.3")
+    assert flags.startswith("-s -w ")
+    assert "-X k8s.io/component-base/version.gitVersion=v1.36.3" in flags
+    assert "-X k8s.io/client-go/pkg/version.gitMinor=36" in flags
+
+
+@pytest.mark.parametrize(
+    ("said", "version"),
+    [("go version go1.26.8 linux/amd64", (1, 26)), ("go version go1.9 linux/arm64", (1, 9)), ("", (0, 0))],
+)
+def test_the_toolchains_version_is_read(said: str, version: tuple[int, int]) -> None:
+    assert go_version(said) == version
+
+
+def test_a_given_directory_comes_before_the_one_that_make_fills(tmp_path: Path) -> None:
+    made = built_in(tmp_path)
+    assert made.name == f"kube-{versions().kubernetes}"
+    with pytest.raises(AssetsMissing, match="make kube-assets"):
+        find_assets({}, tmp_path)
+    for folder in (made, tmp_path / "given"):
+        folder.mkdir(parents=True)
+        for name in ("etcd", "kube-apiserver"):
+            (folder / name).touch()
+    assert find_assets({}, tmp_path).directory == made
+    given = find_assets({"KUBEBUILDER_ASSETS": str(tmp_path / "given")}, tmp_path)
+    assert given.directory == tmp_path / "given"
+    assert given.has("etcd")
+    assert not given.has("kubectl")
+    with pytest.raises(AssetsMissing, match="no kubectl"):
+        given.binary("kubectl")

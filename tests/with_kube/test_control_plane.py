@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control plane itself: kubectl works with it, others' CRDs are served, pods outlive an outage of the API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bench.cluster.assets import ROOT, versions
+from bench.cluster.control_plane import ControlPlaneOptions, running_control_plane
+from bench.cluster.crds import apply_crds
+from controller.cluster.client import Client, connect
+from controller.cluster.errors import Invalid, NotFound, Unreachable
+from controller.cluster.resources import PODS, Resource
+from tests.waiting import eventually
+from tests.with_kube.kubes import REAL
+from tests.with_kube.test_node import is_ready, place
+
+if TYPE_CHECKING:
+    from bench.cluster.assets import Assets
+    from bench.cluster.control_plane import ControlPlane
+    from tests.with_kube.test_node import Place
+
+__all__ = ["place"]
+
+INFERENCE_POOLS = Resource("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
+
+
+async def kubectl(assets: Assets, plane: ControlPlane, *words: str, user: str = "kubeconfig") -> str:
+    command = [assets.binary("kubectl"), "--kubeconfig", plane.directory / user, *words]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or done.stderr
+
+
+async def test_kubectl_finds_the_version_that_was_built(assets: Assets, plane: ControlPlane) -> None:
+    if not assets.has("kubectl"):
+        pytest.skip("these assets have no kubectl")
+    said = await kubectl(assets, plane, "version")
+    assert "Server Version: v" in said
+    if "KUBEBUILDER_ASSETS" not in os.environ:
+        assert said.count(f"v{versions().kubernetes}") == 2
+
+
+async def test_one_user_may_do_everything_and_one_nothing(assets: Assets, plane: ControlPlane) -> None:
+    if not assets.has("kubectl"):
+        pytest.skip("these assets have no kubectl")
+    assert (await kubectl(assets, plane, "auth", "can-i", "delete", "nodes")).splitlines()[-1] == "yes"
+    refused = await kubectl(assets, plane, "auth", "can-i", "list", "pods", user="nobody.kubeconfig")
+    assert refused.splitlines()[-1] == "no"
+
+
+@REAL
+async def test_crds_of_others_are_served(assets: Assets, namespace: str, client: Client) -> None:
+    if not assets.crds.is_dir():
+        pytest.skip("these assets have no CRDs")
+    assert await apply_crds(client, [assets.crds]) > 10
+    spec: dict[str, Any] = {
+        "selector": {"matchLabels": {"app": "engines"}},
+        "targetPorts": [{"number": 8000}],
+        "endpointPickerRef": {"name": "picker"},
+    }
+    pool = {
+        "apiVersion": "inference.networking.k8s.io/v1",
+        "kind": "InferencePool",
+        "metadata": {"name": "pool", "namespace": namespace},
+        "spec": spec,
+    }
+    with pytest.raises(Invalid, match="port"):  # a rule in CEL: a Service needs a port
+        await client.create(INFERENCE_POOLS, pool)
+    spec["endpointPickerRef"]["port"] = {"number": 9002}
+    await client.create(INFERENCE_POOLS, pool)
+
+
+@REAL
+async def test_pods_outlive_an_outage_of_the_api(place: Place, plane: ControlPlane) -> None:
+    await place.create(place.pod())
+    await place.until(is_ready)
+    pid = place.node.workers[f"{place.namespace}/one"].pid("main")
+    await plane.stop_api()
+    try:
+        with pytest.raises(Unreachable):
+            await place.client.get(PODS, "one", place.namespace)
+        os.kill(pid, 0)
+        # what happens meanwhile is told afterwards
+        place.node.kill(f"{place.namespace}/one")
+    finally:
+        await plane.start_api()
+    status = await place.until(lambda one: one["containerStatuses"][0]["restartCount"] == 1 and is_ready(one))
+    assert status["containerStatuses"][0]["lastState"]["terminated"]["exitCode"] == 137
+
+
+async def test_a_control_plane_without_controllers_takes_pods(assets: Assets, tmp_path: Path) -> None:
+    options = ControlPlaneOptions(controllers=False, scheduler=False)
+    async with (
+        running_control_plane(tmp_path, assets, options) as plane,
+        connect(plane.admin, manager="test") as client,
+    ):
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "one", "namespace": "default"},
+            "spec": {"containers": [{"name": "main", "image": "none"}]},
+        }
+
+        async def accepted() -> bool:
+            # the API server makes the namespace itself, soon after it is ready
+            return await _created(client, pod)
+
+        await eventually(accepted)
+        plane.freeze_api()
+        async with connect(plane.admin, manager="test", timeout_s=0.5) as impatient:
+            with pytest.raises(Unreachable):
+                await impatient.get(PODS, "one", "default")
+        plane.thaw_api()
+        await client.get(PODS, "one", "default")
+
+
+async def _created(client: Client, pod: dict[str, Any]) -> bool:
+    try:
+        await client.create(PODS, pod)
+    except NotFound:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+async def test_nothing_is_left_of_make_up_kube(assets: Assets, tmp_path: Path, number: signal.Signals) -> None:
+    environment = {**os.environ, "KUBEBUILDER_ASSETS": str(assets.directory), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "bench.cluster", "--nodes", "1"]
+    up = await asyncio.create_subprocess_exec(*command, env=environment, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
+    assert up.stdout is not None
+    said = ""
+    async with asyncio.timeout(90):
+        while "Ctrl-C" not in said:
+            said += (await up.stdout.readline()).decode()
+        assert "export KUBECONFIG=" in said
+        up.send_signal(number)
+        status = await up.wait()
+    assert status == (0 if number == signal.SIGINT else -number)
+    # all of them have the directory in their arguments
+    await eventually(lambda: not running_with(str(tmp_path)), timeout_s=30)
+
+
+def running_with(word: str) -> list[str]:
+    """The command lines of processes that have ``word`` in them."""
+    found: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            found.append(path.read_text(errors="replace"))
+    return [line for line in found if word in line]
