@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import contextlib
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,16 +19,19 @@ from rich.console import Console
 from bench.cluster.assets import ROOT, Assets, AssetsMissing, find_assets
 from bench.cluster.control_plane import ControlPlane, running_control_plane
 from bench.cluster.crds import apply_crds
+from bench.cluster.node.images import IMAGES
 from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
 from bench.processes import StartFailed
+from bench.stack import EnvoyMissing, envoy_binary
 from controller.cluster.client import connect
 from controller.cluster.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_EXAMPLE: Final = Path(__file__).with_name("example.yaml")
+_MANIFESTS: Final = ROOT / "manifests"
+_URL: Final = "http://127.0.0.1:8080"
 
 
 def parser(prog: str = "bench.cluster") -> argparse.ArgumentParser:
@@ -41,6 +45,7 @@ def parser(prog: str = "bench.cluster") -> argparse.ArgumentParser:
     add = made.add_argument
     add("--nodes", type=int, default=2, metavar="N", help="how many nodes (default: %(default)s)")
     add("--gpus", type=int, default=8, metavar="N", help="GPUs of each node (default: %(default)s)")
+    add("--bare", action="store_true", help="a cluster alone, without our gateway and the samples")
     add("--crds", type=Path, default=ROOT / "manifests" / "crds", metavar="DIR", help="CRDs to apply, if DIR exists")
     return made
 
@@ -50,8 +55,8 @@ def main(arguments: list[str] | None = None, prog: str = "bench.cluster") -> int
     options = parser(prog).parse_args(arguments)
     console = Console(highlight=False)
     try:
-        uvloop.run(_stay(find_assets(), options.nodes, options.gpus, options.crds, console))
-    except (AssetsMissing, StartFailed, ClusterError) as error:
+        uvloop.run(_stay(find_assets(), options, console))
+    except (AssetsMissing, EnvoyMissing, StartFailed, ClusterError) as error:
         console.print(str(error), style="red", markup=False)
         return 2
     except KeyboardInterrupt:
@@ -59,39 +64,63 @@ def main(arguments: list[str] | None = None, prog: str = "bench.cluster") -> int
     return 0
 
 
-async def _stay(assets: Assets, nodes: int, gpus: int, crds: Path, console: Console) -> None:
+async def _stay(assets: Assets, options: argparse.Namespace, console: Console) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
-    specs = [gpu_node(f"node-{number}", gpus, {"attache.dev/gpu": "h100"}) for number in range(nodes)]
+    labels = {"attache.dev/gpu": "h100"}
+    specs = [gpu_node(f"node-{number}", options.gpus, labels) for number in range(options.nodes)]
+    images = IMAGES if options.bare else {**IMAGES, "envoyproxy/envoy": (str(envoy_binary()),)}
     with tempfile.TemporaryDirectory(prefix="attache-kube-") as directory, contextlib.suppress(asyncio.CancelledError):
         where = Path(directory)
         async with (
             running_control_plane(where, assets) as plane,
             connect(plane.admin, manager="bench") as client,
-            running_nodes(client, specs, where / "pods"),
+            running_nodes(client, specs, where / "pods", images=images),
         ):
-            applied = await apply_crds(client, [assets.crds, crds])
-            console.print(_welcome(plane, assets, [one.name for one in specs], applied), markup=False, soft_wrap=True)
+            await apply_crds(client, [assets.crds, options.crds])
+            if not options.bare:
+                await _apply(plane, assets, _MANIFESTS / "local")
+            console.print(_welcome(plane, assets, [one.name for one in specs]), markup=False, soft_wrap=True)
+            if not options.bare:
+                console.print(_try(), markup=False, soft_wrap=True)
             await asyncio.Event().wait()
     console.print("all processes are ended")
 
 
-def _welcome(plane: ControlPlane, assets: Assets, nodes: Sequence[str], applied: int) -> str:
+async def _apply(plane: ControlPlane, assets: Assets, folder: Path) -> None:
+    """As a user does; raises StartFailed."""
+    words = ["--kubeconfig", str(plane.kubeconfig), "apply", "-k", str(folder)]
+    process = await asyncio.create_subprocess_exec(
+        str(assets.binary("kubectl")), *words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    said, _ = await process.communicate()
+    if process.returncode:
+        raise StartFailed(f"kubectl apply -k {folder} failed: {said.decode()}")
+
+
+def _welcome(plane: ControlPlane, assets: Assets, nodes: Sequence[str]) -> str:
     kubectl = assets.binary("kubectl") if assets.has("kubectl") else "kubectl"
     return f"""\
-Kubernetes is up at {plane.admin.server}, with {", ".join(nodes)} and {applied} CustomResourceDefinitions. In another terminal:
+Kubernetes is up at {plane.admin.server}, with {", ".join(nodes)}. In another terminal:
 
   export KUBECONFIG={plane.kubeconfig}
-  {kubectl} apply -f {_EXAMPLE}
-  {kubectl} get pods -o wide
-
-A pod's address is reached from this machine: curl http://ADDRESS:8000/v1/models
+  {kubectl} get pods -A -o wide
+  {kubectl} get attache -A
 
 logs of pods   {plane.directory / "pods"}
 logs of others {plane.directory}
 
 Ctrl-C ends it all."""
+
+
+def _try() -> str:
+    question = '{"model": "llama", "messages": [{"role": "user", "content": "Who are you?"}]}'
+    return f"""\
+
+The gateway and two simulated engines (manifests/local) are starting. Try
+
+  curl --retry 30 --retry-all-errors {_URL}/v1/chat/completions -H 'content-type: application/json' -d '{question}'"""
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ _PYTHON: Final = (sys.executable, "-m")
 IMAGES: Final[Mapping[str, tuple[str, ...]]] = {
     # ours
     "attache/engine-sim": (*_PYTHON, "bench.engine", "--host", "0.0.0.0"),  # noqa: S104 - becomes the pod's address
+    "attache": (*_PYTHON, "attache"),
     "attache/extproc": (*_PYTHON, "extproc"),
     "attache/controller": (*_PYTHON, "controller"),
     # the simulator takes vLLM's flags as far as they matter
