@@ -45,12 +45,14 @@ _USERS: Final[Mapping[str, str]] = {
 class ControlPlaneOptions(msgspec.Struct, frozen=True):
     """Which parts run. Without controllers there is no garbage collection, no Deployment, no EndpointSlice.
 
-    ``node_lifecycle``: nodes whose Lease is not renewed become NotReady after 40 s and lose their pods later.
+    ``node_lifecycle``: nodes whose Lease is not renewed for ``node_grace_s`` become Unknown, and lose their pods when
+    the pods' tolerations say so (5 minutes, unless a pod says otherwise).
     """
 
     controllers: bool = True
     scheduler: bool = True
     node_lifecycle: bool = False
+    node_grace_s: int = 40
 
 
 class ControlPlane(msgspec.Struct, frozen=True):
@@ -97,7 +99,7 @@ async def running_control_plane(
     commands = {
         ETCD: _etcd(assets, directory, etcd, peer),
         API_SERVER: _api_server(assets, files, port, etcd, has_controllers=options.controllers),
-        CONTROLLERS: _controller_manager(assets, files, node_lifecycle=options.node_lifecycle),
+        CONTROLLERS: _controller_manager(assets, files, options),
         SCHEDULER: _scheduler(assets, files),
     }
     access = {user: files.access(user, f"https://127.0.0.1:{port}") for user in _USERS}
@@ -183,8 +185,8 @@ def _api_server(assets: Assets, files: _Files, port: int, etcd: int, *, has_cont
     ]
 
 
-def _controller_manager(assets: Assets, files: _Files, *, node_lifecycle: bool) -> list[str]:
-    chosen = "*" if node_lifecycle else "*,-node-lifecycle-controller"
+def _controller_manager(assets: Assets, files: _Files, options: ControlPlaneOptions) -> list[str]:
+    chosen = "*" if options.node_lifecycle else "*,-node-lifecycle-controller"
     return [
         str(assets.directory / CONTROLLERS),
         f"--kubeconfig={files.kubeconfig('system:kube-controller-manager')}",
@@ -193,6 +195,8 @@ def _controller_manager(assets: Assets, files: _Files, *, node_lifecycle: bool) 
         "--kube-api-qps=500",
         "--kube-api-burst=1000",
         f"--controllers={chosen}",
+        f"--node-monitor-grace-period={options.node_grace_s}s",
+        "--node-monitor-period=1s",
         f"--service-account-private-key-file={files.account_key}",
         f"--root-ca-file={files.ca}",
         "--use-service-account-credentials=true",

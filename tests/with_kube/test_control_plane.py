@@ -17,6 +17,9 @@ import pytest
 from bench.cluster.assets import ROOT, versions
 from bench.cluster.control_plane import ControlPlaneOptions, running_control_plane
 from bench.cluster.crds import apply_crds
+from bench.cluster.node.container_machine import NodeTiming
+from bench.cluster.node.node import gpu_node
+from bench.cluster.node.running import running_nodes
 from controller.cluster.client import Client, connect
 from controller.cluster.errors import Invalid, NotFound, Unreachable
 from controller.cluster.resources import PODS, Resource
@@ -129,6 +132,58 @@ async def _created(client: Client, pod: dict[str, Any]) -> bool:
     except NotFound:
         return False
     return True
+
+
+async def test_a_silent_node_is_found_out_and_its_pods_are_evicted(assets: Assets, tmp_path: Path) -> None:
+    if not assets.has("kube-controller-manager"):
+        pytest.skip("these assets have no kube-controller-manager")
+    options = ControlPlaneOptions(scheduler=False, node_lifecycle=True, node_grace_s=5)
+    # one of three: if most nodes fall silent, the controller thinks that the network is at fault and evicts nobody
+    specs, timing = [gpu_node(f"node-{number}") for number in range(3)], NodeTiming(heartbeat_s=1.0)
+    leaves = {
+        "key": "node.kubernetes.io/unreachable",
+        "operator": "Exists",
+        "effect": "NoExecute",
+        "tolerationSeconds": 1,
+    }
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "one", "namespace": "default"},
+        "spec": {
+            "containers": [{"name": "main", "image": "attache/host", "command": ["sleep", "60"]}],
+            "nodeName": "node-0",
+            "tolerations": [leaves],
+        },
+    }
+    async with (
+        running_control_plane(tmp_path, assets, options) as plane,
+        connect(plane.admin, manager="test") as client,
+        running_nodes(client, specs, tmp_path / "pods", timing=timing) as nodes,
+    ):
+        await client.create(PODS, pod)
+
+        async def status() -> dict[str, Any]:
+            return dict((await client.get(PODS, "one", "default")).get("status") or {})
+
+        async def ready() -> bool:
+            return is_ready(await status())
+
+        await eventually(ready, timeout_s=30)
+        await nodes["node-0"].lose(declared=False)
+
+        async def evicted() -> bool:
+            return "deletionTimestamp" in (await client.get(PODS, "one", "default"))["metadata"]
+
+        await eventually(evicted, timeout_s=60)
+        assert not await ready()
+        # the machine is back, and ends what was evicted meanwhile
+        await nodes["node-0"].recover()
+
+        async def gone() -> bool:
+            return await client.find(PODS, "one", "default") is None
+
+        await eventually(gone, timeout_s=30)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
