@@ -64,6 +64,7 @@ class PodFiles:
         self._check_image = check_image
         self._crashes = crashes
         self._environments: dict[str, dict[str, str]] = {}
+        self._places: dict[str, dict[str, Path]] = {}
         self._token = b""
 
     async def launch(self, pod: Object, container: ContainerSpec) -> Launch:
@@ -79,6 +80,7 @@ class PodFiles:
         # our programs are found from any directory
         inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH", "")]))
         own = {"HOSTNAME": pod["metadata"]["name"], "ATTACHE_POD_IP": self.pod_ip}
+        self._places[container.name] = places
         self._environments[container.name] = {**inherited, **own, **self._cluster_access(pod), **variables}
         return Launch(
             command=[rewritten(expanded(word, given), places, self.pod_ip) for word in words],
@@ -94,7 +96,13 @@ class PodFiles:
     def surroundings(self, container: str) -> Surroundings:
         """Where the container's probes and hooks run."""
         variables = self._environments.get(container, {})
-        return Surroundings(pod_ip=self.pod_ip, environment=variables, directory=str(self.directory))
+        places = self._places.get(container, {})
+        return Surroundings(
+            pod_ip=self.pod_ip,
+            environment=variables,
+            directory=str(self.directory),
+            rewrite=lambda word: rewritten(word, places, self.pod_ip),
+        )
 
     def remove(self) -> None:
         """Its volumes go with it; the logs stay."""

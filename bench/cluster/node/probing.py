@@ -14,16 +14,19 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from bench.cluster.node.pod_spec import ContainerSpec, Handler
 
 
 class Surroundings:
-    """Where a container's handlers run: its address, its environment, and how its words are rewritten."""
+    """Where a container's handlers run: its address, its environment, and how its words become those of this machine."""
 
-    def __init__(self, *, pod_ip: str, environment: Mapping[str, str], directory: str) -> None:
+    def __init__(
+        self, *, pod_ip: str, environment: Mapping[str, str], directory: str, rewrite: Callable[[str], str]
+    ) -> None:
         self.pod_ip = pod_ip
+        self.rewrite = rewrite
         self.environment = environment
         self.directory = directory
 
@@ -48,7 +51,7 @@ async def _run(
         await asyncio.sleep(handler.sleep_s)
         return True, ""
     if handler.kind == "exec":
-        return await _exec(handler.command, where)
+        return await _exec([where.rewrite(word) for word in handler.command], where)
     host = where.pod_ip if handler.host in ("", "0.0.0.0") else handler.host  # noqa: S104 - compared
     port = _port(handler.port, container)
     if handler.kind == "tcp":
