@@ -100,6 +100,21 @@ async def test_pods_outlive_an_outage_of_the_api(place: Place, plane: ControlPla
     assert status["containerStatuses"][0]["lastState"]["terminated"]["exitCode"] == 137
 
 
+@REAL
+async def test_a_frozen_api_holds_no_process_up(place: Place, plane: ControlPlane) -> None:
+    await place.create(place.pod())
+    await place.until(is_ready)
+    worker = place.node.workers[f"{place.namespace}/one"]
+    first = worker.pid("main")
+    plane.freeze_api()
+    try:
+        worker.kill()
+        await eventually(lambda: worker.machine.containers["main"].state == "running" and worker.pid("main") != first)
+    finally:
+        plane.thaw_api()
+    await place.until(lambda one: one["containerStatuses"][0]["restartCount"] == 1 and is_ready(one))
+
+
 async def test_a_control_plane_without_controllers_takes_pods(assets: Assets, tmp_path: Path) -> None:
     options = ControlPlaneOptions(controllers=False, scheduler=False)
     async with (

@@ -66,15 +66,24 @@ class PodFiles:
         self._environments: dict[str, dict[str, str]] = {}
         self._places: dict[str, dict[str, Path]] = {}
         self._token = b""
+        # what the pod refers to, once it was all there
+        self._known: Sources | None = None
 
     async def launch(self, pod: Object, container: ContainerSpec) -> Launch:
-        """How to start a container now; raises ImageMissing, Missing and ClusterError."""
+        """How to start a container now; raises ImageMissing, Missing and ClusterError.
+
+        ConfigMaps and Secrets are as they were at the first start or the last ``refresh``.
+        """
         self._check_image(container.image)
         words = _CRASH if self._crashes() else command(container.raw, self._images)
-        sources = await self._sources(pod)
+        # a restart does not wait for the API server: what was known some seconds ago will do
+        sources = self._known or await self._sources(pod)
+        # unless something is missing in it
+        self._known = None
         places = mounts(container.raw, self.directory / "volumes")
         self._write_volumes(pod, sources)
         given = environment(pod, container.raw, sources)
+        self._known = sources
         variables = {name: rewritten(value, places, self.pod_ip) for name, value in given.items()}
         inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         # our programs are found from any directory
@@ -91,7 +100,9 @@ class PodFiles:
 
     async def refresh(self, pod: Object) -> None:
         """Bring the files of ConfigMaps and Secrets up to date; raises Missing and ClusterError."""
-        self._write_volumes(pod, await self._sources(pod))
+        sources = await self._sources(pod)
+        self._write_volumes(pod, sources)
+        self._known = sources
 
     def surroundings(self, container: str) -> Surroundings:
         """Where the container's probes and hooks run."""

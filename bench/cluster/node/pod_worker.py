@@ -61,6 +61,8 @@ class PodWorker:
         self._written: dict[str, Any] | None = None
         self._processes: dict[str, ContainerProcess] = {}
         self._wake = asyncio.Event()
+        self._stepped = asyncio.Event()
+        self._writing = asyncio.Lock()
         self._removed = False
         self._lost = False
 
@@ -68,9 +70,10 @@ class PodWorker:
         """Until the pod is removed. Its processes end with this task, whatever ends it."""
         try:
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._keep_written())
                 while not self._removed:
                     await self._round(tasks)
-                # what is left are probes of processes that have ended
+                # what is left are probes of processes that have ended, and the writer
                 raise _Over
         except* _Over:
             log.debug("pod %s is gone", self.machine.spec.key)
@@ -123,11 +126,9 @@ class PodWorker:
                 tasks.create_task(self._perform(action))
         if self._removed:
             return
-        wrong = await self._write()
+        self._stepped.set()
         due_s = self.machine.wake_at_s()
         wait_s = None if due_s is None else max(0.0, due_s - self._tools.wall())
-        if wrong is not None:
-            wait_s = 1.0 if wait_s is None else min(wait_s, 1.0)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._wake.wait()
@@ -204,25 +205,32 @@ class PodWorker:
         ok, why = await run_handler(state.spec.handler, spec, where, self._tools.http, state.spec.timeout_s)
         self.machine.probed(container, kind, ok=ok, message=why)
 
-    async def _write(self) -> ClusterError | None:
-        """Write the status if it has changed; the error if that did not work."""
-        if self._lost:
-            return None
-        status = self._writer.status(self.pod, self.machine, self._tools.wall())
-        if status == self._written:
-            return None
-        metadata = self.pod["metadata"]
-        names = {name: metadata[name] for name in ("name", "namespace", "uid")}
-        thing: Object = {"apiVersion": "v1", "kind": "Pod", "metadata": names, "status": status}
-        try:
-            await self._tools.client.apply(PODS, thing, subresource="status", manager=MANAGER, force=True)
-        except (NotFound, Conflict):
-            return None  # it is gone, or another of its name is there: the informer will say so
-        except ClusterError as error:
-            log.warning("cannot write the status of %s: %s", self.machine.spec.key, error)
-            return error
-        self._written = status
-        return None
+    async def _keep_written(self) -> None:
+        """Write the status after steps. Apart from them: an API server that does not answer holds no process up."""
+        while True:
+            await self._stepped.wait()
+            self._stepped.clear()
+            while not await self._write():  # noqa: ASYNC110  the API server says by an answer alone that it is back
+                await asyncio.sleep(1.0)
+
+    async def _write(self) -> bool:
+        """Write the status if it has changed; whether nothing is left to write."""
+        async with self._writing:
+            status = self._writer.status(self.pod, self.machine, self._tools.wall())
+            if self._lost or status == self._written:
+                return True
+            metadata = self.pod["metadata"]
+            names = {name: metadata[name] for name in ("name", "namespace", "uid")}
+            thing: Object = {"apiVersion": "v1", "kind": "Pod", "metadata": names, "status": status}
+            try:
+                await self._tools.client.apply(PODS, thing, subresource="status", manager=MANAGER, force=True)
+            except (NotFound, Conflict):
+                return True  # it is gone, or another of its name is there: the informer will say so
+            except ClusterError as error:
+                log.warning("cannot write the status of %s: %s", self.machine.spec.key, error)
+                return False
+            self._written = status
+            return True
 
     async def _remove(self) -> None:
         """The last word on a deleted pod: its final status, then no object."""
