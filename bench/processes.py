@@ -58,7 +58,7 @@ async def spawn(command: Sequence[str], log: Path) -> Process:
 
 
 class Processes:
-    """An async context that ends the processes started in it, the last one first: by SIGTERM, then by SIGKILL.
+    """An async context that ends the processes started in it: SIGTERM to all, the last one first, then SIGKILL.
 
     SIGTERM cancels the task that entered it, as Ctrl-C does. If this program itself is killed, a guard ends the processes.
     """
@@ -131,9 +131,9 @@ class Processes:
         return next(process for known, process in self._running if known == name)
 
     async def _end_all(self) -> None:
-        while self._running:
-            _, process = self._running.pop()
-            await self._end(process, signal.SIGTERM)
+        running, self._running = self._running[::-1], []
+        # each is sent its signal before any is waited for
+        await asyncio.gather(*(self._end(process, signal.SIGTERM) for _, process in running))
 
     async def _end(self, process: Process, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
