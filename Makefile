@@ -41,15 +41,15 @@ test-some: $(VENV)/ready $(ENVOY)
 test-pure: $(VENV)/ready ## tests that need neither Envoy nor Redis, side by side
 	$(PYTEST) -n auto --dist worksteal tests --ignore-glob='*/with_*'
 
-# One more than there are processors where CI runs: these tests wait for others half of their time.
+# Twice as many as there are processors where CI runs: these tests wait for others half of their time.
 test-envoy: $(VENV)/ready $(ENVOY) ## tests with a real Envoy and a real Redis, side by side
-	$(PYTEST) -n 3 --dist loadfile -m 'not real_time' $(filter-out tests/with_kube,$(wildcard tests/with_*))
+	$(PYTEST) -n 4 --dist loadfile -m 'not real_time' $(filter-out tests/with_kube,$(wildcard tests/with_*))
 
 test-kube: $(VENV)/ready ## tests with a Kubernetes API server: a fake one, and a real one if `make kube-assets` has built it
 	$(PYTEST) tests/with_kube
 
-test-real-time: $(VENV)/ready $(ENVOY) ## tests that depend on how fast the machine is, one after the other
-	$(PYTEST) -m real_time tests/with_*
+test-real-time: $(VENV)/ready $(ENVOY) ## tests that depend on how fast the machine is, one after the other (ARGS="-n 2 --dist loadfile": two at a time)
+	$(PYTEST) -m real_time tests/with_* $(ARGS)
 
 coverage: $(VENV)/ready $(ENVOY) ## branches that the tests take, by package; fails where a pure package has less than it should
 	$(RUN) -m coverage erase

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from bench.guard import Guard
 
@@ -24,15 +24,48 @@ class StartFailed(Exception):
     """A process did not come up; the message has the end of its log."""
 
 
+class Process(Protocol):
+    """What asyncio's processes are, as far as it is used here."""
+
+    @property
+    def pid(self) -> int:
+        """It leads a process group of this number."""
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Raises ProcessLookupError if it has ended."""
+
+    def kill(self) -> None:
+        """SIGKILL."""
+
+    async def wait(self) -> int:
+        """Until it has ended."""
+
+
+async def spawn(command: Sequence[str], log: Path) -> Process:
+    """Run ``command`` in a session of its own, with its output appended to ``log``."""
+    with log.open("ab") as file:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=file,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 class Processes:
-    """An async context that ends the processes started in it, the last one first: by SIGTERM, then by SIGKILL.
+    """An async context that ends the processes started in it: SIGTERM to all, the last one first, then SIGKILL.
 
     SIGTERM cancels the task that entered it, as Ctrl-C does. If this program itself is killed, a guard ends the processes.
     """
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
-        self._running: list[tuple[str, asyncio.subprocess.Process]] = []
+        self._running: list[tuple[str, Process]] = []
         self._commands: dict[str, Sequence[str]] = {}
 
     async def __aenter__(self) -> Self:
@@ -52,14 +85,7 @@ class Processes:
 
     async def start(self, name: str, command: Sequence[str]) -> int:
         """Run ``command`` with its output in ``NAME.log``; its process id. Ctrl-C in the terminal does not reach it."""
-        with (self._logs / f"{name}.log").open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-            )
+        process = await spawn(command, self._logs / f"{name}.log")
         self._guard.add(process.pid)
         self._running.append((name, process))
         self._commands[name] = command
@@ -101,15 +127,15 @@ class Processes:
         """The process id of one that runs."""
         return self._named(name).pid
 
-    def _named(self, name: str) -> asyncio.subprocess.Process:
+    def _named(self, name: str) -> Process:
         return next(process for known, process in self._running if known == name)
 
     async def _end_all(self) -> None:
-        while self._running:
-            _, process = self._running.pop()
-            await self._end(process, signal.SIGTERM)
+        running, self._running = self._running[::-1], []
+        # each is sent its signal before any is waited for
+        await asyncio.gather(*(self._end(process, signal.SIGTERM) for _, process in running))
 
-    async def _end(self, process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    async def _end(self, process: Process, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
             process.send_signal(number)
         try:

@@ -158,7 +158,12 @@ async def test_redis_dies_under_load_and_no_request_is_lost(tmp_path: Path, redi
 
         async with Load(stack.url) as load:
             await load.more(100)
-            assert await count("granted") >= 100
+
+            async def has_granted() -> bool:
+                return await count("granted") >= 100
+
+            # a machine that is busy may leave some of the first hundred without an answer from Redis in time
+            await eventually(has_granted, timeout_s=20)
             redis.stop()
             await load.more(200)
             assert await count("failed") >= 1

@@ -12,10 +12,9 @@ from bench.live.prediction import measure
 if TYPE_CHECKING:
     from pathlib import Path
 
+
 # what is evicted between a pick and its start depends on how late everybody is
-pytestmark = pytest.mark.real_time
-
-
+@pytest.mark.real_time
 async def test_predicted_and_reported_cached_tokens_agree_through_restarts_and_lost_messages(tmp_path: Path) -> None:
     found = await measure(tmp_path, publishes_events=True)
     assert found.requests >= 300
