@@ -71,7 +71,7 @@ class Arrival(msgspec.Struct, frozen=True):
     def adapter(self) -> str | None:
         """The LoRA adapter that was asked for, if it was one."""
         model = self.destination.model
-        return model if model not in {self.pool.spec.model, ""} else None
+        return model if model and model != self.pool.spec.model else None
 
     @property
     def tenant(self) -> str:

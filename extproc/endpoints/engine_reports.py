@@ -133,5 +133,5 @@ def estimated_foreign(table: EndpointTable, now: float) -> Floats:
 
 def _since(table: EndpointTable) -> Floats:
     """Our requests dispatched minus those ended since the last report, by row."""
-    change: Floats = (table.in_flight - table.in_flight_at_report).astype(np.float64)
+    change: Floats = table.in_flight - table.in_flight_at_report
     return change

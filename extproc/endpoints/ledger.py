@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 
 _MEAN_WEIGHT: Final = 0.05
+# An array: converting a Python number takes numpy as long as the arithmetic of a whole column.
+_ZERO: Final = np.zeros(())
 
 
 def begin_request(table: EndpointTable, row: int, *, work: float, now: float, tokens: float = 0.0) -> EndpointRef:
@@ -98,7 +100,7 @@ def backlog_of(table: EndpointTable, row: int, now: float) -> float:
 def backlogs(table: EndpointTable, now: float) -> Floats:
     """Prefill work that waits, in tokens, by row."""
     drained = (now - table.backlog_at_s) * table.prefill_rate
-    return np.maximum(table.backlog_tokens - drained, 0.0)
+    return np.maximum(table.backlog_tokens - drained, _ZERO)
 
 
 def requests_in_backlog(table: EndpointTable, backlog: Floats) -> Floats:

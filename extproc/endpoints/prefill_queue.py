@@ -71,10 +71,10 @@ class PrefillQueue:
 
     def remove(self, number: int) -> None:
         """Remove a request that has ended, with or without a first token."""
-        for one in self._queue:
+        for at, one in enumerate(self._queue):
             if one.number >= number:
                 if one.number == number:
-                    self._queue.remove(one)
+                    del self._queue[at]
                     self.work -= one.work
                     self._ahead += 1
                 return

@@ -140,12 +140,13 @@ class EndpointTable:
         self.epochs: list[int] = []
         self.prefill_queues: list[PrefillQueue] = []
         self.is_active: Bools = np.zeros(0, np.bool_)
-        self.in_flight: Ints = np.zeros(0, np.int64)
+        # costs are computed from it: a column of whole numbers would be converted for every pick
+        self.in_flight: Floats = np.zeros(0)
         self.waiting: Floats = np.zeros(0)
         self.running: Floats = np.zeros(0)
         self.kv_usage: Floats = np.zeros(0)
         self.reported_at_s: Floats = np.zeros(0)
-        self.in_flight_at_report: Ints = np.zeros(0, np.int64)
+        self.in_flight_at_report: Floats = np.zeros(0)
         self.in_flight_tokens: Floats = np.zeros(0)
         self.in_flight_tokens_at_report: Floats = np.zeros(0)
         self.kv_capacity_tokens: Floats = np.zeros(0)

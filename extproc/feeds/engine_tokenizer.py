@@ -53,7 +53,7 @@ class EngineTokenizer:
         else:
             return None
         table = self._pool.table
-        load = np.where(table.is_active, table.in_flight, np.iinfo(np.int64).max)
+        load = np.where(table.is_active, table.in_flight, np.inf)
         address = table.addresses[int(load.argmin())]
         payload = json.dumps({"model": arrival.destination.model, **asked}).encode()
         url = f"http://{address}/tokenize"

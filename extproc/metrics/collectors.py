@@ -7,6 +7,7 @@ a decision costs. Here there is one thread that writes, and it is the one that r
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -28,16 +29,16 @@ class Counters(Collector):
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
         self._name, self._text, self._labels = name, text, labels
-        self._counts: dict[tuple[str, ...], float] = {}
+        self._counts: defaultdict[tuple[str, ...], float] = defaultdict(int)
         registry.register(self)
 
     def add(self, *values: str) -> None:
         """One more under these label values."""
-        self.add_amount(1, *values)
+        self._counts[values] += 1
 
     def add_amount(self, amount: float, *values: str) -> None:
         """So much more."""
-        self._counts[values] = self._counts.get(values, 0) + amount
+        self._counts[values] += amount
 
     def begin(self, *values: str) -> None:
         """A series that is there from the start, at 0."""

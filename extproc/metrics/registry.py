@@ -132,12 +132,12 @@ class Metrics:
                 self._picks.add(effect.server)
                 if effect.queued is not None:
                     self.admission.sent(effect, effect.queued)
-            case Refused():
-                self._requests.add(effect.refusal.outcome)
-                self.admission.refused(effect)
             case Settled():
                 if effect.is_ours:
                     self._count_answer(effect)
+            case Refused():
+                self._requests.add(effect.refusal.outcome)
+                self.admission.refused(effect)
             case Left():
                 self.admission.left(effect)
 

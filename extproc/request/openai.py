@@ -236,7 +236,7 @@ def _internal_fields(fields: _Common) -> tuple[str, ...]:
 
 
 _internal_values: Final = attrgetter(*INTERNAL_FIELDS)
-_NO_INTERNAL: Final = (_ABSENT,) * len(INTERNAL_FIELDS)
+_NO_INTERNAL: Final = _internal_values(_Common(model=""))
 _HEADINGS: Final = {role: f"\n{role}\n".encode() for role in ("user", "assistant", "system", "tool", "developer")}
 _chat_decoder: Final = msgspec.json.Decoder(_Chat)
 _completion_decoder: Final = msgspec.json.Decoder(_Completion)

@@ -14,6 +14,7 @@ from extproc.core.effects import (
     HealthChanged,
     Hold,
     Refused,
+    Settled,
     SettleGrant,
     Tell,
     WakeAt,
@@ -69,6 +70,9 @@ class Performer:
             match effect:
                 case Decision() | Refused():
                     self._deliver(effect)
+                case Settled():
+                    # one of every request: counted, and nothing else is to be done
+                    pass
                 case Hold():
                     self._waits[effect.ticket] = self._loop.create_future()
                 case WakeAt():

@@ -86,6 +86,9 @@ class PrefixAware:
 
     def __init__(self, parameters: PrefixAwareParameters) -> None:
         self._parameters = parameters
+        # as arrays: converting a Python number takes numpy as long as the arithmetic of a whole column
+        self._behind, self._interference = np.array(parameters.behind), np.array(parameters.interference)
+        self._request_cost_s, self._expected = np.array(parameters.request_cost_s), np.array(1 + parameters.others)
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """The cheapest endpoint, then the next ones as fallbacks."""
@@ -101,13 +104,12 @@ class PrefixAware:
 
     def costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
         """The cost in seconds by row, infinite for rows without an endpoint."""
-        weights = self._parameters
         backlog = backlogs(table, now)
         # few array operations: each call costs more than its arithmetic
         waiters = requests_in_backlog(table, backlog)
-        waiters *= weights.behind
-        waiters += weights.interference * table.in_flight
-        waiters += 1 + weights.others
+        waiters *= self._behind
+        waiters += self._interference * table.in_flight
+        waiters += self._expected
         cost: Floats = demand.work * waiters
         cost += backlog
         cost /= table.prefill_rate
@@ -116,10 +118,10 @@ class PrefixAware:
 
     def load_costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
         """The second line of the formula; infinite for rows without an endpoint, very large for those in back-off."""
-        cost: Floats = np.multiply(table.in_flight, self._parameters.request_cost_s)
+        cost: Floats = table.in_flight * self._request_cost_s
         cost += (self._parameters.decode * demand.decode_s_per_token) * table.in_flight_tokens
         if table.has_foreign_requests:
-            cost += self._parameters.request_cost_s * estimated_foreign(table, now)
+            cost += self._request_cost_s * estimated_foreign(table, now)
         cost += table.absence_cost_s
         if table.has_failures:
             cost[table.retry_at_s > now] += _BACKOFF_COST_S

@@ -18,7 +18,6 @@ from extproc.protocol import (
     TTFT_TAG,
     USAGE_NAMESPACE,
 )
-from extproc.streams.http_headers import metadata_value
 from extproc.streams.usage import MOST_REPORTED
 
 if TYPE_CHECKING:
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
         AccessLogCommon,
         Duration,
         HttpAccessLogEntry,
-        Metadata,
         StreamAccessLogsMessage,
+        Struct,
     )
 
 
@@ -65,29 +64,30 @@ def _receive(entry: HttpAccessLogEntry, context: StreamContext, now: float) -> N
 def read_outcome(entry: HttpAccessLogEntry) -> Outcome:
     """What an entry says of a request; an empty ticket if extproc had no part in it."""
     common = entry.common_properties
-    metadata, flags = common.metadata, common.response_flags
+    metadata, flags, response = common.metadata.filter_metadata, common.response_flags, entry.response
+    ours, served, usage = metadata.get(NAMESPACE), metadata.get(SERVED_NAMESPACE), metadata.get(USAGE_NAMESPACE)
     return Outcome(
-        ticket=_text(metadata, NAMESPACE, TICKET),
-        status=entry.response.response_code.value,
-        served=_text(metadata, SERVED_NAMESPACE, SERVED_HOST),
+        ticket=_text(ours, TICKET),
+        status=response.response_code.value,
+        served=_text(served, SERVED_HOST),
         duration_s=_seconds(common.duration),
         ttfb_s=_ttfb_s(common),
-        prompt_tokens=_whole(metadata, USAGE_NAMESPACE, PROMPT_TOKENS),
-        completion_tokens=_whole(metadata, USAGE_NAMESPACE, COMPLETION_TOKENS),
-        cached_tokens=_whole(metadata, USAGE_NAMESPACE, CACHED_TOKENS),
+        prompt_tokens=_whole(usage, PROMPT_TOKENS),
+        completion_tokens=_whole(usage, COMPLETION_TOKENS),
+        cached_tokens=_whole(usage, CACHED_TOKENS),
         has_left=flags.downstream_connection_termination,
         was_cut=flags.upstream_connection_termination or flags.upstream_remote_reset,
-        answer_bytes=entry.response.response_body_bytes,
+        answer_bytes=response.response_body_bytes,
     )
 
 
-def _text(metadata: Metadata, namespace: str, key: str) -> str:
-    value = metadata_value(metadata, namespace, key)
+def _text(namespace: Struct | None, key: str) -> str:
+    value = None if namespace is None else namespace.fields.get(key)
     return "" if value is None else value.string_value
 
 
-def _whole(metadata: Metadata, namespace: str, key: str) -> int | None:
-    value = metadata_value(metadata, namespace, key)
+def _whole(namespace: Struct | None, key: str) -> int | None:
+    value = None if namespace is None else namespace.fields.get(key)
     if value is None or value.WhichOneof("kind") != "number_value":
         return None
     number = value.number_value
