@@ -54,7 +54,7 @@ class LocalLimits:
     def reserve(self, charges: Sequence[Charge], now: float) -> Grant:
         """Reserve all charges or none; raises RateLimited."""
         buckets = [self._bucket(charge, now) for charge in charges]
-        shortfalls = [bucket.shortfall(charge.amount) for charge, bucket in zip(charges, buckets, strict=True)]
+        shortfalls = [bucket.shortfall(charge.needed) for charge, bucket in zip(charges, buckets, strict=True)]
         if any(shortfall > 0 for shortfall in shortfalls):
             raise refusal(charges, [bucket.level for bucket in buckets])
         claims = [bucket.reserve(charge.amount) for charge, bucket in zip(charges, buckets, strict=True)]

@@ -48,7 +48,9 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class AskLimits(msgspec.Struct, frozen=True):
-    """Ask the shared store for a grant, then ``resume`` with a Grant, a Refusal, or None if it does not answer."""
+    """Ask the shared store for a grant, then ``resume`` with a Grant, a Refusal, StoreAway if it does not answer, or None if there
+    is no store.
+    """
 
     ticket: str
     charges: Sequence[Charge]
@@ -80,6 +82,13 @@ class SettleGrant(msgspec.Struct, frozen=True):
 
     grant: Grant
     used: Usage | None
+
+
+class Owe(msgspec.Struct, frozen=True):
+    """The shared store is to be charged ``amount`` that was used without it; negative: less than was said before."""
+
+    charge: Charge
+    amount: float
 
 
 class Tell(msgspec.Struct, frozen=True):
@@ -119,5 +128,16 @@ class WakeAt(msgspec.Struct, frozen=True):
 # What a request may have to wait for after ``arrive`` or ``resume``.
 Pending = AskLimits | AskTokens | Hold
 Effect = (
-    Decision | Refused | AskLimits | AskTokens | Hold | Left | SettleGrant | Tell | Settled | HealthChanged | WakeAt
+    Decision
+    | Refused
+    | AskLimits
+    | AskTokens
+    | Hold
+    | Left
+    | SettleGrant
+    | Owe
+    | Tell
+    | Settled
+    | HealthChanged
+    | WakeAt
 )

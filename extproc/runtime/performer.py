@@ -13,6 +13,7 @@ from extproc.core.effects import (
     Decision,
     HealthChanged,
     Hold,
+    Owe,
     Refused,
     SettleGrant,
     Tell,
@@ -77,9 +78,8 @@ class Performer:
                     _log_health(effect)
                 case Tell():
                     self._tell(effect.event)
-                case SettleGrant():
-                    if self._limits is not None:
-                        self._limits.settle(effect.grant, effect.used)
+                case SettleGrant() | Owe() if self._limits is not None:
+                    _correct(self._limits, effect)
 
     async def answer_to(self, pending: Pending) -> Answer | Decision | Refused:
         """Wait for what a request waits for. Cancelled if its client disconnects."""
@@ -140,6 +140,13 @@ class Performer:
             self._later.cancel()
             self._later = None
         self.perform(self._core.tick(self._clock()))
+
+
+def _correct(limits: RedisLimits, effect: SettleGrant | Owe) -> None:
+    if isinstance(effect, Owe):
+        limits.owe(effect.charge, effect.amount)
+    else:
+        limits.settle(effect.grant, effect.used)
 
 
 def _log_health(change: HealthChanged) -> None:

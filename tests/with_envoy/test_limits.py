@@ -189,3 +189,49 @@ async def test_who_wants_no_limit_without_redis_gets_an_answer_that_says_so(tmp_
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "limits_unavailable"
         assert answer.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_redis_that_goes_and_comes_back_empty_grants_nothing_twice(
+    tmp_path: Path, redis: Redis, workers: int
+) -> None:
+    limit = {"per": "Route", "unit": "month", "requests": 40, "scope": "Global"}
+    body = {"model": ALIAS, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    async with (
+        running_stack(
+            tmp_path / "stack",
+            FLAGS,
+            route={"rateLimits": [limit]},
+            workers=workers,
+            extproc_flags=["--redis", redis.url],
+        ) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=30) as http,
+    ):
+        host, _, first = stack.metrics.rpartition(":")
+        pages = [f"{host}:{int(first) + number}/metrics" for number in range(workers)]
+        answers: list[int] = []
+
+        async def ask(times: int) -> None:
+            answers.extend([(await http.post("/v1/chat/completions", json=body)).status_code for _ in range(times)])
+
+        async def each_asked_redis() -> bool:
+            await ask(1)
+            return all([await metric(http, page, 'attache_limits_redis_total{result="granted"}') > 0 for page in pages])
+
+        async def each_asks_again() -> bool:
+            await ask(1)
+            name = 'attache_limits_redis_total{result="refused"}'
+            return all([await metric(http, page, name) > 0 for page in pages])
+
+        await eventually(each_asked_redis, timeout_s=20)
+        had = answers.count(200)
+        redis.stop()
+        await ask(20)
+        # some by each process on its own
+        assert answers.count(200) > had
+        redis.start()
+        await ask(60)
+        await eventually(each_asks_again, timeout_s=20)
+    assert set(answers) == {200, 429}
+    # one process keeps exact accounts; two may both grant a last one by themselves
+    assert 39 <= answers.count(200) <= 40 + (workers - 1)
