@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -235,3 +236,38 @@ async def test_redis_that_goes_and_comes_back_empty_grants_nothing_twice(
     assert set(answers) == {200, 429}
     # one process keeps exact accounts; two may both grant a last one by themselves
     assert 39 <= answers.count(200) <= 40 + (workers - 1)
+
+
+async def test_an_extproc_that_is_killed_again_and_again_finds_its_limits_as_they_were(tmp_path: Path) -> None:
+    limit = {"per": "Route", "unit": "month", "requests": 30}
+    body = {"model": ALIAS, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    state = tmp_path / "state"
+    async with (
+        running_stack(
+            tmp_path / "stack", FLAGS, route={"rateLimits": [limit]}, extproc_flags=["--state", str(state)]
+        ) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=30) as http,
+    ):
+        answers: list[int] = []
+
+        async def ask() -> bool:
+            """Whether extproc has decided."""
+            answers.append((await http.post("/v1/chat/completions", json=body)).status_code)
+            return answers[-1] in {200, 429}
+
+        for _ in range(3):
+            for _ in range(8):
+                assert await ask()
+            # it is saved ten times a second
+            await asyncio.sleep(1.0)
+            await stack.processes.restart("extproc", signal.SIGKILL)
+            await eventually(ask, timeout_s=30)
+        for _ in range(30):
+            await ask()
+        # a signal saves at once
+        await stack.processes.restart("extproc", signal.SIGTERM)
+        await eventually(ask, timeout_s=30)
+        for _ in range(30):
+            await ask()
+    assert set(answers) <= {200, 429, 503}
+    assert answers.count(200) == 30
