@@ -21,7 +21,7 @@ class Decision(msgspec.Struct, frozen=True):
     """Answer: the request goes to these endpoints.
 
     ``body``: what to send instead of the client's body, None to send that. ``queued``: its entry in its server's queue,
-    None without flow control. ``was_held``: it waited there, for ``waited_s``. ``hides_usage``: we asked the engine for
+    None without flow control. ``was_held``: it waited there, for ``waited_s``. ``adds_usage``: we asked the engine for
     usage that the client did not ask for, so the client must not see it.
     """
 
@@ -34,7 +34,7 @@ class Decision(msgspec.Struct, frozen=True):
     was_held: bool = False
     waited_s: float = 0.0
     grants: tuple[Grant, ...] = ()
-    hides_usage: bool = False
+    adds_usage: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True):
