@@ -119,6 +119,13 @@ class HealthChanged(msgspec.Struct, frozen=True):
     failure: Failure | None
 
 
+class Fault(msgspec.Struct, frozen=True):
+    """Our own code has failed over something that can go on without it; to be logged. ``what``: could not be done."""
+
+    what: str
+    error: Exception
+
+
 class WakeAt(msgspec.Struct, frozen=True):
     """Call ``tick`` at this time, or soon if it has passed: held requests may go then."""
 
@@ -139,5 +146,6 @@ Effect = (
     | Tell
     | Settled
     | HealthChanged
+    | Fault
     | WakeAt
 )

@@ -52,10 +52,11 @@ class EnteringRequests:
 
     def begin(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
         """The request has come: local limits first, then those that all machines share."""
-        if arrival.destination.route not in self._admission.routes:
+        limits = self._admission.routes.get(arrival.destination.route)
+        if limits is None:
             return self._ask_tokens(record, arrival, now, out)
         record.limited = usage_to_reserve(arrival)
-        charges = self._admission.charges(arrival, record.limited, now)
+        charges = limits.charges(arrival.caller, arrival.head.headers, record.limited, now)
         local = [charge for charge in charges if not charge.is_global]
         if local:
             try:

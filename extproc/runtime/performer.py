@@ -11,6 +11,7 @@ from extproc.core.effects import (
     AskLimits,
     AskTokens,
     Decision,
+    Fault,
     HealthChanged,
     Hold,
     Owe,
@@ -21,6 +22,7 @@ from extproc.core.effects import (
 )
 from extproc.endpoints.health import ADVICE
 from extproc.errors import InternalError
+from extproc.streams.failures import FailureLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +59,7 @@ class Performer:
         self._tokenizers = tokenizers
         self._limits = limits
         self._tell = tell
+        self._failures = FailureLog(log)
         self._loop = asyncio.get_running_loop()
         # held requests by ticket
         self._waits: dict[str, asyncio.Future[Decision | Refused]] = {}
@@ -76,6 +79,8 @@ class Performer:
                     self._wake_at(effect.at_s)
                 case HealthChanged():
                     _log_health(effect)
+                case Fault():
+                    self._failures.note(effect.what, effect.error)
                 case Tell():
                     self._tell(effect.event)
                 case SettleGrant() | Owe() if self._limits is not None:
