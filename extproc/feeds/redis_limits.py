@@ -107,7 +107,15 @@ class RedisLimits:
         finally:
             for one in self._late:
                 one.cancel()
+            await self._send_last()
             await self._redis.aclose()
+
+    async def _send_last(self) -> None:
+        """What is left at the end, if Redis is there: nobody else knows of it."""
+        if self._memory.has_debts and self._clock() >= self._retry_at_s:
+            await self._pay_batch()
+        if self._settlements and self._clock() >= self._retry_at_s:
+            await self._settle_batch()
 
     def _away(self, charges: Sequence[Charge]) -> StoreAway:
         now = self._clock()
