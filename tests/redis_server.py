@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from typing import TYPE_CHECKING
@@ -39,6 +40,14 @@ class Redis:
                 return
             time.sleep(0.05)
         raise TimeoutError("redis-server does not answer")
+
+    def hang(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         if self._process is not None:

@@ -53,6 +53,7 @@ class Charge(msgspec.Struct, frozen=True):
 
     ``key``: names the bucket. ``amount``: in units of ``resource``. ``is_global``: the bucket is in the shared store.
     ``needs_redis``: without the shared store the request is refused instead of charged to a local bucket.
+    ``enough``: at this level it is granted even if it is more than that; the bucket is in debt then.
     """
 
     key: str
@@ -61,18 +62,32 @@ class Charge(msgspec.Struct, frozen=True):
     amount: float
     is_global: bool = False
     needs_redis: bool = False
+    enough: float = math.inf
+
+    @property
+    def needed(self) -> float:
+        """The level that the bucket must have."""
+        return min(self.amount, self.enough)
 
 
 class Grant(msgspec.Struct, frozen=True):
     """A reservation in several buckets: for each charge the claim, and the level left in the bucket.
 
-    ``is_global``: the reservation is in the store that all machines share.
+    ``is_global``: the reservation is in the store that all machines share. ``owed``: it was made without the store, which is to
+    be charged for it: the charges as the store would have had them.
     """
 
     charges: Sequence[Charge]
     claims: Sequence[Claim]
     levels: Sequence[float]
     is_global: bool = False
+    owed: Sequence[Charge] = ()
+
+
+class StoreAway(msgspec.Struct, frozen=True):
+    """The shared store does not answer. ``most_left``: for each charge, what its bucket has left at most."""
+
+    most_left: Sequence[float]
 
 
 class RouteLimits:
@@ -122,7 +137,7 @@ class RouteLimits:
 
 def refusal(charges: Sequence[Charge], levels: Sequence[float]) -> RateLimited:
     """The error for charges that buckets at ``levels`` cannot grant; it names the one with the longest wait."""
-    shortfalls = [charge.amount - level for charge, level in zip(charges, levels, strict=True)]
+    shortfalls = [charge.needed - level for charge, level in zip(charges, levels, strict=True)]
     waits = [
         shortfall / charge.limit.rate if shortfall > 0 else 0.0
         for charge, shortfall in zip(charges, shortfalls, strict=True)
@@ -131,7 +146,7 @@ def refusal(charges: Sequence[Charge], levels: Sequence[float]) -> RateLimited:
     charge, headers = charges[worst], rate_limit_headers(charges, levels)
     resource, capacity = charge.resource.replace("_", " "), math.floor(charge.limit.capacity)
     kind = "requests" if charge.resource == "requests" else "tokens"
-    if charge.amount > charge.limit.capacity:
+    if charge.needed > charge.limit.capacity:
         message = (
             f"The request needs {math.ceil(charge.amount)} {resource}, "
             f"and no more than {capacity} are granted at once; shorten the prompt or lower max_tokens."

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -45,6 +46,8 @@ class LocalLimits:
         self._buckets: OrderedDict[str, _NamedBucket] = OrderedDict()
         # of names that clients have chosen, by what stands before the name: they can push out only their own kind
         self._chosen: OrderedDict[str, OrderedDict[str, _NamedBucket]] = OrderedDict()
+        # how often levels have changed other than by inflow
+        self.changes = 0
 
     @property
     def buckets(self) -> int:
@@ -54,14 +57,16 @@ class LocalLimits:
     def reserve(self, charges: Sequence[Charge], now: float) -> Grant:
         """Reserve all charges or none; raises RateLimited."""
         buckets = [self._bucket(charge, now) for charge in charges]
-        shortfalls = [bucket.shortfall(charge.amount) for charge, bucket in zip(charges, buckets, strict=True)]
+        shortfalls = [bucket.shortfall(charge.needed) for charge, bucket in zip(charges, buckets, strict=True)]
         if any(shortfall > 0 for shortfall in shortfalls):
             raise refusal(charges, [bucket.level for bucket in buckets])
+        self.changes += 1
         claims = [bucket.reserve(charge.amount) for charge, bucket in zip(charges, buckets, strict=True)]
         return Grant(charges, claims, [bucket.level for bucket in buckets])
 
     def settle(self, grant: Grant, used: Usage | None, now: float) -> None:
         """Settle with the actual usage; None refunds all: the request was never dispatched."""
+        self.changes += 1
         for charge, claim in zip(grant.charges, grant.claims, strict=True):
             self._bucket(charge, now).settle(claim, 0.0 if used is None else used.of(charge.resource))
 
@@ -69,12 +74,13 @@ class LocalLimits:
         """Another process on this machine has reserved ``amount``, or refunded it if negative."""
         charge = Charge(key, limit, "requests", 0.0)
         bucket = self._bucket(charge, now)
+        self.changes += 1
         bucket.level = min(limit.capacity, bucket.level - amount)
 
     def levels(self, now: float) -> list[BucketLevel]:
         """Of all buckets that are not full, or of as many as were used last."""
         found = []
-        for key, bucket in self._last_used():
+        for key, bucket in islice(self._last_used(), 2 * MOST_LEVELS):
             bucket.fill(bucket.limit, now)
             if bucket.level < bucket.limit.capacity:
                 found.append(BucketLevel(key, bucket.limit, bucket.level))
@@ -84,6 +90,7 @@ class LocalLimits:
 
     def lower(self, told: Sequence[BucketLevel], now: float) -> None:
         """Another process knows these levels: no bucket stays above."""
+        self.changes += 1
         for one in told:
             bucket = self._bucket(Charge(one.key, one.limit, "requests", 0.0), now)
             bucket.level = min(bucket.level, one.level)

@@ -74,5 +74,6 @@ def _settings(options: argparse.Namespace, config: ConfigDirectory) -> app.Setti
         shows_reasons=options.debug,
         worker=worker,
         redis=options.redis,
+        state=options.state,
         redis_channel=options.redis_channel,
     )

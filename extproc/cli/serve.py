@@ -120,6 +120,12 @@ def parser(prog: str = "extproc") -> argparse.ArgumentParser:
         metavar="DURATION",
         help="how long a new ModelServer waits before it is used, so that Envoy knows it by then (default: %(default)s)",
     )
+    add(
+        "--state",
+        type=Path,
+        metavar="DIR",
+        help="keep there how full Local limits are, so that a restart does not find them full; made if it is not there",
+    )
     _add_processes(made)
     _add_gateways(made)
     add = made.add_argument_group("debugging").add_argument

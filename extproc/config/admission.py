@@ -54,7 +54,7 @@ class RateLimit(Spec, frozen=True):
     burst: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
     # Local: each machine grants the whole limit. Global: machines that share a Redis grant it together.
     scope: Literal["Local", "Global"] = "Local"
-    # While Redis cannot be reached, a Global limit is granted as a Local one, or its requests are answered 503.
+    # While Redis cannot be reached, each process grants its part of what a Global limit had left, or its requests are answered 503.
     without_redis: Literal["Local", "Refuse"] = "Local"
 
     @property

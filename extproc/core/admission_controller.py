@@ -17,9 +17,8 @@ from extproc.admission.saturation import Stages
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from extproc.admission.limits import Charge
     from extproc.config.admission import FlowControl
     from extproc.config.types import Snapshot
     from extproc.core.types import Arrival, Attachment
@@ -56,13 +55,6 @@ class AdmissionController:
                 self.gates[name] = known
             elif control is not None:
                 self.gates[name] = self._new_gate(pool, control)
-
-    def charges(self, arrival: Arrival, usage: Usage, now: float) -> Sequence[Charge]:
-        """What the limits of the request's route must grant for ``usage``; empty if there are none."""
-        limits = self.routes.get(arrival.destination.route)
-        if limits is None:
-            return ()
-        return limits.charges(arrival.caller, arrival.head.headers, usage, now)
 
     def has_waiting(self) -> bool:
         """Whether any request waits at a gate."""

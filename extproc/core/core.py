@@ -75,7 +75,7 @@ class Core:
         self._ticket_prefix = ticket_prefix
         self._tickets = 0
         self._machine = machine
-        self._accounts = Accounts(self.admission.limits, machine=machine)
+        self._accounts = Accounts(self.admission.limits, machine=machine, peers=lambda: self.mirror.peers)
         self.levels = LevelExchange(self.admission.limits, machine=machine, origin=ticket_prefix)
         self._records: dict[str, Record] = {}
         dispatcher = Dispatcher(self._records, self._accounts, rng=rng, has_peers=machine is not None)

@@ -85,9 +85,8 @@ class Dispatcher:
                 prompt_of(arrival, record.tokens), constraints, now=now, rng=self._rng, expectation=expectation
             )
             explanation = explain(considered, pool) if record.wants_reasons else None
-            # usage that only we ask for
-            hides_usage = asks_for_usage(arrival)
-            body = changed_body(arrival, with_usage=hides_usage)
+            adds_usage = asks_for_usage(arrival)
+            body = changed_body(arrival, with_usage=adds_usage)
         except Refusal as refusal:
             return self.refuse(record, refusal, now, out, was_held=was_held)
         except Exception as error:  # noqa: BLE001 - plugins may raise anything
@@ -104,13 +103,13 @@ class Dispatcher:
             prompt_bytes=len(request.prompt) if request.is_text else 0,
             is_streamed=request.is_streamed,
             sent_at_s=now,
-            expects_usage=request.asks_for_usage or hides_usage,
+            expects_usage=request.asks_for_usage or adds_usage,
             reserved=Usage(assignment.input_tokens, output_tokens),
             limited=record.limited,
             answers=request.answers,
             most_output=math.inf if request.max_output_tokens is None else request.answers * request.max_output_tokens,
             prompts=request.prompts.count,
-            hides_usage=request.hides_usage,
+            declines_usage=request.declines_usage,
         )
         if gate is not None and queued is not None:
             run.waited_s = now - queued.arrived_at_s
@@ -131,7 +130,7 @@ class Dispatcher:
             was_held=was_held,
             waited_s=run.waited_s,
             grants=record.grants,
-            hides_usage=hides_usage,
+            adds_usage=adds_usage,
         )
 
 

@@ -21,7 +21,7 @@ class Decision(msgspec.Struct, frozen=True):
     """Answer: the request goes to these endpoints.
 
     ``body``: what to send instead of the client's body, None to send that. ``queued``: its entry in its server's queue,
-    None without flow control. ``was_held``: it waited there, for ``waited_s``. ``hides_usage``: we asked the engine for
+    None without flow control. ``was_held``: it waited there, for ``waited_s``. ``adds_usage``: we asked the engine for
     usage that the client did not ask for, so the client must not see it.
     """
 
@@ -34,7 +34,7 @@ class Decision(msgspec.Struct, frozen=True):
     was_held: bool = False
     waited_s: float = 0.0
     grants: tuple[Grant, ...] = ()
-    hides_usage: bool = False
+    adds_usage: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -48,7 +48,9 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class AskLimits(msgspec.Struct, frozen=True):
-    """Ask the shared store for a grant, then ``resume`` with a Grant, a Refusal, or None if it does not answer."""
+    """Ask the shared store for a grant, then ``resume`` with a Grant, a Refusal, StoreAway if it does not answer, or None if there
+    is no store.
+    """
 
     ticket: str
     charges: Sequence[Charge]
@@ -83,6 +85,13 @@ class SettleGrant(msgspec.Struct, frozen=True):
     used: Usage | None
 
 
+class Owe(msgspec.Struct, frozen=True):
+    """The shared store is to be charged ``amount`` that was used without it; negative: less than was said before."""
+
+    charge: Charge
+    amount: float
+
+
 class Tell(msgspec.Struct, frozen=True):
     """Tell the other processes."""
 
@@ -111,6 +120,13 @@ class HealthChanged(msgspec.Struct, frozen=True):
     failure: Failure | None
 
 
+class Fault(msgspec.Struct, frozen=True):
+    """Our own code has failed over something that can go on without it; to be logged. ``what``: could not be done."""
+
+    what: str
+    error: Exception
+
+
 class WakeAt(msgspec.Struct, frozen=True):
     """Call ``tick`` at this time, or soon if it has passed: held requests may go then."""
 
@@ -120,5 +136,17 @@ class WakeAt(msgspec.Struct, frozen=True):
 # What a request may have to wait for after ``arrive`` or ``resume``.
 Pending = AskLimits | AskTokens | Hold
 Effect = (
-    Decision | Refused | AskLimits | AskTokens | Hold | Left | SettleGrant | Tell | Settled | HealthChanged | WakeAt
+    Decision
+    | Refused
+    | AskLimits
+    | AskTokens
+    | Hold
+    | Left
+    | SettleGrant
+    | Owe
+    | Tell
+    | Settled
+    | HealthChanged
+    | Fault
+    | WakeAt
 )

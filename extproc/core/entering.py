@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from extproc.admission.limits import Grant, unavailable
+from extproc.admission.limits import Grant, StoreAway, unavailable
 from extproc.core.admission_controller import usage_to_reserve
 from extproc.core.dispatch import prompt_of
 from extproc.core.effects import AskLimits, AskTokens, Decision, Effect, Hold, Left, Refused
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from extproc.scheduling.pool import Pool
 
 # What a shell may resume a request with: what was asked for, or None if it cannot be had.
-Answer = Grant | Refusal | Sequence[int] | None
+Answer = Grant | Refusal | StoreAway | Sequence[int] | None
 # What each step says of the request itself.
 Own = Decision | Refused | AskLimits | AskTokens | Hold
 
@@ -52,10 +52,11 @@ class EnteringRequests:
 
     def begin(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
         """The request has come: local limits first, then those that all machines share."""
-        if arrival.destination.route not in self._admission.routes:
+        limits = self._admission.routes.get(arrival.destination.route)
+        if limits is None:
             return self._ask_tokens(record, arrival, now, out)
         record.limited = usage_to_reserve(arrival)
-        charges = self._admission.charges(arrival, record.limited, now)
+        charges = limits.charges(arrival.caller, arrival.head.headers, record.limited, now)
         local = [charge for charge in charges if not charge.is_global]
         if local:
             try:
@@ -73,9 +74,9 @@ class EnteringRequests:
         """What the request asked for is here."""
         arrival, charges = record.arrived, record.charges
         if record.state is State.ASKING_LIMITS:
-            if answer is None or isinstance(answer, Grant | Refusal):
+            if answer is None or isinstance(answer, Grant | Refusal | StoreAway):
                 return self._granted(record, arrival, charges, answer, now, out)
-        elif not isinstance(answer, Grant | Refusal):
+        elif not isinstance(answer, Grant | Refusal | StoreAway):
             record.tokens = answer
             return self._enter(record, arrival, now, out)
         raise IllegalEvent(type(answer).__name__, record.state.name, f"request {record.ticket}")
@@ -97,22 +98,32 @@ class EnteringRequests:
         record: Record,
         arrival: Arrival,
         charges: Sequence[Charge],
-        answer: Grant | Refusal | None,
+        answer: Grant | Refusal | StoreAway | None,
         now: float,
         out: list[Effect],
     ) -> Own:
         try:
-            if isinstance(answer, Refusal):
-                raise answer
-            if answer is None:
-                # the store cannot be asked: this process grants it by itself, where that is allowed
-                if any(charge.needs_redis for charge in charges):
-                    raise unavailable()
-                answer = self._accounts.reserve(charges, now, out)
+            grant = self._grant_of(charges, answer, now, out)
         except Refusal as refusal:
             return self._dispatcher.refuse(record, refusal, now, out)
-        record.grants = (*record.grants, answer)
+        record.grants = (*record.grants, grant)
         return self._ask_tokens(record, arrival, now, out)
+
+    def _grant_of(
+        self, charges: Sequence[Charge], answer: Grant | Refusal | StoreAway | None, now: float, out: list[Effect]
+    ) -> Grant:
+        """What the store has granted, or else this process grants by itself, where that is allowed; raises a Refusal."""
+        if isinstance(answer, Grant | Refusal):
+            self._accounts.store_answered()
+        if isinstance(answer, Refusal):
+            raise answer
+        if isinstance(answer, Grant):
+            return answer
+        if any(charge.needs_redis for charge in charges):
+            raise unavailable()
+        if answer is None:
+            return self._accounts.reserve(charges, now, out)
+        return self._accounts.reserve_alone(charges, answer.most_left, now, out)
 
     def _ask_tokens(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
         if arrival.pool.caches.kv_index is None or not arrival.wants_tokens:

@@ -133,7 +133,7 @@ def _may_have_written(run: Run, outcome: Outcome) -> float:
         return 0.0
     row = run.pool.table.row_of(outcome.served)
     tpot_s = float(run.pool.table.tpot_s[row]) if row is not None else 0.0
-    if not tpot_s or run.hides_usage:
+    if not tpot_s or run.declines_usage:
         return run.reserved.output_tokens if run.limited is None else run.limited.output_tokens
     writing_s = outcome.duration_s - (run.waited_s if outcome.ttfb_s is None else outcome.ttfb_s)
     return run.answers * max(0.0, writing_s) / tpot_s

@@ -26,7 +26,7 @@ class Run(msgspec.Struct):
     ``tail``: the end of the prompt that no whole block covers. ``reserved``: the tokens that were expected of it, and
     ``limited``: those that its limits reserved, None if it has none. ``answers``: how many it asked for, over all its
     prompts; ``most_output``: the tokens that it asked for at most, over all answers. ``prompt_bytes``: 0 if they do not
-    say how many tokens its ``prompts`` prompts have. ``hides_usage``: its client asked for a stream that does not tell.
+    say how many tokens its ``prompts`` prompts have. ``declines_usage``: its client wants none to be told.
     ``expects_usage``: a whole answer reports it. ``gate``, ``charged``: whose flow paid how much service for it.
     ``is_on_time``: its silence was not counted as a failure of its endpoint.
     """
@@ -43,7 +43,7 @@ class Run(msgspec.Struct):
     answers: int = 1
     most_output: float = math.inf
     prompts: int = 1
-    hides_usage: bool = False
+    declines_usage: bool = False
     waited_s: float = 0.0
     gate: Gate | None = None
     charged: float = 0.0

@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from extproc.core.dispatch import repeat
-from extproc.core.effects import Effect, Settled, Tell
+from extproc.core.effects import Effect, Fault, Settled, Tell
 from extproc.core.feedback import learn, usage_of
 from extproc.core.health_feedback import judge
 from extproc.core.peer_events import Ended
@@ -71,8 +71,11 @@ class RunningRequests:
             del self._records[outcome.ticket]
         else:
             record.state = State.SETTLED
-        judge(run, outcome, now, out)
-        learn(run, outcome, now, is_ours=record.is_ours, has_limits=bool(record.grants))
+        try:
+            judge(run, outcome, now, out)
+            learn(run, outcome, now, is_ours=record.is_ours, has_limits=bool(record.grants))
+        except Exception as error:  # noqa: BLE001 - what is learned is an estimate; what was granted must be settled
+            out.append(Fault("an outcome could not be learned from", error))
         service = 0.0
         if run.gate is not None or record.grants:
             used = usage_of(run, outcome)

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from extproc.core.effects import Effect, WakeAt
+from extproc.admission.saturation import RECHECK_S
+from extproc.core.effects import Effect, Fault, WakeAt
 from extproc.core.states import Event, State, is_legal
 from extproc.errors import NoEndpoint, Refusal
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from extproc.admission.gate import Gate
+    from extproc.admission.queued_request import QueuedRequest
     from extproc.core.admission_controller import AdmissionController
     from extproc.core.dispatch import Dispatcher
     from extproc.core.record import Record
@@ -60,7 +62,7 @@ class WaitingRequests:
 
     def tick(self, now: float, out: list[Effect]) -> None:
         """Let go those that can go, and refuse those that have waited too long."""
-        released = 0
+        released, faults = 0, list[Effect]()
         while self._freed and released < MOST_AT_ONCE:
             self._release(self._freed.popleft(), None, now, out)
             released += 1
@@ -70,12 +72,14 @@ class WaitingRequests:
             for queued, refusal in gate.expired(now):
                 self._give_up(queued.ticket, refusal, now, out)
             # one after the other: each that goes changes who has room
-            while released < MOST_AT_ONCE and (found := gate.next(now)) is not None:
+            while released < MOST_AT_ONCE and (found := _next(gate, now, faults)) is not None:
                 self._release(found[0].ticket, found[1], now, out)
                 released += 1
+        out.extend(faults)
         at_s = now if released == MOST_AT_ONCE else self._admission.wake_at_s(now)
         if at_s is not None:
-            out.append(WakeAt(at_s))
+            # a queue that fails is not tried again at once
+            out.append(WakeAt(max(at_s, now + RECHECK_S) if faults else at_s))
 
     def move(self, before: Mapping[str, Gate], pools: Mapping[str, Pool], now: float, out: list[Effect]) -> None:
         """After a change of configuration: those whose gate is gone wait at the new one, or go, or are refused."""
@@ -109,3 +113,12 @@ class WaitingRequests:
         record = self._records[ticket]
         is_legal(record.state, Event.GIVEN_UP, ticket)
         out.append(self._dispatcher.refuse(record, refusal, now, out, was_held=True))
+
+
+def _next(gate: Gate, now: float, faults: list[Effect]) -> tuple[QueuedRequest, Bools] | None:
+    """The gate's next request, if it has one and can say so: what was decided before must reach its streams."""
+    try:
+        return gate.next(now)
+    except Exception as error:  # noqa: BLE001 - policies of packages may raise anything
+        faults.append(Fault("the queue of a server could not be served", error))
+        return None

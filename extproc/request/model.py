@@ -65,12 +65,6 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         return 0 if self.prompts.token_ids else max(0, len(self.prompt) - self.media.size_bytes)
 
     @property
-    def hides_usage(self) -> bool:
-        """Whether its client asked for a stream without token usage."""
-        wish = self.stream_options.get("include_usage")
-        return self.is_streamed and self.api is not Api.RESPONSES and wish is not None and bytes(wish) != b"true"
-
-    @property
     def leaves_usage_out(self) -> bool:
         """Whether a streamed answer will lack token usage because the client did not ask for it."""
         if not self.is_streamed or self.api is Api.RESPONSES:

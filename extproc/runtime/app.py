@@ -22,6 +22,7 @@ from extproc.feeds.directory import DirectoryFeed
 from extproc.feeds.engines import EngineScraper
 from extproc.feeds.kv_events import KvEventFeed
 from extproc.feeds.redis_limits import RedisLimits
+from extproc.feeds.saved_levels import SavedLevels
 from extproc.feeds.tokens import Tokenizers
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics
@@ -74,6 +75,8 @@ class Settings(msgspec.Struct, frozen=True):
     worker: Worker | None = None
     redis: str | None = None
     redis_channel: str = "attache"
+    # where the levels of local limits outlive the process, if anywhere
+    state: Path | None = None
 
 
 async def serve(settings: Settings, snapshot: Snapshot) -> None:
@@ -108,6 +111,13 @@ class App:
         self._limits: RedisLimits | None = None
         if settings.redis is not None:
             self._limits = RedisLimits(settings.redis, settings.redis_channel, metrics, clock)
+        self._saved: SavedLevels | None = None
+        if settings.state is not None:
+            number = 0 if settings.worker is None else settings.worker.number
+            self._saved = SavedLevels(
+                core.admission.limits, settings.state, number=number, clock=clock, wall_clock=wall_clock
+            )
+            self._saved.load()
         self._peers = Peers(buses, metrics, origin=origin)
         performer = self._performer = Performer(
             core,
@@ -153,6 +163,8 @@ class App:
                 for feed in feeds:
                     feed.cancel()
         finally:
+            if self._saved is not None:
+                self._saved.save()
             await self._tokenizers.close()
             if self._log_file is not None:
                 self._log_file.close()
@@ -164,6 +176,8 @@ class App:
         feeds = [self._feed.watch(), self._kv_events.run()]
         if self._limits is not None:
             feeds.append(self._limits.run())
+        if self._saved is not None:
+            feeds.append(self._saved.run())
         worker = self._settings.worker
         return feeds if worker is not None and worker.number else [*feeds, self._scraper.run()]
 

@@ -11,8 +11,10 @@ from extproc.core.effects import (
     AskLimits,
     AskTokens,
     Decision,
+    Fault,
     HealthChanged,
     Hold,
+    Owe,
     Refused,
     Settled,
     SettleGrant,
@@ -21,6 +23,7 @@ from extproc.core.effects import (
 )
 from extproc.endpoints.health import ADVICE
 from extproc.errors import InternalError
+from extproc.streams.failures import FailureLog
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -57,6 +60,7 @@ class Performer:
         self._tokenizers = tokenizers
         self._limits = limits
         self._tell = tell
+        self._failures = FailureLog(log)
         self._loop = asyncio.get_running_loop()
         # held requests by ticket
         self._waits: dict[str, asyncio.Future[Decision | Refused]] = {}
@@ -79,11 +83,12 @@ class Performer:
                     self._wake_at(effect.at_s)
                 case HealthChanged():
                     _log_health(effect)
+                case Fault():
+                    self._failures.note(effect.what, effect.error)
                 case Tell():
                     self._tell(effect.event)
-                case SettleGrant():
-                    if self._limits is not None:
-                        self._limits.settle(effect.grant, effect.used)
+                case SettleGrant() | Owe() if self._limits is not None:
+                    _correct(self._limits, effect)
 
     async def answer_to(
         self, pending: Pending, tell_gateway: Callable[[], Awaitable[None]] | None = None
@@ -151,6 +156,13 @@ class Performer:
             self._later.cancel()
             self._later = None
         self.perform(self._core.tick(self._clock()))
+
+
+def _correct(limits: RedisLimits, effect: SettleGrant | Owe) -> None:
+    if isinstance(effect, Owe):
+        limits.owe(effect.charge, effect.amount)
+    else:
+        limits.settle(effect.grant, effect.used)
 
 
 def _log_health(change: HealthChanged) -> None:

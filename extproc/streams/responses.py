@@ -182,11 +182,11 @@ def _routing_headers(decision: Decision, destination: bytes) -> list[bytes]:
 
 def _metadata(decision: Decision, destination: bytes) -> bytes:
     """Of a ProcessingResponse: where the request goes, its ticket, and what its rate limits granted."""
-    own: Iterable[bytes] = _TICKET_METADATA[decision.hides_usage].filled(decision.ticket.encode())
+    own: Iterable[bytes] = _TICKET_METADATA[decision.adds_usage].filled(decision.ticket.encode())
     if decision.grants:
         # the bundle's routes write them into the answer's headers
         values = {TICKET: decision.ticket, **granted_headers(decision.grants)}
-        if decision.hides_usage:
+        if decision.adds_usage:
             values[HIDES_USAGE] = "1"
         own = (_metadata_of(NAMESPACE, values).SerializeToString(),)
     return field(_METADATA_TAG, b"".join((*_DESTINATION_METADATA.filled(destination), *own)))

@@ -7,15 +7,13 @@ import asyncio
 import json
 from typing import TYPE_CHECKING
 
-import h2.config
-import h2.connection
-import h2.events
 import httpx
 import pytest
 import pytest_asyncio
 
 from bench.stack import ALIAS, EngineFlags, Stack, running_stack
 from tests.waiting import eventually
+from tests.with_envoy.trailers import with_trailers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -76,43 +74,14 @@ async def client(stack: Stack, request: pytest.FixtureRequest) -> AsyncIterator[
         yield Client(http, request.node.name)
 
 
-async def with_trailers(stack: Stack, content: bytes, account: str) -> tuple[int, bytes]:
-    """Status and body of the answer to an HTTP/2 request whose body is followed by a trailer."""
-    host, _, port = stack.url.removeprefix("http://").rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True, header_encoding="utf-8"))
-    connection.initiate_connection()
-    stream = connection.get_next_available_stream_id()
-    headers = [(":method", "POST"), (":path", CHAT), (":scheme", "http"), (":authority", "gateway")]
-    connection.send_headers(stream, [*headers, ("content-type", "application/json"), ("x-account", account)])
-    connection.send_data(stream, content)
-    connection.send_headers(stream, [("x-late", "1")], end_stream=True)
-    status, answer = 0, b""
-    try:
-        async with asyncio.timeout(20):
-            while True:
-                writer.write(connection.data_to_send())
-                data = await reader.read(65_536)
-                for event in connection.receive_data(data):
-                    match event:
-                        case h2.events.ResponseReceived():
-                            status = int(dict(event.headers or [])[":status"])
-                        case h2.events.DataReceived():
-                            answer += event.data or b""
-                        case h2.events.StreamEnded() | h2.events.StreamReset():
-                            return status, answer
-                assert data, "Envoy closed the connection"
-    finally:
-        writer.close()
-
-
 async def test_a_trailer_behind_the_body_gets_round_no_decision(stack: Stack) -> None:
-    status, answer = await with_trailers(stack, body(max_tokens=2), "trailers")
+    status, answer = await with_trailers(stack.url + CHAT, body(max_tokens=2), {"x-account": "trailers"})
     assert status == 200
     assert json.loads(answer)["usage"]["completion_tokens"] == 2
-    status, answer = await with_trailers(stack, body(max_tokens=TOKENS + 1), "trailers")
+    status, answer = await with_trailers(stack.url + CHAT, body(max_tokens=TOKENS + 1), {"x-account": "trailers"})
     assert (status, json.loads(answer)["error"]["code"]) == (429, "rate_limit_exceeded")
-    status, answer = await with_trailers(stack, json.dumps({"model": "none", "messages": []}).encode(), "trailers")
+    content = json.dumps({"model": "none", "messages": []}).encode()
+    status, answer = await with_trailers(stack.url + CHAT, content, {"x-account": "trailers"})
     assert (status, json.loads(answer)["error"]["code"]) == (404, "model_not_found")
 
 

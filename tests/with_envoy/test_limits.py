@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -194,3 +195,84 @@ async def test_who_wants_no_limit_without_redis_gets_an_answer_that_says_so(tmp_
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "limits_unavailable"
         assert answer.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_redis_that_goes_and_comes_back_empty_grants_nothing_twice(
+    tmp_path: Path, redis: Redis, workers: int
+) -> None:
+    limit = {"per": "Route", "unit": "month", "requests": 40, "scope": "Global"}
+    body = {"model": ALIAS, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    async with (
+        running_stack(
+            tmp_path / "stack",
+            FLAGS,
+            route={"rateLimits": [limit]},
+            workers=workers,
+            extproc_flags=["--redis", redis.url],
+        ) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=30) as http,
+    ):
+        host, _, first = stack.metrics.rpartition(":")
+        pages = [f"{host}:{int(first) + number}/metrics" for number in range(workers)]
+        answers: list[int] = []
+
+        async def ask(times: int) -> None:
+            answers.extend([(await http.post("/v1/chat/completions", json=body)).status_code for _ in range(times)])
+
+        async def each_asked_redis() -> bool:
+            await ask(1)
+            return all([await metric(http, page, 'attache_limits_redis_total{result="granted"}') > 0 for page in pages])
+
+        async def each_asks_again() -> bool:
+            await ask(1)
+            name = 'attache_limits_redis_total{result="refused"}'
+            return all([await metric(http, page, name) > 0 for page in pages])
+
+        await eventually(each_asked_redis, timeout_s=20)
+        had = answers.count(200)
+        redis.stop()
+        await ask(20)
+        # some by each process on its own
+        assert answers.count(200) > had
+        redis.start()
+        await ask(60)
+        await eventually(each_asks_again, timeout_s=20)
+    assert set(answers) == {200, 429}
+    # one process keeps exact accounts; two may both grant a last one by themselves
+    assert 39 <= answers.count(200) <= 40 + (workers - 1)
+
+
+async def test_an_extproc_that_is_killed_again_and_again_finds_its_limits_as_they_were(tmp_path: Path) -> None:
+    limit = {"per": "Route", "unit": "month", "requests": 30}
+    body = {"model": ALIAS, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    state = tmp_path / "state"
+    async with (
+        running_stack(
+            tmp_path / "stack", FLAGS, route={"rateLimits": [limit]}, extproc_flags=["--state", str(state)]
+        ) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=30) as http,
+    ):
+        answers: list[int] = []
+
+        async def ask() -> bool:
+            """Whether extproc has decided."""
+            answers.append((await http.post("/v1/chat/completions", json=body)).status_code)
+            return answers[-1] in {200, 429}
+
+        for _ in range(3):
+            for _ in range(8):
+                assert await ask()
+            # it is saved ten times a second
+            await asyncio.sleep(1.0)
+            await stack.processes.restart("extproc", signal.SIGKILL)
+            await eventually(ask, timeout_s=30)
+        for _ in range(30):
+            await ask()
+        # a signal saves at once
+        await stack.processes.restart("extproc", signal.SIGTERM)
+        await eventually(ask, timeout_s=30)
+        for _ in range(30):
+            await ask()
+    assert set(answers) <= {200, 429, 503}
+    assert answers.count(200) == 30

@@ -20,6 +20,7 @@ from controller.bundle import write_once
 from extproc.config.directory import load_directory
 from extproc.config.types import API_VERSION
 from tests.waiting import eventually
+from tests.with_envoy.trailers import with_trailers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -332,6 +333,23 @@ async def test_a_body_in_chunks_is_served(gateway: Gateway) -> None:
     answer = await gateway.http.post(CHAT, content=parts())
     assert answer.status_code == 200
     assert gateway.told[0].pairs() == [("model", ONE), ("n", 1)]
+
+
+async def test_a_trailer_behind_the_body_gets_round_nothing(gateway: Gateway) -> None:
+    async def send(content: bytes) -> int:
+        gateway.told.clear()
+        return (await with_trailers(f"{gateway.http.base_url}".rstrip("/") + CHAT, content, {}))[0]
+
+    assert await send(b'{"model": "chat", "n": 1}') == 200
+    (told,) = gateway.told
+    assert (told.server, told.pairs()) == ("one", [("model", ONE), ("n", 1)])
+    for content in (
+        b'{"model": "chat", "model": "sql"}',
+        b'{"model": "unknown"}',
+        b'{"model": "chat", "rid": 1, "kv_transfer_params": 1}',
+    ):
+        assert await send(content) in {400, 404}
+        assert gateway.told == []
 
 
 LARGE: Final = 15 * 1024 * 1024

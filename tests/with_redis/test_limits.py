@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.admission.buckets import Limit
-from extproc.admission.limits import Charge, Grant, Usage
+from extproc.admission.limits import Charge, Grant, StoreAway, Usage
 from extproc.errors import RateLimited
 from extproc.feeds.redis_limits import RedisLimits
 from extproc.metrics.registry import Metrics
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -40,7 +41,10 @@ async def limits(redis: Redis) -> AsyncIterator[list[RedisLimits]]:
 
 
 async def reserve(limits: RedisLimits, *charges: Charge) -> Grant:
-    found = await limits.reserve(charges)
+    """Granted as soon as Redis answers."""
+    async with asyncio.timeout(10):
+        while isinstance(found := await limits.reserve(charges), StoreAway):  # noqa: ASYNC110 - Redis comes back by itself
+            await asyncio.sleep(0.05)
     assert isinstance(found, Grant)
     return found
 
@@ -124,20 +128,69 @@ async def test_four_processes_never_grant_more_than_one_would(limits: list[Redis
 
 
 @pytest.mark.real_time
-async def test_a_redis_that_begins_anew_is_used_again_with_full_buckets(
+async def test_a_redis_that_begins_anew_is_told_how_full_its_buckets_were(
     redis: Redis, limits: list[RedisLimits]
 ) -> None:
-    await reserve(limits[0], charge(100))
+    await reserve(limits[0], charge(70))
     redis.stop()
-    assert await limits[0].reserve([charge(1)]) is None
+    away = await limits[0].reserve([charge(1)])
+    assert isinstance(away, StoreAway)
+    assert away.most_left == pytest.approx([30.0], abs=0.01)
     # and nobody waits for it again so soon
     began_s = CLOCK()
-    assert await limits[0].reserve([charge(1)]) is None
+    assert isinstance(await limits[0].reserve([charge(1)]), StoreAway)
     assert CLOCK() - began_s < 0.1
+    # what is granted meanwhile is charged afterwards
+    limits[0].owe(charge(0), 20.0)
+    limits[0].owe(charge(0), -5.0)
     redis.start()
-    async with asyncio.timeout(10):
-        while not isinstance(await limits[0].reserve([charge(50)]), Grant):  # noqa: ASYNC110 - Redis comes back by itself
-            await asyncio.sleep(0.05)
+
+    assert await level(limits[0], charge(0)) == pytest.approx(15, abs=0.01)
+    # who knows nothing of the bucket finds it so
+    assert await level(limits[1], charge(0)) == pytest.approx(15, abs=0.01)
+
+
+@pytest.mark.real_time
+async def test_debts_are_paid_though_nobody_asks(redis: Redis, limits: list[RedisLimits]) -> None:
+    await reserve(limits[0], charge(10))
+    limits[0].owe(charge(0), 30.0)
+    await until(limits[1], charge(0), 60)
+    redis.stop()
+    assert isinstance(await limits[0].reserve([charge(1)]), StoreAway)
+    limits[0].owe(charge(0), 100.0)
+    limits[0].owe(charge(0, key="other"), 40.0)
+    redis.start()
+
+    async def is_charged() -> bool:
+        return isinstance(await limits[1].reserve([charge(1)]), RateLimited)
+
+    await eventually(is_charged)
+    assert await level(limits[1], charge(0, key="other")) == pytest.approx(60, abs=0.01)
+
+
+@pytest.mark.real_time
+async def test_what_went_beyond_while_redis_was_away_is_charged(redis: Redis, limits: list[RedisLimits]) -> None:
+    grant = await reserve(limits[0], charge(10))
+    redis.stop()
+    limits[0].settle(grant, Usage(0, 35))
+    await eventually(lambda: limits[0]._memory.has_debts)
+    redis.start()
+    await until(limits[0], charge(0), 65)
+
+
+@pytest.mark.real_time
+async def test_a_redis_that_hangs_is_charged_once_it_goes_on(redis: Redis, limits: list[RedisLimits]) -> None:
+    await reserve(limits[0], charge(10))
+    redis.hang()
+    assert isinstance(await limits[0].reserve([charge(20)]), StoreAway)
+    limits[0].owe(charge(0), 50.0)
+    redis.go_on()
+
+    async def is_charged() -> bool:
+        # what it granted too late was given back, and the debt is taken once or, to be safe, twice
+        return isinstance(await limits[1].reserve([charge(41)]), RateLimited)
+
+    await eventually(is_charged)
 
 
 async def test_buckets_do_not_stay_in_redis_for_ever(redis: Redis, limits: list[RedisLimits]) -> None:
@@ -181,3 +234,13 @@ async def test_a_clock_that_ran_ahead_does_not_freeze_a_limit(limits: list[Redis
     async with asyncio.timeout(5):
         while isinstance(await limits[0].reserve([fast]), RateLimited):  # noqa: ASYNC110 - Redis' time passes
             await asyncio.sleep(0.01)
+
+
+async def test_a_process_that_ends_charges_what_it_owes(redis: Redis, limits: list[RedisLimits]) -> None:
+    ending = RedisLimits(redis.url, "test", Metrics(list, CLOCK, CLOCK), CLOCK)
+    task = asyncio.create_task(ending.run())
+    ending.settle(await reserve(ending, charge(50)), Usage(0, 20))
+    ending.owe(charge(0), 30.0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert await level(limits[0], charge(0)) == pytest.approx(50, abs=0.01)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.admission.limits import NO_USAGE
 from extproc.admission.queued_request import FlowKey
 from extproc.config.load import load
 from extproc.core.core import Core
@@ -123,7 +122,10 @@ def test_routes_without_limits_charge_nothing() -> None:
     core = core_of("")
     head = Head("POST", "/v1/chat/completions", {}, has_body=True)
     body = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hi"}]}).encode()
-    assert core.admission.charges(core.intake.receive(Api.CHAT, head, body), NO_USAGE, 0.0) == ()
+    own, _ = core.arrive(core.intake.receive(Api.CHAT, head, body), 0.0)
+    assert isinstance(own, Decision)
+    assert own.grants == ()
+    assert core.admission.limits.buckets == 0
 
 
 PAIRS = """

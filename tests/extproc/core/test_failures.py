@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from extproc.admission.local_limits import LocalLimits
 from extproc.config.load import load
 from extproc.core.core import Core
-from extproc.core.effects import AskLimits, Decision, Effect, Hold, Refused, SettleGrant, WakeAt
+from extproc.core.effects import AskLimits, Decision, Effect, Fault, Hold, Refused, Settled, SettleGrant, WakeAt
 from extproc.core.states import State
-from extproc.core.types import Head
+from extproc.core.types import Head, Outcome
 from extproc.errors import BadRequest, InternalError, NoEndpoint
 from extproc.request.model import Api
 from tests.extproc.conftest import in_some_state
@@ -182,3 +182,60 @@ def test_what_runs_keeps_neither_the_body_nor_the_tokens_of_its_prompt() -> None
 
     record = core._records[own.ticket]
     assert (record.arrival, record.tokens) == (None, None)
+
+
+OUTCOME = Outcome("", 200, "10.0.0.1:8000", 1.0, 0.5, 30, 20, 0)
+
+
+@pytest.mark.parametrize("function", ["judge", "learn"])
+def test_an_outcome_that_cannot_be_learned_from_is_settled_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    core = core_of(SERVER + FLOW_CONTROL + LIMITED)
+    own, _ = arrive(core, max_tokens=100)
+    assert levels(core) == [9, 900]
+    core.finish(own.ticket, 0.0)
+
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(f"extproc.core.running.{function}", fail)
+    effects = core.settle(replace(OUTCOME, ticket=own.ticket), 0.0)
+
+    assert levels(core) == [9, 980]
+    assert in_some_state(core) == 0
+    (fault,) = [one for one in effects if isinstance(one, Fault)]
+    assert isinstance(fault.error, ZeroDivisionError)
+    assert [one.outcome.ticket for one in effects if isinstance(one, Settled)] == [own.ticket]
+
+
+def test_a_queue_that_fails_loses_nothing_that_was_decided_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = SERVER + FLOW_CONTROL + "---" + (SERVER + FLOW_CONTROL).replace("name: llama", "name: other")
+    routes = ROUTE + ROUTE.replace("name: chat", "name: other").replace("modelName: m", "modelName: o").replace(
+        "modelServerName: llama", "modelServerName: other"
+    )
+    core = core_of(two + routes)
+    running = [arrive(core, f"{number}", model=model)[0].ticket for number in range(2) for model in "mo"]
+    held = {model: [arrive(core, "held", model=model)[0].ticket for _ in range(2)] for model in "mo"}
+    gates = core.admission.gates
+    gate, serves = gates["default/llama"], gates["default/llama"].next
+    for ticket in running:
+        core.finish(ticket, 1.0)
+    calls: list[float] = []
+
+    def fails_second(now: float) -> object:
+        calls.append(now)
+        if len(calls) == 2:
+            raise KeyError("a policy's mistake")
+        return serves(now)
+
+    monkeypatch.setattr(gate, "next", fails_second)
+    effects = core.tick(1.0)
+
+    # one of the queue that failed, and both of the other, whichever comes first
+    decided = [one.ticket for one in effects if isinstance(one, Decision)]
+    assert decided == [held["m"][0], *held["o"]]
+    assert [one.what for one in effects if isinstance(one, Fault)] == ["the queue of a server could not be served"]
+    # it is tried again, but not at once
+    assert [one.at_s for one in effects if isinstance(one, WakeAt)] == [2.0]
+    assert [one.ticket for one in core.tick(2.0) if isinstance(one, Decision)] == [held["m"][1]]

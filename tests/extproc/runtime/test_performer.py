@@ -12,7 +12,7 @@ import pytest
 
 from extproc.config.load import load
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Hold, Refused, WakeAt
+from extproc.core.effects import Decision, Fault, Hold, Refused, WakeAt
 from extproc.core.states import State
 from extproc.core.types import Head
 from extproc.errors import InternalError, QueueTimeout
@@ -135,3 +135,15 @@ async def test_the_cause_of_a_failed_decision_is_logged(caplog: pytest.LogCaptur
     assert isinstance(own, Refused)
     assert isinstance(own.refusal, InternalError)
     assert "AttributeError" in caplog.text
+
+
+async def test_a_fault_is_logged_once_of_its_kind(caplog: pytest.LogCaptureFixture) -> None:
+    shell, faults = Shell(), list[Fault]()
+    for _ in range(5):
+        try:
+            raise KeyError("a policy's mistake")
+        except KeyError as error:
+            faults.append(Fault("the queue of a server could not be served", error))
+    shell.performer.perform([*faults])
+    assert caplog.text.count("the queue of a server could not be served") == 1
+    assert "a policy's mistake" in caplog.text

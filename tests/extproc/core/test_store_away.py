@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared store goes away and comes back, with its buckets or without: no window sees more than was promised.
+
+One process grants exactly what the store would have granted. Several cannot hear of each other meanwhile: each grants its part of
+what it last knew, so that all together grant at most the burst once more, and a request that is larger than a part.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.admission.buckets import Bucket, Limit
+from extproc.admission.limits import Charge, Grant, StoreAway, Usage, refusal
+from extproc.admission.local_limits import LocalLimits
+from extproc.admission.store_memory import StoreMemory
+from extproc.core.accounts import Accounts
+from extproc.core.effects import Effect, Owe, SettleGrant
+from extproc.errors import RateLimited
+from tests.examples import examples
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LIMIT = Limit(rate=10.0, capacity=100.0)
+ROUNDING = 0.01
+
+
+class Store:
+    """As the scripts in Redis do it."""
+
+    def __init__(self) -> None:
+        self.is_there = True
+        self.buckets: dict[str, Bucket] = {}
+
+    def bucket(self, charge: Charge, most_left: float, now: float) -> Bucket:
+        if charge.key not in self.buckets:
+            self.buckets[charge.key] = Bucket(min(charge.limit.capacity, most_left), now)
+        bucket = self.buckets[charge.key]
+        bucket.fill(charge.limit, now)
+        return bucket
+
+    def reserve(self, charge: Charge, debt: float, most_left: float, now: float) -> tuple[Grant | RateLimited, float]:
+        bucket = self.bucket(charge, most_left, now)
+        bucket.level -= debt
+        if bucket.shortfall(charge.amount) > 0:
+            return refusal([charge], [bucket.level]), bucket.level
+        claim = bucket.reserve(charge.amount)
+        return Grant([charge], [claim], [bucket.level], is_global=True), bucket.level
+
+    def settle(self, grant: Grant, used: Usage | None, now: float) -> None:
+        (charge,), (claim,) = grant.charges, grant.claims
+        amount = 0.0 if used is None else used.of(charge.resource)
+        self.bucket(charge, charge.limit.capacity, now).settle(claim, amount)
+
+
+class Taken(msgspec.Struct):
+    """What a request got, and what it has used; its reservation until then."""
+
+    at_s: float
+    used: float
+
+
+class Process:
+    """One process: its accounts, and the part of its Redis client that decides."""
+
+    def __init__(self, store: Store, peers: int) -> None:
+        self.store = store
+        self.accounts = Accounts(LocalLimits(), machine="here", peers=lambda: peers)
+        self.memory = StoreMemory()
+        self.running: list[tuple[Grant, Taken]] = []
+
+    def ask(self, amount: float, now: float) -> Taken | None:
+        charge = Charge("k", LIMIT, "output_tokens", amount, is_global=True)
+        out: list[Effect] = []
+        most_left = self.memory.most_left("k", LIMIT, now)
+        try:
+            if self.store.is_there:
+                found, level = self.store.reserve(charge, self.memory.take_debt("k"), most_left, now)
+                self.memory.saw([charge], [level], now)
+                self.accounts.store_answered()
+                if isinstance(found, RateLimited):
+                    return None
+                grant = found
+            else:
+                grant = self.accounts.reserve_alone([charge], StoreAway([most_left]).most_left, now, out)
+        except RateLimited:
+            return None
+        finally:
+            self.perform(out, now)
+        taken = Taken(now, amount)
+        self.running.append((grant, taken))
+        return taken
+
+    def end(self, index: int, share: float, now: float) -> None:
+        grant, taken = self.running.pop(index)
+        taken.used *= share
+        out: list[Effect] = []
+        self.accounts.settle_grants((grant,), Usage(0.0, taken.used), now, out)
+        self.perform(out, now)
+
+    def perform(self, effects: Sequence[Effect], now: float) -> None:
+        for effect in effects:
+            match effect:
+                case Owe():
+                    self.memory.owe(effect.charge.key, effect.charge.limit, effect.amount)
+                case SettleGrant() if self.store.is_there:
+                    self.store.settle(effect.grant, effect.used, now)
+
+    def pay(self, now: float) -> None:
+        """As soon as the store is back."""
+        for debt in self.memory.take_debts(10):
+            charge = Charge(debt.key, debt.limit, "requests", 0.0)
+            self.store.reserve(charge, debt.amount, self.memory.most_left("k", LIMIT, now), now)
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "ask", "ask", "end", "away", "back", "empty"]),
+        st.floats(0, 8),
+        st.floats(0, 1),
+        st.integers(0, 30),
+    ),
+    min_size=1,
+    max_size=120,
+)
+
+
+def play(events: Sequence[tuple[str, float, float, int]], processes: int) -> list[Taken]:
+    """All that was granted. ``empty``: the store comes back without its buckets."""
+    store, now, taken = Store(), 0.0, list[Taken]()
+    made = [Process(store, processes - 1) for _ in range(processes)]
+    for event, passes_s, share, number in events:
+        now += passes_s
+        process = made[number % processes]
+        match event:
+            case "ask":
+                one = process.ask(share * LIMIT.capacity, now)
+                taken.extend([] if one is None else [one])
+            case "end" if process.running:
+                process.end(number % len(process.running), share, now)
+            case "away":
+                store.is_there = False
+            case "back" | "empty" if not store.is_there:
+                store.is_there = True
+                if event == "empty":
+                    store.buckets.clear()
+                for each in made:
+                    each.pay(now)
+    return taken
+
+
+def most_over(taken: Sequence[Taken]) -> float:
+    """By how much the worst window exceeded rate and burst."""
+    worst = -LIMIT.capacity
+    for first, begin in enumerate(taken):
+        used = 0.0
+        for end in taken[first:]:
+            used += end.used
+            worst = max(worst, used - LIMIT.rate * (end.at_s - begin.at_s) - LIMIT.capacity)
+    return worst
+
+
+@settings(max_examples=examples(500), deadline=None)
+@given(events=EVENTS)
+def test_one_process_grants_what_the_store_would_have_granted(events: list[tuple[str, float, float, int]]) -> None:
+    assert most_over(play(events, 1)) <= ROUNDING
+
+
+@settings(max_examples=examples(500), deadline=None)
+@given(events=EVENTS)
+def test_processes_that_do_not_hear_of_each_other_grant_at_most_the_burst_once_more(
+    events: list[tuple[str, float, float, int]],
+) -> None:
+    outages = sum(event in {"back", "empty"} for event, *_ in events) + 1
+    assert most_over(play(events, 3)) <= outages * 3 * LIMIT.capacity + ROUNDING
+
+
+def outage(processes: int, *, is_empty: bool, ask: float) -> float:
+    """Tokens granted without any inflow: all that the store has, an outage, and all that it has afterwards."""
+    events: list[tuple[str, float, float, int]] = []
+    for step in ("", "away", "empty" if is_empty else "back"):
+        events += [(step, 0.0, 0.0, 0)] * bool(step)
+        events += [("ask", 0.0, ask, number) for number in range(60)]
+    return sum(one.used for one in play(events, processes))
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+@pytest.mark.parametrize("processes", [1, 2, 5])
+def test_an_outage_gives_nothing_that_is_gone(processes: int, *, is_empty: bool) -> None:
+    assert outage(processes, is_empty=is_empty, ask=0.05) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 5])
+def test_what_is_left_is_divided_while_the_store_is_away(processes: int) -> None:
+    asked = [("ask", 0.0, 0.2, number) for number in range(processes)]
+    # all know what is left
+    asked += [("ask", 0.0, 0.0, number) for number in range(processes)]
+    asked += [("away", 0.0, 0.0, 0), *[("ask", 0.0, 0.01, number) for number in range(200)]]
+    assert 90 <= sum(one.used for one in play(asked, processes)) <= 100
+    # and the inflow as well
+    later = [("ask", 0.1, 0.01, number) for number in range(1000)]
+    granted = sum(one.used for one in play([*asked, *later], processes))
+    assert 0.9 * (100 + 100 * LIMIT.rate) < granted <= 100 + 100 * LIMIT.rate + ROUNDING
+
+
+def test_a_request_that_is_larger_than_a_part_is_granted_and_paid_off() -> None:
+    store = Store()
+    one = Process(store, 3)
+    store.is_there = False
+    assert one.ask(60.0, 0.0) is not None
+    # a part of 25 and a quarter of the inflow: 35 are owed for 14 s
+    assert one.ask(1.0, 14.0) is None
+    assert one.ask(1.0, 14.5) is not None
+    assert one.ask(101.0, 1000.0) is None
