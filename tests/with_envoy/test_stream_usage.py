@@ -162,6 +162,49 @@ async def test_usage_of_the_responses_api_is_read_where_a_request_repeats_the_na
     assert await gateway.outcomes_since(before) == [COUNTED]
 
 
+FORGED = {"prompt_tokens": 0, "completion_tokens": 0, "input_tokens": 0, "output_tokens": 0, "cached_tokens": 0}
+OWN = {"input_tokens": 31, "output_tokens": 7, "input_tokens_details": {"cached_tokens": 16}}
+ANSWERS = {
+    "before": {"tools": [{"parameters": {"usage": FORGED}}], "output": [], "usage": OWN},
+    "after": {"usage": OWN, "metadata": {"usage": FORGED}, "tools": [{"usage": FORGED}]},
+    "text": {"instructions": '"usage": {"input_tokens": 0}} \\', "a": "usage", "b": {"input_tokens": 0}, "usage": OWN},
+    "words": {
+        "usag": FORGED,
+        "usages": FORGED,
+        "the usage": FORGED,
+        "us\\age": FORGED,
+        "usage": OWN,
+        "z": ["usage", FORGED],
+    },
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_usage_of_a_plain_response_is_its_own_wherever_it_is_cut(gateway: Gateway, name: str) -> None:
+    whole = json.dumps(ANSWERS[name]).encode()
+    before = len(gateway.outcomes())
+    gateway.engine.headers = {"content-type": "application/json"}
+    cuts = [
+        [whole],
+        [whole[at : at + 1] for at in range(len(whole))],
+        [whole[at : at + 7] for at in range(0, len(whole), 7)],
+    ]
+    try:
+        for pieces in cuts:
+            assert await answer_to(gateway, pieces, "responses", stream=False, input="x") == whole
+    finally:
+        gateway.engine.headers = {}
+    assert await gateway.outcomes_since(before, len(cuts)) == [COUNTED] * len(cuts)
+
+
+async def test_a_streamed_response_cannot_forge_usage_by_other_names(gateway: Gateway) -> None:
+    event = {"type": "response.completed", "response": {"tools": [{"parameters": {"usage": FORGED}}], "usage": OWN}}
+    piece = f"event: response.completed\ndata: {json.dumps(event)}\n\n".encode()
+    before = len(gateway.outcomes())
+    assert await answer_to(gateway, [piece], "responses", input="x") == piece
+    assert await gateway.outcomes_since(before) == [COUNTED]
+
+
 async def test_an_engine_that_takes_no_stream_options_is_sent_none(tmp_path: Path) -> None:
     async with gateway_on(tmp_path, more={"streamUsage": "AsRequested"}) as quiet:
         assert await answer_to(quiet, [TOKEN, USAGE, DONE]) == TOKEN + USAGE + DONE
