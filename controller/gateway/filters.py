@@ -118,9 +118,11 @@ def http_filters(gateway: GatewayConfigSpec, directory: str) -> list[HttpFilter]
     if gateway.failure_mode == "Open":
         chain.append(http_filter("attache.model_without_extproc", _read_model_without_extproc()))
         chain.append(http_filter(RENAME_FILTER, TransformConfig()))
-    chain.append(http_filter("attache.usage", _skipped_if(":path", _RESPONSES_PATHS, _lua(stream_usage()))))
+    hides = gateway.cached_tokens == "Hidden"
+    chain.append(_read_usage("attache.usage", _RESPONSES_PATHS, stream_usage(hides_counts=hides)))
+    # answers come the other way: what is hidden here has been read below
+    chain.append(_read_usage("attache.usage_of_responses", _OTHER_PATHS, responses_usage(hides_counts=hides)))
     chain.append(http_filter("attache.usage_of_streamed_responses", _read_usage_of_streamed_responses()))
-    chain.append(http_filter("attache.usage_of_responses", _skipped_if(":path", _OTHER_PATHS, _lua(responses_usage()))))
     chain.append(http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
     return chain
 
@@ -179,8 +181,8 @@ def _read_model_without_extproc() -> ExtensionWithMatcher:
     return _skipped_if(SERVER_HEADER, ".+", typed("envoy.filters.http.json_to_metadata", reads))
 
 
-def _lua(script: Lua) -> TypedExtensionConfig:
-    return typed("envoy.filters.http.lua", script)
+def _read_usage(name: str, other_paths: str, script: Lua) -> HttpFilter:
+    return http_filter(name, _skipped_if(":path", other_paths, typed("envoy.filters.http.lua", script)))
 
 
 def _read_usage_of_streamed_responses() -> ExtensionWithMatcher:

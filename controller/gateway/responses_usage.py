@@ -13,6 +13,7 @@ from typing import Final
 from envoy_data_plane.envoy.config.core.v3 import DataSource
 from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
 
+from controller.gateway.hidden_counts import hiding_script
 from extproc.protocol import CACHED_TOKENS, COMPLETION_TOKENS, NAMESPACE, PROMPT_TOKENS, TICKET, USAGE_NAMESPACE
 
 # Of the object with usage, which has some hundred bytes.
@@ -98,17 +99,27 @@ function envoy_on_response(handle)
   if encoding and encoding ~= "identity" then
     return
   end
-  if string.find(string.lower(headers:get("content-type") or ""), "application/json", 1, true) ~= 1 then
+  local kind = string.lower(headers:get("content-type") or "")
+  local is_plain = string.find(kind, "application/json", 1, true) == 1
+  if not is_plain and not (HIDES_COUNTS and string.find(kind, "text/event-stream", 1, true) == 1) then
     return
   end
   local decision = handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
-  if not decision or not decision["@TICKET@"] then
+  if not (decision and decision["@TICKET@"] or HIDES_COUNTS) then
     return
   end
-  local reader = new_reader()
+  local reader, tail = new_reader(), ""
   for chunk in handle:bodyChunks() do
     local size = chunk:length()
-    local usage = size > 0 and follow(reader, chunk:getBytes(0, size))
+    local came = size > 0 and chunk:getBytes(0, size) or ""
+    local usage = is_plain and follow(reader, came)
+    if HIDES_COUNTS then
+      local shown
+      shown, tail = without_counts(tail, came, size == 0)
+      if shown ~= came then
+        chunk:setBytes(shown)
+      end
+    end
     if usage then
       local metadata = handle:streamInfo():dynamicMetadata()
       for key, name in pairs(COUNTS) do
@@ -123,9 +134,12 @@ end
 """
 
 
-def responses_usage() -> Lua:
-    """The filter. Streams, compressed answers and those that extproc has not decided pass untouched."""
-    script = _SCRIPT
+def responses_usage(*, hides_counts: bool) -> Lua:
+    """The filter. Streams, compressed answers and those that extproc has not decided pass untouched.
+
+    ``hides_counts``: of cached tokens, also in streams and in answers that extproc has not decided.
+    """
+    script = hiding_script(hides=hides_counts) + _SCRIPT
     for mark, text in {
         "@PROMPT_TOKENS@": PROMPT_TOKENS,
         "@COMPLETION_TOKENS@": COMPLETION_TOKENS,

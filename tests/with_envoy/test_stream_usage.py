@@ -209,3 +209,57 @@ async def test_an_engine_that_takes_no_stream_options_is_sent_none(tmp_path: Pat
     async with gateway_on(tmp_path, more={"streamUsage": "AsRequested"}) as quiet:
         assert await answer_to(quiet, [TOKEN, USAGE, DONE]) == TOKEN + USAGE + DONE
         assert "stream_options" not in quiet.engine.asked
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def hiding(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    directory = tmp_path_factory.mktemp("hiding")
+    async with gateway_on(directory, gateway={"cachedTokens": "Hidden", "failureMode": "Open"}) as running:
+        yield running
+
+
+RESPONSE = json.dumps({"output": ['"cached_tokens": 5'], "usage": OWN}).encode()
+PLAIN = b'{"choices": [{"message": {"content": "\\"cached_tokens\\": 5"}}], ' + USAGE[USAGE.index(b'"usage"') : -2]
+CLAUDE = b'{"usage": {"cache_read_input_tokens":1024,"cache_creation_input_tokens" : 12,"prompt_tokens": 31, "x": 16}}'
+HIDDEN_CLAUDE = (
+    b'{"usage": {"cache_read_input_tokens":   0,"cache_creation_input_tokens" :  0,"prompt_tokens": 31, "x": 16}}'
+)
+SSE, JSON = "text/event-stream", "application/json"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "whole", "cached"),
+    [
+        ("chat/completions", SSE, TOKEN + USAGE + DONE, 16),
+        ("chat/completions", JSON, PLAIN, 16),
+        ("chat/completions", JSON, CLAUDE, None),
+        ("completions", SSE, TOKEN + USAGE + DONE, 16),
+        ("responses", JSON, RESPONSE, 16),
+        ("responses", SSE, b'data: {"response": ' + RESPONSE + b"}\n\n" + DONE, 16),
+    ],
+)
+async def test_cached_tokens_are_hidden_wherever_an_answer_is_cut(
+    hiding: Gateway, path: str, kind: str, whole: bytes, cached: int | None
+) -> None:
+    shown = HIDDEN_CLAUDE if whole is CLAUDE else whole.replace(b'"cached_tokens": 16', b'"cached_tokens":  0')
+    before = len(hiding.outcomes())
+    hiding.engine.headers = {"content-type": kind}
+    cuts = [[whole], *([whole[at : at + size] for at in range(0, len(whole), size)] for size in (1, 5))]
+    asked = {"stream_options": {"include_usage": True}} if kind == SSE and path != "responses" else {}
+    try:
+        for pieces in cuts:
+            assert await answer_to(hiding, pieces, path, stream=kind == SSE, input="x", **asked) == shown
+    finally:
+        hiding.engine.headers = {}
+    # accounts and indexes are settled by what the engine reported
+    assert {one["cached"] for one in await hiding.outcomes_since(before, len(cuts))} == {cached}
+
+
+async def test_hidden_counts_in_a_stream_longer_than_what_is_held_stay_hidden(hiding: Gateway) -> None:
+    long = (
+        b'data: {"text": "' + b"x" * 2 * MOST_HELD_BYTES + b'", "usage": {"prompt_tokens": 1, "cached_tokens": 16}}\n\n'
+    )
+    cut = len(long) - 6
+    shown = await answer_to(hiding, [long[:70_000], long[70_000:cut], long[cut:]])
+    assert shown == long.replace(b": 16", b":  0")
+    assert "accept-encoding" not in hiding.engine.asked_headers
