@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from extproc.cli.mistakes import counted, report
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
+from extproc.config.schema import suggest
 
 if TYPE_CHECKING:
     from extproc.config.types import Snapshot
@@ -33,7 +34,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
     directory = parser(prog).parse_args(words).directory
     try:
         snapshot = load_directory(directory)
-        notes = [*_undone_by_open(snapshot), *_notes(snapshot)]
+        notes = [*_undone_by_open(snapshot), *_unknown_models(snapshot), *_notes(snapshot)]
     except ConfigInvalid as error:
         return report(error)
     for note in notes:
@@ -48,6 +49,22 @@ def _undone_by_open(snapshot: Snapshot) -> list[str]:
         return []
     advice = "has no effect while extproc is down, because of failureMode: Open; write Close, or leave it out"
     return [f"{what} {advice}" for what in snapshot.decided_by_extproc()]
+
+
+def _unknown_models(snapshot: Snapshot) -> list[str]:
+    """Models of tenants and keys that no route serves: maybe misspelt, maybe yet to come."""
+    known = {name for route in snapshot.routes for name in (route.spec.model_name, *route.spec.lora_adapters)}
+    names = sorted(name for name in known if name is not None)
+    authentication = snapshot.gateway.authentication
+    keys = () if authentication is None else authentication.api_keys
+    found = []
+    for what, holders in (("tenant", snapshot.gateway.tenants), ("key", keys)):
+        for one in holders:
+            unknown = [name for name in one.models or () if name not in known]
+            found += [
+                f"no ModelRoute serves '{name}' of the {what} '{one.name}'; {suggest(name, names)}" for name in unknown
+            ]
+    return found
 
 
 def _notes(snapshot: Snapshot) -> list[str]:
