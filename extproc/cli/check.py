@@ -11,6 +11,7 @@ from extproc.cli.mistakes import counted, report
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
 from extproc.config.schema import suggest
+from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S
 
 if TYPE_CHECKING:
     from extproc.config.types import Snapshot
@@ -34,7 +35,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
     directory = parser(prog).parse_args(words).directory
     try:
         snapshot = load_directory(directory)
-        notes = [*_undone_by_open(snapshot), *_unknown_models(snapshot), *_notes(snapshot)]
+        notes = [*_undone_by_open(snapshot), *_too_long(snapshot), *_unknown_models(snapshot), *_notes(snapshot)]
     except ConfigInvalid as error:
         return report(error)
     for note in notes:
@@ -49,6 +50,17 @@ def _undone_by_open(snapshot: Snapshot) -> list[str]:
         return []
     advice = "has no effect while extproc is down, because of failureMode: Open; write Close, or leave it out"
     return [f"{what} {advice}" for what in snapshot.decided_by_extproc()]
+
+
+def _too_long(snapshot: Snapshot) -> list[str]:
+    """Holds that Envoy ends before extproc does."""
+    controls = [(server.metadata.key, snapshot.flow_control_of(server.spec)) for server in snapshot.servers]
+    return [
+        f"ModelServer {name}: flowControl holds requests for up to {control.longest_wait_s:g} s, and Envoy waits an hour at "
+        "most; write timeout and noEndpointTimeout of 59m or less"
+        for name, control in controls
+        if control is not None and control.longest_wait_s + snapshot.gateway.message_timeout > LONGEST_MESSAGE_TIMEOUT_S
+    ]
 
 
 def _unknown_models(snapshot: Snapshot) -> list[str]:

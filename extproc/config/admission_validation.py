@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from extproc.config.authentication import ApiKey, Authentication, JwtIssuer, Tenant
     from extproc.config.errors import Finding, Path
 
-# Envoy waits for an hour at most.
-LONGEST_HOLD_S: Final = 59 * 60.0
 _DIGEST: Final = re.compile("[0-9a-fA-F]{64}")
 
 
@@ -33,8 +31,6 @@ def check_limits(limits: Sequence[RateLimit]) -> Iterator[Finding]:
 def check_flow_control(control: FlowControl) -> Iterator[Finding]:
     """Bands differ in name and priority, and the limits let requests through."""
     path: Path = ("spec", "flowControl")
-    if control.longest_wait_s > LONGEST_HOLD_S:
-        yield path, "timeout and noEndpointTimeout may be 59m at most: Envoy waits for an answer no longer than an hour"
     if control.saturation.limits().max_wait_s == 0:
         yield (*path, "saturation", "maxWait"), "nothing could ever go; write a longer time, or null"
     names: set[str] = set()
