@@ -24,9 +24,7 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ProcessingModeHeaderSendMode,
 )
 from envoy_data_plane.envoy.extensions.filters.http.json_to_metadata.v3 import (
-    JsonToMetadata,
     JsonToMetadataKeyValuePair,
-    JsonToMetadataMatchRules,
     JsonToMetadataRule,
     JsonToMetadataSelector,
     JsonToMetadataValueType,
@@ -55,6 +53,7 @@ from envoy_data_plane.xds.type.matcher.v3 import (
 from controller.gateway.authentication import authentication_filters
 from controller.gateway.clusters import EXTPROC_CLUSTER
 from controller.gateway.envoy_json import http_filter, seconds, typed
+from controller.gateway.responses_usage import responses_usage
 from controller.gateway.stream_usage import stream_usage
 from controller.gateway.without_extproc import CHANGES_FILTER, changes_body, reads_body
 from extproc.protocol import (
@@ -68,6 +67,7 @@ from extproc.protocol import (
     LONGEST_MESSAGE_TIMEOUT_S,
     NAMESPACE,
     PROMPT_TOKENS,
+    RESPONSES_PATH,
     SERVER_HEADER,
     USAGE_NAMESPACE,
 )
@@ -75,6 +75,7 @@ from extproc.protocol import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 
     from extproc.config.types import GatewayConfigSpec
@@ -82,13 +83,14 @@ if TYPE_CHECKING:
 # The last event of the responses API repeats the whole answer beside its usage.
 _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 
-# Not the responses API.
+# The responses API and the others: its answers repeat what clients sent, and have other names for usage.
+_RESPONSES_PATHS: Final = f"{RESPONSES_PATH}(\\?.*)?"
 _OTHER_PATHS: Final = f"({CHAT_PATH}|{COMPLETIONS_PATH}|{EMBEDDINGS_PATH})(\\?.*)?"
 
 _USAGE_PATHS: Final = (
-    (PROMPT_TOKENS, ("usage", "input_tokens")),
-    (COMPLETION_TOKENS, ("usage", "output_tokens")),
-    (CACHED_TOKENS, ("usage", "input_tokens_details", "cached_tokens")),
+    (PROMPT_TOKENS, ("response", "usage", "input_tokens")),
+    (COMPLETION_TOKENS, ("response", "usage", "output_tokens")),
+    (CACHED_TOKENS, ("response", "usage", "input_tokens_details", "cached_tokens")),
 )
 
 
@@ -103,9 +105,11 @@ def http_filters(gateway: GatewayConfigSpec, directory: str) -> list[HttpFilter]
         read = _skipped_if(SERVER_HEADER, ".+", typed("envoy.filters.http.lua", reads_body()))
         chain.append(http_filter("attache.body_without_extproc", read))
         chain.append(http_filter(CHANGES_FILTER, changes_body()))
-    chain.append(http_filter("attache.usage_of_streams", stream_usage()))
-    chain.append(http_filter("attache.usage_of_responses", _read_usage_of_responses()))
-    chain.append(http_filter("attache.usage", _read_usage()))
+    hides = gateway.cached_tokens == "Hidden"
+    chain.append(_read_usage("attache.usage", _RESPONSES_PATHS, stream_usage(hides_counts=hides)))
+    # answers come the other way: what is hidden here has been read below
+    chain.append(_read_usage("attache.usage_of_responses", _OTHER_PATHS, responses_usage(hides_counts=hides)))
+    chain.append(http_filter("attache.usage_of_streamed_responses", _read_usage_of_streamed_responses()))
     chain.append(http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
     return chain
 
@@ -143,17 +147,13 @@ def _ask_extproc(gateway: GatewayConfigSpec) -> ExternalProcessor:
     )
 
 
-def _read_usage() -> ExtensionWithMatcher:
-    """Usage of plain answers of the responses API, which repeat what clients sent: they are held whole, for a parser."""
-    reads = JsonToMetadata(response_rules=JsonToMetadataMatchRules(rules=list(_usage_rules())))
-    return _skipped_if(":path", _OTHER_PATHS, typed("envoy.filters.http.json_to_metadata", reads))
+def _read_usage(name: str, other_paths: str, script: Lua) -> HttpFilter:
+    return http_filter(name, _skipped_if(":path", other_paths, typed("envoy.filters.http.lua", script)))
 
 
-def _read_usage_of_responses() -> ExtensionWithMatcher:
+def _read_usage_of_streamed_responses() -> ExtensionWithMatcher:
     """Usage of streams of the responses API, whose last event repeats what the client sent: only a parser finds it there."""
-    parser = JsonContentParser(
-        rules=[JsonContentParserRuleConfig(rule=rule) for rule in _usage_rules(under=("response",))]
-    )
+    parser = JsonContentParser(rules=[JsonContentParserRuleConfig(rule=rule) for rule in _usage_rules()])
     reads = SseToMetadata(
         response_rules=SseToMetadataProcessingRules(
             content_parser=typed("envoy.content_parsers.json", parser), max_event_size=_MAX_EVENT_BYTES
@@ -162,9 +162,9 @@ def _read_usage_of_responses() -> ExtensionWithMatcher:
     return _skipped_if(":path", _OTHER_PATHS, typed("envoy.filters.http.sse_to_metadata", reads))
 
 
-def _usage_rules(under: tuple[str, ...] = ()) -> Iterator[JsonToMetadataRule]:
+def _usage_rules() -> Iterator[JsonToMetadataRule]:
     for name, path in _USAGE_PATHS:
-        yield _rule(USAGE_NAMESPACE, name, (*under, *path), JsonToMetadataValueType.NUMBER)
+        yield _rule(USAGE_NAMESPACE, name, path, JsonToMetadataValueType.NUMBER)
 
 
 def _rule(namespace: str, key: str, path: tuple[str, ...], kind: JsonToMetadataValueType) -> JsonToMetadataRule:

@@ -67,7 +67,7 @@ def listener(gateway: GatewayConfigSpec, directory: str, *, longest_wait_s: floa
     return Listener(
         name="attache",
         address=address(gateway.listen),
-        # of what filters hold: the bodies of requests, and plain answers of the responses API
+        # of what filters hold: the bodies of requests
         per_connection_buffer_limit_bytes=gateway.max_body_size,
         filter_chains=[
             FilterChain(

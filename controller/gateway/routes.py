@@ -93,7 +93,11 @@ def route_resource(snapshot: Snapshot, memo: Memo) -> dict[str, object]:
         domains=["*"],
         routes=[Route(name="placeholder")],
         # extproc may read a session's token; engines must read none of these
-        request_headers_to_remove=[DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER, ENCODING_HEADER, *ENGINE_HEADERS],
+        request_headers_to_remove=[
+            *(DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER, ENCODING_HEADER, *ENGINE_HEADERS),
+            # nothing can be hidden in what is compressed
+            *(["accept-encoding"] if snapshot.gateway.cached_tokens == "Hidden" else []),
+        ],
         response_headers_to_add=[*_rate_limit_headers(snapshot), *_served_header(snapshot.gateway)],
         request_body_buffer_limit=snapshot.gateway.max_body_size,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filter for answers: reads usage, and drops its chunk of a stream if we asked for it.
+"""The filter for answers of all APIs but that of responses: reads usage, and drops its chunk of a stream if we asked for it.
 
 Engines send usage in a chunk of its own, without choices, and only if ``stream_options.include_usage`` asks for it. extproc asks
 where the client did not, and says so in metadata; a client that did not ask must not meet a chunk without choices.
@@ -17,6 +17,7 @@ from typing import Final
 from envoy_data_plane.envoy.config.core.v3 import DataSource
 from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
 
+from controller.gateway.hidden_counts import hiding_script
 from extproc.protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
@@ -88,15 +89,23 @@ end
 
 -- An answer that is not streamed passes as it comes; usage may be cut anywhere.
 local function read_plain(response_handle)
-  local before = ""
+  local before, tail = "", ""
   for chunk in response_handle:bodyChunks() do
     local size = chunk:length()
+    local came = size > 0 and chunk:getBytes(0, size) or ""
     if size > 0 then
-      local text = before .. chunk:getBytes(0, size)
+      local text = before .. came
       if string.find(text, '"usage"', 1, true) then
         read_usage(response_handle, text)
       end
       before = string.sub(text, -@OVERLAP@)
+    end
+    if HIDES_COUNTS then
+      local shown
+      shown, tail = without_counts(tail, came, size == 0)
+      if shown ~= came then
+        chunk:setBytes(shown)
+      end
     end
   end
 end
@@ -108,7 +117,7 @@ function envoy_on_response(response_handle)
     return
   end
   local decision = response_handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
-  if not decision or not decision["@TICKET@"] then
+  if not (decision and decision["@TICKET@"] or HIDES_COUNTS) then
     return
   end
   if string.find(kind, "application/json", 1, true) == 1 then
@@ -117,12 +126,12 @@ function envoy_on_response(response_handle)
   if string.find(kind, "text/event-stream", 1, true) ~= 1 then
     return
   end
-  local hides = decision["@HIDES_USAGE@"] ~= nil
+  local hides = decision ~= nil and decision["@HIDES_USAGE@"] ~= nil
   if hides then
     headers:remove("content-length")
   end
   -- held: what came of an event that has not ended; is_long: so much came of it that it passes as it comes
-  local held, is_long = "", false
+  local held, is_long, tail = "", false, ""
   for chunk in response_handle:bodyChunks() do
     local size = chunk:length()
     local came = size > 0 and chunk:getBytes(0, size) or ""
@@ -145,6 +154,9 @@ function envoy_on_response(response_handle)
     end
     held = string.sub(text, whole + 1)
     events = passed .. events
+    if HIDES_COUNTS then
+      events, tail = without_counts(tail, events, size == 0)
+    end
     if events ~= came then
       chunk:setBytes(events)
     end
@@ -153,15 +165,18 @@ end
 """
 
 
-def stream_usage() -> Lua:
-    """The filter. Compressed answers and those that extproc has not decided pass untouched."""
+def stream_usage(*, hides_counts: bool) -> Lua:
+    """The filter. Compressed answers pass untouched, and so do those that extproc has not decided.
+
+    ``hides_counts``: of cached tokens, also in answers that extproc has not decided.
+    """
     patterns = {
         PROMPT_TOKENS: "prompt_tokens",
         COMPLETION_TOKENS: "completion_tokens",
         CACHED_TOKENS: "cached_tokens",
     }
     counts = ", ".join(f"""{key} = '"{name}"%s*:%s*([%d.eE+-]+)'""" for key, name in patterns.items())
-    script = _SCRIPT
+    script = hiding_script(hides=hides_counts) + _SCRIPT
     for mark, text in {
         "@COUNTS@": counts,
         "@USAGE_NAMESPACE@": USAGE_NAMESPACE,

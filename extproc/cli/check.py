@@ -11,6 +11,8 @@ from extproc.cli.mistakes import counted, report
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
 from extproc.config.failure_mode import decided_by_extproc, failure_mode_of
+from extproc.config.schema import suggest
+from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S
 
 if TYPE_CHECKING:
     from extproc.config.types import Snapshot
@@ -34,7 +36,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
     directory = parser(prog).parse_args(words).directory
     try:
         snapshot = load_directory(directory)
-        notes = [*_undone_by_open(snapshot), *_notes(snapshot)]
+        notes = [*_undone_by_open(snapshot), *_too_long(snapshot), *_unknown_models(snapshot), *_notes(snapshot)]
     except ConfigInvalid as error:
         return report(error)
     for note in notes:
@@ -49,6 +51,33 @@ def _undone_by_open(snapshot: Snapshot) -> list[str]:
         return []
     advice = "has no effect while extproc is down, because of failureMode: Open; write Close, or leave it out"
     return [f"{what} {advice}" for what in decided_by_extproc(snapshot)]
+
+
+def _too_long(snapshot: Snapshot) -> list[str]:
+    """Holds that Envoy ends before extproc does."""
+    controls = [(server.metadata.key, snapshot.flow_control_of(server.spec)) for server in snapshot.servers]
+    return [
+        f"ModelServer {name}: flowControl holds requests for up to {control.longest_wait_s:g} s, and Envoy waits an hour at "
+        "most; write timeout and noEndpointTimeout of 59m or less"
+        for name, control in controls
+        if control is not None and control.longest_wait_s + snapshot.gateway.message_timeout > LONGEST_MESSAGE_TIMEOUT_S
+    ]
+
+
+def _unknown_models(snapshot: Snapshot) -> list[str]:
+    """Models of tenants and keys that no route serves: maybe misspelt, maybe yet to come."""
+    known = {name for route in snapshot.routes for name in (route.spec.model_name, *route.spec.lora_adapters)}
+    names = sorted(name for name in known if name is not None)
+    authentication = snapshot.gateway.authentication
+    keys = () if authentication is None else authentication.api_keys
+    found = []
+    for what, holders in (("tenant", snapshot.gateway.tenants), ("key", keys)):
+        for one in holders:
+            unknown = [name for name in one.models or () if name not in known]
+            found += [
+                f"no ModelRoute serves '{name}' of the {what} '{one.name}'; {suggest(name, names)}" for name in unknown
+            ]
+    return found
 
 
 def _notes(snapshot: Snapshot) -> list[str]:

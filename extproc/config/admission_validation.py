@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from extproc.config.authentication import ApiKey, Authentication, JwtIssuer, Tenant
     from extproc.config.errors import Finding, Path
 
-# Envoy waits an hour at most, for this and for the answer to a message.
-LONGEST_HOLD_S: Final = 59 * 60.0
 _DIGEST: Final = re.compile("[0-9a-fA-F]{64}")
 
 

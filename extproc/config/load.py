@@ -11,7 +11,6 @@ import msgspec
 import xxhash
 
 from extproc.config.admission import InferenceObjective
-from extproc.config.admission_validation import LONGEST_HOLD_S
 from extproc.config.decode import Object, decode
 from extproc.config.documents import Document, split
 from extproc.config.errors import ConfigInvalid, Mistake
@@ -135,7 +134,6 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
         second = "a second GatewayConfig; a directory takes one, merge the two"
         mistakes.extend(document.mistakes([(("kind",), second)]))
     mistakes.extend(_check_references(routes, servers, pickers))
-    mistakes.extend(_check_holds(servers, pickers))
     mistakes.extend(_check_names(routes, "ModelRoute"))
     mistakes.extend(_check_names(servers, "ModelServer"))
     mistakes.extend(_check_names(objectives, "InferenceObjective"))
@@ -174,23 +172,6 @@ def _check_references(
     keys = {server.metadata.key for _, server in servers}
     for document, route in routes:
         yield from document.mistakes(_missing_servers(route, keys))
-
-
-def _check_holds(
-    servers: Sequence[tuple[Document, ModelServer]], pickers: Mapping[str, PickerFile]
-) -> Iterator[Mistake]:
-    """A held request is a message that extproc has not answered yet, for which Envoy can be told to wait an hour."""
-    for document, server in servers:
-        spec = server.spec
-        file = pickers.get(spec.picker_config or "")
-        control = spec.flow_control or (None if file is None else file.flow_control)
-        if control is not None and control.longest_wait_s > LONGEST_HOLD_S:
-            message = (
-                f"a request may be held for {control.longest_wait_s:g}s; Envoy waits an hour at most; "
-                "write a timeout and a noEndpointTimeout of 59m at most"
-            )
-            field = "flowControl" if spec.flow_control is not None else "pickerConfig"
-            yield from document.mistakes([(("spec", field), message)])
 
 
 def _missing_servers(route: ModelRoute, keys: Collection[str]) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _MAX_FINDINGS: Final = 100
 _MAX_COMPARED: Final = 300
 # Mistakes under these fields never show the value: a refused configuration must not put keys into logs.
-_SECRET: Final = frozenset({"authentication"})
+_SECRET: Final = frozenset({"authentication", "cacheSecret"})
 
 
 def check_shape(value: object, cls: type) -> list[Finding]:

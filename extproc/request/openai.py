@@ -26,7 +26,7 @@ from extproc.request.amounts import (
     media_in,
     prompts_in,
 )
-from extproc.request.bounds import check_bounds
+from extproc.request.bounds import check_bounds, check_rest
 from extproc.request.model import INTERNAL_FIELDS, Api, InferenceRequest
 from extproc.request.rewrite import span_of
 
@@ -109,7 +109,7 @@ def parse(api: Api, body: bytes) -> InferenceRequest:
         # msgspec does not check the text of fields that it skips
         if not body.isascii():
             body.decode()
-        return _PARSERS[api](body)
+        request = _PARSERS[api](body)
     except UnicodeDecodeError as error:
         raise BadRequest(f"The body is not UTF-8 at byte {error.start}; send JSON in UTF-8, not compressed.") from None
     except RecursionError:
@@ -118,6 +118,8 @@ def parse(api: Api, body: bytes) -> InferenceRequest:
         _refuse_shape(str(error))
     except msgspec.DecodeError as error:
         raise BadRequest(f"The body is not JSON: {error}.") from None
+    check_rest(body, request.contents)
+    return request
 
 
 def _refuse_shape(problem: str) -> NoReturn:

@@ -16,17 +16,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 BODY = {"model": "llama", "messages": []}
 
 
 async def test_a_small_limit_of_bodies_does_not_bound_answers(tmp_path: Path) -> None:
     async with gateway_on(tmp_path, gateway={"maxBodySize": "100Ki"}) as gateway:
         gateway.engine.is_plain = True
-        usage = {"usage": {"prompt_tokens": 31, "completion_tokens": 7}}
-        gateway.engine.pieces = [json.dumps({"text": "x" * 3_000_000, **usage}).encode()]
-        answer = await gateway.http.post(gateway.url + CHAT, json=BODY)
-        assert (answer.status_code, len(answer.content)) == (200, len(gateway.engine.pieces[0]))
-        assert await gateway.outcomes_since(0) == [{"prompt": 31, "completion": 7, "cached": None}]
+        names = {CHAT: ("prompt_tokens", "completion_tokens"), RESPONSES: ("input_tokens", "output_tokens")}
+        for number, (path, (prompt, completion)) in enumerate(names.items()):
+            text = 'x"\n' * 1_000_000
+            gateway.engine.pieces = [json.dumps({"text": text, "usage": {prompt: 31, completion: 7}}).encode()]
+            answer = await gateway.http.post(gateway.url + path, json={**BODY, "input": "x"})
+            assert (answer.status_code, len(answer.content)) == (200, len(gateway.engine.pieces[0]))
+            assert await gateway.outcomes_since(number) == [{"prompt": 31, "completion": 7, "cached": None}]
         refused = await gateway.http.post(gateway.url + CHAT, json={**BODY, "user": "x" * 200_000})
         assert refused.status_code == 413
         assert "100Ki" in refused.json()["error"]["message"]

@@ -63,6 +63,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory, key_file: Path) -> Asy
             "tenants": [{"name": "lora", "models": ["sql"]}],
         },
         headers={"authorization": f"Bearer {PLAIN}"},
+        extproc_flags=["--debug", "--decision-log", str(key_file.parent / "decisions"), "--decision-sample", "1"],
         watch=True,
     ) as running:
         yield running
@@ -177,14 +178,18 @@ async def is_said(stack: Stack, what: str) -> bool:
     return what in (stack.directory / "bundle.log").read_text()
 
 
-async def test_keys_are_nowhere_to_be_read(stack: Stack, http: httpx.AsyncClient) -> None:
+async def test_keys_are_nowhere_to_be_read(stack: Stack, http: httpx.AsyncClient, key_file: Path) -> None:
     for key in (PLAIN, HASHED, FILED, DATED, LORA_ONLY):
         await status(http, key)
     async with httpx.AsyncClient() as pages:
         shown = [(await pages.get(f"{stack.admin}/config_dump", params={"include_eds": ""})).text]
         shown.append((await pages.get(f"{stack.metrics}/metrics")).text)
+        asked = {"model": ALIAS, "messages": [{"role": "user", "content": "hello"}]}
+        explained = await pages.post(f"{stack.metrics}/debug/explain/v1/chat/completions", json=asked)
+        assert explained.status_code == 200
+        shown.append(explained.text)
     written = [file for file in (stack.directory / "envoy").rglob("*") if file.is_file()]
-    logs = list(stack.directory.glob("*.log"))
+    logs = [*stack.directory.glob("*.log"), key_file.with_name("decisions")]
     assert written
     assert {file.stem for file in logs} >= {"envoy", "extproc", "bundle"}
     shown += [file.read_text() for file in (*written, *logs)]

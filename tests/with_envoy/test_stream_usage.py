@@ -162,7 +162,104 @@ async def test_usage_of_the_responses_api_is_read_where_a_request_repeats_the_na
     assert await gateway.outcomes_since(before) == [COUNTED]
 
 
+FORGED = {"prompt_tokens": 0, "completion_tokens": 0, "input_tokens": 0, "output_tokens": 0, "cached_tokens": 0}
+OWN = {"input_tokens": 31, "output_tokens": 7, "input_tokens_details": {"cached_tokens": 16}}
+ANSWERS = {
+    "before": {"tools": [{"parameters": {"usage": FORGED}}], "output": [], "usage": OWN},
+    "after": {"usage": OWN, "metadata": {"usage": FORGED}, "tools": [{"usage": FORGED}]},
+    "text": {"instructions": '"usage": {"input_tokens": 0}} \\', "a": "usage", "b": {"input_tokens": 0}, "usage": OWN},
+    "words": {
+        "usag": FORGED,
+        "usages": FORGED,
+        "the usage": FORGED,
+        "us\\age": FORGED,
+        "usage": OWN,
+        "z": ["usage", FORGED],
+    },
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_usage_of_a_plain_response_is_its_own_wherever_it_is_cut(gateway: Gateway, name: str) -> None:
+    whole = json.dumps(ANSWERS[name]).encode()
+    before = len(gateway.outcomes())
+    gateway.engine.headers = {"content-type": "application/json"}
+    cuts = [
+        [whole],
+        [whole[at : at + 1] for at in range(len(whole))],
+        [whole[at : at + 7] for at in range(0, len(whole), 7)],
+    ]
+    try:
+        for pieces in cuts:
+            assert await answer_to(gateway, pieces, "responses", stream=False, input="x") == whole
+    finally:
+        gateway.engine.headers = {}
+    assert await gateway.outcomes_since(before, len(cuts)) == [COUNTED] * len(cuts)
+
+
+async def test_a_streamed_response_cannot_forge_usage_by_other_names(gateway: Gateway) -> None:
+    event = {"type": "response.completed", "response": {"tools": [{"parameters": {"usage": FORGED}}], "usage": OWN}}
+    piece = f"event: response.completed\ndata: {json.dumps(event)}\n\n".encode()
+    before = len(gateway.outcomes())
+    assert await answer_to(gateway, [piece], "responses", input="x") == piece
+    assert await gateway.outcomes_since(before) == [COUNTED]
+
+
 async def test_an_engine_that_takes_no_stream_options_is_sent_none(tmp_path: Path) -> None:
     async with gateway_on(tmp_path, more={"streamUsage": "AsRequested"}) as quiet:
         assert await answer_to(quiet, [TOKEN, USAGE, DONE]) == TOKEN + USAGE + DONE
         assert "stream_options" not in quiet.engine.asked
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def hiding(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    directory = tmp_path_factory.mktemp("hiding")
+    async with gateway_on(directory, gateway={"cachedTokens": "Hidden", "failureMode": "Open"}) as running:
+        yield running
+
+
+RESPONSE = json.dumps({"output": ['"cached_tokens": 5'], "usage": OWN}).encode()
+PLAIN = b'{"choices": [{"message": {"content": "\\"cached_tokens\\": 5"}}], ' + USAGE[USAGE.index(b'"usage"') : -2]
+CLAUDE = b'{"usage": {"cache_read_input_tokens":1024,"cache_creation_input_tokens" : 12,"prompt_tokens": 31, "x": 16}}'
+HIDDEN_CLAUDE = (
+    b'{"usage": {"cache_read_input_tokens":   0,"cache_creation_input_tokens" :  0,"prompt_tokens": 31, "x": 16}}'
+)
+SSE, JSON = "text/event-stream", "application/json"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "whole", "cached"),
+    [
+        ("chat/completions", SSE, TOKEN + USAGE + DONE, 16),
+        ("chat/completions", JSON, PLAIN, 16),
+        ("chat/completions", JSON, CLAUDE, None),
+        ("completions", SSE, TOKEN + USAGE + DONE, 16),
+        ("responses", JSON, RESPONSE, 16),
+        ("responses", SSE, b'data: {"response": ' + RESPONSE + b"}\n\n" + DONE, 16),
+    ],
+)
+async def test_cached_tokens_are_hidden_wherever_an_answer_is_cut(
+    hiding: Gateway, path: str, kind: str, whole: bytes, cached: int | None
+) -> None:
+    shown = HIDDEN_CLAUDE if whole is CLAUDE else whole.replace(b'"cached_tokens": 16', b'"cached_tokens":  0')
+    before = len(hiding.outcomes())
+    hiding.engine.headers = {"content-type": kind}
+    cuts = [[whole], *([whole[at : at + size] for at in range(0, len(whole), size)] for size in (1, 5))]
+    asked = {"stream_options": {"include_usage": True}} if kind == SSE and path != "responses" else {}
+    try:
+        for pieces in cuts:
+            assert await answer_to(hiding, pieces, path, stream=kind == SSE, input="x", **asked) == shown
+    finally:
+        hiding.engine.headers = {}
+    # accounts and indexes are settled by what the engine reported
+    assert {one["cached"] for one in await hiding.outcomes_since(before, len(cuts))} == {cached}
+
+
+async def test_hidden_counts_in_a_stream_longer_than_what_is_held_stay_hidden(hiding: Gateway) -> None:
+    long = (
+        b'data: {"text": "' + b"x" * 2 * MOST_HELD_BYTES + b'", "usage": {"prompt_tokens": 1, "cached_tokens": 16}}\n\n'
+    )
+    cut = len(long) - 6
+    shown = await answer_to(hiding, [long[:70_000], long[70_000:cut], long[cut:]])
+    assert shown == long.replace(b": 16", b":  0")
+    assert "accept-encoding" not in hiding.engine.asked_headers

@@ -91,6 +91,14 @@ def test_a_key_is_in_no_message() -> None:
         assert "sk-top" not in str(caught.value).lower()
 
 
+@pytest.mark.parametrize("written", ["sk-top", "[sk-top]", "{sk: sk-top}", "!!int sk-top"])
+def test_the_secret_of_caches_is_in_no_message(written: str) -> None:
+    text = f"apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {{name: g}}\nspec: {{cacheSecret: {written}}}\n"
+    with pytest.raises(ConfigInvalid) as caught:
+        load({"g.yaml": text.encode()})
+    assert "sk-top" not in str(caught.value)
+
+
 def test_files_broken_at_random_are_used_or_refused() -> None:
     used = sum(try_files(mutant(random.Random(seed))) for seed in range(examples(1000)))
     assert used, "some are only broken in what does not matter"

@@ -200,9 +200,3 @@ def test_numbers_and_names_of_the_gateway_that_envoy_does_not_take_are_refused(f
 def test_times_that_envoy_does_not_take_are_refused(policy: dict[str, object]) -> None:
     (found,) = mistakes(more={"trafficPolicy": policy})
     assert "spec.trafficPolicy" in found
-
-
-def test_no_request_is_held_for_longer_than_envoy_waits() -> None:
-    (found,) = mistakes(more={"flowControl": {"timeout": "2h"}})
-    assert "held for 7200s" in found
-    assert not mistakes(more={"flowControl": {"timeout": "59m"}})

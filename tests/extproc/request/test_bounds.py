@@ -5,12 +5,22 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.errors import BadRequest
-from extproc.request.bounds import MOST_MEMBERS, MOST_OBJECTS, _count_outside_strings, check_bounds
+from extproc.request.bounds import (
+    MOST_COMMAS,
+    MOST_MEMBERS,
+    MOST_OBJECTS,
+    MOST_OTHER_BYTES,
+    MOST_STRINGS,
+    Counts,
+    check_bounds,
+    count_outside_strings,
+)
 from extproc.request.model import Api
 from extproc.request.openai import parse
 
@@ -21,7 +31,7 @@ def chat(messages: int) -> bytes:
 
 @pytest.mark.parametrize("role", [b'"role"', b'"rol\\u0065"', b'"role" \n'])
 def test_a_body_of_empty_messages_is_refused_however_it_is_written(role: bytes) -> None:
-    with pytest.raises(BadRequest, match="more than 32768 JSON objects"):
+    with pytest.raises(BadRequest, match="more than 16384 JSON objects"):
         parse(Api.CHAT, chat(150_000).replace(b'"role"', role))
 
 
@@ -50,17 +60,71 @@ values = st.recursive(
 )
 
 
-def counted(value: object) -> tuple[int, int]:
+def counted(value: object) -> Counts:
+    """By what a decoder finds."""
+    inner: list[object] = []
+    own = Counts()
     if isinstance(value, dict):
-        below = [counted(one) for one in value.values()]
-        return 1 + sum(one[0] for one in below), len(value) + sum(one[1] for one in below)
-    if isinstance(value, list):
-        below = [counted(one) for one in value]
-        return sum(one[0] for one in below), sum(one[1] for one in below)
-    return 0, 0
+        inner = list(value.values())
+        own = Counts(1, len(value), max(0, len(value) - 1), 2 * len(value))
+    elif isinstance(value, list):
+        inner = value
+        own = Counts(commas=max(0, len(value) - 1))
+    elif isinstance(value, str):
+        own = Counts(quotes=2)
+    for one in inner:
+        own = own.plus(counted(one))
+    return own
 
 
 @given(values)
 def test_objects_and_members_are_counted_as_a_decoder_counts_them(value: object) -> None:
     body = json.dumps(value, ensure_ascii=False).encode()
-    assert _count_outside_strings(body, is_inside=False) == (*counted(value), False)
+    assert count_outside_strings(np.frombuffer(body, np.uint8), is_inside=False) == (counted(value), False)
+
+
+@given(values, st.integers(min_value=1))
+def test_a_text_may_be_counted_in_pieces(value: object, cut: int) -> None:
+    body = json.dumps(value, ensure_ascii=False).encode()
+    cut %= len(body)
+    while cut and body[cut - 1 : cut] == b"\\":
+        cut -= 1
+    first, is_inside = count_outside_strings(np.frombuffer(body[:cut], np.uint8), is_inside=False)
+    second, is_inside = count_outside_strings(np.frombuffer(body[cut:], np.uint8), is_inside=is_inside)
+    assert (first.plus(second), is_inside) == (counted(value), False)
+
+
+def test_bodies_longer_than_a_chunk_are_counted_as_a_whole() -> None:
+    # every escape is divided by some multiple of the chunk's size minus a few bytes
+    for pad in range(6):
+        text = "x" * pad + '\\"{:,' * 700_000
+        assert parse(Api.CHAT, json.dumps({"model": "m", "messages": [{"role": "u", "content": text}]}).encode())
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        b'"",' * MOST_STRINGS + b'""',
+        b"1," * MOST_COMMAS + b"11",
+        b"[]," * MOST_COMMAS + b"[1]",
+        b'"\\"",' * MOST_STRINGS + b'""',
+    ],
+    ids=["texts", "tokens", "lists", "quotes"],
+)
+def test_a_list_of_more_prompts_or_tokens_than_any_real_one_is_refused(prompt: bytes) -> None:
+    with pytest.raises(BadRequest, match="fewer messages or prompts"):
+        parse(Api.COMPLETIONS, b'{"model":"m","prompt":[' + prompt + b"]}")
+
+
+def test_a_million_tokens_and_texts_full_of_commas_pass() -> None:
+    tokens = b'{"model":"m","prompt":[' + b"12," * 1_000_000 + b"1]}"
+    assert parse(Api.COMPLETIONS, tokens).prompts.token_ids == 1_000_001
+    assert parse(Api.COMPLETIONS, b'{"model":"m","prompt":"' + b"," * 2 * MOST_COMMAS + b'"}').model == "m"
+
+
+@pytest.mark.parametrize(
+    "rest", [b'"' + b"\\n" * MOST_OTHER_BYTES + b'":0', b'"stop":"' + b"x" * MOST_OTHER_BYTES + b'"']
+)
+def test_other_fields_are_not_as_long_as_prompts(rest: bytes) -> None:
+    with pytest.raises(BadRequest, match="beside the messages"):
+        parse(Api.CHAT, b'{"model":"m","messages":[{"role":"u","content":"hello"}],' + rest + b"}")

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``check`` says of a directory that is valid."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from extproc.cli.check import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+CONFIG = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec: {model: m, endpoints: [], flowControl: {timeout: 59m, noEndpointTimeout: 1h}}
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: llama}
+spec: {modelName: llama, loraAdapters: [sql], rules: [{targetModels: [{modelServerName: llama}]}]}
+---
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: g}
+spec:
+  failureMode: Open
+  tenants: [{name: acme, models: [lama, sql]}]
+  authentication: {apiKeys: [{name: a, key: sk-0123456789, tenant: acme, models: [llama, sq]}]}
+"""
+
+
+def test_what_is_valid_and_has_no_effect_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_text(CONFIG)
+    assert main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "note: no ModelRoute serves 'lama' of the tenant 'acme'; did you mean 'llama'?" in said
+    assert "note: no ModelRoute serves 'sq' of the key 'a'; did you mean 'sql'?" in said
+    assert (
+        "note: ModelServer default/llama: flowControl holds requests for up to 3600 s, and Envoy waits an hour" in said
+    )
+    assert "note: GatewayConfig: models of tenants or keys has no effect while extproc is down" in said
+    assert said.count("note:") == 4
+    assert "sk-0123456789" not in said
