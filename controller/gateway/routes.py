@@ -42,12 +42,12 @@ from controller.gateway.clusters import server_cluster_name
 from controller.gateway.envoy_json import seconds, to_plain, to_resource
 from controller.gateway.filters import FALLBACK_MODEL, FALLBACK_NAMESPACE, RENAME_FILTER, rename_model
 from extproc.protocol import (
+    BODY_HEADERS,
     CHAT_PATH,
     CLIENT,
     COMPLETIONS_PATH,
     DESTINATION,
     EMBEDDINGS_PATH,
-    ENCODING_HEADER,
     ENGINE_HEADERS,
     MODELS_PATH,
     NAMESPACE,
@@ -92,7 +92,7 @@ def route_resource(snapshot: Snapshot, memo: Memo) -> dict[str, object]:
         domains=["*"],
         routes=[Route(name="placeholder")],
         # extproc may read a session's token; engines must read none of these
-        request_headers_to_remove=[DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER, ENCODING_HEADER, *ENGINE_HEADERS],
+        request_headers_to_remove=[DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER, *BODY_HEADERS, *ENGINE_HEADERS],
         response_headers_to_add=[*_rate_limit_headers(snapshot), *_served_header(snapshot.gateway)],
         request_body_buffer_limit=snapshot.gateway.max_body_size,
     )
