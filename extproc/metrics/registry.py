@@ -7,6 +7,7 @@ cannot add a series. Series of an endpoint end when it leaves the configuration.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -71,6 +72,20 @@ class Metrics:
             self.registry,
         )
         self._open = 0
+        # by the clock of endpoint tables, 0 if there was none
+        self.last_stream_at_s = self.last_check_at_s = 0.0
+        self._clock = clock
+        for name, text, instant in (
+            ("attache_last_stream", "When the last ext_proc stream began", lambda: self.last_stream_at_s),
+            ("attache_last_health_check", "When an Envoy last asked for health", lambda: self.last_check_at_s),
+        ):
+            last = Gauge(f"{name}_timestamp_seconds", f"{text}, 0 if never.", registry=self.registry)
+            last.set_function(partial(self._timestamp, instant))
+        self._misses_envoy = Gauge(
+            "attache_envoy_misses_extproc",
+            "1 if Envoy is configured to call another address than extproc's.",
+            registry=self.registry,
+        )
         open_streams = Gauge("attache_open_streams", "ext_proc streams open now.", registry=self.registry)
         open_streams.set_function(lambda: self._open)
         self._log_entries = Counters(
@@ -116,11 +131,20 @@ class Metrics:
     def stream_opened(self) -> None:
         """A request's stream begins."""
         self._open += 1
+        self.last_stream_at_s = self._clock()
 
     def stream_closed(self, seconds: float) -> None:
         """A request's stream is over."""
         self._open -= 1
         self._stream_seconds.observe(seconds)
+
+    def health_checked(self) -> None:
+        """Envoy has asked for our health."""
+        self.last_check_at_s = self._clock()
+
+    def meets_envoy(self, *, is_met: bool) -> None:
+        """Whether Envoy is configured to call where we listen."""
+        self._misses_envoy.set(not is_met)
 
     def count(self, effect: Effect) -> None:
         """What the core decided or learned; effects of other kinds count nothing."""
@@ -210,6 +234,10 @@ class Metrics:
     def config_mended(self) -> None:
         """The directory is again what is in use."""
         self._config_valid.set(1)
+
+    def _timestamp(self, instant: Callable[[], float]) -> float:
+        at_s = instant()
+        return self._wall_clock() - (self._clock() - at_s) if at_s else 0.0
 
     def _config_age(self) -> float:
         return self._wall_clock() - self._applied_at
