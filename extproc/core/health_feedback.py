@@ -93,7 +93,7 @@ def _count(
         return
     is_news = False
     if run.is_on_time and not (failure is Failure.REFUSED and health.is_repeated(hash((*run.chain[-1:], run.tail)))):
-        is_news = record_bad_answer(pool.table, row, failure)
+        is_news = record_bad_answer(pool.table, row, failure, now=now)
     if is_news:
         out.append(HealthChanged(pool.name, pool.table.addresses[row], failure))
     if is_unavailable or health.is_suspect:
