@@ -97,7 +97,7 @@ def _count(
     if is_news:
         out.append(HealthChanged(pool.name, pool.table.addresses[row], failure))
     if is_unavailable or health.is_suspect:
-        record_failure(pool.table, row, now, sent_at_s=run.sent_at_s)
+        record_failure(pool.table, row, now, sent_at_s=run.sent_at_s, is_costly=failure is Failure.SILENT)
     elif failure not in {Failure.PASSED_OVER, Failure.SILENT}:
         # it refuses or fails this request, but it is there
         record_success(pool.table, row)
