@@ -37,6 +37,8 @@ def record_failure(
         return
     table.has_failures = True
     failures = int(table.failures[row])
+    if not failures and not health.is_suspect:
+        health.avoided_since_s = now
     if is_costly:
         failures = max(failures, _COSTLY)
     table.retry_at_s[row] = now + _pause_s(failures)

@@ -52,8 +52,8 @@ def record_bad_answer(table: EndpointTable, row: int, failure: Failure, *, now: 
     health.good_in_a_row = 0
     if failure in health.reasons or not (health.is_suspect or _fails_more_than_others(table, row)):
         return False
-    if not health.is_suspect:
-        health.suspect_since_s = now
+    if not health.is_suspect and not table.failures[row]:
+        health.avoided_since_s = now
     health.reasons.add(failure)
     return True
 

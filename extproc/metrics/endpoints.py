@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from extproc.scheduling.pool import Pool
+
+
+# It could not be reached or answered nothing, which needs no comparison with others.
+_BACKS_OFF: Final = "no_answer"
 
 
 class EndpointSeries(Collector):
@@ -46,7 +50,7 @@ class EndpointSeries(Collector):
         age = GaugeMetricFamily("attache_engine_report_age_seconds", "Age of what the engine says.", labels=labels)
         avoided = GaugeMetricFamily(
             "attache_endpoint_avoided",
-            "1 while its answers fail more than others', by how they fail; no series otherwise.",
+            "1 while it is avoided, by how it fails; no series otherwise.",
             labels=[*labels, "reason"],
         )
         since = GaugeMetricFamily(
@@ -73,8 +77,11 @@ class EndpointSeries(Collector):
                     usage.add_metric(key, float(table.kv_usage[row]))
                     age.add_metric(key, now - float(table.reported_at_s[row]))
                 health = table.healths[row]
-                for reason in sorted(one.name.lower() for one in health.reasons):
+                reasons = sorted(one.name.lower() for one in health.reasons)
+                if table.failures[row] and not reasons:
+                    reasons = [_BACKS_OFF]
+                for reason in reasons:
                     avoided.add_metric([*key, reason], 1)
-                if health.is_suspect:
-                    since.add_metric(key, wall_now_s - (now - health.suspect_since_s))
+                if reasons:
+                    since.add_metric(key, wall_now_s - (now - health.avoided_since_s))
         yield from (in_flight, rate, prompt, cached, ratio, blocks, waiting, running, usage, age, avoided, since)

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from bench.stack import documents
 from extproc.config.load import load
 from extproc.core.core import Core
+from extproc.endpoints.backoff import record_failure, record_success
 from extproc.endpoints.health import Failure
 from extproc.endpoints.suspects import record_bad_answer, record_good_answer
 from extproc.metrics.endpoints import EndpointSeries
@@ -43,7 +44,7 @@ def test_an_avoided_endpoint_is_told_with_how_it_fails_and_since_when() -> None:
     clock["now"] = 200.0
     label = f'endpoint="{ADDRESSES[1]}"'
     # eight answers at least, and all of them within the loop
-    since_s = float(pool.table.healths[row].suspect_since_s)
+    since_s = float(pool.table.healths[row].avoided_since_s)
     assert 107 <= since_s < 120
     assert lines() == [
         f'attache_endpoint_avoided{{{label},reason="cut",server="default/llama"}} 1.0',
@@ -54,4 +55,13 @@ def test_an_avoided_endpoint_is_told_with_how_it_fails_and_since_when() -> None:
     health.probe_at_s = 201.0
     for _ in range(3):
         record_good_answer(pool.table, row, now=210.0, sent_at_s=205.0)
+    assert lines() == []
+
+    # what cannot be reached at all is avoided without any comparison
+    record_failure(pool.table, row, now=300.0)
+    assert lines() == [
+        f'attache_endpoint_avoided{{{label},reason="no_answer",server="default/llama"}} 1.0',
+        f'attache_endpoint_avoided_since_timestamp_seconds{{{label},server="default/llama"}} 5300.0',
+    ]
+    record_success(pool.table, row)
     assert lines() == []
