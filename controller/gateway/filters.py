@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRules
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation, HeaderMutationRules
 from envoy_data_plane.envoy.config.core.v3 import (
     GrpcService,
     GrpcServiceEnvoyGrpc,
     HeaderValue,
+    HeaderValueOption,
+    HeaderValueOptionHeaderAppendAction,
     SubstitutionFormatString,
     TypedExtensionConfig,
 )
@@ -24,6 +26,8 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ProcessingModeBodySendMode,
     ProcessingModeHeaderSendMode,
 )
+from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import HeaderMutation as HeaderMutationFilter
+from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import Mutations
 from envoy_data_plane.envoy.extensions.filters.http.json_to_metadata.v3 import (
     JsonToMetadata,
     JsonToMetadataKeyValuePair,
@@ -113,6 +117,7 @@ def http_filters(gateway: GatewayConfigSpec, longest_wait_s: float) -> list[Http
     ]
     if gateway.failure_mode == "Open":
         chain.append(http_filter("attache.model_without_extproc", _read_model_without_extproc()))
+        chain.append(http_filter("attache.content_type_without_extproc", _say_json_without_extproc()))
         chain.append(http_filter(RENAME_FILTER, TransformConfig()))
     chain.append(http_filter("attache.usage_of_streams", stream_usage()))
     chain.append(http_filter("attache.usage_of_responses", _read_usage_of_responses()))
@@ -174,6 +179,16 @@ def _read_model_without_extproc() -> ExtensionWithMatcher:
         )
     )
     return _skipped_if(SERVER_HEADER, ".+", typed("envoy.filters.http.json_to_metadata", reads))
+
+
+def _say_json_without_extproc() -> ExtensionWithMatcher:
+    """The rename filter passes over bodies that are not called JSON, in exactly this spelling; what was read above is."""
+    says = HeaderValueOption(
+        header=HeaderValue(key="content-type", value="application/json"),
+        append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+    )
+    mutation = HeaderMutationFilter(mutations=Mutations(request_mutations=[HeaderMutation(append=says)]))
+    return _skipped_if(SERVER_HEADER, ".+", typed("envoy.filters.http.header_mutation", mutation))
 
 
 def _read_usage() -> ExtensionWithMatcher:
