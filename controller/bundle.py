@@ -16,8 +16,10 @@ from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from controller.uptake import Uptake
     from extproc.config.directory import ConfigDirectory
     from extproc.config.types import Snapshot
 
@@ -37,31 +39,86 @@ def write_once(snapshot: Snapshot, out: Path, path: str) -> None:
     _write_first(KeyFiles(os.environ).fill(snapshot, datetime.now(UTC)), out, BundleWriter(path))
 
 
-def follow(config: ConfigDirectory, out: Path, path: str) -> None:
-    """Write the bundle of ``config``, and until interrupted again on every change; raises ConfigInvalid at the start.
+class Follower:
+    """Writes the bundle of a directory, and again on every change, and looks whether Envoy takes it.
 
-    Later a broken configuration is logged, and the last good bundle stays.
+    A configuration that is broken later is logged, and the last good bundle stays. ``is_valid``: whether the directory
+    is usable as it is. ``written_at_s``: when the bundle last changed, wall clock. ``uptake``: None, if nobody looks.
     """
-    clock = time.monotonic  # noqa: TID251 - the edge
-    lingering, writer = Lingering(_LINGER_S), BundleWriter(path)
-    keys, snapshot = KeyFiles(os.environ), config.read()
-    written = keys.fill(snapshot, datetime.now(UTC))
-    failed, retry_at_s = None, 0.0
-    _write_first(written, out, writer)
-    while True:
-        if config.has_changed():
-            fresh = _read(config, keys) or snapshot
-            lingering.follow(snapshot, fresh, clock())
-            if fresh.gateway.admin != snapshot.gateway.admin:
+
+    def __init__(self, config: ConfigDirectory, out: Path, path: str, uptake: Uptake | None = None) -> None:
+        """``path``: where Envoy will find the bundle."""
+        self.is_valid = True
+        self.written_at_s = 0.0
+        self.uptake = uptake
+        self._config = config
+        self._out = out
+        self._keys = KeyFiles(os.environ)
+        self._lingering, self._writer = Lingering(_LINGER_S), BundleWriter(path)
+        self._failed: Snapshot | None = None
+        self._retry_at_s = 0.0
+
+    def run(self) -> None:
+        """Until interrupted; raises ConfigInvalid at the start."""
+        clock = time.monotonic  # noqa: TID251 - the edge
+        self._snapshot = self._config.read()
+        self._written = self._keys.fill(self._snapshot, datetime.now(UTC))
+        _write_first(self._written, self._out, self._writer)
+        self._note_written(clock())
+        while True:
+            self._follow_once(clock)
+            if self.uptake is not None:
+                self.uptake.look(clock())
+            time.sleep(_POLL_S)
+
+    def _follow_once(self, clock: Callable[[], float]) -> None:
+        if self._config.has_changed():
+            fresh = self._read()
+            self.is_valid = fresh is not None
+            fresh = fresh or self._snapshot
+            self._lingering.follow(self._snapshot, fresh, clock())
+            if fresh.gateway.admin != self._snapshot.gateway.admin:
                 log.warning("the admin address has changed: restart Envoy for that")
-            snapshot = fresh
-        queued = keys.fill(lingering.added_to(snapshot, clock()), datetime.now(UTC))
-        if queued != written and (queued != failed or clock() >= retry_at_s):
-            if _replace(written, queued, out, writer):
-                written, failed = queued, None
-            else:
-                failed, retry_at_s = queued, clock() + _RETRY_S
+            self._snapshot = fresh
+        queued = self._keys.fill(self._lingering.added_to(self._snapshot, clock()), datetime.now(UTC))
+        if queued == self._written or (queued == self._failed and clock() < self._retry_at_s):
+            return
+        if _replace(self._written, queued, self._out, self._writer):
+            self._written, self._failed = queued, None
+            self._note_written(clock())
+        else:
+            self._failed, self._retry_at_s = queued, clock() + _RETRY_S
+
+    def _note_written(self, now: float) -> None:
+        self.written_at_s = datetime.now(UTC).timestamp()
+        if self.uptake is not None:
+            self.uptake.wrote(self._written, self._out, now)
+
+    def _read(self) -> Snapshot | None:
+        try:
+            snapshot = self._config.read()
+            # once read, they are there for good
+            self._keys.fill(snapshot, datetime.now(UTC))
+        except ConfigInvalid as error:
+            log.error("configuration refused, the last good bundle stays:\n%s", error)
+            return None
+        return snapshot
+
+
+def wait_until_taken(snapshot: Snapshot, out: Path, uptake: Uptake, wait_s: float) -> bool:
+    """Whether Envoy uses the bundle of ``snapshot``, which is in ``out``, within ``wait_s``; what it is not is logged."""
+    clock = time.monotonic  # noqa: TID251 - the edge
+    began_at_s = clock()
+    uptake.wrote(snapshot, out, began_at_s)
+    while True:
+        verdict = uptake.look(clock())
+        is_late = clock() - began_at_s >= wait_s
+        if verdict.status == "Taken" or is_late or verdict.status == "Refused":
+            break
         time.sleep(_POLL_S)
+    if verdict.status not in {"Taken", "Refused"}:
+        log.error("%s", verdict.text or f"nothing is known of Envoy within {wait_s:g} s")
+    return verdict.status == "Taken"
 
 
 def _write_first(snapshot: Snapshot, out: Path, writer: BundleWriter) -> None:
@@ -80,17 +137,6 @@ def _replace(before: Snapshot, after: Snapshot, out: Path, writer: BundleWriter)
         log.exception("the bundle could not be written, the last one stays; tried again in %g s", _RETRY_S)
         return False
     return True
-
-
-def _read(config: ConfigDirectory, keys: KeyFiles) -> Snapshot | None:
-    try:
-        snapshot = config.read()
-        # once read, they are there for good
-        keys.fill(snapshot, datetime.now(UTC))
-    except ConfigInvalid as error:
-        log.error("configuration refused, the last good bundle stays:\n%s", error)
-        return None
-    return snapshot
 
 
 def write_golden(folder: Path) -> None:

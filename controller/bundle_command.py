@@ -8,10 +8,15 @@ import logging
 import signal
 import sys
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from extproc.config.directory import ConfigDirectory
 from extproc.config.errors import ConfigInvalid
+from extproc.config.quantities import Duration
+from extproc.config.validation import parse_address
+
+if TYPE_CHECKING:
+    from controller.uptake import Uptake
 
 DESCRIPTION: Final = (
     "Write a configuration directory as Envoy's configuration: a bootstrap.json to start Envoy with, and the files that "
@@ -24,15 +29,51 @@ def parser(prog: str = "controller bundle") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=prog,
         description=DESCRIPTION,
-        epilog="Exit status: 0, or 2 for a mistake in the configuration or the options.",
+        epilog="Exit status: 0, 1 if Envoy does not take the bundle (with --wait), or 2 for a mistake in the configuration or "
+        "the options.",
     )
     add = made.add_argument
     add("--config", type=Path, metavar="DIR", help="the configuration directory")
     add("--out", type=Path, metavar="DIR", help="where the bundle is written")
     add("--path", metavar="DIR", help="where Envoy will find the bundle, if not at --out")
     add("--watch", action="store_true", help="keep running, and write again whenever the configuration changes")
+    add(
+        "--admin",
+        metavar="ADDRESS",
+        help="IP:PORT of Envoy's admin interface, to see whether it takes the bundle, or 'off' "
+        "(default: that of the GatewayConfig)",
+    )
+    add("--wait", metavar="DURATION", help="without --watch: wait so long for Envoy to use the bundle")
+    add(
+        "--metrics",
+        default="off",
+        metavar="ADDRESS",
+        help="with --watch: IP:PORT of /metrics, or 'off' (default: %(default)s)",
+    )
     add("--golden", action="store_true", help="in a clone: write envoy/bundles from envoy/sources")
     return made
+
+
+def _looks(
+    options: argparse.Namespace, made: argparse.ArgumentParser, path: str
+) -> tuple[Uptake | None, float | None, tuple[str, int] | None]:
+    """Who looks at Envoy, for how long to wait for it, and where metrics are served."""
+    from controller.admin import read_state  # noqa: PLC0415 - Envoy's schema, as above
+    from controller.uptake import Uptake  # noqa: PLC0415
+
+    try:
+        if options.admin not in {None, "off"}:
+            parse_address(options.admin)
+        metrics = None if options.metrics == "off" else parse_address(options.metrics)
+        wait_s = None if options.wait is None else Duration(options.wait)
+    except ValueError as error:
+        made.error(str(error))
+    if options.wait is not None and (options.watch or options.admin == "off"):
+        made.error("--wait goes neither with --watch nor with --admin off")
+    if metrics is not None and not options.watch:
+        made.error("--metrics goes with --watch")
+    uptake = None if options.admin == "off" else Uptake(read_state, f"{path}/bootstrap.json", address=options.admin)
+    return uptake, wait_s, metrics
 
 
 def main(words: list[str], prog: str = "controller bundle") -> int:
@@ -40,7 +81,8 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
     made = parser(prog)
     options = made.parse_args(words)
     # Envoy's schema takes half a second to import: not for --help
-    from controller.bundle import follow, write_golden, write_once  # noqa: PLC0415
+    from controller.bundle import Follower, wait_until_taken, write_golden, write_once  # noqa: PLC0415
+    from controller.uptake_metrics import serve_metrics  # noqa: PLC0415
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
@@ -51,12 +93,19 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
             made.error("write --config DIR and --out DIR")
         path = options.path or str(options.out.resolve())
         directory = ConfigDirectory(options.config)
+        uptake, wait_s, metrics = _looks(options, made, path)
         if options.watch:
             # as a container's first process it would not see SIGTERM otherwise
             signal.signal(signal.SIGTERM, signal.default_int_handler)
-            follow(directory, options.out, path)
+            follower = Follower(directory, options.out, path, uptake)
+            if metrics is not None:
+                serve_metrics(follower, metrics)
+            follower.run()
         else:
-            write_once(directory.read(), options.out, path)
+            snapshot = directory.read()
+            write_once(snapshot, options.out, path)
+            if uptake is not None and wait_s is not None:
+                return 0 if wait_until_taken(snapshot, options.out, uptake, wait_s) else 1
     except ConfigInvalid as error:
         print(error, file=sys.stderr)
         print(f"mistakes: {len(error.mistakes)}", file=sys.stderr)

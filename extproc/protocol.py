@@ -34,8 +34,9 @@ SIDECAR_HEADERS: Final = (
 # Headers that engines and their routers obey: which rank of an engine runs a request, and whose session it is.
 ENGINE_HEADERS: Final = ("x-data-parallel-rank", "x-session-token", "x-prefiller-url", "x-kv-transfer-params")
 
-# Bodies are read, and sent on, as they come: no engine is to decode one into something else than was read here.
-ENCODING_HEADER: Final = "content-encoding"
+# Bodies are read here, whole and as they come: no engine is to decode one into something else, or to be asked whether it
+# expects one.
+BODY_HEADERS: Final = ("content-encoding", "expect")
 
 # The ModelServer that a request goes to; Envoy's routes match on it.
 SERVER_HEADER: Final = "x-attache-server"

@@ -9,10 +9,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client import generate_latest
 
 from attache.commands import COMMANDS
 from attache.misspelt import misspelt_option
+from controller.bundle import Follower
+from controller.uptake import Uptake
+from controller.uptake_metrics import FollowerSeries
+from extproc.config.directory import ConfigDirectory
 from extproc.config.load import load
+from extproc.metrics.registry import Metrics
 from tools.site_pages import PAGES, with_site_links
 
 ROOT = Path(__file__).parent.parent
@@ -72,3 +78,16 @@ def test_links_of_pages_at_the_top_are_those_of_the_site() -> None:
     text = "[a](docs/lab.md#traffic) [b](ARCHITECTURE.md) [c](https://x/docs/y) [d](#here)"
     expected = "[a](lab.md#traffic) [b](architecture.md) [c](https://x/docs/y) [d](#here)"
     assert with_site_links(text) == expected
+
+
+def test_the_alerts_on_the_operations_page_use_metrics_that_there_are(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (text,) = re.findall(r"```yaml\n(groups:.*?)```", page, re.DOTALL)
+    rules = [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
+    used = {name for rule in rules for name in re.findall(r"attache_[a-z_]+", rule["expr"])}
+    registry = Metrics(list, lambda: 0.0, lambda: 0.0).registry
+    uptake = Uptake(lambda _: None, "bootstrap.json")
+    registry.register(FollowerSeries(Follower(ConfigDirectory(tmp_path), tmp_path, "path", uptake)))
+    known = set(re.findall(r"^# TYPE (\S+)", generate_latest(registry).decode(), re.MULTILINE))
+    assert len(used) >= 6
+    assert used <= known

@@ -31,7 +31,7 @@ from bench.stack import ALIAS, EngineFlags, running_stack
 from bench.usage import rss_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from bench.stack import Stack
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 FLAGS: Final = EngineFlags(count=3, speed=100.0, kv_blocks=256, stream_headers="first-token", adapters=("sql",))
 # Limits and queues that nobody reaches: each request goes through them.
 ROUTE: Final = {"rateLimits": [{"per": "Tenant", "requests": 10**12, "totalTokens": 10**15}]}
-SERVER: Final[dict[str, object]] = {"flowControl": {}}
+SERVER: Final[Mapping[str, object]] = {"flowControl": {}}
 _INNOCENT_PAUSE_S: Final = 0.2
 _WATCHED: Final = ("extproc", "envoy")
 _MIB: Final = 1024 * 1024

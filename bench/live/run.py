@@ -165,8 +165,8 @@ def parser(prog: str = "python -m bench.live.run") -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--trace", type=Path, metavar="FILE", help="replay a trace: Mooncake's JSONL or Azure's CSV, plain or .gz")
-    add("--skip", type=int, default=0, metavar="N", help="rows of the trace to skip (default: %(default)s)")
-    add("--limit", type=int, default=800, metavar="N", help="rows of the trace to replay (default: %(default)s)")
+    add("--skip", type=int, metavar="N", help="rows of the trace to skip (default: 0)")
+    add("--limit", type=int, metavar="N", help="rows of the trace to replay (default: 800)")
     add("--engines", type=int, default=4, metavar="N", help="how many engines (default: %(default)s)")
     add("--hardware", choices=sorted(PRESETS), default="h100-llama-3.1-8b", help="default: %(default)s")
     add(
@@ -188,13 +188,17 @@ def parser(prog: str = "python -m bench.live.run") -> argparse.ArgumentParser:
 
 
 def _read(arguments: list[str] | None, prog: str) -> ComparisonSettings:
-    options = parser(prog).parse_args(arguments)
+    made = parser(prog)
+    options = made.parse_args(arguments)
     policies = tuple(options.policies.split(","))
     for policy in policies:
         _check(policy)  # before anything is started
     is_trace = options.trace is not None
+    if not is_trace and (options.skip, options.limit) != (None, None):
+        made.error("--skip and --limit count rows of a trace; name one with --trace FILE (make run TRACE=FILE)")
     if is_trace:
-        workload = read_trace(options.trace, Excerpt(options.skip, options.limit))
+        limit = 800 if options.limit is None else options.limit
+        workload = read_trace(options.trace, Excerpt(options.skip or 0, limit))
     else:
         workload = conversations(Conversations(), options.seed)
     flags = EngineFlags(

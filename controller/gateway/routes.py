@@ -48,9 +48,9 @@ from controller.gateway.without_extproc import (
     change_for,
 )
 from extproc.protocol import (
+    BODY_HEADERS,
     CLIENT,
     DESTINATION,
-    ENCODING_HEADER,
     ENGINE_HEADERS,
     MODELS_PATH,
     NAMESPACE,
@@ -94,7 +94,7 @@ def route_resource(snapshot: Snapshot, memo: Memo) -> dict[str, object]:
         routes=[Route(name="placeholder")],
         # extproc may read a session's token; engines must read none of these
         request_headers_to_remove=[
-            *(DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER, ENCODING_HEADER, *ENGINE_HEADERS),
+            *(DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER, *BODY_HEADERS, *ENGINE_HEADERS),
             # nothing can be hidden in what is compressed
             *(["accept-encoding"] if snapshot.gateway.cached_tokens == "Hidden" else []),
         ],

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,9 @@ from extproc.cli.mistakes import counted, report
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
 from extproc.config.failure_mode import decided_by_extproc, failure_mode_of
+from extproc.config.meeting import missed_meeting
 from extproc.config.schema import suggest
+from extproc.config.validation import parse_address, worker_addresses
 from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -28,12 +31,18 @@ def parser(prog: str = "extproc check") -> argparse.ArgumentParser:
     made.add_argument(
         "directory", type=Path, metavar="DIR", help="holds YAML files: ModelServers, ModelRoutes and others"
     )
+    made.add_argument(
+        "--listen", metavar="ADDRESS", help="where extproc will listen: see whether Envoy is configured to call there"
+    )
+    made.add_argument("--workers", type=int, default=1, metavar="N", help="how many processes (default: %(default)s)")
     return made
 
 
 def main(words: list[str], prog: str = "extproc check") -> int:
     """Exit status: 0, or 2 if there is a mistake."""
-    directory = parser(prog).parse_args(words).directory
+    made = parser(prog)
+    options = made.parse_args(words)
+    directory, listens = options.directory, _listens(made, options)
     try:
         snapshot = load_directory(directory)
         notes = [*_undone_by_open(snapshot), *_too_long(snapshot), *_unknown_models(snapshot), *_notes(snapshot)]
@@ -41,8 +50,23 @@ def main(words: list[str], prog: str = "extproc check") -> int:
         return report(error)
     for note in notes:
         print(f"note: {note}")
+    missed = missed_meeting(snapshot.gateway, listens) if listens else ""
+    if missed:
+        print(missed, file=sys.stderr)
+        return 2
     print(f"{directory} is valid: {_summary(snapshot)}")
     return 0
+
+
+def _listens(made: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+    if options.listen is None:
+        return []
+    try:
+        if not options.listen.startswith("unix:"):
+            parse_address(options.listen)
+    except ValueError as error:
+        made.error(f"--listen: {error}")
+    return worker_addresses(options.listen, max(1, options.workers))
 
 
 def _undone_by_open(snapshot: Snapshot) -> list[str]:

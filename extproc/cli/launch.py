@@ -47,12 +47,14 @@ def serve(options: argparse.Namespace, directory: ConfigDirectory, snapshot: Sna
 def _settings(options: argparse.Namespace, config: ConfigDirectory) -> app.Settings:
     """Of options that were checked."""
     worker, listen, decisions = None, options.listen, options.decision_log
+    listens = [listen]
     metrics = None if options.metrics == "off" else parse_address(options.metrics)
     if options.worker is not None:
         place, _, directory = options.worker.partition(":")
         number, count = map(int, place.split("/"))
         worker = app.Worker(number, count, Path(directory))
-        listen = worker_addresses(listen, count)[number]
+        listens = worker_addresses(listen, count)
+        listen = listens[number]
         metrics = None if metrics is None else (metrics[0], metrics[1] + number)
         decisions = None if decisions is None else decisions.with_name(f"{decisions.name}.{number}")
     return app.Settings(
@@ -73,6 +75,8 @@ def _settings(options: argparse.Namespace, config: ConfigDirectory) -> app.Setti
         decision_share=options.decision_sample,
         shows_reasons=options.debug,
         worker=worker,
+        # with --pool, other gateways ask than those that we configure
+        listens=() if options.pool is not None else tuple(listens),
         redis=options.redis,
         state=options.state,
         redis_channel=options.redis_channel,

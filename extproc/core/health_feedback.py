@@ -93,11 +93,11 @@ def _count(
         return
     is_news = False
     if run.is_on_time and not (failure is Failure.REFUSED and health.is_repeated(hash((*run.chain[-1:], run.tail)))):
-        is_news = record_bad_answer(pool.table, row, failure)
+        is_news = record_bad_answer(pool.table, row, failure, now=now)
     if is_news:
         out.append(HealthChanged(pool.name, pool.table.addresses[row], failure))
     if is_unavailable or health.is_suspect:
-        record_failure(pool.table, row, now, sent_at_s=run.sent_at_s)
+        record_failure(pool.table, row, now, sent_at_s=run.sent_at_s, is_costly=failure is Failure.SILENT)
     elif failure not in {Failure.PASSED_OVER, Failure.SILENT}:
         # it refuses or fails this request, but it is there
         record_success(pool.table, row)

@@ -15,12 +15,18 @@ if TYPE_CHECKING:
 
 _INITIAL_PAUSE_S: Final = 1.0
 _MAX_PAUSE_S: Final = 30.0
+# So many failures are a pause of 8 s.
+_COSTLY: Final = 3
 # An engine that answers nothing keeps its probe until the client gives up: others must not follow every second.
 _MIN_PROBE_S: Final = 5.0
 
 
-def record_failure(table: EndpointTable, row: int, now: float, *, sent_at_s: float | None = None) -> None:
+def record_failure(
+    table: EndpointTable, row: int, now: float, *, sent_at_s: float | None = None, is_costly: bool = False
+) -> None:
     """The endpoint could not serve a request: avoid it for a while. ``sent_at_s``: when the request was sent, if known.
+
+    ``is_costly``: it answered nothing, so a probe would cost a client all of its patience; the first pause is longer.
 
     Without back-off, a dead engine would look like the best choice for every request, as it has no load. Failures
     during a pause do not extend it, as they are of requests that were already on their way, unless it was a probe.
@@ -30,8 +36,13 @@ def record_failure(table: EndpointTable, row: int, now: float, *, sent_at_s: flo
     if now < table.retry_at_s[row] and not is_probe:
         return
     table.has_failures = True
-    table.retry_at_s[row] = now + _pause_s(int(table.failures[row]))
-    table.failures[row] += 1
+    failures = int(table.failures[row])
+    if not failures and not health.is_suspect:
+        health.avoided_since_s = now
+    if is_costly:
+        failures = max(failures, _COSTLY)
+    table.retry_at_s[row] = now + _pause_s(failures)
+    table.failures[row] = failures + 1
     health.probe_at_s = 0.0
 
 

@@ -38,7 +38,7 @@ class EndpointHealth(msgspec.Struct):
     """What one endpoint's answers were like.
 
     ``answers``, ``failed``: decayed counts. ``served_at_s``: end of its last good answer. ``reasons``: why it is a
-    suspect, empty if it is none. ``good_in_a_row``: of a suspect. ``probe_at_s``: when the first of the requests
+    suspect, empty if it is none. ``avoided_since_s``: if it is one, or backs off. ``good_in_a_row``: of a suspect. ``probe_at_s``: when the first of the requests
     was sent that now try it one by one, 0 if none. ``refusals``: of which requests, lately.
     """
 
@@ -46,6 +46,7 @@ class EndpointHealth(msgspec.Struct):
     failed: float = 0.0
     served_at_s: float = 0.0
     reasons: set[Failure] = msgspec.field(default_factory=set)
+    avoided_since_s: float = 0.0
     good_in_a_row: int = 0
     probe_at_s: float = 0.0
     refusals: deque[int] = msgspec.field(default_factory=lambda: deque(maxlen=_REMEMBERED_REFUSALS))

@@ -45,13 +45,15 @@ def record_good_answer(table: EndpointTable, row: int, *, now: float, sent_at_s:
     return True
 
 
-def record_bad_answer(table: EndpointTable, row: int, failure: Failure) -> bool:
+def record_bad_answer(table: EndpointTable, row: int, failure: Failure, *, now: float) -> bool:
     """Count a failure; whether that is news: the endpoint became a suspect, or fails in a way that is new."""
     health = table.healths[row]
     health.count(has_failed=True)
     health.good_in_a_row = 0
     if failure in health.reasons or not (health.is_suspect or _fails_more_than_others(table, row)):
         return False
+    if not health.is_suspect and not table.failures[row]:
+        health.avoided_since_s = now
     health.reasons.add(failure)
     return True
 

@@ -7,20 +7,18 @@ cannot add a series. Series of an endpoint end when it leaves the configuration.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Gauge
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from extproc.core.effects import Decision, Left, Refused, Settled
 from extproc.metrics.admission import AdmissionMetrics
 from extproc.metrics.collectors import Counters, DeferredHistogram
+from extproc.metrics.endpoints import EndpointSeries
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from prometheus_client.metrics_core import Metric
+    from collections.abc import Callable, Iterable, Mapping
 
     from extproc.admission.gate import Gate
     from extproc.core.effects import Effect
@@ -71,6 +69,20 @@ class Metrics:
             self.registry,
         )
         self._open = 0
+        # by the clock of endpoint tables, 0 if there was none
+        self.last_stream_at_s = self.last_check_at_s = 0.0
+        self._clock = clock
+        for name, text, instant in (
+            ("attache_last_stream", "When the last ext_proc stream began", lambda: self.last_stream_at_s),
+            ("attache_last_health_check", "When an Envoy last asked for health", lambda: self.last_check_at_s),
+        ):
+            last = Gauge(f"{name}_timestamp_seconds", f"{text}, 0 if never.", registry=self.registry)
+            last.set_function(partial(self._timestamp, instant))
+        self._misses_envoy = Gauge(
+            "attache_envoy_misses_extproc",
+            "1 if Envoy is configured to call another address than extproc's.",
+            registry=self.registry,
+        )
         open_streams = Gauge("attache_open_streams", "ext_proc streams open now.", registry=self.registry)
         open_streams.set_function(lambda: self._open)
         self._log_entries = Counters(
@@ -107,7 +119,7 @@ class Metrics:
         self._scrapes = Counters(
             "attache_engine_reports", "Readings of engines' metrics.", ["server", "result"], self.registry
         )
-        self.registry.register(_EndpointSeries(pools, clock))
+        self.registry.register(EndpointSeries(pools, clock, wall_clock))
         age = Gauge("attache_config_age_seconds", "Age of the configuration in use.", registry=self.registry)
         # client_golang's idiom; prometheus_client keeps the value of a set gauge where no function computes it
         age.set_function(self._config_age)
@@ -116,11 +128,20 @@ class Metrics:
     def stream_opened(self) -> None:
         """A request's stream begins."""
         self._open += 1
+        self.last_stream_at_s = self._clock()
 
     def stream_closed(self, seconds: float) -> None:
         """A request's stream is over."""
         self._open -= 1
         self._stream_seconds.observe(seconds)
+
+    def health_checked(self) -> None:
+        """Envoy has asked for our health."""
+        self.last_check_at_s = self._clock()
+
+    def meets_envoy(self, *, is_met: bool) -> None:
+        """Whether Envoy is configured to call where we listen."""
+        self._misses_envoy.set(not is_met)
 
     def count(self, effect: Effect) -> None:
         """What the core decided or learned; effects of other kinds count nothing."""
@@ -211,52 +232,9 @@ class Metrics:
         """The directory is again what is in use."""
         self._config_valid.set(1)
 
+    def _timestamp(self, instant: Callable[[], float]) -> float:
+        at_s = instant()
+        return self._wall_clock() - (self._clock() - at_s) if at_s else 0.0
+
     def _config_age(self) -> float:
         return self._wall_clock() - self._applied_at
-
-
-class _EndpointSeries(Collector):
-    """Series by endpoint, read from the tables when Prometheus asks."""
-
-    def __init__(self, pools: Callable[[], Iterable[Pool]], clock: Callable[[], float]) -> None:
-        self._pools = pools
-        self._clock = clock
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing to check for clashes; asking would need the pools."""
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        """One sample an endpoint and family."""
-        labels = ["server", "endpoint"]
-        in_flight = GaugeMetricFamily("attache_in_flight", "Requests picked and not over.", labels=labels)
-        rate = GaugeMetricFamily("attache_prefill_tokens_per_second", "Learned speed of prefill.", labels=labels)
-        prompt = CounterMetricFamily("attache_prompt_tokens", "Prompt tokens, as engines report.", labels=labels)
-        cached = CounterMetricFamily("attache_cached_tokens", "Prompt tokens found in the cache.", labels=labels)
-        ratio = GaugeMetricFamily("attache_cached_token_ratio", "Cached share of all prompt tokens.", labels=labels)
-        blocks = GaugeMetricFamily("attache_prefix_blocks", "Blocks in the prefix index.", labels=labels)
-        waiting = GaugeMetricFamily("attache_engine_waiting", "Waiting requests, as the engine says.", labels=labels)
-        running = GaugeMetricFamily("attache_engine_running", "Running requests, as the engine says.", labels=labels)
-        usage = GaugeMetricFamily("attache_engine_kv_usage", "Share of the KV cache in use, 0 to 1.", labels=labels)
-        age = GaugeMetricFamily("attache_engine_report_age_seconds", "Age of what the engine says.", labels=labels)
-        now = self._clock()
-        for pool in self._pools():
-            table = pool.table
-            for address in table.active_addresses:
-                row = table.row_of(address)
-                if row is None:
-                    continue
-                key = [pool.name, address]
-                prompt_tokens, cached_tokens = int(table.prompt_tokens[row]), int(table.cached_tokens[row])
-                in_flight.add_metric(key, float(table.in_flight[row]))
-                rate.add_metric(key, float(table.prefill_rate[row]))
-                prompt.add_metric(key, prompt_tokens)
-                cached.add_metric(key, cached_tokens)
-                ratio.add_metric(key, cached_tokens / prompt_tokens if prompt_tokens else 0.0)
-                blocks.add_metric(key, pool.caches.index.blocks_held(row))
-                if table.has_reported(row):
-                    waiting.add_metric(key, float(table.waiting[row]))
-                    running.add_metric(key, float(table.running[row]))
-                    usage.add_metric(key, float(table.kv_usage[row]))
-                    age.add_metric(key, now - float(table.reported_at_s[row]))
-        yield from (in_flight, rate, prompt, cached, ratio, blocks, waiting, running, usage, age)

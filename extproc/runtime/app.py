@@ -17,6 +17,7 @@ import msgspec
 from prometheus_client import disable_created_metrics
 
 from extproc.config.directory import ConfigDirectory
+from extproc.config.meeting import missed_meeting
 from extproc.core.core import Core
 from extproc.feeds.directory import DirectoryFeed
 from extproc.feeds.engines import EngineScraper
@@ -29,6 +30,7 @@ from extproc.metrics.registry import Metrics
 from extproc.replication.local_bus import LocalBus
 from extproc.replication.peers import Bus, Peers
 from extproc.replication.redis_bus import RedisBus
+from extproc.runtime.contact import watch_contact
 from extproc.runtime.performer import Performer
 from extproc.streams.context import GatewayOptions, StreamContext
 from extproc.streams.duplex import Duplex
@@ -73,6 +75,8 @@ class Settings(msgspec.Struct, frozen=True):
     # serve /debug/explain; it shows which prompts are cached, so what others have asked: for operators only
     shows_reasons: bool = False
     worker: Worker | None = None
+    # where all processes of this machine listen; empty if who calls them is not ours to configure
+    listens: tuple[str, ...] = ()
     redis: str | None = None
     redis_channel: str = "attache"
     # where the levels of local limits outlive the process, if anywhere
@@ -127,8 +131,10 @@ class App:
             limits=self._limits,
             tell=self._peers.tell,
         )
-        self._feed = DirectoryFeed(settings.config, core, metrics, settle_s=settings.settle_s, apply=performer.apply)
+        self._feed = DirectoryFeed(settings.config, core, metrics, settle_s=settings.settle_s, apply=self._apply)
         self._feed.started_with(snapshot)
+        self._missed = ""
+        self._look_for_envoy(snapshot)
         self._kv_events = KvEventFeed(core, metrics)
         self._scraper = EngineScraper(core, metrics, clock=clock, rng=random.Random(), deliver=performer.take_report)
         streams = StreamContext(core, metrics, clock, performer.perform, int(wall_clock()), settings.gateway)
@@ -137,6 +143,19 @@ class App:
             new_exchange=lambda is_trusted: Exchange(streams, Duplex, is_trusted=is_trusted),
             answer_to=performer.answer_to,
         )
+
+    def _apply(self, snapshot: Snapshot) -> None:
+        self._performer.apply(snapshot)
+        self._look_for_envoy(snapshot)
+
+    def _look_for_envoy(self, snapshot: Snapshot) -> None:
+        """Say if Envoy will call elsewhere: once, by the first of several workers, and again when it changes."""
+        missed = missed_meeting(snapshot.gateway, self._settings.listens) if self._settings.listens else ""
+        self._metrics.meets_envoy(is_met=not missed)
+        worker = self._settings.worker
+        if missed and missed != self._missed and (worker is None or not worker.number):
+            log.warning("%s", missed)
+        self._missed = missed
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain. A second signal ends the drain."""
@@ -174,6 +193,8 @@ class App:
     def _feeds(self) -> list[Coroutine[None, None, None]]:
         """What runs beside the server. Of several workers the first asks the engines, for all."""
         feeds = [self._feed.watch(), self._kv_events.run()]
+        if self._settings.listens:
+            feeds.append(watch_contact(self._settings.listen, self._metrics, self._clock))
         if self._limits is not None:
             feeds.append(self._limits.run())
         if self._saved is not None:

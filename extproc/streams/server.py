@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from extproc.core.effects import Decision, Pending, Refused
     from extproc.core.entering import Answer
+    from extproc.metrics.registry import Metrics
     from extproc.streams.context import StreamContext
     from extproc.streams.exchange import Exchange
 
@@ -32,6 +33,8 @@ EXTERNAL_PROCESSOR: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 ACCESS_LOG: Final = "envoy.service.accesslog.v3.AccessLogService"
 LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
+# In the user agent of Envoy's health checks.
+_ENVOY: Final = "Envoy"
 
 OPTIONS: Final = (
     # the largest prompt is Envoy's to limit
@@ -70,7 +73,7 @@ class GrpcServer:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._server = grpc.aio.server(options=OPTIONS)
-        self._health = health_aio.HealthServicer()
+        self._health = _Health(context.metrics)
         add_HealthServicer_to_server(self._health, self._server)
         self._server.add_generic_rpc_handlers((self._external_processor(), self._access_log()))
 
@@ -153,6 +156,23 @@ async def _ask_to_wait(exchange: Exchange, context: grpc.aio.ServicerContext[Pro
     longer = exchange.longer_wait()
     if longer is not None:
         await context.write(longer)
+
+
+class _Health(health_aio.HealthServicer):
+    """Answers for health, and notes when Envoy asks; probes of others say nothing of Envoy."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        super().__init__()
+        self._metrics = metrics
+
+    async def Check(  # noqa: N802 - gRPC's name
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse],
+    ) -> health_pb2.HealthCheckResponse:
+        if any(name == "user-agent" and _ENVOY in str(value) for name, value in context.invocation_metadata() or ()):
+            self._metrics.health_checked()
+        return await super().Check(request, context)
 
 
 def _is_bundle(context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> bool:

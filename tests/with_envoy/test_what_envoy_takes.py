@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import httpx
@@ -48,7 +49,8 @@ async def envoy_alone(tmp_path: Path) -> AsyncIterator[str]:
     listen, admin, extproc = free_ports(3)
 
     async def echo(request: web.Request) -> web.Response:
-        return web.json_response({"asked": await request.json()})
+        # whatever the content type
+        return web.json_response({"asked": json.loads(await request.read())})
 
     app = web.Application()
     app.add_routes([web.post("/v1/chat/completions", echo)])
@@ -105,6 +107,22 @@ async def test_envoy_matches_what_extproc_matches_and_writes_the_models_name_as_
                 assert answer.status_code == (200 if holds else 404), (name, value, answer.text)
                 if holds:
                     assert answer.json()["asked"]["model"] == MODEL
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "", "text/plain", "application/json; charset=utf-8", "Application/JSON"]
+)
+async def test_without_extproc_the_model_is_renamed_whatever_the_body_claims_to_be(
+    envoy_alone: str, content_type: str | None
+) -> None:
+    headers = {"x-exact": "naïve".encode()}
+    if content_type is not None:
+        headers["content-type"] = content_type.encode()
+    async with httpx.AsyncClient(timeout=10) as http:
+        body = f'{{"model": "{ALIAS}", "messages": []}}'.encode()
+        answer = await http.post(f"{envoy_alone}/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code == 200
+    assert answer.json()["asked"]["model"] == MODEL
 
 
 def _rules(server: str) -> list[dict[str, object]]:

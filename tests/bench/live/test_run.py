@@ -50,3 +50,11 @@ def test_failed_requests_are_counted_and_kept_out_of_the_times(tmp_path: Path) -
     assert (tmp_path / "latency.png").stat().st_size > 10_000
     written = json.loads((tmp_path / "results.json").read_text())
     assert len(written["runs"][0]["results"]) == written["runs"][0]["summary"]["requests"] == 2
+
+
+@pytest.mark.parametrize("option", ["--limit", "--skip"])
+def test_rows_of_no_trace_are_not_counted_silently(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([option, "200"])
+    assert caught.value.code == 2
+    assert "make run TRACE=FILE" in capsys.readouterr().err

@@ -62,3 +62,13 @@ def test_a_probe_that_takes_long_counts_although_others_follow() -> None:
     begin_probe(table, 0, 106.0)
     begin_probe(table, 0, 111.0)
     assert [record_good_answer(table, 0, now=160.0 + sent, sent_at_s=101.0 + sent) for sent in range(3)][-1]
+
+
+def test_an_endpoint_that_answers_nothing_is_left_alone_for_8_s_before_a_client_is_risked_again() -> None:
+    table = EndpointTable()
+    table.replace(["10.0.0.1:8000"])
+    record_failure(table, 0, now=100.0, is_costly=True)
+    assert table.retry_at_s[0] == 108.0
+    begin_probe(table, 0, 108.0)
+    record_failure(table, 0, now=111.0, sent_at_s=108.0, is_costly=True)
+    assert table.retry_at_s[0] == 127.0

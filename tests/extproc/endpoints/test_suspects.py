@@ -25,7 +25,7 @@ def serve(table: EndpointTable, rows: range, answers: int, *, failing: frozenset
         for row in rows:
             if row not in failing:
                 record_good_answer(table, row, now=1.0, sent_at_s=0.5)
-            elif record_bad_answer(table, row, Failure.ERROR):
+            elif record_bad_answer(table, row, Failure.ERROR, now=1.0):
                 news.append(row)
     return news
 
@@ -71,9 +71,9 @@ def test_an_endpoint_without_others_is_no_suspect() -> None:
 def test_another_failure_of_a_suspect_is_news_again() -> None:
     table = table_of(3)
     serve(table, range(3), 30, failing=frozenset({1}))
-    assert not record_bad_answer(table, 1, Failure.ERROR)
-    assert record_bad_answer(table, 1, Failure.NO_USAGE)
-    assert not record_bad_answer(table, 1, Failure.ERROR), "once each, if they take turns"
+    assert not record_bad_answer(table, 1, Failure.ERROR, now=1.0)
+    assert record_bad_answer(table, 1, Failure.NO_USAGE, now=1.0)
+    assert not record_bad_answer(table, 1, Failure.ERROR, now=1.0), "once each, if they take turns"
 
 
 def test_a_suspect_is_cleared_by_good_answers_in_a_row_to_probes() -> None:
@@ -83,7 +83,7 @@ def test_a_suspect_is_cleared_by_good_answers_in_a_row_to_probes() -> None:
     # sent before the probe: it says nothing of now
     assert not any(record_good_answer(table, 1, now=11.0, sent_at_s=5.0) for _ in range(9))
     assert not record_good_answer(table, 1, now=11.0, sent_at_s=10.0)
-    record_bad_answer(table, 1, Failure.ERROR)
+    record_bad_answer(table, 1, Failure.ERROR, now=1.0)
     cleared = [record_good_answer(table, 1, now=11.0, sent_at_s=10.0) for _ in range(3)]
     assert cleared == [False, False, True]
     assert not table.healths[1].is_suspect

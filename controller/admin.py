@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks Envoy's admin interface which versions of our files it uses, and what it refused"""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Mapping
+from typing import Final
+from urllib.parse import quote
+
+import msgspec
+
+from extproc.config.validation import parse_address
+
+_TIMEOUT_S: Final = 1.0
+_STATS: Final = r"\.(version_text|update_rejected|update_failure)$"
+_LISTENER_ERRORS: Final = "/config_dump?resource=dynamic_listeners&mask=name,error_state.details"
+_ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where another process listens
+
+
+class EnvoyState(msgspec.Struct, frozen=True):
+    """What one Envoy says of itself.
+
+    ``bootstrap``: the file that it was started with. ``versions``: in use, by subscription. ``refused``: how often
+    something new was refused, by subscription. ``details``: why, as far as it tells.
+    """
+
+    bootstrap: str
+    versions: Mapping[str, str]
+    refused: Mapping[str, int]
+    details: tuple[str, ...] = ()
+
+
+class _Stat(msgspec.Struct, frozen=True):
+    name: str = ""
+    value: int | str = 0
+
+
+class _Stats(msgspec.Struct, frozen=True):
+    stats: list[_Stat] = []
+
+
+class _Options(msgspec.Struct, frozen=True):
+    config_path: str = ""
+
+
+class _ServerInfo(msgspec.Struct, frozen=True):
+    command_line_options: _Options = _Options()
+
+
+class _ErrorState(msgspec.Struct, frozen=True):
+    details: str = ""
+
+
+class _Listener(msgspec.Struct, frozen=True):
+    error_state: _ErrorState = _ErrorState()
+
+
+class _Dump(msgspec.Struct, frozen=True):
+    configs: list[_Listener] = []
+
+
+def read_state(address: str) -> EnvoyState | None:
+    """What the Envoy with this admin address says; None if nothing that answers there is an Envoy."""
+    host, port = parse_address(address)
+    connection = http.client.HTTPConnection(_ANY.get(host, host), port, timeout=_TIMEOUT_S)
+    try:
+        info = msgspec.json.decode(_get(connection, "/server_info"), type=_ServerInfo)
+        page = _get(connection, f"/stats?format=json&filter={quote(_STATS)}")
+        stats = msgspec.json.decode(page, type=_Stats).stats
+        refused = _refused(stats)
+        details = []
+        if refused:
+            dump = msgspec.json.decode(_get(connection, _LISTENER_ERRORS), type=_Dump)
+            details = [one.error_state.details for one in dump.configs if one.error_state.details]
+    except (OSError, http.client.HTTPException, msgspec.DecodeError):
+        return None
+    finally:
+        connection.close()
+    return EnvoyState(
+        bootstrap=info.command_line_options.config_path,
+        versions={name: str(one.value) for one in stats if (name := _subscription(one, "version_text"))},
+        refused=refused,
+        details=tuple(dict.fromkeys(details)),
+    )
+
+
+def _get(connection: http.client.HTTPConnection, path: str) -> bytes:
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    body = answer.read()
+    if answer.status != http.HTTPStatus.OK:
+        raise http.client.HTTPException(answer.status)
+    return body
+
+
+def _refused(stats: list[_Stat]) -> dict[str, int]:
+    """Rejected by a check, or unreadable: a file with an unknown type is a failure and no rejection."""
+    found: dict[str, int] = {}
+    for one in stats:
+        for kind in ("update_rejected", "update_failure"):
+            name = _subscription(one, kind)
+            if name and one.value:
+                found[name] = found.get(name, 0) + int(one.value)
+    return found
+
+
+def _subscription(stat: _Stat, kind: str) -> str:
+    """The name before ``kind``; empty if the statistic is another one."""
+    name, _, last = stat.name.rpartition(".")
+    return name if last == kind else ""

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether Envoy uses the bundle as it was last written, and what to say if it does not"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+
+from controller.gateway.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, ROUTES_FILE
+from controller.gateway.clusters import endpoints_file, server_cluster_name
+from controller.gateway.routes import ROUTES_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from controller.admin import EnvoyState
+    from extproc.config.types import Snapshot
+
+log = logging.getLogger(__name__)
+
+# Envoy reads a file within milliseconds, and warms new clusters for a second or two.
+PATIENCE_S: Final = 10.0
+# Envoy may be started later than the bundle is written.
+_START_S: Final = 30.0
+_SOON_S: Final = 0.5
+_LATER_S: Final = 10.0
+
+Status = Literal["Taken", "Refused", "Behind", "OtherBundle", "NoEnvoy"]
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """``files``: those that Envoy refused or does not use yet. ``text``: for people."""
+
+    status: Status
+    text: str = ""
+    files: tuple[str, ...] = ()
+
+
+def versions_of(out: Path, snapshot: Snapshot) -> dict[str, str]:
+    """The version of each file of the bundle in ``out``."""
+    names = [
+        CLUSTERS_FILE,
+        *(endpoints_file(one.metadata.key) for one in snapshot.servers),
+        ROUTES_FILE,
+        LISTENERS_FILE,
+    ]
+    return {name: str(json.loads((out / name).read_text())["version_info"]) for name in names}
+
+
+def subscriptions_of(snapshot: Snapshot) -> dict[str, str]:
+    """By file, how Envoy's statistics call who reads it."""
+    servers = [one.metadata.key for one in snapshot.servers]
+    return {
+        CLUSTERS_FILE: "cluster_manager.cds",
+        **{endpoints_file(one): f"cluster.{server_cluster_name(one)}" for one in servers},
+        ROUTES_FILE: f"http.attache.rds.{ROUTES_NAME}",
+        LISTENERS_FILE: "listener_manager.lds",
+    }
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """``bootstrap``: where Envoy finds it. ``versions`` and ``subscriptions``: by file. ``refusals``: counted before."""
+
+    bootstrap: str = ""
+    versions: Mapping[str, str] = {}
+    subscriptions: Mapping[str, str] = {}
+    refusals: Mapping[str, int] = {}
+
+    def is_refused(self, name: str, state: EnvoyState) -> bool:
+        """Whether Envoy has refused something of this file since; its counts begin anew with Envoy."""
+        subscription = self.subscriptions[name]
+        return state.refused.get(subscription, 0) not in {0, self.refusals.get(subscription, 0)}
+
+
+def judge(state: EnvoyState | None, expected: Expected, *, address: str) -> Verdict:
+    """``address``: Envoy's admin address."""
+    if state is None:
+        return Verdict(
+            "NoEnvoy",
+            f"no Envoy answers at its admin address {address}, so nobody is known to use this bundle; start Envoy with "
+            "its bootstrap.json, or say where its admin interface is with --admin (off: do not look)",
+        )
+    used = state.versions
+    behind = [name for name, version in expected.versions.items() if used.get(expected.subscriptions[name]) != version]
+    refused = tuple(name for name in behind if expected.is_refused(name, state))
+    if refused:
+        why = "; ".join(state.details) or "its log says why, after 'config update rejected'"
+        return Verdict(
+            "Refused",
+            f"Envoy refused {', '.join(refused)} and keeps what it had: {why}. Please report this unless it is an address "
+            "in use: what `attache check` accepts, Envoy should take",
+            refused,
+        )
+    # a path may be written in several ways, so alone it says nothing
+    if {CLUSTERS_FILE, LISTENERS_FILE} <= set(behind) and state.bootstrap != expected.bootstrap:
+        return Verdict(
+            "OtherBundle",
+            f"the Envoy at {address} was started with {state.bootstrap or 'another configuration'} and reads nothing of "
+            f"this bundle; start it with {expected.bootstrap}, or correct 'admin' in the GatewayConfig",
+        )
+    if behind:
+        text = f"Envoy does not use the newest {', '.join(behind)} yet; its log may say why"
+        return Verdict("Behind", text, tuple(behind))
+    return Verdict("Taken")
+
+
+class Uptake:
+    """Looks at Envoy after each write and, less often, later; says what is wrong once, and when it is well again."""
+
+    def __init__(self, read: Callable[[str], EnvoyState | None], bootstrap: str, *, address: str | None = None) -> None:
+        """``address``: of Envoy's admin interface, if it is not the one that is configured."""
+        self.verdict = Verdict("NoEnvoy")
+        self._read = read
+        self._given = address
+        # the configured one comes first; until Envoy is restarted, it has the one before
+        self._addresses: tuple[str, ...] = ()
+        self._expected = Expected(bootstrap)
+        self._refusals: Mapping[str, int] = {}
+        self._written_at_s = self._look_at_s = 0.0
+        self._has_met = False
+        self._said = ""
+
+    def wrote(self, snapshot: Snapshot, out: Path, now: float) -> None:
+        """The bundle of ``snapshot`` is in ``out``."""
+        address = self._given or snapshot.gateway.admin
+        self._addresses = (address, *(one for one in self._addresses[:1] if one != address))
+        self._expected = Expected(
+            self._expected.bootstrap, versions_of(out, snapshot), subscriptions_of(snapshot), self._refusals
+        )
+        self._written_at_s, self._look_at_s = now, now + _SOON_S
+
+    def look(self, now: float) -> Verdict:
+        """Ask Envoy, if it is time to, and log what has changed."""
+        if now < self._look_at_s or not self._addresses:
+            return self.verdict
+        states = (self._read(address) for address in self._addresses)
+        state = next((one for one in states if one is not None), None)
+        self.verdict = judge(state, self._expected, address=self._addresses[0])
+        if state is not None:
+            self._refusals = state.refused
+        is_settled = self._is_settled(now)
+        self._look_at_s = now + (_LATER_S if is_settled else _SOON_S)
+        if is_settled:
+            self._say()
+        return self.verdict
+
+    def _is_settled(self, now: float) -> bool:
+        """Refusals are final; all else may come in time, and Envoy may be started later than this."""
+        if self.verdict.status in {"Taken", "Refused"}:
+            self._has_met = True
+            return True
+        return now - self._written_at_s >= (PATIENCE_S if self._has_met else _START_S)
+
+    def _say(self) -> None:
+        if self.verdict.status == "Taken":
+            if self._said:
+                log.info("Envoy uses the bundle as it is")
+            self._said = ""
+        elif self.verdict.text != self._said:
+            level = logging.ERROR if self.verdict.status == "Refused" else logging.WARNING
+            log.log(level, "%s", self.verdict.text)
+            self._said = self.verdict.text

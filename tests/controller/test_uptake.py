@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Envoy says of itself, and what is said about the bundle then."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.registry import CollectorRegistry
+
+from bench.stack import documents
+from controller.admin import EnvoyState, read_state
+from controller.bundle import Follower, write_once
+from controller.bundle_command import main
+from controller.uptake import PATIENCE_S, Uptake, subscriptions_of, versions_of
+from controller.uptake_metrics import FollowerSeries
+from extproc.config.directory import ConfigDirectory
+from extproc.config.load import load
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from extproc.config.types import Snapshot
+
+CLUSTERS = "cluster_manager.cds"
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Snapshot:
+    """Its bundle is in ``tmp_path``."""
+    found = load({"a.yaml": documents(["127.0.0.1:8000"], gateway={}).encode()})
+    write_once(found, tmp_path, str(tmp_path))
+    return found
+
+
+class Envoys:
+    """What answers at each admin address."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, EnvoyState] = {}
+        self.asked: list[str] = []
+
+    def read(self, address: str) -> EnvoyState | None:
+        self.asked.append(address)
+        return self.states.get(address)
+
+
+def taking(snapshot: Snapshot, out: Path) -> EnvoyState:
+    versions, subscriptions = versions_of(out, snapshot), subscriptions_of(snapshot)
+    used = {subscriptions[name]: version for name, version in versions.items()}
+    return EnvoyState(bootstrap=f"{out}/bootstrap.json", versions=used, refused={})
+
+
+ADMIN = "127.0.0.1:9901"
+
+
+def started(envoys: Envoys, snapshot: Snapshot, out: Path) -> Uptake:
+    uptake = Uptake(envoys.read, f"{out}/bootstrap.json")
+    uptake.wrote(snapshot, out, 100.0)
+    return uptake
+
+
+def test_an_envoy_that_uses_all_files_is_nothing_to_speak_of(
+    snapshot: Snapshot, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    envoys = Envoys()
+    envoys.states[ADMIN] = taking(snapshot, tmp_path)
+    assert started(envoys, snapshot, tmp_path).look(101.0).status == "Taken"
+    assert not caplog.records
+
+
+def test_a_bundle_that_nobody_reads_is_said_once_after_a_while(
+    snapshot: Snapshot, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    envoys = Envoys()
+    uptake = started(envoys, snapshot, tmp_path)
+    assert [uptake.look(at).status for at in (101.0, 110.0, 129.0)] == ["NoEnvoy"] * 3
+    assert not caplog.records
+    for at in (131.0, 142.0, 153.0):
+        uptake.look(at)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"no Envoy answers at its admin address {ADMIN}" in record.getMessage()
+
+
+def test_an_envoy_of_another_bundle_is_said(
+    snapshot: Snapshot, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    envoys = Envoys()
+    state = taking(snapshot, tmp_path)
+    others = dict.fromkeys(state.versions, "another")
+    envoys.states[ADMIN] = EnvoyState(bootstrap="/other/bootstrap.json", versions=others, refused={})
+    uptake = started(envoys, snapshot, tmp_path)
+    uptake.look(101.0)
+    assert uptake.look(131.0).status == "OtherBundle"
+    assert "started with /other/bootstrap.json" in caplog.text
+
+
+def test_a_refused_file_is_said_at_once_with_the_reason_and_when_it_is_well_again(
+    snapshot: Snapshot, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    envoys, good = Envoys(), taking(snapshot, tmp_path)
+    refused = EnvoyState(
+        bootstrap=good.bootstrap,
+        versions={**good.versions, CLUSTERS: "the one before"},
+        refused={CLUSTERS: 1},
+        details=("it does not please",),
+    )
+    envoys.states[ADMIN] = refused
+    uptake = started(envoys, snapshot, tmp_path)
+    verdict = uptake.look(101.0)
+    assert (verdict.status, verdict.files) == ("Refused", ("cds.json",))
+    uptake.look(120.0)
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "Envoy refused cds.json and keeps what it had: it does not please" in record.getMessage()
+
+    # the next one is not refused because the last one was
+    uptake.wrote(snapshot, tmp_path, 200.0)
+    assert uptake.look(201.0).status == "Behind"
+    envoys.states[ADMIN] = msgspec.structs.replace(good, refused={CLUSTERS: 1})
+    assert uptake.look(202.0).status == "Taken"
+    assert caplog.records[-1].getMessage() == "Envoy uses the bundle as it is"
+
+
+def test_a_file_that_is_not_taken_up_in_time_is_said(
+    snapshot: Snapshot, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    envoys, good = Envoys(), taking(snapshot, tmp_path)
+    envoys.states[ADMIN] = good
+    uptake = started(envoys, snapshot, tmp_path)
+    uptake.look(101.0)
+    behind = {**good.versions, "http.attache.rds.attache": "the one before"}
+    envoys.states[ADMIN] = EnvoyState(bootstrap=good.bootstrap, versions=behind, refused={})
+    uptake.wrote(snapshot, tmp_path, 200.0)
+    assert uptake.look(201.0).status == "Behind"
+    assert not caplog.records
+    uptake.look(200.5 + PATIENCE_S)
+    assert "does not use the newest rds.json" in caplog.text
+
+
+def test_until_envoy_is_restarted_its_former_admin_address_is_asked_too(snapshot: Snapshot, tmp_path: Path) -> None:
+    envoys = Envoys()
+    envoys.states[ADMIN] = taking(snapshot, tmp_path)
+    uptake = started(envoys, snapshot, tmp_path)
+    uptake.look(101.0)
+    moved = msgspec.structs.replace(snapshot, gateway=msgspec.structs.replace(snapshot.gateway, admin="127.0.0.1:9999"))
+    uptake.wrote(moved, tmp_path, 200.0)
+    assert uptake.look(201.0).status == "Taken"
+    assert envoys.asked[-2:] == ["127.0.0.1:9999", ADMIN]
+
+
+def test_who_answers_and_is_no_envoy_is_none() -> None:
+    assert read_state("127.0.0.1:1") is None
+
+
+def test_metrics_say_what_envoy_does(snapshot: Snapshot, tmp_path: Path) -> None:
+    envoys = Envoys()
+    good = taking(snapshot, tmp_path)
+    envoys.states[ADMIN] = msgspec.structs.replace(good, versions={}, refused={CLUSTERS: 2})
+    uptake = started(envoys, snapshot, tmp_path)
+    registry = CollectorRegistry()
+    registry.register(FollowerSeries(Follower(ConfigDirectory(tmp_path), tmp_path, str(tmp_path), uptake)))
+    uptake.look(101.0)
+    page = generate_latest(registry).decode()
+    assert 'attache_bundle_uptake{status="Refused"} 1.0' in page
+    assert 'attache_bundle_uptake{status="Taken"} 0.0' in page
+    assert "attache_bundle_refused_files 1.0" in page
+    assert "attache_bundle_config_valid 1.0" in page
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--wait", "soon"],
+        ["--admin", "nowhere"],
+        ["--wait", "1s", "--watch"],
+        ["--wait", "1s", "--admin", "off"],
+        ["--metrics", "127.0.0.1:1"],
+    ],
+)
+def test_options_that_do_not_fit_are_refused(words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--config", str(tmp_path), "--out", str(tmp_path / "out"), *words])
+    assert caught.value.code == 2

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Series by endpoint."""
+
+from __future__ import annotations
+
+import random
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from bench.stack import documents
+from extproc.config.load import load
+from extproc.core.core import Core
+from extproc.endpoints.backoff import record_failure, record_success
+from extproc.endpoints.health import Failure
+from extproc.endpoints.suspects import record_bad_answer, record_good_answer
+from extproc.metrics.endpoints import EndpointSeries
+
+ADDRESSES = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
+
+
+def test_an_avoided_endpoint_is_told_with_how_it_fails_and_since_when() -> None:
+    snapshot = load({"a.yaml": documents(ADDRESSES, gateway={}).encode()})
+    core = Core(snapshot, rng=random.Random(0), ticket_prefix="test")
+    (pool,) = core.pools.values()
+    clock = {"now": 0.0}
+    registry = CollectorRegistry()
+    # the wall clock is 5,000 s ahead
+    registry.register(EndpointSeries(core.pools.values, lambda: clock["now"], lambda: clock["now"] + 5000))
+
+    def lines() -> list[str]:
+        page = generate_latest(registry).decode()
+        return [line for line in page.splitlines() if line.startswith("attache_endpoint_avoided")]
+
+    assert lines() == []
+    row = pool.table.row_of(ADDRESSES[1])
+    assert row is not None
+    for second in range(100, 120):
+        for other in pool.table.active_rows:
+            if other == row:
+                record_bad_answer(pool.table, row, Failure.ERROR, now=second)
+            else:
+                record_good_answer(pool.table, other, now=second, sent_at_s=second)
+    record_bad_answer(pool.table, row, Failure.CUT, now=150.0)
+    clock["now"] = 200.0
+    label = f'endpoint="{ADDRESSES[1]}"'
+    # eight answers at least, and all of them within the loop
+    since_s = float(pool.table.healths[row].avoided_since_s)
+    assert 107 <= since_s < 120
+    assert lines() == [
+        f'attache_endpoint_avoided{{{label},reason="cut",server="default/llama"}} 1.0',
+        f'attache_endpoint_avoided{{{label},reason="error",server="default/llama"}} 1.0',
+        f'attache_endpoint_avoided_since_timestamp_seconds{{{label},server="default/llama"}} {5000 + since_s}',
+    ]
+    health = pool.table.healths[row]
+    health.probe_at_s = 201.0
+    for _ in range(3):
+        record_good_answer(pool.table, row, now=210.0, sent_at_s=205.0)
+    assert lines() == []
+
+    # what cannot be reached at all is avoided without any comparison
+    record_failure(pool.table, row, now=300.0)
+    assert lines() == [
+        f'attache_endpoint_avoided{{{label},reason="no_answer",server="default/llama"}} 1.0',
+        f'attache_endpoint_avoided_since_timestamp_seconds{{{label},server="default/llama"}} 5300.0',
+    ]
+    record_success(pool.table, row)
+    assert lines() == []

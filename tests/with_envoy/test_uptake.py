@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bundle`` sees whether a real Envoy takes what it has written, and says what was refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from bench.processes import Processes, free_ports
+from bench.stack import documents, envoy_command
+from controller.admin import read_state
+from controller.uptake import Uptake
+from extproc.config.directory import load_directory
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+
+class Writer:
+    """``bundle --watch`` beside a running Envoy."""
+
+    def __init__(self, directory: Path, processes: Processes, http: httpx.AsyncClient) -> None:
+        self.listen, self.admin, self.extproc, self.metrics = free_ports(4)
+        self.config, self.out = directory / "config", directory / "envoy"
+        self._directory, self.processes, self._http = directory, processes, http
+
+    def write(self, **gateway: object) -> None:
+        addresses = {
+            "listen": f"127.0.0.1:{self.listen}",
+            "admin": f"127.0.0.1:{self.admin}",
+            "extproc": f"127.0.0.1:{self.extproc}",
+        }
+        self.config.mkdir(exist_ok=True)
+        (self.config / "a.yaml").write_text(documents(["127.0.0.1:8000"], gateway={**addresses, **gateway}))
+
+    def command(self, *words: str) -> list[str]:
+        return [
+            *(sys.executable, "-m", "controller", "bundle", "--config", str(self.config), "--out", str(self.out)),
+            *words,
+        ]
+
+    def log(self) -> str:
+        return (self._directory / "bundle.log").read_text()
+
+    async def status(self) -> str:
+        """What the metrics say that Envoy does."""
+        try:
+            page = (await self._http.get(f"http://127.0.0.1:{self.metrics}/metrics")).text
+        except httpx.TransportError:
+            return ""
+        found = re.search(r'attache_bundle_uptake\{status="(\w+)"\} 1', page)
+        return "" if found is None else found[1]
+
+    async def until(self, status: str) -> None:
+        async def holds() -> bool:
+            return await self.status() == status
+
+        await eventually(holds, timeout_s=30)
+
+
+@pytest.fixture
+async def writer(tmp_path: Path) -> AsyncIterator[Writer]:
+    """Both run, and Envoy has taken the bundle."""
+    async with Processes(tmp_path) as processes, httpx.AsyncClient() as http:
+        one = Writer(tmp_path, processes, http)
+        one.write()
+        await processes.start("bundle", one.command("--watch", "--metrics", f"127.0.0.1:{one.metrics}"))
+
+        async def is_written() -> bool:
+            return (one.out / "bootstrap.json").is_file()
+
+        await processes.wait_ready("bundle", is_written)
+        await processes.start("envoy", envoy_command(one.out))
+        await one.until("Taken")
+        yield one
+
+
+async def test_a_refused_listener_is_said_with_the_file_and_the_reason(writer: Writer) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        writer.write(listen=f"127.0.0.1:{taken.getsockname()[1]}")
+        await writer.until("Refused")
+    assert "Envoy refused lds.json" in writer.log()
+    assert "Address already in use" in writer.log()
+    writer.write()
+    await writer.until("Taken")
+    assert "Envoy uses the bundle as it is" in writer.log()
+
+
+async def test_refused_routes_and_endpoints_are_said(writer: Writer) -> None:
+    # what check lets through, Envoy takes: only somebody else's hand can write this
+    await writer.processes.end("bundle")
+    for name in ("rds.json", "eds/default/llama.json"):
+        file = writer.out / name
+        page = json.loads(file.read_text())
+        page["version_info"] = "new"
+        if name == "rds.json":
+            page["resources"][0]["virtual_hosts"][0]["domains"] = []
+        else:
+            endpoint = page["resources"][0]["endpoints"][0]["lb_endpoints"][0]["endpoint"]
+            endpoint["address"]["socket_address"]["address"] = "nowhere"
+        draft = file.with_suffix(".draft")
+        draft.write_text(json.dumps(page))
+        draft.replace(file)
+    uptake = Uptake(read_state, f"{writer.out}/bootstrap.json")
+    uptake.wrote(load_directory(writer.config), writer.out, 0.0)
+    found = []
+
+    async def are_refused() -> bool:
+        found[:] = uptake.look(float("inf")).files
+        return len(found) == 2
+
+    await eventually(are_refused, timeout_s=20)
+    assert set(found) == {"rds.json", "eds/default/llama.json"}
+
+
+async def test_without_watch_the_exit_status_says_whether_envoy_took_the_bundle(writer: Writer) -> None:
+    await writer.processes.end("bundle")
+    writer.write(servedHeader="x-served-by")
+    assert await run(writer, "--wait", "20s") == (0, "")
+    status, said = await run(writer, "--wait", "1s", "--admin", "127.0.0.1:1")
+    assert status == 1
+    assert "no Envoy answers at its admin address 127.0.0.1:1" in said
+
+    # another directory, the same Envoy
+    first, writer.out = writer.out, writer.out.with_name("other")
+    writer.write(servedHeader="x-other")
+    status, said = await run(writer, "--wait", "1s")
+    assert status == 1
+    assert f"was started with {first}/bootstrap.json" in said
+
+
+async def run(writer: Writer, *words: str) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(*writer.command(*words), stderr=asyncio.subprocess.PIPE)
+    _, said = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, said.decode()
