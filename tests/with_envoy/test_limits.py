@@ -30,6 +30,8 @@ __all__ = ["running_redis"]
 RATE, BURST = 400, 1.5
 # for which clients ask
 SECONDS = 3
+# that the limit was met at all
+ENOUGH_REFUSED = 20
 LIMIT = {"per": "Route", "unit": "second", "totalTokens": RATE, "burst": BURST}
 CLOCK = time.monotonic  # noqa: TID251 - clients have clocks
 FLAGS = EngineFlags(count=2, speed=20.0, stream_headers="first-token")
@@ -58,7 +60,10 @@ class Traffic:
         await self._run(2, 1.0)
         await asyncio.sleep(1.0)
         self.granted.clear()
-        await self._run(clients, seconds)
+        for _ in range(5):  # a machine that is busy takes longer to ask for more than there is
+            await self._run(clients, seconds)
+            if self.refused > ENOUGH_REFUSED:
+                break
 
     async def _run(self, clients: int, seconds: float) -> None:
         limits = httpx.Limits(max_connections=None)
@@ -115,7 +120,7 @@ async def test_no_window_sees_more_tokens_than_the_limit_and_the_burst(tmp_path:
         traffic = Traffic(stack.url, seed)
         await traffic.run(clients=12, seconds=SECONDS)
     assert traffic.other == []
-    assert traffic.refused > 20
+    assert traffic.refused > ENOUGH_REFUSED
     assert traffic.most_over(rate=RATE, burst=RATE * BURST) <= 0
     # and most of what was promised was had
     assert sum(one.tokens for one in traffic.granted) > 0.5 * (SECONDS * RATE + RATE * BURST)
@@ -130,7 +135,7 @@ async def test_four_processes_with_redis_grant_together_what_one_would(tmp_path:
         await traffic.run(clients=16, seconds=SECONDS)
         used = await workers_used(stack, 4)
     assert traffic.other == []
-    assert traffic.refused > 20
+    assert traffic.refused > ENOUGH_REFUSED
     assert used >= 2, "Envoy did not spread the requests"
     assert traffic.most_over(rate=RATE, burst=RATE * BURST) <= 0
     assert sum(one.tokens for one in traffic.granted) > 0.5 * (SECONDS * RATE + RATE * BURST)
