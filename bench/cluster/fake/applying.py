@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server-side apply: who owns which field, conflicts, and what a manager drops by no longer naming it.
 
-Ownership is kept by leaf: a path of names and of list items' keys. Lists of objects whose items have one of the usual
-keys (``type`` of conditions, ``name`` of containers) are merged item by item, all other lists are one leaf.
+Ownership is kept by leaf: a path of names and of list items' keys. Lists whose items have keys (``type`` of conditions,
+``name`` of containers, or what a CRD says) are merged item by item; all other lists are one leaf.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from typing import Any, Final
 Path = tuple[str, ...]
 Owners = dict[str, set[Path]]
 """The leaves that each field manager owns."""
+Keys = Mapping[str, tuple[str, ...]]
+"""The fields that are lists with keys, by name, and the names of the keys."""
 
-_KEYS: Final[Mapping[str, str]] = {
-    "conditions": "type",
-    "containers": "name",
-    "initContainers": "name",
-    "volumes": "name",
-    "env": "name",
-    "volumeMounts": "mountPath",
-    "ownerReferences": "uid",
+BUILT_IN_KEYS: Final[Keys] = {
+    "conditions": ("type",),
+    "containers": ("name",),
+    "initContainers": ("name",),
+    "volumes": ("name",),
+    "env": ("name",),
+    "ports": ("containerPort", "protocol"),
+    "volumeMounts": ("mountPath",),
+    "ownerReferences": ("uid",),
 }
 _UNOWNED: Final = frozenset({("apiVersion",), ("kind",), ("metadata", "name"), ("metadata", "namespace")})
 _SYSTEM: Final = frozenset(
@@ -30,106 +33,128 @@ _SYSTEM: Final = frozenset(
 )
 
 
-def leaves(thing: object, path: Path = ()) -> dict[Path, Any]:
-    """Every leaf with its value. An empty object is a leaf."""
-    if isinstance(thing, Mapping) and thing:
+def keys_in(schema: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The lists with keys in the schema of a custom resource. Lists of the same name are taken to be alike."""
+    found: dict[str, tuple[str, ...]] = {"ownerReferences": ("uid",)}
+    for name, below in (schema.get("properties") or {}).items():
+        if below.get("x-kubernetes-list-map-keys"):
+            found[name] = tuple(below["x-kubernetes-list-map-keys"])
+        found |= keys_in(below)
+        found |= keys_in(below.get("items") or {})
+        more = below.get("additionalProperties")
+        found |= keys_in(more) if isinstance(more, Mapping) else {}
+    return found
+
+
+class Applying:
+    """Server-side apply for one kind. Nothing that it gets is changed."""
+
+    def __init__(self, keys: Keys = BUILT_IN_KEYS) -> None:
+        self._keys = keys
+
+    def conflicts(
+        self, live: Mapping[str, Any], applied: Mapping[str, Any], owners: Owners, manager: str
+    ) -> dict[Path, str]:
+        """Leaves of ``applied`` that another manager owns with another value, and that manager."""
+        current = self._leaves(live)
+        return {
+            path: other
+            for path, value in self._leaves(applied).items()
+            for other, owned in owners.items()
+            if other != manager and path in owned and current.get(path) != value
+        }
+
+    def apply(
+        self, live: Mapping[str, Any], applied: Mapping[str, Any], owners: Owners, manager: str
+    ) -> tuple[dict[str, Any], Owners]:
+        """The object after ``manager`` applied ``applied``, and who owns what then. Whoever disagreed loses the field."""
+        wanted, current = self._leaves(applied), self._leaves(live)
+        shared = {path for other, owned in owners.items() if other != manager for path in owned}
+        dropped = owners.get(manager, set()) - wanted.keys() - shared
+        result = copy.deepcopy(dict(live))
+        # keys last, because the other fields of an item are found by them
+        for path in sorted(dropped, key=lambda one: (self._is_key(one), one)):
+            self._drop(result, path)
+        for path, value in wanted.items():
+            self._put(result, path, copy.deepcopy(value))
+        taken = {path for path, value in wanted.items() if current.get(path) != value}
+        new = {other: owned - taken for other, owned in owners.items() if other != manager}
+        new[manager] = set(wanted)
+        return result, {other: owned for other, owned in new.items() if owned}
+
+    def written(self, before: Mapping[str, Any], after: Mapping[str, Any], owners: Owners, manager: str) -> Owners:
+        """Who owns what after ``manager`` wrote ``after`` by a create, update or patch: what it changed is its own."""
+        old, new = self._leaves(before), self._leaves(after)
+        changed = {path for path, value in new.items() if path not in old or old[path] != value}
+        kept = {other: (owned - changed) & new.keys() for other, owned in owners.items()}
+        kept[manager] = kept.get(manager, set()) | changed
+        return {other: owned for other, owned in kept.items() if owned}
+
+    def _leaves(self, thing: object, path: Path = ()) -> dict[Path, Any]:
+        """Every leaf with its value. An empty object is a leaf."""
         found: dict[Path, Any] = {}
-        for name, value in thing.items():
-            found |= leaves(value, (*path, str(name)))
-        return {one: value for one, value in found.items() if not _is_systems(one)}
-    key = _KEYS.get(path[-1]) if path else None
-    if key and isinstance(thing, list) and thing and all(isinstance(item, Mapping) and key in item for item in thing):
-        found = {}
-        for item in thing:
-            found |= leaves(item, (*path, f"[{item[key]}]"))
-        return found
-    return {path: thing} if path else {}
+        if isinstance(thing, Mapping) and thing:
+            for name, value in thing.items():
+                found |= self._leaves(value, (*path, str(name)))
+            return {one: value for one, value in found.items() if not _is_systems(one)}
+        field = path[-1] if path else ""
+        if isinstance(thing, list) and thing and all(self._identity(item, field) for item in thing):
+            for item in thing:
+                found |= self._leaves(item, (*path, self._identity(item, field)))
+            return found
+        return {path: thing} if path else {}
 
+    def _identity(self, item: object, field: str) -> str:
+        """The step of a path that leads to an item of the list ``field``; empty if the list has no keys, or the item none."""
+        keys = self._keys.get(field, ())
+        # the first key must be there; others have defaults, as a port's protocol has
+        if not keys or not isinstance(item, Mapping) or keys[0] not in item:
+            return ""
+        return "[" + "|".join(str(item.get(key, "")) for key in keys) + "]"
 
-def conflicts(live: Mapping[str, Any], applied: Mapping[str, Any], owners: Owners, manager: str) -> dict[Path, str]:
-    """Leaves of ``applied`` that another manager owns with another value, and that manager."""
-    current = leaves(live)
-    return {
-        path: other
-        for path, value in leaves(applied).items()
-        for other, owned in owners.items()
-        if other != manager and path in owned and current.get(path) != value
-    }
+    def _is_key(self, path: Path) -> bool:
+        return len(path) > 2 and path[-2].startswith("[") and path[-1] in self._keys.get(path[-3], ())
 
+    def _step(self, holder: Any, name: str, field: str) -> Any:  # noqa: ANN401 - JSON
+        """One step down, None if it is not there: a name of an object, or an item of the list ``field``."""
+        if isinstance(holder, list):
+            return next((item for item in holder if self._identity(item, field) == name), None)
+        return holder.get(name)
 
-def apply(
-    live: Mapping[str, Any], applied: Mapping[str, Any], owners: Owners, manager: str
-) -> tuple[dict[str, Any], Owners]:
-    """The object after ``manager`` applied ``applied``, and who owns what then. Whoever disagreed loses the field."""
-    wanted = leaves(applied)
-    current = leaves(live)
-    shared = {path for other, owned in owners.items() if other != manager for path in owned}
-    result = copy.deepcopy(dict(live))
-    for path in sorted(owners.get(manager, set()) - wanted.keys() - shared, key=lambda one: (_is_key(one), one)):
-        _drop(result, path)
-    for path, value in wanted.items():
-        _put(result, path, copy.deepcopy(value))
-    taken = {path for path, value in wanted.items() if current.get(path) != value}
-    new = {other: owned - taken for other, owned in owners.items() if other != manager}
-    new[manager] = set(wanted)
-    return result, {other: owned for other, owned in new.items() if owned}
+    def _put(self, holder: Any, path: Path, value: object, field: str = "") -> None:  # noqa: ANN401 - JSON
+        """Set a leaf, making what is missing above it."""
+        name, rest = path[0], path[1:]
+        if not rest:
+            # an empty object says that there is one, not what else is in it
+            if value != {} or not isinstance(holder.get(name), dict):
+                holder[name] = value
+            return
+        below = self._step(holder, name, field)
+        if isinstance(holder, list):
+            if below is None:
+                # found by its keys from now on; the keys' own leaves say the same, with their types
+                below = {key: one for key, one in zip(self._keys[field], name[1:-1].split("|"), strict=True) if one}
+                holder.append(below)
+        elif not isinstance(below, dict | list) or isinstance(below, list) != rest[0].startswith("["):
+            below = holder[name] = [] if rest[0].startswith("[") else {}
+        self._put(below, rest, value, name)
 
-
-def written(before: Mapping[str, Any], after: Mapping[str, Any], owners: Owners, manager: str) -> Owners:
-    """Who owns what after ``manager`` wrote ``after`` by a create, update or patch: what it changed is its own."""
-    old, new = leaves(before), leaves(after)
-    changed = {path for path, value in new.items() if path not in old or old[path] != value}
-    kept = {other: (owned - changed) & new.keys() for other, owned in owners.items()}
-    kept[manager] = kept.get(manager, set()) | changed
-    return {other: owned for other, owned in kept.items() if owned}
+    def _drop(self, holder: Any, path: Path, field: str = "") -> None:  # noqa: ANN401 - JSON
+        """Remove a leaf, and what it leaves empty above it."""
+        name, rest = path[0], path[1:]
+        if not rest:
+            holder.pop(name, None)
+            return
+        below = self._step(holder, name, field)
+        if below is None:
+            return
+        self._drop(below, rest, name)
+        if not below:
+            if isinstance(holder, list):
+                holder.remove(below)
+            else:
+                del holder[name]
 
 
 def _is_systems(path: Path) -> bool:
     return path in _UNOWNED or (len(path) >= 2 and path[0] == "metadata" and path[1] in _SYSTEM)
-
-
-def _step(holder: Any, name: str, field: str) -> Any:  # noqa: ANN401 - JSON
-    """One step down, None if it is not there: a name of an object, or ``[KEY]`` of the list called ``field``."""
-    if isinstance(holder, list):
-        return next((item for item in holder if f"[{item.get(_KEYS[field])}]" == name), None)
-    return holder.get(name)
-
-
-def _put(holder: Any, path: Path, value: object, field: str = "") -> None:  # noqa: ANN401 - JSON
-    """Set a leaf, making what is missing above it."""
-    name, rest = path[0], path[1:]
-    if not rest:
-        holder[name] = value
-        return
-    below = _step(holder, name, field)
-    if isinstance(holder, list):
-        if below is None:
-            below = {}
-            holder.append(below)
-            # found by its key from now on; the key's own leaf says the same
-            below[_KEYS[field]] = name[1:-1]
-    elif not isinstance(below, dict | list) or isinstance(below, list) != rest[0].startswith("["):
-        below = holder[name] = [] if rest[0].startswith("[") else {}
-    _put(below, rest, value, name)
-
-
-def _drop(holder: Any, path: Path, field: str = "") -> None:  # noqa: ANN401 - JSON
-    """Remove a leaf, and what it leaves empty above it."""
-    name, rest = path[0], path[1:]
-    if not rest:
-        holder.pop(name, None)
-        return
-    below = _step(holder, name, field)
-    if below is None:
-        return
-    _drop(below, rest, name)
-    if not below:
-        if isinstance(holder, list):
-            holder.remove(below)
-        else:
-            del holder[name]
-
-
-def _is_key(path: Path) -> bool:
-    """Whether this leaf is the key of a list's item: dropped last, because the others are found by it."""
-    return len(path) > 2 and path[-2].startswith("[") and _KEYS.get(path[-3]) == path[-1]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from bench.cluster.fake.applying import BUILT_IN_KEYS, keys_in
 from controller.cluster import resources as known
 from controller.cluster.resources import Resource
 
@@ -25,6 +26,7 @@ class Kind(msgspec.Struct, frozen=True):
     counts_generations: bool = True
     schema: dict[str, Any] = {}
     short_names: tuple[str, ...] = ()
+    list_keys: dict[str, tuple[str, ...]] = msgspec.field(default_factory=lambda: dict(BUILT_IN_KEYS))
 
 
 _BUILT_IN: Final = (
@@ -133,10 +135,12 @@ def kinds_of(crd: Mapping[str, Any]) -> Iterable[Kind]:
         resource = Resource(
             spec["group"], version["name"], names["plural"], names["kind"], namespaced=spec["scope"] == "Namespaced"
         )
+        schema = (version.get("schema") or {}).get("openAPIV3Schema") or {}
         yield Kind(
             resource,
             has_status="status" in (version.get("subresources") or {}),
-            schema=(version.get("schema") or {}).get("openAPIV3Schema") or {},
+            schema=schema,
+            list_keys=keys_in(schema),
             short_names=tuple(names.get("shortNames") or ()),
         )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from bench.cluster.fake.answers import Refused, bad_request, conflict, invalid, not_found
-from bench.cluster.fake.applying import Owners, apply, conflicts, written
+from bench.cluster.fake.applying import Applying, Owners
 from bench.cluster.fake.patches import merged, patched
 from bench.cluster.fake.schema import faults_in, pruned, unknown_fields, with_defaults
 from controller.cluster.resources import CRDS, SECRETS, Object
@@ -53,7 +53,7 @@ class Objects:
         if how.dry_run:
             return new
         made = self._storage.create(target.kind, new)
-        self._owners[made["metadata"]["uid"]] = written(_NOTHING, made, {}, how.manager)
+        self._owners[made["metadata"]["uid"]] = Applying(target.kind.list_keys).written(_NOTHING, made, {}, how.manager)
         if target.kind.resource == CRDS:
             made = self._establish(target, made)
         return made
@@ -102,11 +102,12 @@ class Objects:
                 raise not_found(target.kind.resource.plural, target.name)
             return self.create(target, thing, how)
         owners = self._owners.get(old["metadata"]["uid"], {})
-        met = {} if how.force else conflicts(old, thing, owners, how.manager)
+        applying = Applying(target.kind.list_keys)
+        met = {} if how.force else applying.conflicts(old, thing, owners, how.manager)
         if met:
             said = ", ".join(f'conflict with "{other}": .{".".join(path)}' for path, other in sorted(met.items()))
             raise conflict(target.kind.resource.plural, target.name, f"Apply failed with {len(met)} conflicts: {said}")
-        new, owners = apply(old, thing, owners, how.manager)
+        new, owners = applying.apply(old, thing, owners, how.manager)
         if not thing["metadata"].get("resourceVersion"):
             new["metadata"].pop("resourceVersion", None)
         result = self._write(target, old, new, how)
@@ -120,7 +121,8 @@ class Objects:
             return new
         result = self._storage.update(target.kind, old, new, target.subresource)
         uid = old["metadata"]["uid"]
-        self._owners[uid] = written(old, result, self._owners.get(uid, {}), how.manager)
+        applying = Applying(target.kind.list_keys)
+        self._owners[uid] = applying.written(old, result, self._owners.get(uid, {}), how.manager)
         if target.kind.resource == CRDS and not target.subresource:
             self._kinds.define(result)
         return result

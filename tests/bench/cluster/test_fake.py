@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.cluster.fake.answers import Refused
-from bench.cluster.fake.applying import Owners, apply, conflicts, written
+from bench.cluster.fake.applying import Applying, Owners, keys_in
 from bench.cluster.fake.kinds import Kind, Kinds
 from bench.cluster.fake.patches import merged, patched
 from bench.cluster.fake.schema import faults_in, pruned, unknown_fields, with_defaults
@@ -55,8 +55,8 @@ def test_a_json_patch_that_fails_is_refused(operation: dict[str, Any]) -> None:
 
 
 def applied(live: dict[str, Any], thing: dict[str, Any], owners: Owners, manager: str) -> tuple[dict[str, Any], Owners]:
-    assert not conflicts(live, thing, owners, manager)
-    return apply(live, thing, owners, manager)
+    assert not Applying().conflicts(live, thing, owners, manager)
+    return Applying().apply(live, thing, owners, manager)
 
 
 def test_what_a_manager_no_longer_applies_goes_unless_another_wants_it() -> None:
@@ -79,9 +79,9 @@ def test_items_with_keys_are_merged_and_other_lists_are_replaced() -> None:
 
 def test_a_field_that_another_owns_is_a_conflict_unless_the_value_is_the_same() -> None:
     live, owners = applied({}, {"spec": {"a": 1}}, {}, "one")
-    assert conflicts(live, {"spec": {"a": 1}}, owners, "two") == {}
-    assert conflicts(live, {"spec": {"a": 2}}, owners, "two") == {("spec", "a"): "one"}
-    forced, owners = apply(live, {"spec": {"a": 2}}, owners, "two")
+    assert Applying().conflicts(live, {"spec": {"a": 1}}, owners, "two") == {}
+    assert Applying().conflicts(live, {"spec": {"a": 2}}, owners, "two") == {("spec", "a"): "one"}
+    forced, owners = Applying().apply(live, {"spec": {"a": 2}}, owners, "two")
     assert forced == {"spec": {"a": 2}}
     assert owners == {"two": {("spec", "a")}}
 
@@ -89,7 +89,26 @@ def test_a_field_that_another_owns_is_a_conflict_unless_the_value_is_the_same() 
 def test_a_plain_write_takes_what_it_changes() -> None:
     live, owners = applied({}, {"spec": {"a": 1, "b": 1}}, {}, "one")
     after = {"spec": {"a": 2, "c": 3}}
-    assert written(live, after, owners, "kubectl") == {"kubectl": {("spec", "a"), ("spec", "c")}}
+    assert Applying().written(live, after, owners, "kubectl") == {"kubectl": {("spec", "a"), ("spec", "c")}}
+
+
+def test_an_empty_object_takes_nothing_from_others() -> None:
+    live, owners = applied({}, {"spec": {"a": {"b": 1}}}, {}, "one")
+    live, owners = applied(live, {"spec": {"a": {}}}, owners, "two")
+    assert live == {"spec": {"a": {"b": 1}}}
+
+
+def test_a_crd_says_which_of_its_lists_have_keys() -> None:
+    ports = {"type": "array", "x-kubernetes-list-map-keys": ["port", "protocol"], "items": {"type": "object"}}
+    schema = {"properties": {"spec": {"properties": {"ports": ports, "volumes": {"type": "array"}}}}}
+    applying = Applying(keys_in(schema))
+    live: dict[str, Any] = {}
+    owners: Owners = {}
+    for manager, protocol in (("one", "TCP"), ("two", "UDP")):
+        thing = {"spec": {"ports": [{"port": 1, "protocol": protocol}], "volumes": [{"name": manager}]}}
+        live, owners = applying.apply(live, thing, owners, manager)
+    assert live["spec"]["ports"] == [{"port": 1, "protocol": "TCP"}, {"port": 1, "protocol": "UDP"}]
+    assert live["spec"]["volumes"] == [{"name": "two"}], "a list without keys is replaced whole"
 
 
 @pytest.mark.parametrize(
