@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from controller.uptake import Uptake
     from extproc.config.directory import ConfigDirectory
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from extproc.config.authentication import ApiKey, Authentication, JwtIssuer
-    from extproc.config.types import GatewayConfigSpec, Snapshot
+    from extproc.config.gateway_config import GatewayConfigSpec
+    from extproc.config.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

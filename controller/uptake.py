@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from controller.admin import EnvoyState
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

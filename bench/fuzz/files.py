@@ -25,7 +25,7 @@ from extproc.scheduling.pickers import picker_notes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
 
 VALID: Final = (
     """apiVersion: attache.dev/v1alpha1

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from bench.reporting.results import RequestResult
     from bench.virtual.engines import EngineKind
     from bench.workload.sessions import Workload
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
 
 _CHUNK: Final = 8192
 

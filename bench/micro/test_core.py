@@ -14,7 +14,7 @@ import pytest
 from bench.stack import ALIAS, MODEL, ROOT, documents
 from bench.workload.text import text_of
 from extproc.config.load import load
-from extproc.config.types import ModelServerSpec
+from extproc.config.model_server import ModelServerSpec
 from extproc.core.core import Core
 from extproc.core.effects import Decision
 from extproc.core.types import Head

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from extproc.config.directory import ConfigDirectory
-from extproc.config.types import API_VERSION
+from extproc.config.spec import API_VERSION
 from extproc.core.core import Core
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from bench.virtual.engines import EngineKind
     from bench.workload.sessions import Workload
     from extproc.admission.limits import Grant
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
     from extproc.core.effects import Effect
     from extproc.core.entering import Own
     from extproc.scheduling.pickers import MakePicker

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from msgspec import inspect
 
 from controller.crds.schema import schema_of
-from extproc.config.types import API_VERSION
+from extproc.config.spec import API_VERSION
 
 if TYPE_CHECKING:
     from controller.crds.kinds import Column, Kind

@@ -11,7 +11,9 @@ from controller.resources import statuses
 from controller.resources.autoscaling import AutoscalingPolicy, AutoscalingPolicyBinding
 from controller.resources.model import Model
 from controller.resources.model_infer import ModelInfer
-from extproc.config.types import GatewayConfig, ModelRoute, ModelServer
+from extproc.config.gateway_config import GatewayConfig
+from extproc.config.model_route import ModelRoute
+from extproc.config.model_server import ModelServer
 
 
 class Column(msgspec.Struct, frozen=True):

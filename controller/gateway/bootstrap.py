@@ -37,7 +37,7 @@ from controller.gateway.envoy_json import address, seconds
 from extproc.config.expressions import MAX_PROGRAM_SIZE
 
 if TYPE_CHECKING:
-    from extproc.config.types import GatewayConfigSpec
+    from extproc.config.gateway_config import GatewayConfigSpec
 
 LISTENERS_FILE = "lds.json"
 ROUTES_FILE = "rds.json"

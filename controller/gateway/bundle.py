@@ -19,7 +19,9 @@ from extproc.config.failure_mode import failure_mode_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from extproc.config.types import GatewayConfigSpec, ModelServer, Snapshot
+    from extproc.config.gateway_config import GatewayConfigSpec
+    from extproc.config.model_server import ModelServer
+    from extproc.config.snapshot import Snapshot
 
 BOOTSTRAP_FILE = "bootstrap.json"
 

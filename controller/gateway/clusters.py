@@ -57,8 +57,9 @@ from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAME
 if TYPE_CHECKING:
     from betterproto2 import Message
 
-    from extproc.config.types import GatewayConfigSpec, ModelServer
-    from extproc.config.types import OutlierDetection as OutlierPolicy
+    from extproc.config.gateway_config import GatewayConfigSpec
+    from extproc.config.model_server import ModelServer
+    from extproc.config.model_server import OutlierDetection as OutlierPolicy
 
 EXTPROC_CLUSTER: Final = "attache-extproc"
 _UPSTREAM_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"

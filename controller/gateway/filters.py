@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 
-    from extproc.config.types import GatewayConfigSpec
+    from extproc.config.gateway_config import GatewayConfigSpec
 
 # The last event of the responses API repeats the whole answer beside its usage.
 _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024

@@ -51,7 +51,7 @@ from extproc.protocol import (
 )
 
 if TYPE_CHECKING:
-    from extproc.config.types import GatewayConfigSpec
+    from extproc.config.gateway_config import GatewayConfigSpec
 
 # With these headers of Envoy's a client could set timeouts and retries.
 _ENVOYS_PREFIX: Final = "x-envoy-"

@@ -17,7 +17,7 @@ from envoy_data_plane.google.protobuf import Any, NullValue, Struct, Value
 from extproc.protocol import DETAILS_PREFIX
 
 if TYPE_CHECKING:
-    from extproc.config.types import GatewayConfigSpec
+    from extproc.config.gateway_config import GatewayConfigSpec
 
 
 _INVALID: Final = "invalid_request_error"

@@ -19,7 +19,8 @@ from controller.gateway.clusters import endpoints_file
 
 if TYPE_CHECKING:
     from controller.gateway.bundle import BundleWriter
-    from extproc.config.types import ModelServer, Snapshot
+    from extproc.config.model_server import ModelServer
+    from extproc.config.snapshot import Snapshot
 
 # Envoy reads a file within some milliseconds of its being moved into place; clusters then connect and warm up.
 _TAKEN_UP_S: Final = 0.3

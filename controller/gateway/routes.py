@@ -66,15 +66,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from controller.gateway.memo import Memo
-    from extproc.config.types import (
-        GatewayConfigSpec,
-        ModelMatch,
-        ModelRoute,
-        ModelServer,
-        RouteRule,
-        Snapshot,
-        StringMatch,
-    )
+    from extproc.config.gateway_config import GatewayConfigSpec
+    from extproc.config.model_route import ModelMatch, ModelRoute, RouteRule, StringMatch
+    from extproc.config.model_server import ModelServer
+    from extproc.config.snapshot import Snapshot
 
 ROUTES_NAME: Final = "attache"
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from extproc.admission.identity import Caller
-    from extproc.config.types import ModelServerSpec, Snapshot
+    from extproc.config.model_server import ModelServerSpec
+    from extproc.config.snapshot import Snapshot
     from extproc.request.model import InferenceRequest
 
 # Engines cache nothing that is worth a salt for the other APIs, and may refuse it there.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from extproc.config.authentication import ApiKey
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
 
 ANONYMOUS: Final = "anonymous"
 # Longer names are truncated: names are kept in memory and shown in metrics.

@@ -16,7 +16,7 @@ from extproc.errors import LimitsUnavailable, RateLimited
 if TYPE_CHECKING:
     from extproc.admission.identity import Caller
     from extproc.config.admission import RateLimit
-    from extproc.config.types import ModelRoute
+    from extproc.config.model_route import ModelRoute
 
 # In the key of a bucket, before a name that a client has chosen.
 CHOSEN: Final = "/~"

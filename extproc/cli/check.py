@@ -18,7 +18,7 @@ from extproc.config.validation import parse_address, worker_addresses
 from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
 
 
 def parser(prog: str = "extproc check") -> argparse.ArgumentParser:

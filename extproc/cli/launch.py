@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from extproc.config.directory import ConfigDirectory
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
 
 
 def supervise(words: Sequence[str], count: int) -> int:

@@ -16,7 +16,7 @@ from extproc.config.spec import full_key
 from extproc.config.validation import parse_address
 
 if TYPE_CHECKING:
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

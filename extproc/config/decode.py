@@ -11,11 +11,14 @@ import msgspec
 from extproc.config.admission import InferenceObjective
 from extproc.config.documents import read, repeats_keys, split
 from extproc.config.errors import ConfigInvalid, Mistake
+from extproc.config.gateway_config import GatewayConfig
+from extproc.config.model_route import ModelRoute
+from extproc.config.model_server import ModelServer
 from extproc.config.picker_config import PICKER_KIND, EndpointPickerConfig, PickerFile
 from extproc.config.picker_flow_control import check_flow_control_section, flow_control_of
 from extproc.config.quantities import decode_quantity, decode_quantity_leniently
 from extproc.config.schema import check_shape, suggest
-from extproc.config.types import API_VERSION, GatewayConfig, ModelRoute, ModelServer
+from extproc.config.spec import API_VERSION
 from extproc.config.validation import check_gateway, check_route, check_server
 
 if TYPE_CHECKING:

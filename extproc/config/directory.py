@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
 
 SUFFIXES: Final = (".yaml", ".yml", ".json")
 _TRIES: Final = 10

@@ -10,7 +10,8 @@ from extproc.config.authentication import restricts_models
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.config.types import ModelServerSpec, Snapshot
+    from extproc.config.model_server import ModelServerSpec
+    from extproc.config.snapshot import Snapshot
 
 # Tenants and users of callers; extproc knows them.
 _WRITTEN_BY_GATEWAYS: Final = "x-attache-"

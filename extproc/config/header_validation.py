@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from extproc.config.errors import Finding, Path
-    from extproc.config.types import ModelMatch, StringMatch
+    from extproc.config.model_route import ModelMatch, StringMatch
 
 # A token of RFC 9110.
 _NAME: Final = re.compile(r"[0-9A-Za-z!#$%&'*+.^_`|~-]+")

@@ -14,10 +14,13 @@ from extproc.config.admission import InferenceObjective
 from extproc.config.decode import Object, decode
 from extproc.config.documents import Document, split
 from extproc.config.errors import ConfigInvalid, Mistake
+from extproc.config.gateway_config import GatewayConfig, GatewayConfigSpec
+from extproc.config.model_route import ModelRoute
+from extproc.config.model_server import ModelServer
 from extproc.config.picker_config import PickerFile
 from extproc.config.schema import suggest
+from extproc.config.snapshot import Snapshot
 from extproc.config.spec import namespace_of
-from extproc.config.types import GatewayConfig, GatewayConfigSpec, ModelRoute, ModelServer, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

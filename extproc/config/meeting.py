@@ -12,7 +12,7 @@ from extproc.config.validation import parse_address, worker_addresses
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from extproc.config.types import GatewayConfigSpec
+    from extproc.config.gateway_config import GatewayConfigSpec
 
 
 def missed_meeting(gateway: GatewayConfigSpec, listens: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ Name = Annotated[str, msgspec.Meta(pattern=patterns.NAME, max_length=253)]
 Namespace = Annotated[str, msgspec.Meta(pattern=patterns.NAMESPACE, max_length=63)]
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.NO_CONTROL)]
 
+API_VERSION: Final = "attache.dev/v1alpha1"
 DEFAULT_NAMESPACE: Final = "default"
 
 

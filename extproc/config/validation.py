@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from extproc.config.errors import Finding, Path
+    from extproc.config.gateway_config import GatewayConfigSpec
+    from extproc.config.model_route import ModelRouteSpec
+    from extproc.config.model_server import ModelServerSpec, TrafficPolicy
     from extproc.config.quantities import Duration
-    from extproc.config.types import GatewayConfigSpec, ModelRouteSpec, ModelServerSpec, TrafficPolicy
 
 # Protocol buffers hold no duration of more than 10,000 years, and Envoy multiplies some; nobody waits for a year.
 _LONGEST_S: Final = 366 * 86400.0

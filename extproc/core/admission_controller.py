@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from extproc.config.admission import FlowControl
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
     from extproc.core.types import Arrival, Attachment
     from extproc.endpoints.table import Floats
     from extproc.scheduling.cache_estimator import Expectation

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterable, Sequence
 
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
     from extproc.core.entering import Answer, Own
     from extproc.core.explanation import Explanation
     from extproc.core.peer_events import EventBatch

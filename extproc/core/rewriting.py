@@ -10,7 +10,7 @@ from extproc.request.model import STEERING_FIELDS, Api
 from extproc.request.rewrite import is_plain, with_changes
 
 if TYPE_CHECKING:
-    from extproc.config.types import ModelServerSpec
+    from extproc.config.model_server import ModelServerSpec
     from extproc.core.types import Arrival
     from extproc.request.model import InferenceRequest
 

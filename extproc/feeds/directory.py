@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from extproc.config.directory import ConfigDirectory
-    from extproc.config.types import ModelServer, Snapshot
+    from extproc.config.model_server import ModelServer
+    from extproc.config.snapshot import Snapshot
     from extproc.core.core import Core
     from extproc.metrics.registry import Metrics
 

@@ -25,7 +25,7 @@ from extproc.prefix.kv_stream import KvStream
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.config.types import StaticEndpoint
+    from extproc.config.model_server import StaticEndpoint
     from extproc.core.core import Core
     from extproc.metrics.registry import Metrics
     from extproc.scheduling.pool import Pool

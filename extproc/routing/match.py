@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from extproc.config.expressions import compile_expression
 
 if TYPE_CHECKING:
-    from extproc.config.types import ModelMatch, StringMatch
+    from extproc.config.model_route import ModelMatch, StringMatch
 
 # Over headers (lower-case names) and path; None always holds.
 Condition = Callable[[Mapping[str, str], str], bool] | None

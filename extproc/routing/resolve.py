@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Mapping
 
-    from extproc.config.types import ModelRoute, RouteRule, Snapshot
+    from extproc.config.model_route import ModelRoute, RouteRule
+    from extproc.config.snapshot import Snapshot
 
 _SHOWN_CHARACTERS = 100
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
 
 
 log = logging.getLogger(__name__)

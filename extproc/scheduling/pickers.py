@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from extproc.config.errors import ConfigInvalid, Mistake
+from extproc.config.model_server import ModelServerSpec, PdGroup
 from extproc.config.picker_config import EndpointPickerConfig
-from extproc.config.types import ModelServerSpec, PdGroup
 from extproc.scheduling.pairs import PairParameters, PrefillDecodePairs
 from extproc.scheduling.picker import Picker
 from extproc.scheduling.picker_config import build_picker
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from extproc.config.picker_config import PickerFile
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
     from extproc.scheduling.registry import PluginType
 
     MakePicker = Callable[[ModelServerSpec, Mapping[str, PickerFile]], Picker]

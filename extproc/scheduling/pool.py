@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from extproc.config.types import ModelServerSpec
+    from extproc.config.model_server import ModelServerSpec
     from extproc.scheduling.request_started import RequestStarted
 
 

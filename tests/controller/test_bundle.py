@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from bench.guard import Guard
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
 
 ENVOY = Path(__file__).parent.parent.parent / "envoy"
 SERVER = """

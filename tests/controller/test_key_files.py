@@ -21,7 +21,7 @@ from extproc.config.load import load
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 JWKS = '{"keys": [{"kty": "oct", "k": "c2VjcmV0"}]}'

@@ -23,7 +23,7 @@ from extproc.config.load import load
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
 
 CLUSTERS = "cluster_manager.cds"
 

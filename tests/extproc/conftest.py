@@ -18,7 +18,7 @@ from extproc.streams.context import GatewayOptions, StreamContext
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
     from extproc.core.effects import Effect
     from extproc.core.types import Head, Outcome
     from extproc.metrics.registry import Metrics

@@ -18,7 +18,7 @@ from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
 from controller.bundle import write_once
 from extproc.config.directory import load_directory
-from extproc.config.types import API_VERSION
+from extproc.config.spec import API_VERSION
 from tests.waiting import eventually
 from tests.with_envoy.trailers import with_trailers
 

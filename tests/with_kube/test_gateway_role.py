@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from bench.cluster.fake.server import FakeServer
     from controller.cluster.client import Client
-    from extproc.config.types import ModelServer, Snapshot
+    from extproc.config.model_server import ModelServer
+    from extproc.config.snapshot import Snapshot
     from tests.with_kube.conftest import Kube
 
 IMPATIENT = InformerTiming(backoff_s=0.05, backoff_max_s=0.2, silence_s=1.0)

@@ -20,7 +20,7 @@ import yaml
 from bench.live.prediction import LoggedOutcome, read_outcomes
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
-from extproc.config.types import API_VERSION
+from extproc.config.spec import API_VERSION
 from tests.waiting import eventually
 from tests.with_vllm.model import NAME, adapter_script, write_model
 

@@ -12,7 +12,7 @@ from msgspec import inspect
 from controller.crds import field_docs
 from controller.crds import kinds as crds
 from extproc.config.admission import InferenceObjective
-from extproc.config.types import API_VERSION
+from extproc.config.spec import API_VERSION
 from tools.reference.field_types import as_yaml, default_of, default_text, structs_in, type_text
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from controller.gateway.compile.pods import Pod, pod_of
 from controller.gateway.compile.routes import RouteResult, compile_routes
 from controller.gateway.compile.servers import ServerResult, compile_server, empty_server
 from controller.gateway.compile.sources import DOCUMENT_KINDS, Source, source_of, to_bytes
-from extproc.config.spec import namespace_of
-from extproc.config.types import API_VERSION, ModelServer
+from extproc.config.model_server import ModelServer
+from extproc.config.spec import API_VERSION, namespace_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

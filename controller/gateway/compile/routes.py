@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from controller.gateway.compile.conditions import Wanted, WantedStatus, fails, holds
+from extproc.config.model_route import ModelRoute
 from extproc.config.spec import object_key
-from extproc.config.types import ModelRoute
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

@@ -9,8 +9,8 @@ import msgspec
 
 from controller.gateway.compile.conditions import Wanted, WantedStatus, fails, holds
 from controller.gateway.compile.sources import Source, to_bytes
-from extproc.config.spec import namespace_of
-from extproc.config.types import API_VERSION, ModelServer, ModelServerSpec
+from extproc.config.model_server import ModelServer, ModelServerSpec
+from extproc.config.spec import API_VERSION, namespace_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

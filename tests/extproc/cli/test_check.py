@@ -43,5 +43,6 @@ def test_what_is_valid_and_has_no_effect_is_noted(tmp_path: Path, capsys: pytest
         "note: ModelServer default/llama: flowControl holds requests for up to 3600 s, and Envoy waits an hour" in said
     )
     assert "note: GatewayConfig: models of tenants or keys has no effect while extproc is down" in said
-    assert said.count("note:") == 4
+    assert "note: ModelServer default/llama: cacheIsolation Tenant has no effect while extproc is down" in said
+    assert said.count("note:") == 5
     assert "sk-0123456789" not in said

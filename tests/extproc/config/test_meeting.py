@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.cli.check import main
+from extproc.config.gateway_config import GatewayConfigSpec
 from extproc.config.meeting import missed_meeting
-from extproc.config.types import GatewayConfigSpec
 from extproc.config.validation import worker_addresses
 
 if TYPE_CHECKING:

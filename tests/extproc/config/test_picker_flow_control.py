@@ -9,7 +9,7 @@ from extproc.config.load import load
 
 if TYPE_CHECKING:
     from extproc.config.admission import FlowControl
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
 
 SERVER = b"""
 apiVersion: attache.dev/v1alpha1

@@ -21,7 +21,7 @@ from extproc.scheduling.request_started import RequestStarted
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
     from extproc.core.peer_events import PeerEvent
 
 SERVER = "default/llama"

@@ -19,7 +19,7 @@ from tests.kube_objects import Object, picker_config, pod, resource, route, serv
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from extproc.config.types import Snapshot
+    from extproc.config.snapshot import Snapshot
 
 PICKER = """\
 apiVersion: inference.networking.x-k8s.io/v1alpha1

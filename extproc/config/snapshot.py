@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One consistent reading of a configuration directory, with all its objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from extproc.config.admission import FlowControl, InferenceObjective
+from extproc.config.gateway_config import GatewayConfigSpec
+from extproc.config.model_route import ModelRoute
+from extproc.config.model_server import ModelServer, ModelServerSpec
+from extproc.config.picker_config import PickerFile
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One consistent, validated reading of a configuration directory, sorted by namespace and name.
+
+    ``version`` is a digest of the content: equal directories have equal versions. ``picker_files``:
+    EndpointPickerConfigs by the name of their file; which plugins there are, extproc knows.
+    """
+
+    version: str
+    routes: tuple[ModelRoute, ...]
+    servers: tuple[ModelServer, ...]
+    gateway: GatewayConfigSpec
+    objectives: tuple[InferenceObjective, ...] = ()
+    picker_files: Mapping[str, PickerFile] = {}
+
+    def flow_control_of(self, spec: ModelServerSpec) -> FlowControl | None:
+        """A server's own, or else that of its EndpointPickerConfig."""
+        if spec.flow_control is not None or spec.picker_config is None:
+            return spec.flow_control
+        return self.picker_files[spec.picker_config].flow_control
