@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import random
 import signal
 import socket
 from typing import TYPE_CHECKING, Final, Protocol, Self
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 from bench.guard import Guard
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -150,27 +152,33 @@ class Processes:
         return "\n".join(line[:500] for line in lines[-15:]) or "(empty)"
 
 
+# Below those that Linux gives to outgoing connections, one of which would come between the look and the use.
+_PORTS: Final = range(10_000, 32_000)
+
+
+def _candidates() -> Iterator[int]:
+    """All ports in turn. Each process begins elsewhere, so that two that look at once seldom find the same."""
+    begin = random.randrange(len(_PORTS))
+    return itertools.cycle([*_PORTS[begin:], *_PORTS[:begin]])
+
+
+_CANDIDATES: Final = _candidates()
+
+
 def free_ports(count: int) -> list[int]:
     """Different loopback ports that nobody listens on."""
-    # all are held until all are found, so that they differ
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    ports: list[int] = []
+    while len(ports) < count:
+        port = next(_CANDIDATES)
+        with socket.socket() as one, contextlib.suppress(OSError):  # somebody else's
+            one.bind(("127.0.0.1", port))
+            ports.append(port)
+    return ports
 
 
 def ports_in_a_row(count: int) -> int:
     """The first of ``count`` loopback ports that follow each other and that nobody listens on."""
     while True:
-        (first,) = free_ports(1)
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as one:
-                    one.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return first
+        ports = free_ports(count)
+        if ports[-1] - ports[0] == count - 1:
+            return ports[0]
