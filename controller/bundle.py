@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
@@ -65,10 +66,10 @@ class Follower:
         self._written = self._keys.fill(self._snapshot, datetime.now(UTC))
         _write_first(self._written, self._out, self._writer)
         self._note_written(clock())
+        if self.uptake is not None:
+            threading.Thread(target=_look_for_ever, args=(self.uptake, clock), daemon=True).start()
         while True:
             self._follow_once(clock)
-            if self.uptake is not None:
-                self.uptake.look(clock())
             time.sleep(_POLL_S)
 
     def _follow_once(self, clock: Callable[[], float]) -> None:
@@ -103,6 +104,17 @@ class Follower:
             log.error("configuration refused, the last good bundle stays:\n%s", error)
             return None
         return snapshot
+
+
+def _look_for_ever(uptake: Uptake, clock: Callable[[], float]) -> None:
+    """In a thread of its own: an Envoy that answers late must not hold up the writing."""
+    while True:
+        try:
+            uptake.look(clock())
+        except Exception:
+            log.exception("Envoy could not be asked what it uses; please report this")
+            time.sleep(_RETRY_S)
+        time.sleep(_POLL_S)
 
 
 def wait_until_taken(snapshot: Snapshot, out: Path, uptake: Uptake, wait_s: float) -> bool:

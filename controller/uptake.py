@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -124,30 +125,38 @@ class Uptake:
         self._written_at_s = self._look_at_s = 0.0
         self._has_met = False
         self._said = ""
+        # one thread writes, another looks
+        self._lock = threading.Lock()
 
     def wrote(self, snapshot: Snapshot, out: Path, now: float) -> None:
         """The bundle of ``snapshot`` is in ``out``."""
         address = self._given or snapshot.gateway.admin
-        self._addresses = (address, *(one for one in self._addresses[:1] if one != address))
-        self._expected = Expected(
-            self._expected.bootstrap, versions_of(out, snapshot), subscriptions_of(snapshot), self._refusals
-        )
-        self._written_at_s, self._look_at_s = now, now + _SOON_S
+        versions, subscriptions = versions_of(out, snapshot), subscriptions_of(snapshot)
+        with self._lock:
+            self._addresses = (address, *(one for one in self._addresses[:1] if one != address))
+            self._expected = Expected(self._expected.bootstrap, versions, subscriptions, self._refusals)
+            self._written_at_s, self._look_at_s = now, now + _SOON_S
 
     def look(self, now: float) -> Verdict:
         """Ask Envoy, if it is time to, and log what has changed."""
-        if now < self._look_at_s or not self._addresses:
-            return self.verdict
-        states = (self._read(address) for address in self._addresses)
+        with self._lock:
+            expected, addresses = self._expected, self._addresses
+            if now < self._look_at_s or not addresses:
+                return self.verdict
+        # not under the lock: this may take seconds, and writing must not wait for it
+        states = (self._read(address) for address in addresses)
         state = next((one for one in states if one is not None), None)
-        self.verdict = judge(state, self._expected, address=self._addresses[0])
-        if state is not None:
-            self._refusals = state.refused
-        is_settled = self._is_settled(now)
-        self._look_at_s = now + (_LATER_S if is_settled else _SOON_S)
-        if is_settled:
-            self._say()
-        return self.verdict
+        with self._lock:
+            if expected is not self._expected:
+                return self.verdict
+            self.verdict = judge(state, expected, address=addresses[0])
+            if state is not None:
+                self._refusals = state.refused
+            is_settled = self._is_settled(now)
+            self._look_at_s = now + (_LATER_S if is_settled else _SOON_S)
+            if is_settled:
+                self._say()
+            return self.verdict
 
     def _is_settled(self, now: float) -> bool:
         """Refusals are final; all else may come in time, and Envoy may be started later than this."""
