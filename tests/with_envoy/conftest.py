@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
     from pathlib import Path
 
+REAL_SPAWN = processes.spawn
 FLAGS = EngineFlags(count=3, speed=20.0, stream_headers="first-token", adapters=("sql",))
 
 
@@ -38,14 +39,19 @@ def fork_server() -> Iterator[None]:
     if any(name.startswith("COVERAGE_PROCESS") for name in os.environ):
         yield
         return
-    real = processes.spawn
     with ForkServer() as server, pytest.MonkeyPatch.context() as patch:
 
         async def spawn(command: Sequence[str], log: Path) -> processes.Process:
-            return await (server.start if server.can_start(command) else real)(command, log)
+            return await (server.start if server.can_start(command) else REAL_SPAWN)(command, log)
 
         patch.setattr(processes, "spawn", spawn)
         yield
+
+
+@pytest.fixture
+def full_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs start as they do elsewhere: where it matters how long an engine is away."""
+    monkeypatch.setattr(processes, "spawn", REAL_SPAWN)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # what is evicted between a pick and its start depends on how late everybody is
 @pytest.mark.real_time
+@pytest.mark.usefixtures("full_starts")
 async def test_predicted_and_reported_cached_tokens_agree_through_restarts_and_lost_messages(tmp_path: Path) -> None:
     found = await measure(tmp_path, publishes_events=True)
     assert found.requests >= 300
