@@ -41,7 +41,9 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
             ResponseMapper(
                 filter=_when(
                     f"response.code_details.startsWith('{DETAILS_PREFIX}') || "
-                    "response.code_details in ['direct_response', 'lua_response']"
+                    "response.code_details == 'direct_response' || "
+                    # the script that knows keys refuses without a body
+                    "(response.code_details == 'lua_response' && response.code != 401)"
                 ),
                 body_format_override=SubstitutionFormatString(
                     text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"), content_type="application/json"
