@@ -103,7 +103,7 @@ lock: ## write requirements.lock anew (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --all-extras --group dev \
 	  pyproject.toml -o requirements.lock
 
-kube-assets: $(VENV)/ready ## etcd, kube-apiserver and what belongs to it, built from the published Go modules (some minutes, once)
+kube-assets: $(VENV)/ready ## etcd, kube-apiserver and what belongs to it, built from the published Go modules (ten minutes, once)
 	$(RUN) -m tools.kube_assets
 
 envoy-binary: $(ENVOY) ## the Envoy binary, in a directory of its own
