@@ -204,7 +204,7 @@ async def test_a_silent_node_is_found_out_and_its_pods_are_evicted(assets: Asset
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 async def test_nothing_is_left_of_make_up_kube(assets: Assets, tmp_path: Path, number: signal.Signals) -> None:
     environment = {**os.environ, "KUBEBUILDER_ASSETS": str(assets.directory), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "bench.cluster", "--nodes", "1"]
+    command = [sys.executable, "-m", "bench.cluster", "--bare", "--nodes", "1"]
     up = await asyncio.create_subprocess_exec(*command, env=environment, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
     assert up.stdout is not None
     said = ""

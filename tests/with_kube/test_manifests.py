@@ -87,7 +87,8 @@ async def test_the_server_takes_them_as_they_are(client: Client, plane: ControlP
 async def test_the_role_works_with_its_own_account(
     client: Client, account: Client, namespace: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await create(client, server(namespace=namespace))
+    # a name of its own: this role serves all namespaces, those of other tests too
+    await create(client, server(namespace, namespace=namespace))
     election = LeaderElection(account, namespace=SYSTEM, name="attache-gateway", identity="test")
     settings = GatewaySettings(config=tmp_path, gateway_config=f"{SYSTEM}/gateway")
     role = GatewayRole(account, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
@@ -95,7 +96,7 @@ async def test_the_role_works_with_its_own_account(
     try:
         await asyncio.wait_for(role.ready.wait(), 20)
         await make_pod(client, namespace, "a", "127.0.1.1")
-        await eventually(lambda: addresses(tmp_path) == ["127.0.1.1:8000"])
+        await eventually(lambda: addresses(tmp_path, namespace) == ["127.0.1.1:8000"])
 
         async def is_written() -> bool:
             found = await conditions(client, GATEWAY_CONFIGS, "gateway", SYSTEM)
