@@ -19,7 +19,7 @@ from tests.rule_cases import CASES, Case
 
 if TYPE_CHECKING:
     from controller.cluster.client import Client
-    from tests.with_kube.conftest import Kube
+    from tests.with_kube.kubes import Kube
 
 RESOURCES = {kind.name: Resource(GROUP, VERSION, kind.plural, kind.name) for kind in KINDS}
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from controller.cluster.client import Client
     from extproc.config.model_server import ModelServer
     from extproc.config.snapshot import Snapshot
-    from tests.with_kube.conftest import Kube
+    from tests.with_kube.kubes import Kube
 
 IMPATIENT = InformerTiming(backoff_s=0.05, backoff_max_s=0.2, silence_s=1.0)
 

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster whose pods answer: objects are applied, and clients are served through Envoy while the cluster changes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import msgspec
+import openai
+import pytest_asyncio
+
+from bench.cluster.node.node import gpu_node
+from bench.cluster.node.running import running_nodes
+from bench.processes import Processes, free_ports
+from bench.stack import envoy_command
+from controller.cluster.client import Client, connect
+from controller.cluster.lease import LeaderElection
+from controller.cluster.resources import DEPLOYMENTS, GATEWAY_CONFIGS, MODEL_ROUTES, MODEL_SERVERS
+from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
+from controller.roles.gateway_metrics import GatewayMetrics
+from tests.kube_objects import Object, resource, route, server
+from tests.waiting import eventually
+from tests.with_kube.kubes import REAL, Kube
+from tests.with_kube.test_crds import install
+from tests.with_kube.test_gateway_role import IMPATIENT, addresses, conditions, create
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+pytestmark = REAL
+PATIENCE_S = 60.0
+QUESTION = {"model": "llama", "max_tokens": 20, "messages": [{"role": "user", "content": "Who are you?"}]}
+
+
+class Site(msgspec.Struct, frozen=True):
+    """A gateway of a namespace: its directory, and where Envoy listens."""
+
+    client: Client
+    kube: Kube
+    namespace: str
+    config: Path
+    url: str
+
+    async def scale(self, replicas: int) -> None:
+        """Make the engines so many, and wait until requests go to all of them and no others."""
+        await self.client.merge_patch(DEPLOYMENTS, "llama", self.namespace, {"spec": {"replicas": replicas}})
+        await eventually(lambda: len(addresses(self.config) or ()) == replicas, timeout_s=PATIENCE_S)
+
+
+class Load:
+    """Five clients that ask one question after the other. ``failures``: what was no good answer."""
+
+    def __init__(self, url: str) -> None:
+        self.answers = 0
+        self.failures: list[str] = []
+        self._url = url
+
+    async def ask(self) -> None:
+        """Until cancelled."""
+        async with httpx.AsyncClient(timeout=30) as http, asyncio.TaskGroup() as clients:
+            for _ in range(5):
+                clients.create_task(self._client(http))
+
+    async def _client(self, http: httpx.AsyncClient) -> None:
+        while True:
+            try:
+                answer = await http.post(f"{self._url}/v1/chat/completions", json=QUESTION)
+            except httpx.HTTPError as error:
+                self.failures.append(repr(error))
+            else:
+                self.answers += answer.is_success
+                if not answer.is_success:
+                    self.failures.append(f"{answer.status_code}: {answer.text}")
+            await asyncio.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def load(url: str) -> AsyncIterator[Load]:
+    asking = Load(url)
+    task = asyncio.create_task(asking.ask())
+    try:
+        yield asking
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def engines(namespace: str) -> Object:
+    """A Deployment of simulated engines, as manifests/samples has it."""
+    container: dict[str, Any] = {
+        "name": "engine",
+        "image": "attache/engine-sim",
+        "args": ["--model", "org/llama", "--port", "8000", "--speed", "20"],
+        "ports": [{"name": "http", "containerPort": 8000}],
+        "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1},
+        "lifecycle": {"preStop": {"sleep": {"seconds": 3}}},
+    }
+    pods = {
+        "metadata": {"labels": {"app": "llama"}},
+        "spec": {"nodeSelector": {"test": namespace}, "containers": [container]},
+    }
+    spec = {"replicas": 2, "selector": {"matchLabels": {"app": "llama"}}, "template": pods}
+    metadata = {"name": "llama", "namespace": namespace}
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec}
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def site(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> AsyncIterator[Site]:
+    """A node with two engines, and the gateway's parts as processes of this machine, serving them."""
+    await install(client)
+    listen, admin, grpc, metrics = (f"127.0.0.1:{port}" for port in free_ports(4))
+    gateway = resource(
+        "GatewayConfig", "main", {"listen": listen, "admin": admin, "extproc": grpc}, namespace=namespace
+    )
+    for field in ("creationTimestamp", "generation"):
+        del gateway["metadata"][field]
+    await client.create(GATEWAY_CONFIGS, gateway)
+    await client.create(DEPLOYMENTS, engines(namespace))
+    await create(client, server(namespace=namespace), route(namespace=namespace))
+    config, bundle = tmp_path / "config", tmp_path / "bundle"
+    settings = GatewaySettings(config=config, namespace=namespace, gateway_config=f"{namespace}/main")
+    node = gpu_node(f"node-{namespace}", 8, {"test": namespace})
+    async with (
+        running_nodes(client, [node], tmp_path / "pods"),
+        connect(kube.admin, manager=CONTROLLER) as own,
+        Processes(tmp_path) as processes,
+    ):
+        election = LeaderElection(own, namespace=namespace, name="gateway", identity="a")
+        role = GatewayRole(own, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
+        task = asyncio.create_task(role.run())
+        try:
+            await asyncio.wait_for(role.ready.wait(), PATIENCE_S)
+            await eventually(lambda: len(addresses(config) or ()) == 2, timeout_s=PATIENCE_S)
+            python = [sys.executable, "-m", "attache"]
+            await processes.start(
+                "extproc", [*python, "extproc", "--config", str(config), "--listen", grpc, "--metrics", metrics]
+            )
+            await processes.start(
+                "bundle", [*python, "bundle", "--config", str(config), "--out", str(bundle), "--watch"]
+            )
+            await eventually((bundle / "bootstrap.json").exists, timeout_s=PATIENCE_S)
+            await processes.start("envoy", envoy_command(bundle))
+            found = Site(client, kube, namespace, config, f"http://{listen}")
+            await eventually(lambda: is_served(found.url), timeout_s=PATIENCE_S)
+            yield found
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+async def is_served(url: str) -> bool:
+    async with httpx.AsyncClient() as http:
+        try:
+            return (await http.post(f"{url}/v1/chat/completions", json=QUESTION)).is_success
+        except httpx.HTTPError:
+            return False
+
+
+async def test_no_request_fails_while_engines_come_and_go_and_the_api_server_is_away(site: Site) -> None:
+    assert site.kube.plane is not None
+    async with load(site.url) as asking:
+        await site.scale(4)
+        await site.scale(1)
+        before = asking.answers
+        await site.kube.plane.stop_api()
+        await asyncio.sleep(3)
+        assert asking.answers > before, "requests go on without the API server"
+        await site.kube.plane.start_api()
+        await site.scale(3)
+    assert asking.failures == []
+    assert asking.answers > 50
+
+
+async def test_openais_client_is_answered_and_a_deleted_server_is_told(site: Site) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="any", max_retries=0) as client:
+        assert [one.id async for one in client.models.list()] == ["llama"]
+        stream = await client.chat.completions.create(
+            model="llama", max_tokens=5, stream=True, messages=[{"role": "user", "content": "Hello"}]
+        )
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        await site.client.delete(MODEL_SERVERS, "llama", site.namespace)
+
+        async def is_refused() -> bool:
+            try:
+                await client.chat.completions.create(model="llama", messages=[{"role": "user", "content": "Hello"}])
+            except openai.APIStatusError as error:
+                return (error.status_code, error.code) == (503, "no_endpoint")
+            return False
+
+        await eventually(is_refused, timeout_s=PATIENCE_S)
+    found = await conditions(site.client, MODEL_ROUTES, "llama", site.namespace)
+    assert found["ResolvedRefs"] == ("False", "BackendNotFound")
