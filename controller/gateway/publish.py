@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import os
-import stat
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -16,8 +12,11 @@ from controller.gateway.authentication import AUTHENTICATION_FILES, unused_files
 from controller.gateway.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
 from controller.gateway.bundle import with_servers
 from controller.gateway.clusters import endpoints_file
+from controller.gateway.files import replace_file
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from controller.gateway.bundle import BundleWriter
     from extproc.config.model_server import ModelServer
     from extproc.config.snapshot import Snapshot
@@ -95,7 +94,7 @@ def _comes_first(name: str) -> bool:
 def write(out: Path, step: Step) -> None:
     """Carry out the files of ``step`` in ``out``. A file that would not change is left alone."""
     for name, text in step.files.items():
-        _replace(out / name, text, 0o600 if name in _SECRET_FILES else 0o644)
+        replace_file(out / name, text.encode(), 0o600 if name in _SECRET_FILES else 0o644)
     for name in step.gone:
         (out / name).unlink(missing_ok=True)
 
@@ -108,25 +107,3 @@ def remove_orphans(out: Path, snapshot: Snapshot) -> None:
     for file in (out / ENDPOINTS_FOLDER).rglob("*.json"):
         if file not in known:
             file.unlink()
-
-
-def _replace(file: Path, text: str, mode: int) -> None:
-    """Whole or not at all: a reader, or a crash, never meets half a file."""
-    if file.is_file() and file.read_text() == text:
-        if stat.S_IMODE(file.stat().st_mode) != mode:
-            file.chmod(mode)
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    draft = Path(name)
-    try:
-        with os.fdopen(descriptor, "w") as opened:
-            opened.write(text)
-            os.fchmod(descriptor, mode)
-            opened.flush()
-            os.fsync(descriptor)
-        draft.replace(file)
-    except BaseException:
-        # it is gone if what was raised came just behind the replacement: a signal, for one
-        draft.unlink(missing_ok=True)
-        raise
