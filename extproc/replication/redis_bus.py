@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S: Final = 10.0
 _TIMEOUT_S: Final = 1.0
+# Between two looks whether this has been cancelled.
+_LISTEN_S: Final = 0.5
 
 
 class RedisMissing(Exception):
@@ -54,17 +56,17 @@ class RedisBus:
         pause_s = 0.1
         task = asyncio.current_task()
         try:
-            # the client library swallows a cancellation that comes while it connects
-            while task is None or not task.cancelling():
+            # the client library swallows a cancellation that comes while it connects, also when it connects again by itself
+            while not _is_cancelled(task):
                 try:
                     async with self._listening.pubsub(ignore_subscribe_messages=True) as subscription:
                         await subscription.subscribe(self._channel)
-                        if task is not None and task.cancelling():
-                            break
                         log.info("sharing over Redis channel %s", self._channel)
                         pause_s = 0.1
-                        async for message in subscription.listen():
-                            receive(message["data"])
+                        while not _is_cancelled(task):
+                            message = await subscription.get_message(timeout=_LISTEN_S)
+                            if message is not None:
+                                receive(message["data"])
                 except (self._error, OSError) as error:
                     log.warning("Redis is away, this process decides by what it sees itself: %s", error)
                 await asyncio.sleep(pause_s)
@@ -80,3 +82,7 @@ class RedisBus:
                 await self._redis.publish(self._channel, payload)
         except (self._error, TimeoutError) as error:
             raise OSError(str(error)) from None
+
+
+def _is_cancelled(task: asyncio.Task[None] | None) -> bool:
+    return task is not None and bool(task.cancelling())

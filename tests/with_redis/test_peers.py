@@ -145,6 +145,20 @@ async def connected_after_a_pause(made: list[Process]) -> None:
     await eventually(hears, timeout_s=20)
 
 
+async def test_a_process_ends_at_once_whatever_redis_does_then(redis: Redis) -> None:
+    """The client library swallows a cancellation that comes while it connects again."""
+    for tenths_ms in range(0, 400, 50):
+        bus = RedisBus(redis.url, "attache")
+        listening = asyncio.create_task(bus.run(lambda _: None))
+        await asyncio.sleep(0.1)
+        redis.stop()
+        redis.start()
+        await asyncio.sleep(tenths_ms / 10_000)
+        listening.cancel()
+        _, late = await asyncio.wait((listening,), timeout=5)
+        assert not late
+
+
 async def test_a_redis_that_is_not_there_harms_nobody() -> None:
     async with processes(RedisBus("redis://127.0.0.1:1", "test")) as (alone,):
         decision = alone.send("hello")
