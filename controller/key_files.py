@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
 from hashlib import sha256
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -90,8 +90,12 @@ class KeyFiles:
 
     def _read(self, file: str, parse: Callable[[bytes], str]) -> str:
         try:
-            with Path(file).open("rb") as opened:
-                if parse is _digest_in and os.fstat(opened.fileno()).st_mode & stat.S_IROTH:
+            # a pipe would be waited for until somebody writes into it
+            with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+                mode = os.fstat(opened.fileno()).st_mode
+                if not stat.S_ISREG(mode):
+                    raise OSError(errno.EINVAL, "is not a regular file")
+                if parse is _digest_in and mode & stat.S_IROTH:
                     # not refused: secrets that Kubernetes mounts are so by default
                     self._say(f"{file}'s mode", "everybody on this machine can read the key in it; chmod 600")
                 self._last[file] = parse(opened.read(_MAX_BYTES))

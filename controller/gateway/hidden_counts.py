@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps from clients how many tokens of their prompts were cached, in the filters that read answers.
 
-A count becomes 0, with blanks in front, so that no answer changes its length. A count may be cut in two by the pieces of an answer:
-the beginning of one is held back until the next piece has come, at most 128 bytes.
+A count becomes 0. Engines leave ``prompt_tokens_details`` out, or write null, where nothing was cached: so it goes altogether. No
+byte of an answer, nor their number, depends on what was cached; so answers come without ``content-length``.
+
+What is hidden may be cut in two by the pieces of an answer: the beginning of it is held back until the next piece has come, at
+most 512 bytes.
 
 In text of a model the names stand behind escaped quotes, and do not match.
 """
@@ -15,22 +18,28 @@ from typing import Final
 _NAMES: Final = ("cached_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 
 _SCRIPT: Final = """
-local HIDES_COUNTS, HIDDEN = @HIDES@, {@NAMES@}
+local HIDES_COUNTS, HIDDEN, DETAILS = @HIDES@, {@NAMES@}, '"prompt_tokens_details"'
+-- The end of a piece that may be the beginning of what is hidden.
+local BEGINNINGS = {',%s*$', ',?%s*"[%w_]*"?%s*:?%s*[%w.+-]*$', ',?%s*' .. DETAILS .. '%s*:%s*{[^{}]*$'}
 
 -- Text for the client; tail: the end of what came before.
 local function without_counts(tail, text, is_end)
   text = tail .. text
   tail = ""
-  local last = math.max(1, #text - 127)
-  local at = not is_end and string.find(text, '"[%w_]*"?%s*:?%s*[%d.eE+-]*$', last)
-  if at then
+  if not is_end then
+    local last, at = math.max(1, #text - 511), #text + 1
+    for _, beginning in ipairs(BEGINNINGS) do
+      at = math.min(at, string.find(text, beginning, last) or at)
+    end
     text, tail = string.sub(text, 1, at - 1), string.sub(text, at)
+  end
+  if @DROPS_DETAILS@ and string.find(text, DETAILS, 1, true) then
+    text = string.gsub(text, ',%s*' .. DETAILS .. '%s*:%s*{[^{}]*}', "")
+    text = string.gsub(text, ',%s*' .. DETAILS .. '%s*:%s*null', "")
   end
   if string.find(text, '"cache', 1, true) then
     for _, name in ipairs(HIDDEN) do
-      text = string.gsub(text, '("' .. name .. '"%s*:%s*)([%d.eE+-]+)', function(before, number)
-        return before .. string.rep(" ", #number - 1) .. "0"
-      end)
+      text = string.gsub(text, '("' .. name .. '"%s*:%s*)[%d.eE+-]+', "%10")
     end
   end
   return text, tail
@@ -38,7 +47,18 @@ end
 """
 
 
-def hiding_script(*, hides: bool) -> str:
-    """Defines HIDES_COUNTS and ``without_counts`` for the scripts of filters."""
+def hiding_script(*, hides: bool, drops_details: bool) -> str:
+    """Defines HIDES_COUNTS and ``without_counts`` for the scripts of filters.
+
+    ``drops_details``: not for the responses API, whose answers always have theirs and repeat what clients sent.
+    """
     names = ", ".join(f'"{name}"' for name in _NAMES)
-    return _SCRIPT.replace("@HIDES@", "true" if hides else "false").replace("@NAMES@", names)
+    marks = {"@HIDES@": _lua(value=hides), "@NAMES@": names, "@DROPS_DETAILS@": _lua(value=drops_details)}
+    script = _SCRIPT
+    for mark, text in marks.items():
+        script = script.replace(mark, text)
+    return script
+
+
+def _lua(*, value: bool) -> str:
+    return "true" if value else "false"

@@ -108,6 +108,9 @@ function envoy_on_response(handle)
   if not (decision and decision["@TICKET@"] or HIDES_COUNTS) then
     return
   end
+  if HIDES_COUNTS then
+    headers:remove("content-length")
+  end
   local reader, tail = new_reader(), ""
   for chunk in handle:bodyChunks() do
     local size = chunk:length()
@@ -139,7 +142,7 @@ def responses_usage(*, hides_counts: bool) -> Lua:
 
     ``hides_counts``: of cached tokens, also in streams and in answers that extproc has not decided.
     """
-    script = hiding_script(hides=hides_counts) + _SCRIPT
+    script = hiding_script(hides=hides_counts, drops_details=False) + _SCRIPT
     for mark, text in {
         "@PROMPT_TOKENS@": PROMPT_TOKENS,
         "@COMPLETION_TOKENS@": COMPLETION_TOKENS,

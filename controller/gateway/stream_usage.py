@@ -120,15 +120,16 @@ function envoy_on_response(response_handle)
   if not (decision and decision["@TICKET@"] or HIDES_COUNTS) then
     return
   end
-  if string.find(kind, "application/json", 1, true) == 1 then
-    return read_plain(response_handle)
-  end
-  if string.find(kind, "text/event-stream", 1, true) ~= 1 then
+  local is_plain = string.find(kind, "application/json", 1, true) == 1
+  if not is_plain and string.find(kind, "text/event-stream", 1, true) ~= 1 then
     return
   end
-  local hides = decision ~= nil and decision["@HIDES_USAGE@"] ~= nil
-  if hides then
+  local hides = not is_plain and decision ~= nil and decision["@HIDES_USAGE@"] ~= nil
+  if hides or HIDES_COUNTS then
     headers:remove("content-length")
+  end
+  if is_plain then
+    return read_plain(response_handle)
   end
   -- held: what came of an event that has not ended; is_long: so much came of it that it passes as it comes
   local held, is_long, tail = "", false, ""
@@ -176,7 +177,7 @@ def stream_usage(*, hides_counts: bool) -> Lua:
         CACHED_TOKENS: "cached_tokens",
     }
     counts = ", ".join(f"""{key} = '"{name}"%s*:%s*([%d.eE+-]+)'""" for key, name in patterns.items())
-    script = hiding_script(hides=hides_counts) + _SCRIPT
+    script = hiding_script(hides=hides_counts, drops_details=True) + _SCRIPT
     for mark, text in {
         "@COUNTS@": counts,
         "@USAGE_NAMESPACE@": USAGE_NAMESPACE,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from extproc.config.snapshot import Snapshot
 
 ANONYMOUS: Final = "anonymous"
-# Longer names are truncated: names are kept in memory and shown in metrics.
+# Longer names are cut and end in a hash of the whole, so that two callers stay two: names are kept in memory and shown in metrics.
 _MAX_CHARACTERS: Final = 128
+_HASH_BYTES: Final = 16
 _MAX_TARGET_MS: Final = 86_400_000.0
 _NO_MODELS: Final = frozenset[str]()
 
@@ -106,12 +108,15 @@ class Identities:
 
 
 def name_in(headers: Mapping[str, str], header: str) -> str:
-    """The value of a header, truncated to a bounded length; empty if it is missing."""
+    """The value of a header, shortened to a bounded length; empty if it is missing."""
     return _truncate(headers.get(header.lower(), ""))
 
 
 def _truncate(name: str) -> str:
-    return name[:_MAX_CHARACTERS]
+    if len(name) <= _MAX_CHARACTERS:
+        return name
+    hashed = blake2b(name.encode(errors="surrogatepass"), digest_size=_HASH_BYTES).hexdigest()
+    return f"{name[: _MAX_CHARACTERS - len(hashed) - 1]}~{hashed}"
 
 
 def _first(headers: Mapping[str, str], names: Sequence[str]) -> str:

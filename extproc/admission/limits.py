@@ -121,8 +121,9 @@ class RouteLimits:
             case "Tenant":
                 return caller.tenant
             case "User":
-                # two tenants may have users of the same name
-                return f"{caller.tenant}/{caller.user}"
+                # two tenants may have users of the same name; a token may name a tenant with a slash
+                tenant = caller.tenant.replace("%", "%25").replace("/", "%2F")
+                return f"{tenant}/{caller.user}"
             case "ApiKey":
                 return caller.api_key
             case "Header":

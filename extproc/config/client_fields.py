@@ -10,7 +10,8 @@ import msgspec
 from extproc.config import patterns
 
 CacheIsolation = Annotated[str, msgspec.Meta(pattern=patterns.ISOLATION)]
-# Whoever sets one of these makes an engine connect somewhere, or chooses where a request runs.
+# Whoever sets one of these makes an engine connect somewhere, or chooses where a request runs, with which adapter (beside
+# ``model``, which alone is checked) or in whose session.
 SteeringField = Literal[
     "kv_transfer_params",
     "ec_transfer_params",
@@ -20,6 +21,10 @@ SteeringField = Literal[
     "data_parallel_rank",
     "routed_dp_rank",
     "disagg_prefill_dp_rank",
+    "disaggregated_params",
+    "lora_path",
+    "lora_request",
+    "session_params",
 ]
 # These affect a request's order, name or cache only.
 MarkingField = Literal["priority", "request_id", "rid", "extra_key", "cache_salt"]

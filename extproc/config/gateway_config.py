@@ -47,7 +47,7 @@ class GatewayConfigSpec(Spec, frozen=True):
     authentication: Authentication | None = None
     # Tenants that may not use every model.
     tenants: Annotated[tuple[Tenant, ...], msgspec.Meta(max_length=10_000)] = ()
-    # Hidden: clients read 0 where engines report tokens found in their caches, which tell what others have asked.
+    # Hidden: no answer tells how many tokens were found in caches, which tell what others have asked.
     cached_tokens: Literal["Shown", "Hidden"] = "Shown"
     # A header of answers that names the engine's address, for debugging; without it, clients do not learn it.
     served_header: Annotated[str, msgspec.Meta(pattern=patterns.HEADER, max_length=64)] | None = None

@@ -6,6 +6,7 @@ A client's numbers are bounded where they are read, so that no account ever sees
 
 from __future__ import annotations
 
+import re
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -121,15 +122,18 @@ def prompts_in(value: msgspec.Raw) -> Prompts:
     view = memoryview(value)
     if bytes(view[:1]) != b"[":
         return ONE_PROMPT
-    first = bytes(view[1:64]).lstrip()[:1]
+    data = bytes(view)
+    # however much white space a client writes before it
+    found = _NO_SPACE.search(data, 1)
+    first = b"" if found is None else found[0]
     if first == b"[":
-        data = bytes(view)
         return Prompts(max(1, data.count(b"[") - 1), data.count(b",") + 1)
     if first == b'"':
         return Prompts(max(1, len(_list_decoder.decode(view))))
     # a list of tokens
-    return Prompts(1, bytes(view).count(b",") + 1)
+    return Prompts(1, data.count(b",") + 1)
 
 
 _parts_decoder: Final = msgspec.json.Decoder(list[_Part])
+_NO_SPACE: Final = re.compile(rb"[^ \t\r\n]")
 _list_decoder: Final = msgspec.json.Decoder(list[msgspec.Raw])

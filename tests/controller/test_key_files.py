@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -138,6 +139,14 @@ def test_a_key_that_cannot_be_had_is_a_mistake_that_does_not_repeat_it(given: di
         KeyFiles(environment).fill(with_key(**given), NOW)
     assert said in str(caught.value)
     assert no_secret_in(str(caught.value))
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigInvalid) as caught:
+        KeyFiles({}).fill(with_key(keyFile=str(pipe)), NOW)
+    assert "is not a regular file; name a file that holds one key" in str(caught.value)
 
 
 def test_of_two_with_the_same_key_the_first_has_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,8 @@ KEYS = {
     }
 }
 STEERING = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank")
+# beside the model, which alone is checked against what a caller may use
+CHOOSING = ("lora_path", "lora_request", "session_params", "disaggregated_params")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -47,7 +49,7 @@ def chat(**fields: object) -> bytes:
     return json.dumps({"model": "llama", "messages": [], **fields}).encode()
 
 
-@pytest.mark.parametrize("name", STEERING)
+@pytest.mark.parametrize("name", STEERING + CHOOSING)
 @pytest.mark.parametrize("escaped", [False, True])
 async def test_a_client_cannot_say_where_engines_connect(gateway: Gateway, name: str, *, escaped: bool) -> None:
     body = chat(**{name: "10.0.0.9"})

@@ -222,7 +222,7 @@ RESPONSE = json.dumps({"output": ['"cached_tokens": 5'], "usage": OWN}).encode()
 PLAIN = b'{"choices": [{"message": {"content": "\\"cached_tokens\\": 5"}}], ' + USAGE[USAGE.index(b'"usage"') : -2]
 CLAUDE = b'{"usage": {"cache_read_input_tokens":1024,"cache_creation_input_tokens" : 12,"prompt_tokens": 31, "x": 16}}'
 HIDDEN_CLAUDE = (
-    b'{"usage": {"cache_read_input_tokens":   0,"cache_creation_input_tokens" :  0,"prompt_tokens": 31, "x": 16}}'
+    b'{"usage": {"cache_read_input_tokens":0,"cache_creation_input_tokens" : 0,"prompt_tokens": 31, "x": 16}}'
 )
 SSE, JSON = "text/event-stream", "application/json"
 
@@ -241,7 +241,8 @@ SSE, JSON = "text/event-stream", "application/json"
 async def test_cached_tokens_are_hidden_wherever_an_answer_is_cut(
     hiding: Gateway, path: str, kind: str, whole: bytes, cached: int | None
 ) -> None:
-    shown = HIDDEN_CLAUDE if whole is CLAUDE else whole.replace(b'"cached_tokens": 16', b'"cached_tokens":  0')
+    shown = whole.replace(b', "prompt_tokens_details": {"cached_tokens": 16}', b"")
+    shown = HIDDEN_CLAUDE if whole is CLAUDE else shown.replace(b'"cached_tokens": 16', b'"cached_tokens": 0')
     before = len(hiding.outcomes())
     hiding.engine.headers = {"content-type": kind}
     cuts = [[whole], *([whole[at : at + size] for at in range(0, len(whole), size)] for size in (1, 5))]
@@ -255,11 +256,41 @@ async def test_cached_tokens_are_hidden_wherever_an_answer_is_cut(
     assert {one["cached"] for one in await hiding.outcomes_since(before, len(cuts))} == {cached}
 
 
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize("kind", [SSE, JSON])
+async def test_what_was_cached_changes_no_byte_of_an_answer_nor_their_number(
+    hiding: Gateway, kind: str, size: int
+) -> None:
+    shown = set()
+    # with a length of its own
+    hiding.engine.is_plain = is_whole = kind == JSON and size == 10_000
+    hiding.engine.headers = {} if is_whole else {"content-type": kind}
+    try:
+        for details in (
+            b', "prompt_tokens_details": {"cached_tokens": 1024, "audio_tokens": null}',
+            b', "prompt_tokens_details": {"cached_tokens":16}',
+            b', "prompt_tokens_details" : null',
+            b"",
+        ):
+            usage = b'{"choices": [], "usage": {"prompt_tokens": 2000, "completion_tokens": 7%b}}' % details
+            whole = usage if kind == JSON else b"data: " + usage + b"\n\n" + DONE
+            pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+            asked = {} if kind == JSON else {"stream_options": {"include_usage": True}}
+            hiding.engine.pieces = pieces
+            body = {"model": "llama", "messages": [], "stream": kind == SSE, **asked}
+            answer = await hiding.http.post(f"{hiding.url}/v1/chat/completions", json=body)
+            assert (answer.status_code, "content-length" in answer.headers) == (200, False)
+            shown.add(answer.content)
+    finally:
+        hiding.engine.headers, hiding.engine.is_plain = {}, False
+    assert len(shown) == 1
+
+
 async def test_hidden_counts_in_a_stream_longer_than_what_is_held_stay_hidden(hiding: Gateway) -> None:
     long = (
         b'data: {"text": "' + b"x" * 2 * MOST_HELD_BYTES + b'", "usage": {"prompt_tokens": 1, "cached_tokens": 16}}\n\n'
     )
     cut = len(long) - 6
     shown = await answer_to(hiding, [long[:70_000], long[70_000:cut], long[cut:]])
-    assert shown == long.replace(b": 16", b":  0")
+    assert shown == long.replace(b": 16", b": 0")
     assert "accept-encoding" not in hiding.engine.asked_headers

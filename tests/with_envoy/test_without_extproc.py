@@ -31,7 +31,7 @@ CHAT: Final = "/v1/chat/completions"
 PATHS: Final = (CHAT, "/v1/completions", "/v1/embeddings", "/v1/responses")
 # what the engines of the two servers call their model
 ONE, TWO = "engines/one", 'engines/"zwei" \\ é'
-STEERING: Final = ("kv_transfer_params", "bootstrap_host", "data_parallel_rank")
+STEERING: Final = ("kv_transfer_params", "bootstrap_host", "data_parallel_rank", "lora_path")
 
 
 class Told(msgspec.Struct, frozen=True):

@@ -89,11 +89,20 @@ def test_targets(identities: Identities, name: str, field: str, text: str, secon
     assert getattr(identities.caller({name: text}, namespace="default", is_trusted=True), field) == seconds
 
 
-def test_long_names_are_truncated(identities: Identities) -> None:
+def test_long_names_are_shortened(identities: Identities) -> None:
     caller = identities.caller(
         {"x-attache-tenant": "x" * 10_000, "x-attache-user": "y" * 10_000}, namespace="default", is_trusted=True
     )
     assert len(caller.tenant) == len(caller.user) == 128
+
+
+def test_long_names_that_begin_alike_stay_two(identities: Identities) -> None:
+    def tenant(name: str) -> str:
+        return identities.caller({"x-attache-tenant": name}, namespace="default", is_trusted=True).tenant
+
+    long = "x" * 128
+    assert tenant(long) == long
+    assert len({long, tenant(long + "a"), tenant(long + "b")}) == 3
 
 
 def test_fairness_ids_by_both_names(identities: Identities) -> None:

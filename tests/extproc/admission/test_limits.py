@@ -45,6 +45,12 @@ def test_whose_bucket(limit: RateLimit, buckets: int) -> None:
     assert len({charges[0].key for charges in asked}) == buckets
 
 
+def test_a_slash_in_a_tenants_name_makes_it_nobody_elses_user() -> None:
+    callers = Caller(tenant="acme", user="eu/bob"), Caller(tenant="acme/eu", user="bob"), Caller("acme%2Feu", "bob")
+    limits = route(RateLimit(per="User", requests=1))
+    assert len({limits.charges(caller, {}, USAGE)[0].key for caller in callers}) == 3
+
+
 def test_every_number_of_a_limit_has_its_own_bucket_and_share_of_the_usage() -> None:
     limit = RateLimit(unit="hour", requests=10, input_tokens=3600, output_tokens=7200, total_tokens=9000, burst=0.5)
     charges = {charge.resource: charge for charge in route(limit).charges(ALICE, {}, USAGE)}

@@ -218,6 +218,14 @@ def test_answers_and_prompts_are_counted(
     assert (request.answers, request.prompts.count, request.prompts.token_ids) == (answers, prompts, token_ids)
 
 
+@pytest.mark.parametrize(("prompt", "prompts", "token_ids"), [('["aaaa","b"]', 2, 0), ("[[1,2],[3]]", 2, 3)])
+def test_white_space_before_the_first_prompt_changes_no_count(prompt: str, prompts: int, token_ids: int) -> None:
+    for space in (" " * 100, "\n\t\r " * 50_000):
+        spaced = f'{{"model": "m", "prompt": [{space}{prompt[1:]}}}'.encode()
+        found = parse(Api.COMPLETIONS, spaced)
+        assert (found.answers, found.prompts.count, found.prompts.token_ids) == (prompts, prompts, token_ids)
+
+
 @pytest.mark.parametrize(
     ("parts", "tokens"),
     [
