@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from extproc.cli.mistakes import report
 from extproc.config.directory import ConfigDirectory
 from extproc.config.errors import ConfigInvalid
 from extproc.config.quantities import Duration
@@ -107,9 +108,7 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
             if uptake is not None and wait_s is not None:
                 return 0 if wait_until_taken(snapshot, options.out, uptake, wait_s) else 1
     except ConfigInvalid as error:
-        print(error, file=sys.stderr)
-        print(f"mistakes: {len(error.mistakes)}", file=sys.stderr)
-        return 2
+        return report(error)
     except OSError as error:
         print(f"cannot write the bundle: {error}", file=sys.stderr)
         return 2

@@ -56,6 +56,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         columns=(
             Column("Model", ".spec.modelName"),
             _condition("Accepted"),
+            _condition("ResolvedRefs"),
             _condition("Programmed"),
             Column("Adapters", ".spec.loraAdapters", wide=True),
             _AGE,
@@ -85,6 +86,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         columns=(
             Column("Listen", ".spec.listen"),
             Column("FailureMode", ".spec.failureMode"),
+            _condition("Accepted"),
             _condition("Programmed"),
             _AGE,
         ),

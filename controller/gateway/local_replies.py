@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 
 _INVALID: Final = "invalid_request_error"
+_NO_KEY: Final = "The request has no API key, or none that is known; send one as 'authorization: Bearer KEY'."
+_NO_JWT: Final = (
+    "The request has no token, or one that is expired or not of this gateway's issuers; "
+    "send a valid one as 'authorization: Bearer TOKEN'."
+)
 
 
 def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
@@ -29,7 +34,7 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
         f"The request body is larger than the gateway takes ({gateway.max_body_size}); "
         "send a shorter prompt or ask for a higher maxBodySize."
     )
-    no_key = "The request has no API key, or none that is known; send one as 'authorization: Bearer KEY'."
+    no_key = _NO_JWT if gateway.authentication and gateway.authentication.jwt else _NO_KEY
     no_name = "The token does not say as text whose it is; ask its issuer for one with the claims of this gateway."
     no_path = "The path has an escaped slash or backslash, or cannot be normalized; write it plainly."
     no_route = "No model, or none that is served, was asked for; GET /v1/models lists those that are."

@@ -15,6 +15,8 @@ import pytest
 from controller.__main__ import main
 from controller.bundle import GOLDEN_PATH
 from controller.gateway.bundle import BundleWriter, build, with_servers
+from controller.gateway.envoy_json import to_json
+from controller.gateway.local_replies import local_replies
 from controller.gateway.publish import Lingering, Step, remove_orphans, steps, write
 from extproc.config.directory import load_directory
 from extproc.config.load import load
@@ -284,6 +286,27 @@ def test_what_an_earlier_writer_left_behind_is_removed(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "eds").rglob("*.json")] == ["one.json"]
 
 
+@pytest.mark.parametrize(
+    ("credentials", "credential", "other"),
+    [
+        ("apiKeys: [{name: web, tenant: acme, key: a-key-of-the-test}]", "API key", "token"),
+        ("jwt: [{name: login, issuer: me, anyAudience: true, jwksFile: /jwks.json}]", "token", "API key"),
+    ],
+)
+def test_the_refusal_of_an_unknown_caller_names_what_this_gateway_asks_for(
+    credentials: str, credential: str, other: str
+) -> None:
+    secret = "" if credential == "API key" else ", cacheSecret: 0123456789abcdef"
+    gateway = snapshot_of("one", "two", gateway=f"{{authentication: {{{credentials}}}{secret}}}").gateway
+    (said,) = (
+        mapper.body_format_override.json_format.fields["error"].struct_value.fields["message"].string_value
+        for mapper in local_replies(gateway).mappers
+        if "invalid_api_key" in to_json(mapper)
+    )
+    assert f"has no {credential}" in said
+    assert other not in said
+
+
 def test_the_command_says_every_mistake_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config"
     config.mkdir()
@@ -294,6 +317,7 @@ def test_the_command_says_every_mistake_and_writes_nothing(tmp_path: Path, capsy
     said = capsys.readouterr().err
     assert "'nowhere' is not an address" in said
     assert "no ModelServer is called 'gone'" in said
+    assert said.endswith("\n2 mistakes\n")
     assert not (tmp_path / "out").exists()
     with pytest.raises(SystemExit):
         main(["bundle"])

@@ -71,7 +71,7 @@ def _compile(source: Source, servers: Collection[str]) -> RouteResult:
     resolved = holds("ResolvedRefs")
     if absent:
         said = f"no usable ModelServer {', '.join(dict.fromkeys(absent))}"
-        share = "their rules are answered 503" if missing else "the other targets serve their requests"
+        share = "rules without another target are answered 503" if missing else "the other targets serve its requests"
         resolved = fails("ResolvedRefs", "BackendNotFound", f"{said}; {share}")
     document = source.document({**source.spec, "rules": rules})
     return _result(source, document, (holds("Accepted"), resolved, holds("Programmed")), missing)

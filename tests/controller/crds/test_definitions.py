@@ -55,6 +55,15 @@ def test_check_tells_what_is_stale_and_writes_nothing(tmp_path: Path, capsys: py
     assert stale.read_text() == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "conditions"),
+    [("ModelRoute", ["Accepted", "ResolvedRefs", "Programmed"]), ("GatewayConfig", ["Accepted", "Programmed"])],
+)
+def test_get_shows_the_condition_that_says_why_an_object_is_not_served(name: str, conditions: list[str]) -> None:
+    (kind,) = (one for one in KINDS if one.name == name)
+    assert [column.name for column in kind.columns if ".conditions[" in column.path] == conditions
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_list_that_a_rule_walks_is_bounded(kind: Kind) -> None:
     """Kubernetes refuses rules whose cost it cannot bound."""
