@@ -147,7 +147,7 @@ function envoy_on_response(response_handle)
     -- the end of an answer comes as an empty piece
     local whole = size == 0 and #text or end_of_events(text)
     if #text - whole > @MOST_HELD@ then
-      is_long, whole = true, #text
+      is_long, whole = true, #text - #string.match(text, "[\\r\\n]*$")
     end
     local events = string.sub(text, 1, whole)
     if string.find(events, '"usage"', 1, true) then

@@ -3,9 +3,10 @@
 
 A prompt that has not been tokenized:
 
-    reserve = margin * (bytes / bytes_per_token + extra)
+    reserve = margin * (bytes / 4 + extra)
 
-``extra`` is the number of tokens that the chat template adds, learned from short prompts. ``margin`` is the factor by
+Each tenant has an estimate of its own: else one that writes what has many tokens in few bytes would make prompts of all others
+too long for their limits. ``extra`` is the number of tokens that the chat template adds, learned from short prompts. ``margin`` is the factor by
 which long prompts exceed what their bytes predict. Both rise at once to what an answer reports and decay slowly, so
 estimates are rarely too low; what is reserved in excess is refunded.
 """
@@ -14,13 +15,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Final
 
 _INITIAL_EXTRA: Final = 16.0
 _MAX_EXTRA: Final = 512.0
 _INITIAL_MARGIN: Final = 1.1
-_MARGIN_BOUNDS: Final = (1.0, 4.0)
+# Of one token for each byte, down to one for 16.
+_MARGIN_BOUNDS: Final = (0.25, 4.0)
+# The same for all, as what is learned of a pool's prompts is everybody's: the margin has the rest.
+ASSUMED_BYTES_PER_TOKEN: Final = 4.0
+# Of one pool; the least recently seen begins anew.
+_MOST_TENANTS: Final = 1_000
 # Prompts shorter than this teach ``extra``, the others ``margin``.
 _SHORT_TOKENS: Final = 256
 _DECAY: Final = 0.005
@@ -32,7 +38,7 @@ _INITIAL_OUTPUT: Final = 1_000.0
 
 
 class InputEstimate:
-    """The estimate for the prompts of one model."""
+    """The estimate for one tenant's prompts to one model."""
 
     def __init__(self) -> None:
         self._extra = _INITIAL_EXTRA
@@ -51,6 +57,23 @@ class InputEstimate:
             low, high = _MARGIN_BOUNDS
             seen = tokens / (plain + prompts * self._extra)
             self._margin = min(high, max(low, _rise_at_once(self._margin, seen)))
+
+
+class InputEstimates:
+    """The estimates for the prompts of one model, by tenant."""
+
+    def __init__(self) -> None:
+        self._by_tenant: OrderedDict[str, InputEstimate] = OrderedDict()
+
+    def of(self, tenant: str) -> InputEstimate:
+        """The tenant's own."""
+        found = self._by_tenant.get(tenant)
+        if found is None:
+            found = self._by_tenant[tenant] = InputEstimate()
+            if len(self._by_tenant) > _MOST_TENANTS:
+                self._by_tenant.popitem(last=False)
+        self._by_tenant.move_to_end(tenant)
+        return found
 
 
 def _rise_at_once(current: float, seen: float) -> float:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from extproc.admission.chosen_names import ChosenNames
+from extproc.admission.estimates import ASSUMED_BYTES_PER_TOKEN
 from extproc.admission.gate import Gate
 from extproc.admission.identity import name_in
 from extproc.admission.limits import RouteLimits, Usage
@@ -118,7 +119,8 @@ def usage_to_reserve(arrival: Arrival) -> Usage:
     """
     request, pool = arrival.request, arrival.pool
     prompts, most = request.prompts, request.max_output_tokens
-    text = pool.input_estimate.tokens(request.text_bytes, pool.caches.bytes_per_token, prompts=prompts.count)
+    estimate = pool.input_estimates.of(arrival.caller.tenant)
+    text = estimate.tokens(request.text_bytes, ASSUMED_BYTES_PER_TOKEN, prompts=prompts.count)
     output = pool.output_estimate.tokens if most is None else float(most)
     return Usage(text + prompts.token_ids + request.media.tokens, request.answers * output, is_guess=most is None)
 

@@ -110,6 +110,7 @@ class Dispatcher:
             most_output=math.inf if request.max_output_tokens is None else request.answers * request.max_output_tokens,
             prompts=request.prompts.count,
             declines_usage=request.declines_usage,
+            input_estimate=None if record.limited is None else pool.input_estimates.of(arrival.caller.tenant),
         )
         if gate is not None and queued is not None:
             run.waited_s = now - queued.arrived_at_s

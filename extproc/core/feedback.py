@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.admission.estimates import ASSUMED_BYTES_PER_TOKEN
 from extproc.admission.limits import NO_USAGE, Usage
 from extproc.endpoints.engine_reports import apply_report, record_latency
 from extproc.endpoints.ledger import finish_prefill
@@ -144,10 +145,10 @@ def _learn_bytes_per_token(run: Run, outcome: Outcome, *, has_limits: bool) -> N
     caches = run.pool.caches
     if not run.prompt_bytes:
         return
-    if tokens is not None and has_limits:
-        run.pool.input_estimate.learn(
+    if tokens is not None and has_limits and run.input_estimate is not None:
+        run.input_estimate.learn(
             prompt_bytes=run.prompt_bytes,
-            bytes_per_token=caches.bytes_per_token,
+            bytes_per_token=ASSUMED_BYTES_PER_TOKEN,
             tokens=tokens,
             prompts=run.prompts,
         )

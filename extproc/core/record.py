@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from extproc.admission.estimates import InputEstimate
 from extproc.admission.gate import Gate
 from extproc.admission.limits import NO_USAGE, Charge, Grant, Usage
 from extproc.admission.queued_request import QueuedRequest
@@ -28,7 +29,8 @@ class Run(msgspec.Struct):
     prompts; ``most_output``: the tokens that it asked for at most, over all answers. ``prompt_bytes``: 0 if they do not
     say how many tokens its ``prompts`` prompts have. ``declines_usage``: its client wants none to be told.
     ``expects_usage``: a whole answer reports it. ``gate``, ``charged``: whose flow paid how much service for it.
-    ``is_on_time``: its silence was not counted as a failure of its endpoint.
+    ``is_on_time``: its silence was not counted as a failure of its endpoint. ``input_estimate``: its tenant's, if its limits
+    reserved by it.
     """
 
     pool: Pool
@@ -49,6 +51,7 @@ class Run(msgspec.Struct):
     charged: float = 0.0
     expects_usage: bool = False
     is_on_time: bool = True
+    input_estimate: InputEstimate | None = None
 
 
 class Record(msgspec.Struct):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from extproc.admission.estimates import InputEstimate, OutputEstimate
+from extproc.admission.estimates import InputEstimates, OutputEstimate
 from extproc.endpoints.backoff import begin_probe
 from extproc.endpoints.ledger import backlog_of, begin_request, end_request
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
@@ -114,7 +114,7 @@ class Pool:
         self.caches = CacheEstimator()
         self.adapters: frozenset[str] = frozenset()
         self.typical_ttft_s = 0.0
-        self.input_estimate = InputEstimate()
+        self.input_estimates = InputEstimates()
         self.output_estimate = OutputEstimate()
         self.reports_cached_tokens = False
         self.reports_usage = False

@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.admission.estimates import InputEstimate, OutputEstimate
+from extproc.admission.estimates import InputEstimate, InputEstimates, OutputEstimate
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=256, max_size=600))
@@ -37,3 +37,25 @@ def test_the_template_counts_for_each_prompt() -> None:
     # 10 prompts of 8 tokens, 6 of which their bytes do not explain: less than the 16 that are assumed
     estimate.learn(prompt_bytes=80, bytes_per_token=4.0, tokens=80, prompts=10)
     assert estimate.tokens(0, 4.0) < before
+
+
+def test_what_one_tenant_writes_makes_nobody_elses_prompts_longer() -> None:
+    estimates = InputEstimates()
+    before = estimates.of("acme").tokens(40_000, 4.0)
+    estimates.of("other").learn(prompt_bytes=1_000, bytes_per_token=4.0, tokens=1_000)
+    estimates.of("other").learn(prompt_bytes=100, bytes_per_token=4.0, tokens=100)
+    assert estimates.of("other").tokens(40_000, 4.0) > 2 * before
+    assert estimates.of("acme").tokens(40_000, 4.0) == before
+
+
+def test_so_many_tenants_are_remembered() -> None:
+    estimates = InputEstimates()
+    kept = estimates.of("kept")
+    for number in range(1_500):
+        estimates.of(str(number))
+        assert estimates.of("kept") is kept
+    first = estimates.of("1499")
+    assert estimates.of("1499") is first
+    for number in range(1_500, 3_000):
+        estimates.of(str(number))
+    assert estimates.of("1499") is not first
