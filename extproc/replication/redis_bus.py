@@ -82,7 +82,11 @@ class RedisBus:
                 await self._redis.publish(self._channel, payload)
         except (self._error, TimeoutError) as error:
             raise OSError(str(error)) from None
+        finally:
+            # swallowed here, it would leave the caller running for ever
+            if _is_cancelled(asyncio.current_task()):
+                raise asyncio.CancelledError
 
 
-def _is_cancelled(task: asyncio.Task[None] | None) -> bool:
+def _is_cancelled(task: asyncio.Task[Any] | None) -> bool:
     return task is not None and bool(task.cancelling())
