@@ -7,6 +7,8 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 
+import httpx
+
 Condition = Callable[[], bool | Awaitable[bool]]
 
 
@@ -15,6 +17,18 @@ async def eventually(holds: Condition, *, timeout_s: float = 10.0, pause_s: floa
     async with asyncio.timeout(timeout_s):
         while not await _ask(holds):  # noqa: ASYNC110  it happens elsewhere: there is no event to wait for
             await asyncio.sleep(pause_s)
+
+
+async def until_served(http: httpx.AsyncClient, url: str = "", *, timeout_s: float = 30.0) -> None:
+    """Until Envoy at ``url`` has its routes and answers ``GET /v1/models``; TimeoutError if it never does."""
+
+    async def serves() -> bool:
+        try:
+            return (await http.get(f"{url}/v1/models")).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    await eventually(serves, timeout_s=timeout_s)
 
 
 async def _ask(holds: Condition) -> bool:

@@ -222,10 +222,7 @@ class Client:
         body: Mapping[str, Any] | None = None,
         content_type: str = _JSON,
     ) -> Object:
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
-        async with self._answer(
-            method, path, query=query, body=body, content_type=content_type, timeout=timeout
-        ) as answer:
+        async with self._answer(method, path, query=query, body=body, content_type=content_type) as answer:
             return cast("Object", msgspec.json.decode(await answer.read()))
 
     @contextlib.asynccontextmanager

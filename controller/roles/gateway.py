@@ -88,19 +88,18 @@ class GatewayRole:
             began_s = time.perf_counter()
             outcome = self._compiler.compile()
             self._metrics.compiled(len(changed), time.perf_counter() - began_s)
-            if await self._publish(outcome):
-                self._statuses.want(outcome.statuses)
+            await self._publish(outcome)
+            self._statuses.want(outcome.statuses)
 
-    async def _publish(self, outcome: Outcome) -> bool:
-        """Whether what is served is this outcome."""
+    async def _publish(self, outcome: Outcome) -> None:
+        """Write the outcome, unless it must not be served."""
         if outcome.refused != self._refused:
             self._refused = outcome.refused
             self._metrics.refused.set(bool(outcome.refused))
             if outcome.refused:
                 log.error("nothing is changed, and what is served stays: %s", outcome.refused)
         if outcome.refused:
-            self._statuses.want(outcome.statuses)
-            return False
+            return
         done = await self._write(outcome)
         for name in done.written:
             log.info("wrote %s", name)
@@ -108,7 +107,6 @@ class GatewayRole:
             log.info("removed %s", name)
         self._metrics.published(len(done.written), len(done.removed), len(outcome.files))
         self.ready.set()
-        return True
 
     async def _write(self, outcome: Outcome) -> Written:
         while True:

@@ -18,7 +18,7 @@ from bench.processes import Processes, free_ports
 from bench.stack import ALIAS, documents, envoy_command
 from controller.bundle import GOLDEN_PATH, write_once
 from extproc.config.directory import load_directory
-from tests.waiting import eventually
+from tests.waiting import until_served
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -116,13 +116,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
     async with Processes(tmp_path) as processes, httpx.AsyncClient() as http:
         await processes.start("envoy", envoy_command(tmp_path / "envoy"))
 
-        async def serves() -> bool:
-            try:
-                return (await http.get(f"http://127.0.0.1:{listen}/v1/models")).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        await eventually(serves, timeout_s=30)
+        await until_served(http, f"http://127.0.0.1:{listen}")
         yield Gateway(f"http://127.0.0.1:{listen}", engine)
     await runner.cleanup()
 

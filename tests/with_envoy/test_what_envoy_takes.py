@@ -16,7 +16,7 @@ from controller.bundle import write_once
 from extproc.config.expressions import MAX_PROGRAM_SIZE
 from extproc.config.load import load
 from extproc.routing.match import compile_match
-from tests.waiting import eventually
+from tests.waiting import until_served
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -78,14 +78,8 @@ async def envoy_alone(tmp_path: Path) -> AsyncIterator[str]:
     async with Processes(tmp_path) as processes, httpx.AsyncClient() as http:
         await processes.start("envoy", envoy_command(tmp_path / "envoy"))
 
-        async def serves() -> bool:
-            try:
-                return (await http.get(f"http://127.0.0.1:{listen}/v1/models")).status_code == 200
-            except httpx.TransportError:
-                return False
-
         # a refused listener, route or cluster would not
-        await eventually(serves, timeout_s=30)
+        await until_served(http, f"http://127.0.0.1:{listen}")
         yield f"http://127.0.0.1:{listen}"
     await runner.cleanup()
 

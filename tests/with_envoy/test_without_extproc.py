@@ -19,7 +19,7 @@ from bench.stack import envoy_command
 from controller.bundle import write_once
 from extproc.config.directory import load_directory
 from extproc.config.spec import API_VERSION
-from tests.waiting import eventually
+from tests.waiting import until_served
 from tests.with_envoy.trailers import with_trailers
 
 if TYPE_CHECKING:
@@ -142,13 +142,7 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
     ):
         await processes.start("envoy", envoy_command(bundle))
 
-        async def serves() -> bool:
-            try:
-                return (await http.get("/v1/models")).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        await eventually(serves, timeout_s=30)
+        await until_served(http)
         yield Gateway(http, told)
     for runner in runners:
         await runner.cleanup()
