@@ -10,7 +10,7 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
-from controller.gateway.bundle import BundleWriter
+from controller.gateway.envoy.bundle import BundleWriter
 from controller.gateway.publish import Lingering, remove_orphans, steps, write
 from controller.key_files import KeyFiles
 from extproc.config.directory import load_directory

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from controller.gateway.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, ROUTES_FILE
-from controller.gateway.clusters import endpoints_file, server_cluster_name
-from controller.gateway.routes import ROUTES_NAME
+from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, ROUTES_FILE
+from controller.gateway.envoy.clusters import endpoints_file, server_cluster_name
+from controller.gateway.envoy.routes import ROUTES_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,7 +22,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, Self
 
-from controller.gateway.bundle import build
+from controller.gateway.envoy.bundle import build
 from extproc.config.load import load
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final
 
-from controller.gateway.bundle import build
+from controller.gateway.envoy.bundle import build
 from extproc.config.errors import ConfigInvalid
 from extproc.config.load import load
 from extproc.core.core import Core

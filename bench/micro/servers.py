@@ -16,7 +16,7 @@ import msgspec
 
 from bench.processes import Processes, free_ports
 from bench.stack import ALIAS, MODEL, ROOT, documents, envoy_command
-from controller.gateway.bundle import build
+from controller.gateway.envoy.bundle import build
 from controller.gateway.publish import Step, write
 from extproc.config.load import load
 

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.gateway.authentication import AUTHENTICATION_FILES, unused_files
-from controller.gateway.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
-from controller.gateway.bundle import with_servers
-from controller.gateway.clusters import endpoints_file
+from controller.gateway.envoy.authentication import AUTHENTICATION_FILES, unused_files
+from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
+from controller.gateway.envoy.bundle import with_servers
+from controller.gateway.envoy.clusters import endpoints_file
 from controller.gateway.files import replace_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from controller.gateway.bundle import BundleWriter
+    from controller.gateway.envoy.bundle import BundleWriter
     from extproc.config.model_server import ModelServer
     from extproc.config.snapshot import Snapshot
 

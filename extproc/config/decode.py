@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from extproc.config.admission import InferenceObjective
+from extproc.config.backend import Backend
 from extproc.config.documents import read, repeats_keys, split
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.gateway_config import GatewayConfig
+from extproc.config.http_route import HTTPRoute
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
 from extproc.config.picker_config import PICKER_KIND, EndpointPickerConfig, PickerFile
@@ -27,14 +29,16 @@ if TYPE_CHECKING:
     from extproc.config.documents import Document
     from extproc.config.errors import Finding
 
-Object = ModelRoute | ModelServer | GatewayConfig | InferenceObjective | PickerFile
-_Decoded = ModelRoute | ModelServer | GatewayConfig | InferenceObjective | EndpointPickerConfig
+Object = ModelRoute | ModelServer | GatewayConfig | HTTPRoute | Backend | InferenceObjective | PickerFile
+_Decoded = ModelRoute | ModelServer | GatewayConfig | HTTPRoute | Backend | InferenceObjective | EndpointPickerConfig
 
 _KINDS: Final[Mapping[str, type[_Decoded]]] = MappingProxyType(
     {
         "ModelRoute": ModelRoute,
         "ModelServer": ModelServer,
         "GatewayConfig": GatewayConfig,
+        "HTTPRoute": HTTPRoute,
+        "Backend": Backend,
         "InferenceObjective": InferenceObjective,
         PICKER_KIND: EndpointPickerConfig,
     }
@@ -45,6 +49,8 @@ _VERSIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "ModelRoute": (API_VERSION,),
         "ModelServer": (API_VERSION,),
         "GatewayConfig": (API_VERSION,),
+        "HTTPRoute": ("gateway.networking.k8s.io/v1",),
+        "Backend": (API_VERSION,),
         "InferenceObjective": ("inference.networking.x-k8s.io/v1alpha2", "llm-d.ai/v1alpha2"),
     }
 )

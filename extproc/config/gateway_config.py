@@ -10,8 +10,9 @@ import msgspec
 from extproc.config import patterns
 from extproc.config.authentication import Authentication, Tenant
 from extproc.config.client_fields import CacheIsolation
+from extproc.config.listeners import Listener
 from extproc.config.quantities import ByteSize, Duration
-from extproc.config.spec import Metadata, Spec
+from extproc.config.spec import Metadata, Spec, keyed_by
 
 
 class GatewayConfigSpec(Spec, frozen=True):
@@ -22,6 +23,8 @@ class GatewayConfigSpec(Spec, frozen=True):
     """
 
     listen: str = "127.0.0.1:8080"
+    # Several listeners, with host names and TLS; ``listen`` then has no effect.
+    listeners: Annotated[tuple[Listener, ...], msgspec.Meta(max_length=256, extra_json_schema=keyed_by("name"))] = ()
     admin: str = "127.0.0.1:9901"
     extproc: str = "127.0.0.1:9002"
     # As many processes as `extproc --workers` starts, on consecutive ports (or unix:PATH.0, unix:PATH.1, ...).

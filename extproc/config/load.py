@@ -11,10 +11,12 @@ import msgspec
 import xxhash
 
 from extproc.config.admission import InferenceObjective
+from extproc.config.backend import Backend
 from extproc.config.decode import Object, decode
 from extproc.config.documents import Document, split
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.gateway_config import GatewayConfig, GatewayConfigSpec
+from extproc.config.http_route import HTTPRoute
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
 from extproc.config.picker_config import PickerFile
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig, InferenceObjective)
+T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig, HTTPRoute, Backend, InferenceObjective)
 
 
 class _Reading(msgspec.Struct, frozen=True):
@@ -125,6 +127,7 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
     """Raises ConfigInvalid."""
     routes, servers = _of(readings, ModelRoute), _of(readings, ModelServer)
     gateways, objectives = _of(readings, GatewayConfig), _of(readings, InferenceObjective)
+    http_routes, backends = _of(readings, HTTPRoute), _of(readings, Backend)
     pickers: dict[str, PickerFile] = {}
     mistakes = [mistake for reading in readings for mistake in reading.mistakes]
     for one in readings:
@@ -139,6 +142,8 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
     mistakes.extend(_check_references(routes, servers, pickers))
     mistakes.extend(_check_names(routes, "ModelRoute"))
     mistakes.extend(_check_names(servers, "ModelServer"))
+    mistakes.extend(_check_names(http_routes, "HTTPRoute"))
+    mistakes.extend(_check_names(backends, "Backend"))
     mistakes.extend(_check_names(objectives, "InferenceObjective"))
     mistakes.extend(_unique(routes, _asked_names, ("spec",), "model or adapter"))
     if mistakes:
@@ -149,6 +154,8 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
         servers=tuple(server for _, server in servers),
         gateway=gateways[0][1].spec if gateways else GatewayConfigSpec(),
         objectives=tuple(objective for _, objective in objectives),
+        http_routes=tuple(route for _, route in http_routes),
+        backends=tuple(backend for _, backend in backends),
         picker_files=pickers,
     )
 

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 import msgspec
 
 from extproc.config.admission import FlowControl, InferenceObjective
+from extproc.config.backend import Backend
 from extproc.config.gateway_config import GatewayConfigSpec
+from extproc.config.http_route import HTTPRoute
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer, ModelServerSpec
 from extproc.config.picker_config import PickerFile
@@ -26,6 +28,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[ModelServer, ...]
     gateway: GatewayConfigSpec
     objectives: tuple[InferenceObjective, ...] = ()
+    http_routes: tuple[HTTPRoute, ...] = ()
+    backends: tuple[Backend, ...] = ()
     picker_files: Mapping[str, PickerFile] = {}
 
     def flow_control_of(self, spec: ModelServerSpec) -> FlowControl | None:

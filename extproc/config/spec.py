@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, ClassVar, Final
 
 import msgspec
@@ -25,12 +26,15 @@ class Spec(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tr
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Kubernetes object metadata; extproc reads the name and the namespace only."""
+    """Kubernetes object metadata. ``creation_timestamp``: between equal routes the older decides."""
 
     name: Name
     namespace: Namespace = DEFAULT_NAMESPACE
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     annotations: dict[str, str] = msgspec.field(default_factory=dict)
+    creation_timestamp: Annotated[datetime, msgspec.Meta(tz=True)] | None = msgspec.field(
+        default=None, name="creationTimestamp"
+    )
 
     @property
     def key(self) -> str:

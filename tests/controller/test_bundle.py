@@ -14,9 +14,9 @@ import pytest
 
 from controller.__main__ import main
 from controller.bundle import GOLDEN_PATH
-from controller.gateway.bundle import BundleWriter, build, with_servers
-from controller.gateway.envoy_json import to_json
-from controller.gateway.local_replies import local_replies
+from controller.gateway.envoy.bundle import BundleWriter, build, with_servers
+from controller.gateway.envoy.envoy_json import to_json
+from controller.gateway.envoy.local_replies import local_replies
 from controller.gateway.publish import Lingering, Step, remove_orphans, steps, write
 from extproc.config.directory import load_directory
 from extproc.config.load import load

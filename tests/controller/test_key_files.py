@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from controller.bundle import write_once
-from controller.gateway.bundle import BundleWriter, build
+from controller.gateway.envoy.bundle import BundleWriter, build
 from controller.gateway.publish import remove_orphans, steps, write
 from controller.key_files import KeyFiles
 from extproc.config.errors import ConfigInvalid

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from envoy_data_plane.envoy.config.endpoint.v3 import Endpoint, LbEndpoint
 
-from controller.gateway import clusters
-from controller.gateway.bundle import BundleWriter, build
-from controller.gateway.envoy_json import address, to_plain
-from controller.gateway.memo import Memo
+from controller.gateway.envoy import clusters
+from controller.gateway.envoy.bundle import BundleWriter, build
+from controller.gateway.envoy.envoy_json import address, to_plain
+from controller.gateway.envoy.memo import Memo
 from extproc.config.load import Loader
 
 DOCUMENTS = """apiVersion: attache.dev/v1alpha1

@@ -40,9 +40,9 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
 )
 from envoy_data_plane.google.protobuf import Any
 
-from controller.gateway.bootstrap import file_source
-from controller.gateway.envoy_json import http_filter, resources_file, to_resource, typed
-from controller.gateway.keys import identified_callers, known_keys
+from controller.gateway.envoy.bootstrap import file_source
+from controller.gateway.envoy.envoy_json import http_filter, resources_file, to_resource, typed
+from controller.gateway.envoy.keys import identified_callers, known_keys
 from extproc.protocol import TENANT, USER
 
 if TYPE_CHECKING:

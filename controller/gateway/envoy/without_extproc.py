@@ -18,7 +18,7 @@ from envoy_data_plane.envoy.config.core.v3 import DataSource
 from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua, LuaPerRoute
 from envoy_data_plane.google.protobuf import Struct, Value
 
-from controller.gateway.json_members import json_members
+from controller.gateway.envoy.json_members import json_members
 from extproc.config.client_fields import InternalField, SteeringField
 from extproc.protocol import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, MODELS_PATH, RESPONSES_PATH
 

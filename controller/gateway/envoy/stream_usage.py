@@ -17,7 +17,7 @@ from typing import Final
 from envoy_data_plane.envoy.config.core.v3 import DataSource
 from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
 
-from controller.gateway.hidden_counts import hiding_script
+from controller.gateway.envoy.hidden_counts import hiding_script
 from extproc.protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,

@@ -50,12 +50,12 @@ from envoy_data_plane.xds.type.matcher.v3 import (
     StringMatcher,
 )
 
-from controller.gateway.authentication import authentication_filters
-from controller.gateway.clusters import EXTPROC_CLUSTER
-from controller.gateway.envoy_json import http_filter, seconds, typed
-from controller.gateway.responses_usage import responses_usage
-from controller.gateway.stream_usage import stream_usage
-from controller.gateway.without_extproc import CHANGES_FILTER, changes_body, reads_body
+from controller.gateway.envoy.authentication import authentication_filters
+from controller.gateway.envoy.clusters import EXTPROC_CLUSTER
+from controller.gateway.envoy.envoy_json import http_filter, seconds, typed
+from controller.gateway.envoy.responses_usage import responses_usage
+from controller.gateway.envoy.stream_usage import stream_usage
+from controller.gateway.envoy.without_extproc import CHANGES_FILTER, changes_body, reads_body
 from extproc.protocol import (
     BUNDLE_MARK,
     CACHED_TOKENS,

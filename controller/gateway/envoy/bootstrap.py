@@ -33,7 +33,7 @@ from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.
 from envoy_data_plane.envoy.extensions.resource_monitors.fixed_heap.v3 import FixedHeapConfig
 from envoy_data_plane.google.protobuf import Any, Struct, Value
 
-from controller.gateway.envoy_json import address, seconds
+from controller.gateway.envoy.envoy_json import address, seconds
 from extproc.config.expressions import MAX_PROGRAM_SIZE
 
 if TYPE_CHECKING:

@@ -38,9 +38,9 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
 )
 from envoy_data_plane.google.protobuf import Any
 
-from controller.gateway.clusters import server_cluster_name
-from controller.gateway.envoy_json import seconds, to_plain, to_resource
-from controller.gateway.without_extproc import (
+from controller.gateway.envoy.clusters import server_cluster_name
+from controller.gateway.envoy.envoy_json import seconds, to_plain, to_resource
+from controller.gateway.envoy.without_extproc import (
     CHANGES_FILTER,
     FALLBACK_MODEL,
     FALLBACK_NAMESPACE,
@@ -65,7 +65,7 @@ from extproc.protocol import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from controller.gateway.memo import Memo
+    from controller.gateway.envoy.memo import Memo
     from extproc.config.gateway_config import GatewayConfigSpec
     from extproc.config.model_route import ModelMatch, ModelRoute, RouteRule, StringMatch
     from extproc.config.model_server import ModelServer

@@ -49,8 +49,8 @@ from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPath
 from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Any
 
-from controller.gateway.bootstrap import ENDPOINTS_FOLDER, file_source
-from controller.gateway.envoy_json import address, seconds, to_resource, typed
+from controller.gateway.envoy.bootstrap import ENDPOINTS_FOLDER, file_source
+from controller.gateway.envoy.envoy_json import address, seconds, to_resource, typed
 from extproc.config.validation import parse_address, worker_addresses
 from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE
 

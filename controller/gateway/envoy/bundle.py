@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from controller.gateway.authentication import authentication_files
-from controller.gateway.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, ROUTES_FILE, bootstrap
-from controller.gateway.clusters import endpoints_file, extproc_cluster, server_cluster, server_endpoints
-from controller.gateway.envoy_json import resources_file, to_json, to_resource
-from controller.gateway.listener import listener
-from controller.gateway.memo import Memo
-from controller.gateway.routes import route_resource
+from controller.gateway.envoy.authentication import authentication_files
+from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, ROUTES_FILE, bootstrap
+from controller.gateway.envoy.clusters import endpoints_file, extproc_cluster, server_cluster, server_endpoints
+from controller.gateway.envoy.envoy_json import resources_file, to_json, to_resource
+from controller.gateway.envoy.listener import listener
+from controller.gateway.envoy.memo import Memo
+from controller.gateway.envoy.routes import route_resource
 from extproc.config.failure_mode import failure_mode_of
 
 if TYPE_CHECKING:

@@ -33,11 +33,11 @@ from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
 from envoy_data_plane.google.protobuf import Any
 
-from controller.gateway.bootstrap import ROUTES_FILE, file_source
-from controller.gateway.envoy_json import address, seconds, typed
-from controller.gateway.filters import extproc_service, http_filters
-from controller.gateway.local_replies import local_replies
-from controller.gateway.routes import ROUTES_NAME
+from controller.gateway.envoy.bootstrap import ROUTES_FILE, file_source
+from controller.gateway.envoy.envoy_json import address, seconds, typed
+from controller.gateway.envoy.filters import extproc_service, http_filters
+from controller.gateway.envoy.local_replies import local_replies
+from controller.gateway.envoy.routes import ROUTES_NAME
 from extproc.protocol import (
     ACCESS_LOG_NAME,
     CLIENT,

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTPRoute, as the Gateway API has it: which requests go to which backends, and what is changed on the way.
+
+Source: Gateway API, gateway.networking.k8s.io/v1, HTTPRoute.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from extproc.config.quantities import Duration
+from extproc.config.spec import API_VERSION, Metadata, NonEmpty, Spec
+from extproc.config.workload import ParentReference, Port
+
+ATTACHE_GROUP = API_VERSION.partition("/")[0]
+
+
+class PathMatch(Spec, frozen=True):
+    """A condition on the path. ``type``: how ``value`` is compared with it."""
+
+    type: Literal["Exact", "PathPrefix", "RegularExpression"] = "PathPrefix"
+    value: NonEmpty = "/"
+
+
+class ValueMatch(Spec, frozen=True):
+    """A condition on a header or a query parameter called ``name``. ``type``: how ``value`` is compared."""
+
+    name: NonEmpty
+    value: NonEmpty
+    type: Literal["Exact", "RegularExpression"] = "Exact"
+
+
+class HTTPRouteMatch(Spec, frozen=True):
+    """All given conditions must hold. ``path``, ``headers``, ``query_params``, ``method``: of the request."""
+
+    path: PathMatch = PathMatch()
+    headers: Annotated[tuple[ValueMatch, ...], msgspec.Meta(max_length=16)] = ()
+    query_params: Annotated[tuple[ValueMatch, ...], msgspec.Meta(max_length=16)] = ()
+    method: Literal["GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"] | None = None
+
+
+class HeaderValue(Spec, frozen=True):
+    """A header. ``name``: case-insensitive. ``value``: as it is sent."""
+
+    name: NonEmpty
+    value: NonEmpty
+
+
+class HeaderModifier(Spec, frozen=True):
+    """Changes of headers. ``set``: overwritten. ``add``: appended to what is there. ``remove``: names."""
+
+    set: Annotated[tuple[HeaderValue, ...], msgspec.Meta(max_length=16)] = ()
+    add: Annotated[tuple[HeaderValue, ...], msgspec.Meta(max_length=16)] = ()
+    remove: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=16)] = ()
+
+
+class PathModifier(Spec, frozen=True):
+    """A new path. ``type`` says which of the two is set: the whole path, or what takes the place of the matched prefix."""
+
+    type: Literal["ReplaceFullPath", "ReplacePrefixMatch"]
+    replace_full_path: str | None = None
+    replace_prefix_match: str | None = None
+
+
+class RequestRedirect(Spec, frozen=True):
+    """An answer that sends clients elsewhere; what is left out stays as it was asked."""
+
+    scheme: Literal["http", "https"] | None = None
+    hostname: NonEmpty | None = None
+    path: PathModifier | None = None
+    port: Port | None = None
+    status_code: Literal[301, 302, 303, 307, 308] = 302
+
+
+class URLRewrite(Spec, frozen=True):
+    """What backends get in place of what was asked. ``hostname``: the host. ``path``: the path."""
+
+    hostname: NonEmpty | None = None
+    path: PathModifier | None = None
+
+
+class Fraction(Spec, frozen=True):
+    """``numerator`` of ``denominator``."""
+
+    numerator: Annotated[int, msgspec.Meta(ge=0)]
+    denominator: Annotated[int, msgspec.Meta(ge=1)] = 100
+
+
+class BackendRef(Spec, frozen=True):
+    """A backend. In a directory it is a ModelServer or a Backend of ``attache.dev``; in a cluster an InferencePool, a
+    ModelServer or a Service. ``namespace``: the route's own, if left out. ``port``: of a Service.
+    """
+
+    name: NonEmpty
+    group: str = ""
+    kind: NonEmpty = "Service"
+    namespace: NonEmpty | None = None
+    port: Port | None = None
+
+
+class RequestMirror(Spec, frozen=True):
+    """A copy of requests goes to ``backend_ref``, whose answers are thrown away. ``percent`` or ``fraction``: of how many;
+    of all, if neither is set.
+    """
+
+    backend_ref: BackendRef
+    percent: Annotated[int, msgspec.Meta(ge=0, le=100)] | None = None
+    fraction: Fraction | None = None
+
+
+class Cors(Spec, frozen=True):
+    """Which scripts of other origins may use the answers.
+
+    ``allow_origins``: ``https://app.example.com``, ``https://*.example.com`` or ``*``. ``allow_credentials``: cookies
+    and keys may come along. ``allow_methods``, ``allow_headers``: of requests, ``*`` for all. ``expose_headers``: of
+    answers. ``max_age``: seconds for which browsers may remember this.
+    """
+
+    allow_origins: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=64)] = ()
+    allow_credentials: bool = False
+    allow_methods: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=9)] = ()
+    allow_headers: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=64)] = ()
+    expose_headers: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=64)] = ()
+    max_age: Annotated[int, msgspec.Meta(ge=1)] = 5
+
+
+class HTTPRouteFilter(Spec, frozen=True):
+    """One change of requests or answers: ``type`` says which of the fields is set."""
+
+    type: Literal[
+        "RequestHeaderModifier", "ResponseHeaderModifier", "RequestMirror", "RequestRedirect", "URLRewrite", "CORS"
+    ]
+    request_header_modifier: HeaderModifier | None = None
+    response_header_modifier: HeaderModifier | None = None
+    request_mirror: RequestMirror | None = None
+    request_redirect: RequestRedirect | None = None
+    url_rewrite: URLRewrite | None = None
+    cors: Cors | None = None
+
+
+class WeightedBackendRef(BackendRef, frozen=True):
+    """A backend with its share of the requests. ``weight``: relative to the others'. ``filters``: for this one alone."""
+
+    weight: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 1
+    filters: Annotated[tuple[HTTPRouteFilter, ...], msgspec.Meta(max_length=16)] = ()
+
+
+class HTTPRouteTimeouts(Spec, frozen=True):
+    """``request``: the longest that an answer may take, with retries. ``backend_request``: of one try. ``0s``: no limit."""
+
+    request: Duration | None = None
+    backend_request: Duration | None = None
+
+
+class HTTPRouteRule(Spec, frozen=True):
+    """Requests that one of ``matches`` holds for go to one of ``backend_refs``, by weight, changed by ``filters``."""
+
+    name: str = ""
+    matches: Annotated[tuple[HTTPRouteMatch, ...], msgspec.Meta(max_length=64)] = (HTTPRouteMatch(),)
+    filters: Annotated[tuple[HTTPRouteFilter, ...], msgspec.Meta(max_length=16)] = ()
+    backend_refs: Annotated[tuple[WeightedBackendRef, ...], msgspec.Meta(max_length=16)] = ()
+    timeouts: HTTPRouteTimeouts = HTTPRouteTimeouts()
+
+
+class HTTPRouteSpec(Spec, frozen=True):
+    """Which requests go where. Of several matches, the most specific decides, as the Gateway API says.
+
+    ``parent_refs``: the listeners that serve it, by ``sectionName``; without them, all. ``hostnames``: only requests to
+    these hosts, which may begin with ``*.``. ``rules``: what is done with them.
+    """
+
+    parent_refs: Annotated[tuple[ParentReference, ...], msgspec.Meta(max_length=32)] = ()
+    hostnames: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=16)] = ()
+    rules: Annotated[tuple[HTTPRouteRule, ...], msgspec.Meta(max_length=16)] = (HTTPRouteRule(),)
+
+
+class HTTPRoute(msgspec.Struct, frozen=True, kw_only=True):
+    """An HTTPRoute document. Between equal matches of two routes, the older decides, then the first by its key."""
+
+    metadata: Metadata
+    spec: HTTPRouteSpec

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Listeners: addresses on which Envoy takes connections, their TLS, and what clients must show."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from extproc.config.cel import Rule
+from extproc.config.spec import NonEmpty, Spec
+
+
+class CertificateFiles(Spec, frozen=True):
+    """A certificate of a listener. ``cert_file``: it and its chain in PEM, ``key_file``: its private key. Envoy follows
+    changes of both.
+    """
+
+    cert_file: NonEmpty
+    key_file: NonEmpty
+
+
+class ClientCertificates(Spec, frozen=True):
+    """What clients' certificates must be like. ``ca_file``: who signs them, in PEM. ``mode``: ``Require`` refuses a
+    connection without one; ``Optional`` checks one that is shown.
+    """
+
+    ca_file: NonEmpty
+    mode: Literal["Require", "Optional"] = "Require"
+
+
+class ListenerTls(Spec, frozen=True):
+    """TLS of a listener. ``certificates``: the one whose names fit is shown. ``client_certificates``: what clients must
+    show. ``min_version``: older versions of TLS are refused.
+    """
+
+    certificates: Annotated[tuple[CertificateFiles, ...], msgspec.Meta(min_length=1, max_length=64)]
+    client_certificates: ClientCertificates | None = None
+    min_version: Literal["1.2", "1.3"] = "1.2"
+
+
+class Listener(Spec, frozen=True):
+    """One listener. Several may share an address if their ``hostname`` differ.
+
+    ``name``: routes attach to it by this name (``sectionName``). ``address``: ``ip:port``. ``hostname``: only requests
+    to this host, which may begin with ``*.``. ``tls``: without it, plain HTTP.
+    """
+
+    CEL: ClassVar[tuple[Rule, ...]] = ()
+
+    name: NonEmpty
+    address: NonEmpty
+    hostname: NonEmpty | None = None
+    tls: ListenerTls | None = None
