@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from controller.uptake import Uptake
     from extproc.config.directory import ConfigDirectory
+    from extproc.config.errors import Mistake
     from extproc.config.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -44,12 +45,14 @@ class Follower:
     """Writes the bundle of a directory, and again on every change, and looks whether Envoy takes it.
 
     A configuration that is broken later is logged, and the last good bundle stays. ``is_valid``: whether the directory
-    is usable as it is. ``written_at_s``: when the bundle last changed, wall clock. ``uptake``: None, if nobody looks.
+    is usable as it is. ``missing_keys``: what is wrong with keys that it names, and that nobody can use so far.
+    ``written_at_s``: when the bundle last changed, wall clock. ``uptake``: None, if nobody looks.
     """
 
     def __init__(self, config: ConfigDirectory, out: Path, path: str, uptake: Uptake | None = None) -> None:
         """``path``: where Envoy will find the bundle."""
         self.is_valid = True
+        self.missing_keys: tuple[Mistake, ...] = ()
         self.written_at_s = 0.0
         self.uptake = uptake
         self._config = config
@@ -62,17 +65,22 @@ class Follower:
     def run(self) -> None:
         """Until interrupted; raises ConfigInvalid at the start."""
         clock = time.monotonic  # noqa: TID251 - the edge
-        self._snapshot = self._config.read()
-        self._written = self._keys.fill(self._snapshot, datetime.now(UTC))
-        _write_first(self._written, self._out, self._writer)
-        self._note_written(clock())
+        self.start(clock)
         if self.uptake is not None:
             threading.Thread(target=_look_for_ever, args=(self.uptake, clock), daemon=True).start()
         while True:
-            self._follow_once(clock)
+            self.follow_once(clock)
             time.sleep(_POLL_S)
 
-    def _follow_once(self, clock: Callable[[], float]) -> None:
+    def start(self, clock: Callable[[], float]) -> None:
+        """Write the first bundle; raises ConfigInvalid."""
+        self._snapshot = self._config.read()
+        self._written = self._fill(self._snapshot)
+        _write_first(self._written, self._out, self._writer)
+        self._note_written(clock())
+
+    def follow_once(self, clock: Callable[[], float]) -> None:
+        """Write what has changed since."""
         if self._config.has_changed():
             fresh = self._read()
             self.is_valid = fresh is not None
@@ -81,7 +89,7 @@ class Follower:
             if fresh.gateway.admin != self._snapshot.gateway.admin:
                 log.warning("the admin address has changed: restart Envoy for that")
             self._snapshot = fresh
-        queued = self._keys.fill(self._lingering.added_to(self._snapshot, clock()), datetime.now(UTC))
+        queued = self._fill(self._lingering.added_to(self._snapshot, clock()))
         if queued == self._written or (queued == self._failed and clock() < self._retry_at_s):
             return
         if _replace(self._written, queued, self._out, self._writer):
@@ -97,13 +105,21 @@ class Follower:
 
     def _read(self) -> Snapshot | None:
         try:
-            snapshot = self._config.read()
-            # once read, they are there for good
-            self._keys.fill(snapshot, datetime.now(UTC))
+            return self._config.read()
         except ConfigInvalid as error:
             log.error("configuration refused, the last good bundle stays:\n%s", error)
             return None
-        return snapshot
+
+    def _fill(self, snapshot: Snapshot) -> Snapshot:
+        """Keys that are not there keep nobody else from being served: they are looked for again each time."""
+        filled, mistakes = self._keys.fill_available(snapshot, datetime.now(UTC))
+        if tuple(mistakes) != self.missing_keys:
+            self.missing_keys = tuple(mistakes)
+            if mistakes:
+                log.error("whoever uses these keys is refused until they are there:\n%s", ConfigInvalid(mistakes))
+            else:
+                log.info("all keys are there")
+        return filled
 
 
 def _look_for_ever(uptake: Uptake, clock: Callable[[], float]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from controller.cluster.access import Access
+    from extproc.config.picker_config import PickerCheck
 
 DESCRIPTION: Final = (
     "Follow a cluster's ModelServers, ModelRoutes, pods and the rest, and write them as the configuration directory that "
@@ -43,8 +44,8 @@ def parser(prog: str = "attache gateway") -> argparse.ArgumentParser:
     return made
 
 
-def main(words: list[str], prog: str = "attache gateway") -> int:
-    """Exit status: 0 after a signal, 2 for a mistake in the options."""
+def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
+    """Exit status: 0 after a signal, 2 for a mistake in the options. ``check_picker``: that of the extproc beside it."""
     made = parser(prog)
     options = made.parse_args(words)
     if options.gateway_config is not None and options.gateway_config.count("/") != 1:
@@ -60,14 +61,14 @@ def main(words: list[str], prog: str = "attache gateway") -> int:
         print(error, file=sys.stderr)
         return 2
     try:
-        asyncio.run(_run(options, access))
+        asyncio.run(_run(options, access, check_picker))
     except OSError as error:
         print(f"{options.metrics} cannot be listened on: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-async def _run(options: argparse.Namespace, access: Access) -> None:
+async def _run(options: argparse.Namespace, access: Access, check_picker: PickerCheck) -> None:
     from controller.cluster.client import connect  # noqa: PLC0415
     from controller.cluster.lease import LeaderElection  # noqa: PLC0415
     from controller.cluster.pages import pages  # noqa: PLC0415
@@ -85,7 +86,7 @@ async def _run(options: argparse.Namespace, access: Access) -> None:
             name=_LEASE,
             identity=f"{os.environ.get('HOSTNAME', 'gateway')}-{secrets.token_hex(4)}",
         )
-        role = GatewayRole(client, settings, metrics, election=election)
+        role = GatewayRole(client, settings, metrics, election=election, check_picker=check_picker)
         running = asyncio.current_task()
         loop = asyncio.get_running_loop()
         stopped = False

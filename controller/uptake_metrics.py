@@ -42,6 +42,8 @@ class FollowerSeries(Collector):
         valid, written = "attache_bundle_config_valid", "attache_bundle_written_timestamp_seconds"
         yield GaugeMetricFamily(valid, "1 if the directory as it is now can be used.", value=follower.is_valid)
         yield GaugeMetricFamily(written, "When the bundle last changed.", value=follower.written_at_s)
+        missing = "attache_bundle_missing_keys"
+        yield GaugeMetricFamily(missing, "Keys and key sets that cannot be had.", value=len(follower.missing_keys))
         if follower.uptake is None:
             return
         verdict = follower.uptake.verdict

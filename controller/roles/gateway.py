@@ -16,6 +16,7 @@ from controller.gateway.compile.compiler import Compiler
 from controller.gateway.directory import DirectoryWriter
 from controller.roles.status_writer import StatusWriter
 from controller.roles.watched import Watched
+from extproc.config.picker_config import check_shape_alone
 
 if TYPE_CHECKING:
     from controller.cluster.client import Client
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from controller.gateway.compile.compiler import Outcome
     from controller.gateway.directory import Written
     from controller.roles.gateway_metrics import GatewayMetrics
+    from extproc.config.picker_config import PickerCheck
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +57,11 @@ class GatewayRole:
         metrics: GatewayMetrics,
         *,
         election: LeaderElection,
+        check_picker: PickerCheck = check_shape_alone,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
     ) -> None:
         self._watched = Watched(client, settings.namespace, timing)
-        self._compiler = Compiler(settings.gateway_config)
+        self._compiler = Compiler(settings.gateway_config, check_picker=check_picker)
         self._writer = DirectoryWriter(settings.config)
         self._statuses = StatusWriter(client, self._watched.get, CONTROLLER)
         self._election = election

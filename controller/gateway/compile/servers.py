@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from controller.gateway.compile.conditions import Wanted, WantedStatus, fails, holds
+from controller.gateway.compile.pickers import LABEL
 from controller.gateway.compile.sources import Source, to_bytes
 from extproc.config.model_server import ModelServer, ModelServerSpec
-from extproc.config.spec import API_VERSION, namespace_of
+from extproc.config.spec import API_VERSION, namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+    from controller.gateway.compile.pickers import Picker
     from controller.gateway.compile.pods import Pod
 
 _PORT_FIELDS = ("workloadSelector", "workloadPort")
@@ -27,9 +29,11 @@ class ServerResult(msgspec.Struct, frozen=True):
     status: WantedStatus
 
 
-def compile_server(source: Source, pods: Iterable[Pod], pickers: Mapping[str, str]) -> ServerResult:
-    """``pods``: those that the server's selector selects. ``pickers``: the files of the EndpointPickerConfigs that can be
-    used, by ``namespace/name`` of their ConfigMap.
+def compile_server(source: Source, pods: Iterable[Pod], pickers: Mapping[str, Picker]) -> ServerResult:
+    """``pods``: those that the server's selector selects. ``pickers``: EndpointPickerConfigs by the key of their ConfigMap.
+
+    A server whose EndpointPickerConfig cannot be used is served all the same, by the default picker: a slower pick
+    harms less than no answer. The last good configuration would depend on what a replica has seen.
     """
     if not isinstance(source.decoded, ModelServer) or source.mistakes:
         problem = fails("Accepted", "Invalid", source.complaint())
@@ -38,12 +42,11 @@ def compile_server(source: Source, pods: Iterable[Pod], pickers: Mapping[str, st
     content = dict(source.spec)
     resolved = holds("ResolvedRefs")
     if spec.picker_config is not None:
-        file = pickers.get(f"{source.namespace}/{spec.picker_config}")
-        if file is None:
-            said = f"no ConfigMap '{spec.picker_config}' labelled attache.dev/picker-config holds a usable EndpointPickerConfig"
-            resolved = fails("ResolvedRefs", "PickerConfigNotFound", f"{said}; the server is not used")
-            return _result(source, None, (holds("Accepted"), resolved, fails("Programmed", "Invalid", said)))
-        content["pickerConfig"] = file
+        picker = pickers.get(object_key(source.namespace, spec.picker_config))
+        resolved = _resolved(spec.picker_config, picker)
+        del content["pickerConfig"]
+        if picker is not None and not picker.problem:
+            content["pickerConfig"] = picker.file
     counted = len(spec.endpoints)
     endpoints: Collection[Mapping[str, Any]] = content.get("endpoints", ())
     if spec.workload_selector is not None:
@@ -55,6 +58,18 @@ def compile_server(source: Source, pods: Iterable[Pod], pickers: Mapping[str, st
     ready = sum(not one.get("draining", False) for one in endpoints)
     conditions = (holds("Accepted"), resolved, holds("Programmed"), _available(spec, ready, counted))
     return _result(source, source.document(content), conditions, endpoints=len(endpoints), ready=ready)
+
+
+def _resolved(name: str, picker: Picker | None) -> Wanted:
+    """Whether the ConfigMap ``name`` is there and can be used."""
+    meanwhile = "the default picker is used until then"
+    if picker is None:
+        said = f"this namespace has no ConfigMap '{name}' with the label {LABEL}"
+        return fails("ResolvedRefs", "PickerConfigNotFound", f"{said}; {meanwhile}")
+    if picker.problem:
+        said = f"correct the ConfigMap '{name}', {meanwhile}: {picker.problem}"
+        return fails("ResolvedRefs", "PickerConfigInvalid", said)
+    return holds("ResolvedRefs", "; ".join(picker.notes))
 
 
 def empty_server(key: str) -> bytes:

@@ -14,11 +14,13 @@ from controller.cluster.resources import key_of
 from controller.gateway.compile.compiler import Compiler, Outcome, file_name
 from extproc.config.load import load
 from extproc.config.spec import object_key
+from extproc.scheduling.pickers import InstalledPlugins, picker_notes, pickers_for
 from tests.kube_objects import Object, picker_config, pod, resource, route, server
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from extproc.config.picker_config import PickerFile
     from extproc.config.snapshot import Snapshot
 
 PICKER = """\
@@ -30,7 +32,7 @@ schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}, {plugi
 
 
 def compiled(*things: Object, gateway: str | None = None) -> Outcome:
-    return feed(Compiler(gateway), things).compile()
+    return feed(Compiler(gateway, check_picker=InstalledPlugins()), things).compile()
 
 
 def feed(compiler: Compiler, things: Iterable[Object]) -> Compiler:
@@ -166,11 +168,53 @@ def test_a_picker_is_a_config_map_of_the_servers_namespace() -> None:
     assert outcome.files["picker.default.epp.yaml"] == PICKER.encode()
 
 
-@pytest.mark.parametrize("text", ["", "kind: Other", "kind: EndpointPickerConfig\nplugins: 3"])
-def test_a_server_whose_picker_cannot_be_read_is_not_used(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "document"),
+        ("kind: Other", "kind"),
+        ("kind: EndpointPickerConfig\nplugins: 3", "line 2: plugins"),
+        (
+            PICKER.replace("queue-scorer", "queue-scorr"),
+            "line 3: plugins[0].type: there is no plugin type 'queue-scorr'",
+        ),
+        (PICKER.replace("max-score-picker}", "max-score-picker, parameters: {x: 1}}", 1), "plugins[1].parameters"),
+    ],
+)
+def test_a_server_whose_picker_is_wrong_is_served_by_the_default_one_and_says_why(text: str, said: str) -> None:
     outcome = compiled(server(pickerConfig="epp"), picker_config("epp", text))
-    assert snapshot(outcome).servers == ()
-    assert condition(outcome, "ModelServer", "default/llama", "ResolvedRefs")[:2] == ("False", "PickerConfigNotFound")
+    (found,) = snapshot(outcome).servers
+    assert found.spec.picker_config is None
+    assert not [name for name in outcome.files if name.startswith("picker.")]
+    status, reason, message = condition(outcome, "ModelServer", "default/llama", "ResolvedRefs")
+    assert (status, reason) == ("False", "PickerConfigInvalid")
+    assert said in message
+    assert picker_notes(snapshot(outcome)) == []
+
+
+def test_a_server_whose_picker_has_not_come_yet_is_served_by_the_default_one() -> None:
+    outcome = compiled(server(pickerConfig="epp"), picker_config("epp", PICKER, namespace="blue"))
+    (found,) = snapshot(outcome).servers
+    assert found.spec.picker_config is None
+    status, reason, message = condition(outcome, "ModelServer", "default/llama", "ResolvedRefs")
+    assert (status, reason) == ("False", "PickerConfigNotFound")
+    assert "attache.dev/picker-config" in message
+
+
+def test_what_has_no_effect_in_a_picker_is_said() -> None:
+    outcome = compiled(server(pickerConfig="epp"), picker_config("epp", PICKER + "dataLayer: {sources: []}\n"))
+    status, _, message = condition(outcome, "ModelServer", "default/llama", "ResolvedRefs")
+    assert (status, message) == ("True", "dataLayer: read, and not used")
+
+
+def test_a_plugin_that_fails_unforeseen_concerns_its_server_alone() -> None:
+    def check(file: PickerFile) -> list[str]:
+        raise RuntimeError(file.document.file)
+
+    compiler = Compiler(check_picker=check)
+    outcome = feed(compiler, [server(pickerConfig="epp"), picker_config("epp", PICKER), server("qwen")]).compile()
+    assert len(snapshot(outcome).servers) == 2
+    assert "RuntimeError" in condition(outcome, "ModelServer", "default/llama", "ResolvedRefs")[2]
 
 
 def test_without_its_gateway_config_nothing_is_served_anew() -> None:
@@ -246,7 +290,8 @@ def objectives(draw: st.DrawFn) -> Object:
     return {**made, "apiVersion": "inference.networking.x-k8s.io/v1alpha2"}
 
 
-PICKERS = st.builds(picker_config, NAMES, st.sampled_from([PICKER, "nonsense"]), namespace=SPACES)
+UNKNOWN_PLUGIN = PICKER.replace("queue-scorer", "queue-scorr")
+PICKERS = st.builds(picker_config, NAMES, st.sampled_from([PICKER, "nonsense", UNKNOWN_PLUGIN]), namespace=SPACES)
 MODES = st.sampled_from([{"failureMode": "Open"}, {"failureMode": "Ajar"}])
 GATEWAYS = st.builds(resource, st.just("GatewayConfig"), NAMES, MODES)
 THINGS = st.one_of(servers(), listing_servers(), routes(), pods(), PICKERS, GATEWAYS, objectives())
@@ -260,7 +305,7 @@ STEPS = st.lists(
 def test_any_history_ends_as_a_fresh_compilation_does_and_can_be_read(
     steps: list[tuple[Object, str]], gateway: str | None
 ) -> None:
-    compiler = Compiler(gateway)
+    compiler = Compiler(gateway, check_picker=InstalledPlugins())
     state: dict[tuple[str, str], Object] = {}
     for thing, verb in steps:
         kind, key = thing["kind"], key_of(thing)
@@ -277,5 +322,6 @@ def test_any_history_ends_as_a_fresh_compilation_does_and_can_be_read(
     fresh = compiled(*state.values(), gateway=gateway)
     assert outcome == fresh
     if not outcome.refused:
-        snapshot(outcome)
+        # as extproc reads it, plugins included
+        pickers_for(snapshot(outcome), {})
     assert {key for key in state if key[0] in ("ModelServer", "ModelRoute")} <= outcome.statuses.keys()
