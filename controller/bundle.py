@@ -10,11 +10,14 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from controller.gateway.envoy.bundle import BundleWriter
 from controller.gateway.publish import Lingering, remove_orphans, steps, write
 from controller.key_files import KeyFiles
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
+from extproc.config.report import ConfigReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +63,17 @@ class Follower:
         self._keys = KeyFiles(os.environ)
         self._lingering, self._writer = Lingering(_LINGER_S), BundleWriter(path)
         self._failed: Snapshot | None = None
+        # why the directory as it is now cannot be used
+        self._refused = ""
         self._retry_at_s = 0.0
+
+    @property
+    def report(self) -> ConfigReport:
+        """What of the directory is in use: by Envoy, or else, if nobody looks, in the bundle."""
+        known = ConfigReport(files=self._written.digests) if self.uptake is None else self.uptake.report
+        refused = self._refused or known.refused
+        missing = tuple(f"{one.file}: {one.message}" for one in self.missing_keys)
+        return msgspec.structs.replace(known, refused=refused, missing_keys=missing)
 
     def run(self) -> None:
         """Until interrupted; raises ConfigInvalid at the start."""
@@ -105,10 +118,13 @@ class Follower:
 
     def _read(self) -> Snapshot | None:
         try:
-            return self._config.read()
+            snapshot = self._config.read()
         except ConfigInvalid as error:
             log.error("configuration refused, the last good bundle stays:\n%s", error)
+            self._refused = str(error)
             return None
+        self._refused = ""
+        return snapshot
 
     def _fill(self, snapshot: Snapshot) -> Snapshot:
         """Keys that are not there keep nobody else from being served: they are looked for again each time."""

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from extproc.config.validation import parse_address
+
 if TYPE_CHECKING:
     from controller.cluster.access import Access
     from extproc.config.picker_config import PickerCheck
@@ -40,6 +42,14 @@ def parser(prog: str = "attache gateway") -> argparse.ArgumentParser:
         metavar="NAME",
         help="where the Lease of the replica that writes statuses is; default: ours",
     )
+    add(
+        "--extproc",
+        metavar="ADDRESS",
+        action="append",
+        default=[],
+        help="IP:PORT of extproc's --metrics, to see whether it uses what is written; once for each of its processes",
+    )
+    add("--bundle", metavar="ADDRESS", help="IP:PORT of the --metrics of 'attache bundle', to see whether Envoy does")
     add("--metrics", metavar="ADDRESS", default="127.0.0.1:9004", help="metrics and health; default: %(default)s")
     return made
 
@@ -50,6 +60,11 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     options = made.parse_args(words)
     if options.gateway_config is not None and options.gateway_config.count("/") != 1:
         made.error("--gateway-config: write NAMESPACE/NAME")
+    try:
+        for address in _followers(options).values():
+            parse_address(address)
+    except ValueError as error:
+        made.error(str(error))
     # the client takes a third of a second to import: not for --help
     from controller.cluster.access import find_access  # noqa: PLC0415
     from controller.cluster.errors import AccessInvalid  # noqa: PLC0415
@@ -68,6 +83,13 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     return 0
 
 
+def _followers(options: argparse.Namespace) -> dict[str, str]:
+    """Who uses the directory, by name, and where each says what it uses."""
+    several = len(options.extproc) > 1
+    found = {f"extproc at {one}" if several else "extproc": one for one in options.extproc}
+    return found if options.bundle is None else {**found, "Envoy": options.bundle}
+
+
 async def _run(options: argparse.Namespace, access: Access, check_picker: PickerCheck) -> None:
     from controller.cluster.client import connect  # noqa: PLC0415
     from controller.cluster.lease import LeaderElection  # noqa: PLC0415
@@ -77,7 +99,10 @@ async def _run(options: argparse.Namespace, access: Access, check_picker: Picker
 
     metrics = GatewayMetrics()
     settings = GatewaySettings(
-        config=options.config, namespace=options.namespace, gateway_config=options.gateway_config
+        config=options.config,
+        namespace=options.namespace,
+        gateway_config=options.gateway_config,
+        followers=_followers(options),
     )
     async with connect(access, manager=CONTROLLER) as client:
         election = LeaderElection(

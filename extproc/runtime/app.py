@@ -226,7 +226,11 @@ class App:
         if self._settings.shows_reasons:
             explain = ExplainPage(self._core, self._tokenizers.tokens_of, self._clock)
         return await serve_pages(
-            self._settings.metrics, self._metrics.registry, is_ready=lambda: self._is_ready, explain=explain
+            self._settings.metrics,
+            self._metrics.registry,
+            is_ready=lambda: self._is_ready,
+            report=lambda: self._feed.report,
+            explain=explain,
         )
 
 

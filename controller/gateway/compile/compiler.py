@@ -163,7 +163,8 @@ class Compiler:
         gateway = self._sources["GatewayConfig"].get(self._gateway or "")
         if gateway is not None:
             problem = fails("Accepted", "Invalid", gateway.complaint())
-            conditions = (problem,) if gateway.mistakes else (holds("Accepted"), holds("Programmed"))
+            stays = fails("Programmed", "Invalid", "nothing is changed until it is corrected; what is served stays")
+            conditions = (problem, stays) if gateway.mistakes else (holds("Accepted"), holds("Programmed"))
             yield WantedStatus(kind=gateway.kind, key=gateway.key, generation=gateway.generation, conditions=conditions)
 
     def _refusal(self) -> str:

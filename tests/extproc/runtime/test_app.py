@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 import httpx
+import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.__main__ import main
+from extproc.config.report import ConfigReport
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse, StreamAccessLogsMessage
 from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually
@@ -110,6 +112,8 @@ async def test_it_is_ready_decides_and_shows_it(extproc: ExtprocProcess) -> None
     for service in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
         assert await extproc.health(service) == health_pb2.HealthCheckResponse.SERVING
     assert (await extproc.page("/readyz")).status_code == 200
+    report = msgspec.json.decode((await extproc.page("/config")).content, type=ConfigReport)
+    assert (list(report.files), report.refused) == (["all.yaml"], "")
     stream = extproc.open_stream()
     answer = await decide(stream, CHAT)
     assert (
