@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from extproc.cli.mistakes import report
 from extproc.config.directory import ConfigDirectory
@@ -14,9 +13,6 @@ from extproc.config.errors import ConfigInvalid
 from extproc.config.quantities import Duration
 from extproc.config.spec import full_key
 from extproc.config.validation import parse_address
-
-if TYPE_CHECKING:
-    from extproc.config.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -44,26 +40,12 @@ def main(words: list[str], prog: str = "extproc") -> int:
     if options.worker is None:
         for note in notes:
             log.info("%s", note)
-        if options.redis is None:
-            for warning in limits_without_redis(snapshot):
-                log.warning("%s", warning)
 
     from extproc.cli import launch  # noqa: PLC0415 - loads gRPC: not before all options are known to be right
 
     if options.workers > 1 and options.worker is None:
         return launch.supervise(words, options.workers)
     return launch.serve(options, directory, snapshot)
-
-
-def limits_without_redis(snapshot: Snapshot) -> list[str]:
-    """A warning for every Global limit: without Redis, machines cannot share it."""
-    return [
-        f"ModelRoute {route.metadata.key}: rateLimits[{index}] is Global, and there is no --redis: "
-        + ("all its requests get 503" if limit.without_redis == "Refuse" else "every machine grants it by itself")
-        for route in snapshot.routes
-        for index, limit in enumerate(route.spec.rate_limits)
-        if limit.scope == "Global"
-    ]
 
 
 def _check(options: argparse.Namespace) -> None:

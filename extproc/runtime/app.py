@@ -17,6 +17,7 @@ import msgspec
 from prometheus_client import disable_created_metrics
 
 from extproc.config.directory import ConfigDirectory
+from extproc.config.limits_without_redis import limits_without_redis
 from extproc.config.meeting import missed_meeting
 from extproc.core.core import Core
 from extproc.feeds.directory import DirectoryFeed
@@ -134,7 +135,8 @@ class App:
         self._feed = DirectoryFeed(settings.config, core, metrics, settle_s=settings.settle_s, apply=self._apply)
         self._feed.started_with(snapshot)
         self._missed = ""
-        self._look_for_envoy(snapshot)
+        self._unshared: list[str] = []
+        self._note(snapshot)
         self._kv_events = KvEventFeed(core, metrics)
         self._scraper = EngineScraper(core, metrics, clock=clock, rng=random.Random(), deliver=performer.take_report)
         streams = StreamContext(core, metrics, clock, performer.perform, int(wall_clock()), settings.gateway)
@@ -146,7 +148,19 @@ class App:
 
     def _apply(self, snapshot: Snapshot) -> None:
         self._performer.apply(snapshot)
+        self._note(snapshot)
+
+    def _note(self, snapshot: Snapshot) -> None:
+        """What people should know of a configuration that is in use from now on."""
         self._look_for_envoy(snapshot)
+        worker = self._settings.worker
+        if self._settings.redis is not None or (worker is not None and worker.number):
+            return
+        unshared = limits_without_redis(snapshot)
+        for warning in unshared:
+            if warning not in self._unshared:
+                log.warning("%s", warning)
+        self._unshared = unshared
 
     def _look_for_envoy(self, snapshot: Snapshot) -> None:
         """Say if Envoy will call elsewhere: once, by the first of several workers, and again when it changes."""

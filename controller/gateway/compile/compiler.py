@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import WantedStatus, fails, holds
+from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, WantedStatus, fails, holds
 from controller.gateway.compile.pickers import Picker, picker_of
 from controller.gateway.compile.pods import Pod, pod_of
 from controller.gateway.compile.routes import RouteResult, compile_routes
 from controller.gateway.compile.servers import ServerResult, compile_server, empty_server
 from controller.gateway.compile.sources import DOCUMENT_KINDS, Source, source_of, to_bytes
+from extproc.config.failure_mode import failure_mode_of
+from extproc.config.gateway_config import GatewayConfig
+from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
 from extproc.config.picker_config import check_shape_alone
+from extproc.config.snapshot import Snapshot
 from extproc.config.spec import API_VERSION, namespace_of
 
 if TYPE_CHECKING:
@@ -164,8 +168,28 @@ class Compiler:
         if gateway is not None:
             problem = fails("Accepted", "Invalid", gateway.complaint())
             stays = fails("Programmed", "Invalid", "nothing is changed until it is corrected; what is served stays")
-            conditions = (problem, stays) if gateway.mistakes else (holds("Accepted"), holds("Programmed"))
-            yield WantedStatus(kind=gateway.kind, key=gateway.key, generation=gateway.generation, conditions=conditions)
+            good = (holds("Accepted", NO_MISTAKE), holds("Programmed", IN_DIRECTORY))
+            yield WantedStatus(
+                kind=gateway.kind,
+                key=gateway.key,
+                generation=gateway.generation,
+                conditions=(problem, stays) if gateway.mistakes else good,
+                fields=self._failure_mode(gateway),
+            )
+
+    def _failure_mode(self, gateway: Source) -> Mapping[str, str]:
+        """What Envoy does without extproc, for the status."""
+        if gateway.mistakes or not isinstance(gateway.decoded, GatewayConfig):
+            return {}
+        served = [self._sources["ModelRoute"][key].decoded for key, one in self._routes.items() if one.document]
+        servers = [self._sources["ModelServer"][key].decoded for key, one in self._servers.items() if one.document]
+        snapshot = Snapshot(
+            version="",
+            routes=tuple(one for one in served if isinstance(one, ModelRoute)),
+            servers=tuple(one for one in servers if isinstance(one, ModelServer)),
+            gateway=gateway.decoded.spec,
+        )
+        return {"failureMode": failure_mode_of(snapshot)}
 
     def _refusal(self) -> str:
         """Without its GatewayConfig a gateway would serve without the authentication that it asks for."""

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 Truth = Literal["True", "False", "Unknown"]
 
 _LONGEST: Final = 4096
+# Messages of conditions that are as they should be.
+NO_MISTAKE: Final = "it has no mistake"
+IN_DIRECTORY: Final = "it is in the directory"
 
 
 class Wanted(msgspec.Struct, frozen=True):

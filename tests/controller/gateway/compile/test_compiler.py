@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from controller.cluster.resources import key_of
 from controller.gateway.compile.compiler import Compiler, Outcome, file_name
+from extproc.config.failure_mode import failure_mode_of
 from extproc.config.load import load
 from extproc.config.spec import object_key
 from extproc.scheduling.pickers import InstalledPlugins, picker_notes, pickers_for
@@ -73,7 +74,7 @@ def test_ready_pods_of_the_namespace_with_the_labels_are_endpoints() -> None:
     )
     assert addresses(outcome) == ["10.0.0.1:8000", "10.0.0.2:8000"]
     assert condition(outcome, "ModelServer", "default/llama", "Available")[0] == "True"
-    assert outcome.statuses["ModelServer", "default/llama"].fields == {"endpoints": 2, "ready": 2}
+    assert outcome.statuses["ModelServer", "default/llama"].fields == {"endpoints": 2, "ready": 2, "draining": 0}
 
 
 def test_a_pod_that_is_deleted_or_drained_stays_until_it_is_gone_and_gets_nothing_new() -> None:
@@ -85,7 +86,53 @@ def test_a_pod_that_is_deleted_or_drained_stays_until_it_is_gone_and_gets_nothin
     )
     (found,) = snapshot(outcome).servers
     assert [one.draining for one in found.spec.endpoints] == [True, True, False]
-    assert outcome.statuses["ModelServer", "default/llama"].fields == {"endpoints": 3, "ready": 1}
+    assert outcome.statuses["ModelServer", "default/llama"].fields == {"endpoints": 3, "ready": 1, "draining": 2}
+
+
+def test_a_server_whose_endpoints_all_drain_is_available_and_says_so() -> None:
+    listed = [{"address": "10.0.0.1:8000", "draining": True}, {"address": "10.0.0.2:8000", "draining": True}]
+    things = resource("ModelServer", "listed", {"model": "m", "endpoints": listed}), server()
+    outcome = compiled(*things, pod("a", annotations={"attache.dev/drain": "true"}))
+    assert outcome.statuses["ModelServer", "default/listed"].fields == {"endpoints": 2, "ready": 0, "draining": 2}
+    for key in ("default/listed", "default/llama"):
+        assert condition(outcome, "ModelServer", key, "Available")[:2] == ("True", "AllDraining")
+
+
+def test_a_price_that_is_none_is_said() -> None:
+    outcome = compiled(
+        server(),
+        *(pod(name, f"10.0.0.{at}", annotations={"attache.dev/price": "dear\n"}) for at, name in enumerate("dcba", 1)),
+        pod("fine", "10.0.0.9", annotations={"attache.dev/price": "2"}),
+    )
+    assert condition(outcome, "ModelServer", "default/llama", "Available")[2] == (
+        "new requests go to 5 of 5 endpoints; attache.dev/price is no positive number, and not used, "
+        "on a 'dear\\n', b 'dear\\n', c 'dear\\n' and 1 more"
+    )
+
+
+def test_conditions_that_hold_say_what() -> None:
+    config = resource("GatewayConfig", "main", {})
+    outcome = compiled(config, server(), route("llama"), pod("a"), gateway="default/main")
+    assert [one for status in outcome.statuses.values() for one in status.conditions if not one.message] == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "limits", "expected"),
+    [
+        ({}, [], "Open"),
+        ({}, [{"requests": 1, "unit": "second"}], "Close"),
+        ({"failureMode": "Open"}, [{"requests": 1, "unit": "second"}], "Open"),
+    ],
+)
+def test_the_failure_mode_that_holds_is_in_the_status(
+    spec: dict[str, str], limits: list[dict[str, object]], expected: str
+) -> None:
+    limited = route("llama")
+    limited["spec"] |= {"rateLimits": limits}
+    config = resource("GatewayConfig", "main", spec)
+    outcome = compiled(config, server(), limited, gateway="default/main")
+    assert outcome.statuses["GatewayConfig", "default/main"].fields == {"failureMode": expected}
+    assert failure_mode_of(snapshot(outcome)) == expected
 
 
 def test_each_data_parallel_rank_is_an_endpoint() -> None:
