@@ -14,6 +14,7 @@ from extproc.config.documents import read, repeats_keys, split
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.gateway_config import GatewayConfig
 from extproc.config.http_route import HTTPRoute
+from extproc.config.listener_validation import check_listeners
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
 from extproc.config.picker_config import PICKER_KIND, EndpointPickerConfig, PickerFile
@@ -163,5 +164,6 @@ def _check(decoded: _Decoded) -> Iterator[Finding]:
             yield from check_route(decoded.spec)
         case GatewayConfig():
             yield from check_gateway(decoded.spec)
+            yield from check_listeners(decoded.spec)
         case EndpointPickerConfig():
             yield from check_flow_control_section(decoded)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from controller.gateway.envoy.authentication import authentication_files
-from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, ROUTES_FILE, bootstrap
+from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, bootstrap
 from controller.gateway.envoy.clusters import endpoints_file, extproc_cluster, server_cluster, server_endpoints
 from controller.gateway.envoy.envoy_json import resources_file, to_json, to_resource
-from controller.gateway.envoy.listener import listener
+from controller.gateway.envoy.listener import listener_resources
+from controller.gateway.envoy.listener_groups import listener_groups
 from controller.gateway.envoy.memo import Memo
 from controller.gateway.envoy.routes import route_resource
 from extproc.config.failure_mode import failure_mode_of
@@ -51,7 +52,9 @@ class BundleWriter:
         files = {endpoints_file(server.metadata.key): memo.get(_endpoints, server) for server in snapshot.servers}
         clusters = [memo.get(self._cluster, server) for server in snapshot.servers]
         files[CLUSTERS_FILE] = resources_file([memo.get(_extproc, gateway), *clusters])
-        files[ROUTES_FILE] = resources_file([route_resource(snapshot, memo)])
+        routes = route_resource(snapshot, memo)
+        for group in listener_groups(gateway):
+            files[group.routes_file] = resources_file([{**routes, "name": group.route_config_name}])
         files.update(memo.get(_authentication, gateway))
         files[LISTENERS_FILE] = memo.get(self._listener, gateway, longest_wait_s(snapshot))
         files[BOOTSTRAP_FILE] = memo.get(self._bootstrap, gateway)
@@ -61,7 +64,7 @@ class BundleWriter:
         return to_resource(server_cluster(server, self._directory))
 
     def _listener(self, gateway: GatewayConfigSpec, longest_wait_s: float) -> str:
-        return resources_file([to_resource(listener(gateway, self._directory, longest_wait_s=longest_wait_s))])
+        return resources_file(listener_resources(gateway, self._directory, longest_wait_s=longest_wait_s))
 
     def _bootstrap(self, gateway: GatewayConfigSpec) -> str:
         return to_json(bootstrap(gateway, self._directory))
