@@ -14,6 +14,7 @@ from extproc.config.documents import read, repeats_keys, split
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.gateway_config import GatewayConfig
 from extproc.config.http_route import HTTPRoute
+from extproc.config.http_route_validation import check_http_route
 from extproc.config.listener_validation import check_listeners
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
@@ -22,7 +23,7 @@ from extproc.config.picker_flow_control import check_flow_control_section, flow_
 from extproc.config.quantities import decode_quantity, decode_quantity_leniently
 from extproc.config.schema import check_shape, suggest
 from extproc.config.spec import API_VERSION
-from extproc.config.validation import check_gateway, check_route, check_server
+from extproc.config.validation import check_backend, check_gateway, check_route, check_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -165,5 +166,9 @@ def _check(decoded: _Decoded) -> Iterator[Finding]:
         case GatewayConfig():
             yield from check_gateway(decoded.spec)
             yield from check_listeners(decoded.spec)
+        case HTTPRoute():
+            yield from check_http_route(decoded.spec)
+        case Backend():
+            yield from check_backend(decoded.spec)
         case EndpointPickerConfig():
             yield from check_flow_control_section(decoded)
