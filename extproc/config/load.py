@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import xxhash
 
+from extproc.config.access_policy import ModelAccessPolicy
+from extproc.config.access_validation import Targets, check_targets
 from extproc.config.admission import InferenceObjective
 from extproc.config.backend import Backend
 from extproc.config.decode import Object, decode
 from extproc.config.documents import Document, split
 from extproc.config.errors import ConfigInvalid, Mistake
+from extproc.config.failure_mode import who_may
 from extproc.config.gateway_config import GatewayConfig, GatewayConfigSpec
 from extproc.config.http_route import HTTPRoute
 from extproc.config.model_route import ModelRoute
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig, HTTPRoute, Backend, InferenceObjective)
+T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig, HTTPRoute, Backend, ModelAccessPolicy, InferenceObjective)
 
 
 class _Reading(msgspec.Struct, frozen=True):
@@ -128,6 +131,7 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
     routes, servers = _of(readings, ModelRoute), _of(readings, ModelServer)
     gateways, objectives = _of(readings, GatewayConfig), _of(readings, InferenceObjective)
     http_routes, backends = _of(readings, HTTPRoute), _of(readings, Backend)
+    policies = _of(readings, ModelAccessPolicy)
     pickers: dict[str, PickerFile] = {}
     mistakes = [mistake for reading in readings for mistake in reading.mistakes]
     for one in readings:
@@ -140,10 +144,13 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
         second = "a second GatewayConfig; a directory takes one, merge the two"
         mistakes.extend(document.mistakes([(("kind",), second)]))
     mistakes.extend(_check_references(routes, servers, pickers))
+    mistakes.extend(_check_policies(policies, _targets(routes, servers, http_routes, gateways)))
+    mistakes.extend(_check_failure_mode(gateways, [policy for _, policy in policies]))
     mistakes.extend(_check_names(routes, "ModelRoute"))
     mistakes.extend(_check_names(servers, "ModelServer"))
     mistakes.extend(_check_names(http_routes, "HTTPRoute"))
     mistakes.extend(_check_names(backends, "Backend"))
+    mistakes.extend(_check_names(policies, "ModelAccessPolicy"))
     mistakes.extend(_check_names(objectives, "InferenceObjective"))
     mistakes.extend(_unique(routes, _asked_names, ("spec",), "model or adapter"))
     if mistakes:
@@ -156,6 +163,7 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
         objectives=tuple(objective for _, objective in objectives),
         http_routes=tuple(route for _, route in http_routes),
         backends=tuple(backend for _, backend in backends),
+        access_policies=tuple(policy for _, policy in policies),
         picker_files=pickers,
     )
 
@@ -182,6 +190,35 @@ def _check_references(
     keys = {server.metadata.key for _, server in servers}
     for document, route in routes:
         yield from document.mistakes(_missing_servers(route, keys))
+
+
+def _targets(
+    routes: Sequence[tuple[Document, ModelRoute]],
+    servers: Sequence[tuple[Document, ModelServer]],
+    http_routes: Sequence[tuple[Document, HTTPRoute]],
+    gateways: Sequence[tuple[Document, GatewayConfig]],
+) -> Targets:
+    return Targets(
+        model_routes={route.metadata.key for _, route in routes},
+        model_servers={server.metadata.key for _, server in servers},
+        http_routes={route.metadata.key for _, route in http_routes},
+        listeners={listener.name for _, gateway in gateways for listener in gateway.spec.listeners},
+    )
+
+
+def _check_policies(policies: Sequence[tuple[Document, ModelAccessPolicy]], known: Targets) -> Iterator[Mistake]:
+    for document, policy in policies:
+        yield from document.mistakes(check_targets(policy, known))
+
+
+def _check_failure_mode(
+    gateways: Sequence[tuple[Document, GatewayConfig]], policies: Sequence[ModelAccessPolicy]
+) -> Iterator[Mistake]:
+    for document, gateway in gateways[:1]:
+        undone = who_may(gateway.spec, policies) if gateway.spec.failure_mode == "Open" else []
+        if undone:
+            said = f"without extproc, requests would get round {', '.join(undone[:3])}; write Close, or leave it out"
+            yield from document.mistakes([(("spec", "failureMode"), said)])
 
 
 def _missing_servers(route: ModelRoute, keys: Collection[str]) -> Iterator[Finding]:
