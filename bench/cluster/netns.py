@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A private network for a whole cluster: a network namespace with a bridge and nothing else.
+"""A network of its own for a whole cluster: a namespace with a bridge and nothing else.
 
 ``python -m bench.cluster.netns WORDS...`` runs a command in it. There pods have addresses that the API server takes in
 EndpointSlices (it refuses 127/8), network namespaces of their own, so that each may listen on every port, and Gateways

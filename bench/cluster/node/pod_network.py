@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where pods are in the network: an address each of 127/8, or a network namespace each on a bridge."""
+"""Where pods are in the network: an address of 127/8 each, or a namespace on a bridge."""
 
 from __future__ import annotations
 
