@@ -15,7 +15,8 @@ from extproc.config.spec import API_VERSION, namespace_of, object_key
 KIND: Final = "InferencePool"
 # Of a pool: fields of its ModelServer that an InferencePool does not have, as YAML.
 SETTINGS: Final = "attache.dev/model-server"
-_PREFIX: Final = "inferencepool."
+# Beside ModelServers that somebody wrote.
+PREFIX: Final = "inferencepool."
 _LONGEST_NAME: Final = 253
 _ENDPOINT_FIELDS: Final = ("endpoints", "workloadSelector", "workloadPort")
 
@@ -32,14 +33,15 @@ class PoolServer(msgspec.Struct, frozen=True):
 def server_key(pool_key: str) -> str:
     """``namespace/name`` of the ModelServer of a pool, given the pool's."""
     namespace = namespace_of(pool_key)
-    return object_key(namespace, _PREFIX + pool_key.removeprefix(f"{namespace}/"))
+    return object_key(namespace, PREFIX + pool_key.removeprefix(f"{namespace}/"))
 
 
-def server_of(pool: Mapping[str, Any], *, picker_config: str | None = None) -> PoolServer:
+def server_of(pool: Mapping[str, Any], *, prefix: str = PREFIX, picker_config: str | None = None) -> PoolServer:
     """The ModelServer whose endpoints are the ports of the pool's pods.
 
     ``pool``: an InferencePool, ``inference.networking.k8s.io/v1`` or ``inference.networking.x-k8s.io/v1alpha2``.
-    ``picker_config``: the name of a ConfigMap of its namespace; it has precedence over the pool's annotation.
+    ``prefix``: of the ModelServer's name; empty where pools alone are served. ``picker_config``: the name of a ConfigMap
+    of its namespace; it has precedence over the pool's annotation.
     """
     metadata, spec = pool["metadata"], pool.get("spec") or {}
     settings = _settings((metadata.get("annotations") or {}).get(SETTINGS, ""))
@@ -48,11 +50,10 @@ def server_of(pool: Mapping[str, Any], *, picker_config: str | None = None) -> P
     ports, labels = _ports(spec), _labels(spec)
     if not ports or not labels:
         return PoolServer(None, "spec.selector or spec.targetPorts is empty; a pool needs both")
-    name = _PREFIX + metadata["name"]
+    name = prefix + metadata["name"]
     if len(name) > _LONGEST_NAME:
-        return PoolServer(
-            None, f"its name has more than {_LONGEST_NAME - len(_PREFIX)} characters; choose a shorter one"
-        )
+        longest = _LONGEST_NAME - len(prefix)
+        return PoolServer(None, f"its name has more than {longest} characters; choose a shorter one")
     content = {
         # what engines call the model; requests keep the name that the client wrote
         "model": metadata["name"],
