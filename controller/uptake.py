@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, ROUTES_FILE
+from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER, LISTENERS_FILE
 from controller.gateway.envoy.clusters import endpoints_file, server_cluster_name
-from controller.gateway.envoy.routes import ROUTES_NAME
+from controller.gateway.envoy.listener_groups import listener_groups, routes_files
 from extproc.config.report import ConfigReport
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ _START_S: Final = 30.0
 _SOON_S: Final = 0.5
 _LATER_S: Final = 10.0
 
-# All objects are in these; each server's endpoints are in a file of their own.
-_STRUCTURE: Final = frozenset({CLUSTERS_FILE, ROUTES_FILE, LISTENERS_FILE})
+# Each server's endpoints are in a file of their own; all objects are in the others.
+_ENDPOINTS: Final = f"{ENDPOINTS_FOLDER}/"
 
 Status = Literal["Taken", "Refused", "Behind", "OtherBundle", "NoEnvoy"]
 
@@ -51,7 +51,7 @@ def versions_of(out: Path, snapshot: Snapshot) -> dict[str, str]:
     names = [
         CLUSTERS_FILE,
         *(endpoints_file(one.metadata.key) for one in snapshot.servers),
-        ROUTES_FILE,
+        *routes_files(snapshot.gateway),
         LISTENERS_FILE,
     ]
     return {name: str(json.loads((out / name).read_text())["version_info"]) for name in names}
@@ -60,12 +60,18 @@ def versions_of(out: Path, snapshot: Snapshot) -> dict[str, str]:
 def subscriptions_of(snapshot: Snapshot) -> dict[str, str]:
     """By file, how Envoy's statistics call who reads it."""
     servers = [one.metadata.key for one in snapshot.servers]
+    groups = listener_groups(snapshot.gateway)
     return {
         CLUSTERS_FILE: "cluster_manager.cds",
         **{endpoints_file(one): f"cluster.{server_cluster_name(one)}" for one in servers},
-        ROUTES_FILE: f"http.attache.rds.{ROUTES_NAME}",
+        **{one.routes_file: f"http.attache.rds.{_in_statistics(one.route_config_name)}" for one in groups},
         LISTENERS_FILE: "listener_manager.lds",
     }
+
+
+def _in_statistics(name: str) -> str:
+    """How Envoy spells a name in its statistics."""
+    return name.replace(":", "_")
 
 
 class Expected(msgspec.Struct, frozen=True):
@@ -119,8 +125,8 @@ def judge(state: EnvoyState | None, expected: Expected, *, address: str) -> Verd
 
 def reported(verdict: Verdict, expected: Expected, before: ConfigReport) -> ConfigReport:
     """What ``verdict`` says of the directory's files. Endpoints that are on their way make no file a new one."""
-    is_new = verdict.status == "Behind" and bool(_STRUCTURE & set(verdict.files))
-    if verdict.status == "Taken" or (verdict.status == "Behind" and not is_new):
+    lacks_endpoints_alone = verdict.status == "Behind" and all(one.startswith(_ENDPOINTS) for one in verdict.files)
+    if verdict.status == "Taken" or lacks_endpoints_alone:
         return ConfigReport(files=expected.digests)
     if verdict.status == "Refused":
         return ConfigReport(files=before.files, refused=verdict.text)

@@ -70,6 +70,15 @@ class FollowerSeries(Collector):
         yield GaugeMetricFamily(written, "When the bundle last changed.", value=follower.written_at_s)
         missing = "attache_bundle_missing_keys"
         yield GaugeMetricFamily(missing, "Keys and key sets that cannot be had.", value=len(follower.missing_keys))
+        stale = "attache_bundle_stale_secrets"
+        text = "Certificates and keys whose files cannot be used as they are now; what was there before stays."
+        yield GaugeMetricFamily(stale, text, value=follower.secrets.stale)
+        ends = GaugeMetricFamily(
+            "attache_bundle_certificate_end_timestamp_seconds", "When a certificate, or a list, ends.", labels=["file"]
+        )
+        for file, ends_at in follower.secrets.ends_at.items():
+            ends.add_metric([file], ends_at.timestamp())
+        yield ends
         if follower.uptake is None:
             return
         verdict = follower.uptake.verdict

@@ -66,7 +66,7 @@ class GatewayRole:
         check_picker: PickerCheck = check_shape_alone,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
     ) -> None:
-        self._watched = Watched(client, settings.namespace, timing)
+        self._watched = Watched(client, Watched.by_a_gateway(client, settings.namespace, timing))
         self._compiler = Compiler(settings.gateway_config, check_picker=check_picker)
         self._writer = DirectoryWriter(settings.config)
         self._statuses = StatusWriter(client, self._watched.get, CONTROLLER)

@@ -32,9 +32,14 @@ class Picker(msgspec.Struct, frozen=True, kw_only=True):
     notes: Sequence[str] = ()
 
 
+def picker_file_name(key: str) -> str:
+    """Of the ConfigMap ``namespace/name``, in the directory."""
+    return f"picker.{key.replace('/', '.', 1)}.yaml"
+
+
 def picker_of(key: str, thing: Mapping[str, Any], check: PickerCheck) -> Picker:
     """The EndpointPickerConfig in the ConfigMap ``key``, which has one key with one document."""
-    name = f"picker.{key.replace('/', '.', 1)}.yaml"
+    name = picker_file_name(key)
     texts = list((thing.get("data") or {}).values())
     if len(texts) != 1:
         return Picker(file=name, problem=f"has {len(texts)} keys; give it one, whose text is an EndpointPickerConfig")

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from controller.gateway.envoy.authentication import authentication_files
-from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, ROUTES_FILE, bootstrap
+from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, bootstrap
 from controller.gateway.envoy.clusters import endpoints_file, extproc_cluster, server_cluster, server_endpoints
 from controller.gateway.envoy.envoy_json import resources_file, to_json, to_resource
-from controller.gateway.envoy.listener import listener
+from controller.gateway.envoy.listener import listener_resources
+from controller.gateway.envoy.listener_groups import listener_groups
 from controller.gateway.envoy.memo import Memo
 from controller.gateway.envoy.routes import route_resource
 from extproc.config.failure_mode import failure_mode_of
@@ -53,7 +54,9 @@ class BundleWriter:
             server.metadata.key: _without_endpoints(server, self._without_endpoints.get(server.metadata.key))
             for server in snapshot.servers
         }
-        frame = msgspec.structs.replace(snapshot, servers=tuple(self._without_endpoints.values()), version="")
+        frame = msgspec.structs.replace(
+            snapshot, servers=tuple(self._without_endpoints.values()), version="", digests={}
+        )
         if self._frame is None or self._frame[0] != frame:
             self._frame = frame, self._files_of(frame)
         return {**files, **self._frame[1]}
@@ -68,9 +71,11 @@ class BundleWriter:
             )
         gateway = snapshot.gateway
         clusters = [memo.get(self._cluster, server) for server in snapshot.servers]
+        routes = route_resource(snapshot, memo)
+        named = {one.routes_file: {**routes, "name": one.route_config_name} for one in listener_groups(gateway)}
         return {
             CLUSTERS_FILE: resources_file([memo.get(_extproc, gateway), *clusters]),
-            ROUTES_FILE: resources_file([route_resource(snapshot, memo)]),
+            **{file: resources_file([resource]) for file, resource in named.items()},
             **memo.get(_authentication, gateway),
             LISTENERS_FILE: memo.get(self._listener, gateway, longest_wait_s(snapshot)),
             BOOTSTRAP_FILE: memo.get(self._bootstrap, gateway),
@@ -80,7 +85,7 @@ class BundleWriter:
         return to_resource(server_cluster(server, self._directory))
 
     def _listener(self, gateway: GatewayConfigSpec, longest_wait_s: float) -> str:
-        return resources_file([to_resource(listener(gateway, self._directory, longest_wait_s=longest_wait_s))])
+        return resources_file(listener_resources(gateway, self._directory, longest_wait_s=longest_wait_s))
 
     def _bootstrap(self, gateway: GatewayConfigSpec) -> str:
         return to_json(bootstrap(gateway, self._directory))
