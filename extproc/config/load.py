@@ -145,6 +145,7 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
         mistakes.extend(document.mistakes([(("kind",), second)]))
     mistakes.extend(_check_references(routes, servers, pickers))
     mistakes.extend(_check_policies(policies, _targets(routes, servers, http_routes, gateways)))
+    mistakes.extend(_check_secrets(gateways))
     mistakes.extend(_check_failure_mode(gateways, [policy for _, policy in policies]))
     mistakes.extend(_check_names(routes, "ModelRoute"))
     mistakes.extend(_check_names(servers, "ModelServer"))
@@ -209,6 +210,23 @@ def _targets(
 def _check_policies(policies: Sequence[tuple[Document, ModelAccessPolicy]], known: Targets) -> Iterator[Mistake]:
     for document, policy in policies:
         yield from document.mistakes(check_targets(policy, known))
+
+
+def _check_secrets(gateways: Sequence[tuple[Document, GatewayConfig]]) -> Iterator[Mistake]:
+    """The gateway role puts what Secrets hold in their place."""
+    advice = "is in a Secret, which a directory has none of"
+    for document, gateway in gateways:
+        given = gateway.spec.authentication
+        if given is None:
+            continue
+        path = ("spec", "authentication")
+        if given.api_key_secrets:
+            said = f"{advice}; write apiKeys, or apply it to a cluster"
+            yield from document.mistakes([((*path, "apiKeySecrets"), said)])
+        for index, issuer in enumerate(given.jwt):
+            if issuer.jwks_secret is not None:
+                said = f"{advice}; write jwksFile, or apply it to a cluster"
+                yield from document.mistakes([((*path, "jwt", index, "jwksSecret"), said)])
 
 
 def _check_failure_mode(

@@ -11,6 +11,7 @@ from controller.gateway.envoy.authentication import authentication_files
 from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, ROUTES_FILE, bootstrap
 from controller.gateway.envoy.clusters import endpoints_file, extproc_cluster, server_cluster, server_endpoints
 from controller.gateway.envoy.envoy_json import resources_file, to_json, to_resource
+from controller.gateway.envoy.key_sets import key_set_clusters
 from controller.gateway.envoy.listener import listener
 from controller.gateway.envoy.memo import Memo
 from controller.gateway.envoy.routes import route_resource
@@ -50,7 +51,7 @@ class BundleWriter:
         gateway = snapshot.gateway
         files = {endpoints_file(server.metadata.key): memo.get(_endpoints, server) for server in snapshot.servers}
         clusters = [memo.get(self._cluster, server) for server in snapshot.servers]
-        files[CLUSTERS_FILE] = resources_file([memo.get(_extproc, gateway), *clusters])
+        files[CLUSTERS_FILE] = resources_file([memo.get(_extproc, gateway), *memo.get(_key_sets, gateway), *clusters])
         files[ROUTES_FILE] = resources_file([route_resource(snapshot, memo)])
         files.update(memo.get(_authentication, gateway))
         files[LISTENERS_FILE] = memo.get(self._listener, gateway, longest_wait_s(snapshot))
@@ -82,6 +83,10 @@ def _authentication(gateway: GatewayConfigSpec) -> Mapping[str, str]:
 
 def _endpoints(server: ModelServer) -> str:
     return resources_file([server_endpoints(server)])
+
+
+def _key_sets(gateway: GatewayConfigSpec) -> list[dict[str, object]]:
+    return key_set_clusters(gateway.authentication)
 
 
 def _extproc(gateway: GatewayConfigSpec) -> dict[str, object]:
