@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from hashlib import sha256
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -136,17 +136,34 @@ class JwtIssuer(Spec, frozen=True):
         return f"JwtIssuer({self.name!r})"
 
 
+class CertificateName(Spec, frozen=True):
+    """How client certificates name a tenant. ``name``: for people.
+
+    ``field``: ``URI`` and ``DNS`` are alternative names, ``CommonName`` is of the subject. ``pattern``: the whole value,
+    in which ``{tenant}`` and ``{user}`` stand for one or more characters that are not ``/`` (URI), ``.`` (DNS), or ``@``
+    and ``/`` (CommonName): ``spiffe://example.com/{tenant}/{user}``. ``tenant``: whose it is, where the pattern has no
+    ``{tenant}``.
+    """
+
+    name: Name
+    field: Literal["URI", "DNS", "CommonName"]
+    pattern: NonEmpty
+    tenant: NonEmpty | None = None
+
+
 class Authentication(Spec, frozen=True):
-    """By keys or by tokens; a request that brings neither is answered 401.
+    """By keys, tokens or client certificates; a request that brings none is answered 401.
 
     ``api_keys``: known keys. ``api_key_secrets``: more of them, in Secrets of a cluster. ``jwt``: issuers of signed
-    tokens.
+    tokens. ``client_certificates``: whose a client certificate is; the first that fits decides, and one that none fits
+    is answered 403.
     """
 
     CEL: ClassVar = (
         Rule(
-            "(has(self.apiKeys) || has(self.apiKeySecrets)) != has(self.jwt)",
-            "write apiKeys (or apiKeySecrets) or jwt, one of the two",
+            "(has(self.apiKeys) || has(self.apiKeySecrets) ? 1 : 0) + (has(self.jwt) ? 1 : 0) + "
+            "(has(self.clientCertificates) ? 1 : 0) == 1",
+            "write apiKeys (or apiKeySecrets), jwt or clientCertificates, one of the three",
         ),
     )
 
@@ -155,3 +172,6 @@ class Authentication(Spec, frozen=True):
         tuple[ApiKeySecret, ...], msgspec.Meta(max_length=256, extra_json_schema=keyed_by("name"))
     ] = ()
     jwt: Annotated[tuple[JwtIssuer, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()
+    client_certificates: Annotated[
+        tuple[CertificateName, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))
+    ] = ()

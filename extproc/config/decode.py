@@ -16,6 +16,8 @@ from extproc.config.documents import read, repeats_keys, split
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.gateway_config import GatewayConfig
 from extproc.config.http_route import HTTPRoute
+from extproc.config.http_route_validation import check_http_route
+from extproc.config.listener_validation import check_listeners
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
 from extproc.config.picker_config import PICKER_KIND, EndpointPickerConfig, PickerFile
@@ -23,7 +25,7 @@ from extproc.config.picker_flow_control import check_flow_control_section, flow_
 from extproc.config.quantities import decode_quantity, decode_quantity_leniently
 from extproc.config.schema import check_shape, suggest
 from extproc.config.spec import API_VERSION
-from extproc.config.validation import check_gateway, check_route, check_server
+from extproc.config.validation import check_backend, check_gateway, check_route, check_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -168,6 +170,11 @@ def _check(decoded: _Decoded) -> Iterator[Finding]:
             yield from check_route(decoded.spec)
         case GatewayConfig():
             yield from check_gateway(decoded.spec)
+            yield from check_listeners(decoded.spec)
+        case HTTPRoute():
+            yield from check_http_route(decoded.spec)
+        case Backend():
+            yield from check_backend(decoded.spec)
         case ModelAccessPolicy():
             yield from check_access_policy(decoded.spec)
         case EndpointPickerConfig():
