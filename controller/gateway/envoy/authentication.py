@@ -43,6 +43,7 @@ from envoy_data_plane.google.protobuf import Any
 from controller.gateway.envoy.bootstrap import file_source
 from controller.gateway.envoy.client_certificates import known_certificates, named_by_certificates
 from controller.gateway.envoy.envoy_json import http_filter, resources_file, to_resource, typed
+from controller.gateway.envoy.key_sets import remote_key_set
 from controller.gateway.envoy.keys import identified_callers, known_keys
 from extproc.protocol import TENANT, TOKENS_NAMESPACE, USER
 
@@ -127,7 +128,8 @@ def _provider(one: JwtIssuer) -> JwtProvider:
         issuer=one.issuer,
         audiences=list(one.audiences),
         require_expiration=one.require_expiration,
-        local_jwks=DataSource(inline_string=one.jwks or ""),
+        local_jwks=DataSource(inline_string=one.jwks or "") if one.remote_jwks is None else None,
+        remote_jwks=None if one.remote_jwks is None else remote_key_set(one.name, one.remote_jwks),
         # Said here, or Envoy takes tokens from the query string as well, which lands in logs. What follows the first
         # space is the token: schemes are case-insensitive, and Envoy's prefixes are not.
         from_headers=[JwtHeader(name="authorization", value_prefix=" ")],
