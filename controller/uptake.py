@@ -13,7 +13,7 @@ import msgspec
 
 from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, ROUTES_FILE
 from controller.gateway.envoy.clusters import endpoints_file, server_cluster_name
-from controller.gateway.envoy.routes import ROUTES_NAME
+from controller.gateway.envoy.listener_groups import DEFAULT_ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +59,7 @@ def subscriptions_of(snapshot: Snapshot) -> dict[str, str]:
     return {
         CLUSTERS_FILE: "cluster_manager.cds",
         **{endpoints_file(one): f"cluster.{server_cluster_name(one)}" for one in servers},
-        ROUTES_FILE: f"http.attache.rds.{ROUTES_NAME}",
+        ROUTES_FILE: f"http.attache.rds.{DEFAULT_ROUTES}",
         LISTENERS_FILE: "listener_manager.lds",
     }
 

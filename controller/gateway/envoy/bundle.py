@@ -3,27 +3,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
 from controller.gateway.envoy.authentication import authentication_files
+from controller.gateway.envoy.backends import backend_cluster, backend_endpoints, backend_endpoints_file
 from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, ROUTES_FILE, bootstrap
 from controller.gateway.envoy.clusters import endpoints_file, extproc_cluster, server_cluster, server_endpoints
 from controller.gateway.envoy.envoy_json import resources_file, to_json, to_resource
 from controller.gateway.envoy.listener import listener
+from controller.gateway.envoy.listener_groups import listener_groups
 from controller.gateway.envoy.memo import Memo
-from controller.gateway.envoy.routes import route_resource
+from controller.gateway.envoy.route_configurations import route_configuration
 from extproc.config.failure_mode import failure_mode_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from extproc.config.backend import Backend
     from extproc.config.gateway_config import GatewayConfigSpec
     from extproc.config.model_server import ModelServer
     from extproc.config.snapshot import Snapshot
 
 BOOTSTRAP_FILE = "bootstrap.json"
+
+T = TypeVar("T", bound="ModelServer | Backend")
 
 
 class BundleWriter:
@@ -50,8 +55,11 @@ class BundleWriter:
         gateway = snapshot.gateway
         files = {endpoints_file(server.metadata.key): memo.get(_endpoints, server) for server in snapshot.servers}
         clusters = [memo.get(self._cluster, server) for server in snapshot.servers]
+        files.update({backend_endpoints_file(one.metadata.key): memo.get(_servers, one) for one in snapshot.backends})
+        clusters.extend(memo.get(self._backend, one) for one in snapshot.backends)
         files[CLUSTERS_FILE] = resources_file([memo.get(_extproc, gateway), *clusters])
-        files[ROUTES_FILE] = resources_file([route_resource(snapshot, memo)])
+        for group in listener_groups(gateway):
+            files[ROUTES_FILE] = resources_file([route_configuration(group, snapshot, memo)])
         files.update(memo.get(_authentication, gateway))
         files[LISTENERS_FILE] = memo.get(self._listener, gateway, longest_wait_s(snapshot))
         files[BOOTSTRAP_FILE] = memo.get(self._bootstrap, gateway)
@@ -59,6 +67,9 @@ class BundleWriter:
 
     def _cluster(self, server: ModelServer) -> dict[str, object]:
         return to_resource(server_cluster(server, self._directory))
+
+    def _backend(self, backend: Backend) -> dict[str, object]:
+        return to_resource(backend_cluster(backend, self._directory))
 
     def _listener(self, gateway: GatewayConfigSpec, longest_wait_s: float) -> str:
         return resources_file([to_resource(listener(gateway, self._directory, longest_wait_s=longest_wait_s))])
@@ -84,6 +95,10 @@ def _endpoints(server: ModelServer) -> str:
     return resources_file([server_endpoints(server)])
 
 
+def _servers(backend: Backend) -> str:
+    return resources_file([backend_endpoints(backend)])
+
+
 def _extproc(gateway: GatewayConfigSpec) -> dict[str, object]:
     return to_resource(extproc_cluster(gateway))
 
@@ -94,8 +109,18 @@ def longest_wait_s(snapshot: Snapshot) -> float:
     return max((control.longest_wait_s for control in controls if control is not None), default=0.0)
 
 
+def with_clusters_of(snapshot: Snapshot, before: Snapshot) -> Snapshot:
+    """``snapshot`` plus the ModelServers and Backends of ``before`` that it lacks; no rule sends new requests to them."""
+    return msgspec.structs.replace(
+        with_servers(snapshot, before.servers), backends=_with(snapshot.backends, before.backends)
+    )
+
+
 def with_servers(snapshot: Snapshot, more: Iterable[ModelServer]) -> Snapshot:
     """``snapshot`` plus those of ``more`` that it lacks; no rule sends new requests to them."""
-    names = {server.metadata.key for server in snapshot.servers}
-    added = tuple(server for server in more if server.metadata.key not in names)
-    return msgspec.structs.replace(snapshot, servers=(*snapshot.servers, *added)) if added else snapshot
+    return msgspec.structs.replace(snapshot, servers=_with(snapshot.servers, more))
+
+
+def _with(own: tuple[T, ...], more: Iterable[T]) -> tuple[T, ...]:
+    names = {one.metadata.key for one in own}
+    return (*own, *(one for one in more if one.metadata.key not in names))

@@ -80,6 +80,21 @@ if TYPE_CHECKING:
 
     from extproc.config.gateway_config import GatewayConfigSpec
 
+# Names of filters, by which routes and virtual hosts configure or disable them.
+EXTPROC_FILTER: Final = "envoy.filters.http.ext_proc"
+_BODY_FILTER: Final = "attache.body_without_extproc"
+_USAGE_FILTER: Final = "attache.usage"
+_RESPONSES_FILTER: Final = "attache.usage_of_responses"
+_STREAMED_RESPONSES_FILTER: Final = "attache.usage_of_streamed_responses"
+# Those that read bodies of requests to engines, and their answers.
+INFERENCE_FILTERS: Final = (
+    _BODY_FILTER,
+    CHANGES_FILTER,
+    _USAGE_FILTER,
+    _RESPONSES_FILTER,
+    _STREAMED_RESPONSES_FILTER,
+)
+
 # The last event of the responses API repeats the whole answer beside its usage.
 _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 
@@ -98,18 +113,18 @@ def http_filters(gateway: GatewayConfigSpec, directory: str) -> list[HttpFilter]
     """The chain of the HTTP connection manager."""
     chain = [
         *authentication_filters(gateway.authentication, directory),
-        http_filter("envoy.filters.http.ext_proc", _ask_extproc(gateway)),
+        http_filter(EXTPROC_FILTER, _ask_extproc(gateway)),
     ]
     if gateway.failure_mode == "Open":
         # not where extproc has said which server the request goes to
         read = _skipped_if(SERVER_HEADER, ".+", typed("envoy.filters.http.lua", reads_body()))
-        chain.append(http_filter("attache.body_without_extproc", read))
+        chain.append(http_filter(_BODY_FILTER, read))
         chain.append(http_filter(CHANGES_FILTER, changes_body()))
     hides = gateway.cached_tokens == "Hidden"
-    chain.append(_read_usage("attache.usage", _RESPONSES_PATHS, stream_usage(hides_counts=hides)))
+    chain.append(_read_usage(_USAGE_FILTER, _RESPONSES_PATHS, stream_usage(hides_counts=hides)))
     # answers come the other way: what is hidden here has been read below
-    chain.append(_read_usage("attache.usage_of_responses", _OTHER_PATHS, responses_usage(hides_counts=hides)))
-    chain.append(http_filter("attache.usage_of_streamed_responses", _read_usage_of_streamed_responses()))
+    chain.append(_read_usage(_RESPONSES_FILTER, _OTHER_PATHS, responses_usage(hides_counts=hides)))
+    chain.append(http_filter(_STREAMED_RESPONSES_FILTER, _read_usage_of_streamed_responses()))
     chain.append(http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
     return chain
 

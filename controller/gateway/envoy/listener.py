@@ -36,8 +36,8 @@ from envoy_data_plane.google.protobuf import Any
 from controller.gateway.envoy.bootstrap import ROUTES_FILE, file_source
 from controller.gateway.envoy.envoy_json import address, seconds, typed
 from controller.gateway.envoy.filters import extproc_service, http_filters
+from controller.gateway.envoy.listener_groups import DEFAULT_ROUTES
 from controller.gateway.envoy.local_replies import local_replies
-from controller.gateway.envoy.routes import ROUTES_NAME
 from extproc.protocol import (
     ACCESS_LOG_NAME,
     CLIENT,
@@ -85,7 +85,7 @@ def listener(gateway: GatewayConfigSpec, directory: str, *, longest_wait_s: floa
 def _connection_manager(gateway: GatewayConfigSpec, directory: str, longest_wait_s: float) -> HttpConnectionManager:
     return HttpConnectionManager(
         stat_prefix="attache",
-        rds=Rds(route_config_name=ROUTES_NAME, config_source=file_source(directory, ROUTES_FILE)),
+        rds=Rds(route_config_name=DEFAULT_ROUTES, config_source=file_source(directory, ROUTES_FILE)),
         early_header_mutation_extensions=[_strip_reserved_headers(gateway)],
         http_filters=http_filters(gateway, directory),
         local_reply_config=local_replies(gateway),
