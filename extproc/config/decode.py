@@ -15,6 +15,7 @@ from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.gateway_config import GatewayConfig
 from extproc.config.http_route import HTTPRoute
 from extproc.config.http_route_validation import check_http_route
+from extproc.config.listener_validation import check_listeners
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
 from extproc.config.picker_config import PICKER_KIND, EndpointPickerConfig, PickerFile
@@ -164,6 +165,7 @@ def _check(decoded: _Decoded) -> Iterator[Finding]:
             yield from check_route(decoded.spec)
         case GatewayConfig():
             yield from check_gateway(decoded.spec)
+            yield from check_listeners(decoded.spec)
         case HTTPRoute():
             yield from check_http_route(decoded.spec)
         case Backend():

@@ -9,10 +9,11 @@ import msgspec
 
 from controller.gateway.envoy.authentication import authentication_files
 from controller.gateway.envoy.backends import backend_cluster, backend_endpoints, backend_endpoints_file
-from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, ROUTES_FILE, bootstrap
+from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, bootstrap
 from controller.gateway.envoy.clusters import endpoints_file, extproc_cluster, server_cluster, server_endpoints
 from controller.gateway.envoy.envoy_json import resources_file, to_json, to_resource
-from controller.gateway.envoy.listener import listener
+from controller.gateway.envoy.http_routes import uses_cors
+from controller.gateway.envoy.listener import listener_resources
 from controller.gateway.envoy.listener_groups import listener_groups
 from controller.gateway.envoy.memo import Memo
 from controller.gateway.envoy.route_configurations import route_configuration
@@ -34,18 +35,50 @@ T = TypeVar("T", bound="ModelServer | Backend")
 class BundleWriter:
     """Snapshots to bundles for ``directory``, which is where Envoy will find them.
 
-    Envoy's schema is slow to build and to turn into JSON: what belongs to objects that have not changed is kept.
+    Envoy's schema is slow to build and to turn into JSON: what belongs to objects that have not changed is kept. Engines
+    come and go all the time, so a change of endpoints alone costs no more than the files of their servers.
     """
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self._memo = Memo()
+        self._endpoints, self._memo = Memo(), Memo()
+        self._without_endpoints: Mapping[str, ModelServer] = {}
+        self._without_servers: Mapping[str, Backend] = {}
+        # the last snapshot without endpoints, and what it came to
+        self._frame: tuple[Snapshot, Mapping[str, str]] | None = None
 
     def build(self, snapshot: Snapshot) -> Mapping[str, str]:
         """File names, relative to the bundle, to JSON.
 
         Equal snapshots give equal files. In writing order: what is referred to comes before what refers to it.
         """
+        self._endpoints.next_build()
+        files = {
+            endpoints_file(server.metadata.key): self._endpoints.get(_endpoints, server) for server in snapshot.servers
+        }
+        files.update(
+            {backend_endpoints_file(one.metadata.key): self._endpoints.get(_servers, one) for one in snapshot.backends}
+        )
+        self._without_endpoints = {
+            server.metadata.key: _without_endpoints(server, self._without_endpoints.get(server.metadata.key))
+            for server in snapshot.servers
+        }
+        self._without_servers = {
+            backend.metadata.key: _without_servers(backend, self._without_servers.get(backend.metadata.key))
+            for backend in snapshot.backends
+        }
+        frame = msgspec.structs.replace(
+            snapshot,
+            servers=tuple(self._without_endpoints.values()),
+            backends=tuple(self._without_servers.values()),
+            version="",
+        )
+        if self._frame is None or self._frame[0] != frame:
+            self._frame = frame, self._files_of(frame)
+        return {**files, **self._frame[1]}
+
+    def _files_of(self, snapshot: Snapshot) -> Mapping[str, str]:
+        """All files but those of endpoints."""
         memo = self._memo
         memo.next_build()
         if snapshot.gateway.failure_mode is None:
@@ -53,17 +86,20 @@ class BundleWriter:
                 snapshot, gateway=memo.get(_decided, snapshot.gateway, failure_mode_of(snapshot))
             )
         gateway = snapshot.gateway
-        files = {endpoints_file(server.metadata.key): memo.get(_endpoints, server) for server in snapshot.servers}
         clusters = [memo.get(self._cluster, server) for server in snapshot.servers]
-        files.update({backend_endpoints_file(one.metadata.key): memo.get(_servers, one) for one in snapshot.backends})
         clusters.extend(memo.get(self._backend, one) for one in snapshot.backends)
-        files[CLUSTERS_FILE] = resources_file([memo.get(_extproc, gateway), *clusters])
-        for group in listener_groups(gateway):
-            files[ROUTES_FILE] = resources_file([route_configuration(group, snapshot, memo)])
-        files.update(memo.get(_authentication, gateway))
-        files[LISTENERS_FILE] = memo.get(self._listener, gateway, longest_wait_s(snapshot))
-        files[BOOTSTRAP_FILE] = memo.get(self._bootstrap, gateway)
-        return files
+        return {
+            CLUSTERS_FILE: resources_file([memo.get(_extproc, gateway), *clusters]),
+            **{
+                group.routes_file: resources_file([route_configuration(group, snapshot, memo)])
+                for group in listener_groups(gateway)
+            },
+            **memo.get(_authentication, gateway),
+            LISTENERS_FILE: memo.get(
+                self._listener, gateway, longest_wait_s(snapshot), uses_cors(snapshot.http_routes)
+            ),
+            BOOTSTRAP_FILE: memo.get(self._bootstrap, gateway),
+        }
 
     def _cluster(self, server: ModelServer) -> dict[str, object]:
         return to_resource(server_cluster(server, self._directory))
@@ -71,11 +107,25 @@ class BundleWriter:
     def _backend(self, backend: Backend) -> dict[str, object]:
         return to_resource(backend_cluster(backend, self._directory))
 
-    def _listener(self, gateway: GatewayConfigSpec, longest_wait_s: float) -> str:
-        return resources_file([to_resource(listener(gateway, self._directory, longest_wait_s=longest_wait_s))])
+    def _listener(self, gateway: GatewayConfigSpec, longest_wait_s: float, has_cors: bool) -> str:
+        return resources_file(
+            listener_resources(gateway, self._directory, longest_wait_s=longest_wait_s, has_cors=has_cors)
+        )
 
     def _bootstrap(self, gateway: GatewayConfigSpec) -> str:
         return to_json(bootstrap(gateway, self._directory))
+
+
+def _without_endpoints(server: ModelServer, before: ModelServer | None) -> ModelServer:
+    """``before`` if that is the same: what was made from it is kept."""
+    fresh = msgspec.structs.replace(server, spec=msgspec.structs.replace(server.spec, listed=()))
+    return before if before == fresh and before is not None else fresh
+
+
+def _without_servers(backend: Backend, before: Backend | None) -> Backend:
+    """The same of a Backend."""
+    fresh = msgspec.structs.replace(backend, spec=msgspec.structs.replace(backend.spec, endpoints=()))
+    return before if before == fresh and before is not None else fresh
 
 
 def build(snapshot: Snapshot, directory: str) -> Mapping[str, str]:

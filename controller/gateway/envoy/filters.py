@@ -15,6 +15,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
 from envoy_data_plane.envoy.extensions.common.matching.v3 import ExtensionWithMatcher
 from envoy_data_plane.envoy.extensions.content_parsers.json.v3 import JsonContentParser, JsonContentParserRuleConfig
 from envoy_data_plane.envoy.extensions.filters.common.matcher.action.v3 import SkipFilter
+from envoy_data_plane.envoy.extensions.filters.http.cors.v3 import Cors
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ExternalProcessor,
     MetadataOptions,
@@ -52,6 +53,7 @@ from envoy_data_plane.xds.type.matcher.v3 import (
 
 from controller.gateway.envoy.authentication import authentication_filters
 from controller.gateway.envoy.clusters import EXTPROC_CLUSTER
+from controller.gateway.envoy.cors import CORS_FILTER
 from controller.gateway.envoy.envoy_json import http_filter, seconds, typed
 from controller.gateway.envoy.responses_usage import responses_usage
 from controller.gateway.envoy.stream_usage import stream_usage
@@ -109,9 +111,11 @@ _USAGE_PATHS: Final = (
 )
 
 
-def http_filters(gateway: GatewayConfigSpec, directory: str) -> list[HttpFilter]:
-    """The chain of the HTTP connection manager."""
+def http_filters(gateway: GatewayConfigSpec, directory: str, *, has_cors: bool = False) -> list[HttpFilter]:
+    """The chain of the HTTP connection manager. ``has_cors``: routes have policies for other origins."""
     chain = [
+        # browsers ask without credentials
+        *([http_filter(CORS_FILTER, Cors())] if has_cors else []),
         *authentication_filters(gateway.authentication, directory),
         http_filter(EXTPROC_FILTER, _ask_extproc(gateway)),
     ]

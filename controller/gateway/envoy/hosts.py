@@ -66,7 +66,7 @@ def hosts_of(listeners: Sequence[Listener], routes: Iterable[HTTPRoute], *, are_
     for listener, own in attached:
         domains.update(_intersections(listener, own))
     hosts = []
-    for domain in sorted(domains, key=_specificity, reverse=True):
+    for domain in sorted(sorted(domains), key=_specificity, reverse=True):
         covering = [pair for pair in attached if covers(domain_of(pair[0]), domain)]
         listener, own = max(covering, key=lambda pair: _specificity(domain_of(pair[0])))
         hosts.append(Host(domain, listener, _entries(domain, own)))

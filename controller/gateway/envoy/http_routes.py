@@ -38,7 +38,7 @@ from extproc.config.references import backend_key
 from extproc.protocol import LISTENER_KEY, SERVER_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from envoy_data_plane.envoy.config.route.v3 import RouteActionRequestMirrorPolicy
 
@@ -97,6 +97,11 @@ def http_routes(host: Host, place: Place, backends: Backends, memo: Memo) -> Ite
         rule = entry.rule_spec
         named = [backends.of(entry.route, ref) for ref in _refs(rule)]
         yield memo.get(_route, where, entry.route, entry.rule, entry.number, *named)
+
+
+def uses_cors(routes: Iterable[HTTPRoute]) -> bool:
+    """Whether a rule has CORS, for which the listener needs a filter."""
+    return any(one.cors is not None for route in routes for rule in route.spec.rules for one in rule.filters)
 
 
 def for_extproc(*, server: str | None = None, listener: str | None = None) -> ExtProcPerRoute:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # The route configuration of a gateway that has only ``listen``; the names of others begin with it.
 DEFAULT_ROUTES: Final = "attache"
+ROUTES_FOLDER: Final = "rds"
 # The listener that ``listen`` stands for.
 DEFAULT_LISTENER: Final = "default"
 
@@ -32,6 +33,19 @@ class ListenerGroup(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     listeners: tuple[Listener, ...]
     tls: ListenerTls | None = None
+
+    @property
+    def routes_file(self) -> str:
+        """Where its route configuration is: Envoy takes one from an RDS file."""
+        if self.route_config_name == DEFAULT_ROUTES:
+            return "rds.json"
+        name = self.route_config_name.removeprefix(f"{DEFAULT_ROUTES}/").replace("/", "-").replace(":", "_")
+        return f"{ROUTES_FOLDER}/{name}.json"
+
+
+def routes_files(gateway: GatewayConfigSpec) -> tuple[str, ...]:
+    """The files with the route configurations of a gateway."""
+    return tuple(group.routes_file for group in listener_groups(gateway))
 
 
 def listener_groups(gateway: GatewayConfigSpec) -> tuple[ListenerGroup, ...]:

@@ -210,8 +210,8 @@ def test_a_more_specific_listener_takes_its_host_away_from_routes_of_others() ->
     hosts = hosts_of(listeners, [wide])
 
     assert [(host.domain, host.listener.name, names(host)) for host in hosts] == [
-        ("two.example.com", "wide", ["wide"]),
         ("one.example.com", "one", []),
+        ("two.example.com", "wide", ["wide"]),
         ("*.example.com", "wide", []),
     ]
 
