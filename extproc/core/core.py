@@ -69,6 +69,8 @@ class Core:
         self.intake: Intake
         # whether anything depends on who asks
         self.asks_who = False
+        # whether anything depends on what our bundle says of a stream
+        self.asks_origin = False
         self._make_picker = make_picker or PickerMaker()
         self._pickers: dict[str, MadePicker] = {}
         self._rng = rng
@@ -113,6 +115,7 @@ class Core:
             or isolation.asks_who
             or identities.restricts_models
         )
+        self.asks_origin = bool(snapshot.http_routes or snapshot.gateway.listeners)
         self.intake = Intake(routing, identities, isolation, pools, self.admission, self._rng)
         self._waiting.move(gates, pools, now, out)
         self._waiting.wake(now, out)

@@ -52,11 +52,12 @@ class Intake:
         return self._routing.models
 
     def models_for(self, head: Head) -> list[ListedModel]:
-        """Those of them that the caller may use."""
+        """Those of the listener's models that the caller may use."""
+        listed = self._routing.models_on(head.listener)
         if not self._identities.restricts_models:
-            return self.models
+            return listed
         caller = self._identities.caller(head.headers, namespace=DEFAULT_NAMESPACE, is_trusted=head.is_trusted)
-        return [model for model in self.models if caller.may_use(model.name)]
+        return [model for model in listed if caller.may_use(model.name)]
 
     @property
     def has_limits(self) -> bool:
@@ -80,13 +81,32 @@ class Intake:
     def receive(self, api: Api, head: Head, body: bytes) -> Arrival:
         """Parse and route; raises a Refusal."""
         request = parse(api, body)
-        destination = self._routing.resolve(request.model, head.headers, head.path, self._rng)
+        destination = self._routing.resolve(request.model, head.headers, head.path, self._rng, listener=head.listener)
         return self._arrival(request, destination, head, body)
 
     def receive_unread(self, server: str, head: Head, body: bytes) -> Arrival:
         """A request of no known API, for a gateway with a single pool: its body is not parsed."""
         request = InferenceRequest(Api.UNKNOWN, "", b"", is_streamed=False, stream_options={}, max_output_tokens=None)
         return self._arrival(request, Destination(server, ""), head, body)
+
+    def receive_chosen(self, server: str, head: Head, body: bytes) -> Arrival:
+        """A request for which an HTTPRoute has chosen ``server``, whatever its path and body; raises a Refusal.
+
+        The model stays as the client wrote it. If a ModelRoute of the listener serves that model, its limits hold here,
+        too: no request gets round them by another path.
+        """
+        api = _api_of(head)
+        if api is None:
+            return self.receive_unread(server, head, body)
+        try:
+            request = parse(api, body)
+        except BadRequest:
+            # engines know more APIs and fields than we do, and say best what is wrong
+            if self.has_limits:
+                raise
+            return self.receive_unread(server, head, body)
+        route = self._routing.route_of(request.model, head.listener)
+        return self._arrival(request, Destination(server, request.model, route), head, body)
 
     def receive_for(self, server: str, api: Api, head: Head, body: bytes) -> Arrival:
         """Parse, and route to ``server`` unless a ModelRoute knows the model; raises a Refusal."""
@@ -100,7 +120,7 @@ class Intake:
         if pool is None:
             raise NoEndpoint(
                 f"The ModelServer '{destination.server}' is not configured any more; "
-                "add it, or start with another --pool."
+                "add it, or send the request elsewhere."
             )
         refuse_steering(request, pool.spec)
         caller, restricts = ANONYMOUS_CALLER, self._identities.restricts_models
@@ -120,3 +140,13 @@ class Intake:
             )
         salt = self._isolation.salt(request, pool.spec, caller, head.headers)
         return Arrival(request, destination, pool, head, body, caller, salt)
+
+
+def _api_of(head: Head) -> Api | None:
+    """The API of a request whose path Envoy may still change: ``/team/v1/chat/completions`` is one of chat."""
+    if head.method != "POST":
+        return None
+    found = INFERENCE_PATHS.get(head.path)
+    if found is None:
+        found = next((api for path, api in INFERENCE_PATHS.items() if head.path.endswith(path)), None)
+    return found

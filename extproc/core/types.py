@@ -17,7 +17,8 @@ from extproc.scheduling.pool import Pool
 class Head(msgspec.Struct, frozen=True):
     """A request's headers. Names are lower-case; ``path`` is without its query.
 
-    ``is_trusted``: what the headers say about the caller was written by a gateway, not by the client.
+    ``is_trusted``: what the headers say about the caller was written by a gateway, not by the client. ``listener``: the
+    name of the listener that was asked; None: not known, so the models of all are served.
     """
 
     method: str
@@ -25,6 +26,7 @@ class Head(msgspec.Struct, frozen=True):
     headers: Mapping[str, str]
     has_body: bool
     is_trusted: bool = False
+    listener: str | None = None
 
 
 class Attachment(msgspec.Struct, frozen=True):

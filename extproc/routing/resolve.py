@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from extproc.config.attachment import is_attached
 from extproc.errors import UnknownModel
 from extproc.routing.match import Condition, compile_match
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from extproc.config.model_route import ModelRoute, RouteRule
     from extproc.config.snapshot import Snapshot
@@ -53,37 +54,60 @@ class _Route(msgspec.Struct, frozen=True):
     rules: tuple[_Rule, ...]
 
 
+class _Served(msgspec.Struct, frozen=True):
+    """What one listener serves: routes by the names that clients ask for, and these names."""
+
+    routes: dict[str, _Route]
+    models: list[ListedModel]
+
+
+_NOTHING = _Served({}, [])
+
+
 class RoutingTable:
     """All ModelRoutes of a snapshot, by the names that clients ask for."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         served = {server.metadata.key: server.spec.model for server in snapshot.servers}
-        self._routes: dict[str, _Route] = {}
-        self.models: list[ListedModel] = []
-        for route in snapshot.routes:
-            base = route.spec.model_name
-            if base is not None:
-                self._routes[base] = _compile(route, served, adapter=None)
-                self.models.append(ListedModel(base, None))
-            for adapter in route.spec.lora_adapters:
-                self._routes[adapter] = _compile(route, served, adapter=adapter)
-                self.models.append(ListedModel(adapter, base))
+        compiled = [(route, _compile_all(route, served)) for route in snapshot.routes]
+        # by listener; None: of all listeners, of which the first route for a name counts
+        self._served: dict[str | None, _Served] = {None: _serve(found for _, found in compiled)}
+        for one in snapshot.gateway.listeners:
+            self._served[one.name] = _serve(
+                found for route, found in compiled if is_attached(route.spec.parent_refs, one.name)
+            )
         self._adapters: dict[str, frozenset[str]] = {}
         for route in snapshot.routes:
             for server in {route.server_key(target) for rule in route.spec.rules for target in rule.target_models}:
                 self._adapters[server] = self._adapters.get(server, frozenset()) | set(route.spec.lora_adapters)
 
+    @property
+    def models(self) -> list[ListedModel]:
+        """The names that clients can ask for."""
+        return self._served[None].models
+
+    def models_on(self, listener: str | None) -> list[ListedModel]:
+        """The same of one listener; None: of all."""
+        return self._of(listener).models
+
     def knows(self, model: str) -> bool:
         """Whether a route serves that name."""
-        return model in self._routes
+        return model in self._served[None].routes
+
+    def route_of(self, model: str, listener: str | None) -> str:
+        """The ModelRoute that serves that name on ``listener``; an empty string if none does."""
+        route = self._of(listener).routes.get(model)
+        return "" if route is None else route.name
 
     def adapters_of(self, server: str) -> frozenset[str]:
         """The adapters for which requests may reach ``server``."""
         return self._adapters.get(server, frozenset())
 
-    def resolve(self, model: str, headers: Mapping[str, str], path: str, rng: random.Random) -> Destination:
+    def resolve(
+        self, model: str, headers: Mapping[str, str], path: str, rng: random.Random, *, listener: str | None = None
+    ) -> Destination:
         """The destination that the first matching rule's weights choose; raises UnknownModel."""
-        route = self._routes.get(model)
+        route = self._of(listener).routes.get(model)
         if route is None:
             shown = model if len(model) <= _SHOWN_CHARACTERS else model[:_SHOWN_CHARACTERS] + "..."
             message = f"The model '{shown}' does not exist; GET /v1/models lists those that do."
@@ -92,6 +116,10 @@ class RoutingTable:
             if rule.holds is None or rule.holds(headers, path):
                 return _choose(rule, rng)
         raise UnknownModel(f"No rule of the route '{route.name}' takes this request's headers and path.", param="model")
+
+    def _of(self, listener: str | None) -> _Served:
+        """A listener that is not configured any more serves nothing."""
+        return self._served.get(listener, _NOTHING)
 
 
 def _choose(rule: _Rule, rng: random.Random) -> Destination:
@@ -103,6 +131,25 @@ def _choose(rule: _Rule, rng: random.Random) -> Destination:
         for destination, bound in zip(rule.destinations, rule.cumulative_weights, strict=True)
         if drawn < bound
     )
+
+
+def _compile_all(route: ModelRoute, served: Mapping[str, str]) -> list[tuple[ListedModel, _Route]]:
+    """All names of ``route``."""
+    base = route.spec.model_name
+    found = [] if base is None else [(ListedModel(base, None), _compile(route, served, adapter=None))]
+    found.extend(
+        (ListedModel(adapter, base), _compile(route, served, adapter=adapter)) for adapter in route.spec.lora_adapters
+    )
+    return found
+
+
+def _serve(found: Iterable[list[tuple[ListedModel, _Route]]]) -> _Served:
+    served = _Served({}, [])
+    for listed, route in chain.from_iterable(found):
+        if listed.name not in served.routes:
+            served.routes[listed.name] = route
+            served.models.append(listed)
+    return served
 
 
 def _compile(route: ModelRoute, served: Mapping[str, str], *, adapter: str | None) -> _Route:

@@ -49,9 +49,9 @@ class StreamContext(msgspec.Struct, frozen=True):
     started_s: int
     options: GatewayOptions = GatewayOptions()
 
-    def read_head(self, headers: HttpHeaders, is_trusted: Callable[[], bool]) -> Head:
+    def read_head(self, headers: HttpHeaders, is_trusted: Callable[[], bool], listener: str | None = None) -> Head:
         """A request's headers; ``is_trusted`` takes a while, so it is asked only where anything depends on it."""
-        return read_head(headers, is_trusted=self.core.asks_who and is_trusted())
+        return read_head(headers, is_trusted=self.core.asks_who and is_trusted(), listener=listener)
 
     def list_models(self, head: Head) -> bytes | None:
         """The list of models that the caller may use, or one of them, if the request asks for that; raises a Refusal."""

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from extproc.streams.messages import Value as _Value
 
 
-def read_head(message: HttpHeaders, *, is_trusted: bool = False) -> Head:
-    """A request's method, path and headers. ``is_trusted``: a gateway wrote what they say of the caller."""
+def read_head(message: HttpHeaders, *, is_trusted: bool = False, listener: str | None = None) -> Head:
+    """A request's method, path and headers. ``is_trusted``: a gateway wrote what they say of the caller. ``listener``:
+    that was asked.
+    """
     method = path = ""
     for header in message.headers.headers:
         key = header.key
@@ -30,7 +32,7 @@ def read_head(message: HttpHeaders, *, is_trusted: bool = False) -> Head:
         # both are among the first, and reading a header costs as much as reading a field of the body
         if method and path:
             break
-    return Head(method, path, _Headers(message), not message.end_of_stream, is_trusted)
+    return Head(method, path, _Headers(message), not message.end_of_stream, is_trusted, listener)
 
 
 def read_status(message: HttpHeaders) -> int:
