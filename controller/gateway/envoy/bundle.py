@@ -12,7 +12,8 @@ from controller.gateway.envoy.backends import backend_cluster, backend_endpoints
 from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, bootstrap
 from controller.gateway.envoy.clusters import endpoints_file, extproc_cluster, server_cluster, server_endpoints
 from controller.gateway.envoy.envoy_json import resources_file, to_json, to_resource
-from controller.gateway.envoy.http_routes import uses_cors
+from controller.gateway.envoy.filters import Needs
+from controller.gateway.envoy.http_routes import needs_of
 from controller.gateway.envoy.listener import listener_resources
 from controller.gateway.envoy.listener_groups import listener_groups
 from controller.gateway.envoy.memo import Memo
@@ -96,7 +97,7 @@ class BundleWriter:
             },
             **memo.get(_authentication, gateway),
             LISTENERS_FILE: memo.get(
-                self._listener, gateway, longest_wait_s(snapshot), uses_cors(snapshot.http_routes)
+                self._listener, gateway, longest_wait_s(snapshot), *needs_of(snapshot.http_routes)
             ),
             BOOTSTRAP_FILE: memo.get(self._bootstrap, gateway),
         }
@@ -107,9 +108,9 @@ class BundleWriter:
     def _backend(self, backend: Backend) -> dict[str, object]:
         return to_resource(backend_cluster(backend, self._directory))
 
-    def _listener(self, gateway: GatewayConfigSpec, longest_wait_s: float, has_cors: bool) -> str:
+    def _listener(self, gateway: GatewayConfigSpec, longest_wait_s: float, *needs: bool) -> str:
         return resources_file(
-            listener_resources(gateway, self._directory, longest_wait_s=longest_wait_s, has_cors=has_cors)
+            listener_resources(gateway, self._directory, longest_wait_s=longest_wait_s, needs=Needs(*needs))
         )
 
     def _bootstrap(self, gateway: GatewayConfigSpec) -> str:

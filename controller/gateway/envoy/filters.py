@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRules
 from envoy_data_plane.envoy.config.core.v3 import (
     GrpcService,
@@ -103,6 +104,8 @@ _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 # The responses API and the others: its answers repeat what clients sent, and have other names for usage.
 _RESPONSES_PATHS: Final = f"{RESPONSES_PATH}(\\?.*)?"
 _OTHER_PATHS: Final = f"({CHAT_PATH}|{COMPLETIONS_PATH}|{EMBEDDINGS_PATH})(\\?.*)?"
+# Where an HTTPRoute may cut a prefix off.
+_ANY_PREFIX: Final = "[^?]*"
 
 _USAGE_PATHS: Final = (
     (PROMPT_TOKENS, ("response", "usage", "input_tokens")),
@@ -111,24 +114,39 @@ _USAGE_PATHS: Final = (
 )
 
 
-def http_filters(gateway: GatewayConfigSpec, directory: str, *, has_cors: bool = False) -> list[HttpFilter]:
-    """The chain of the HTTP connection manager. ``has_cors``: routes have policies for other origins."""
+class Needs(msgspec.Struct, frozen=True):
+    """What routes need of the filters. ``cors``: some have policies for other origins. ``prefixes``: paths of inference may
+    have something in front of them, which a route cuts off.
+    """
+
+    cors: bool = False
+    prefixes: bool = False
+
+
+NO_NEEDS: Final = Needs()
+
+
+def http_filters(gateway: GatewayConfigSpec, directory: str, needs: Needs = NO_NEEDS) -> list[HttpFilter]:
+    """The chain of the HTTP connection manager."""
+    prefix = _ANY_PREFIX if needs.prefixes else ""
     chain = [
         # browsers ask without credentials
-        *([http_filter(CORS_FILTER, Cors())] if has_cors else []),
+        *([http_filter(CORS_FILTER, Cors())] if needs.cors else []),
         *authentication_filters(gateway.authentication, directory),
         http_filter(EXTPROC_FILTER, _ask_extproc(gateway)),
     ]
     if gateway.failure_mode == "Open":
         # not where extproc has said which server the request goes to
-        read = _skipped_if(SERVER_HEADER, ".+", typed("envoy.filters.http.lua", reads_body()))
+        read = _skipped_if(
+            SERVER_HEADER, ".+", typed("envoy.filters.http.lua", reads_body(with_prefixes=needs.prefixes))
+        )
         chain.append(http_filter(_BODY_FILTER, read))
         chain.append(http_filter(CHANGES_FILTER, changes_body()))
     hides = gateway.cached_tokens == "Hidden"
-    chain.append(_read_usage(_USAGE_FILTER, _RESPONSES_PATHS, stream_usage(hides_counts=hides)))
+    chain.append(_read_usage(_USAGE_FILTER, prefix + _RESPONSES_PATHS, stream_usage(hides_counts=hides)))
     # answers come the other way: what is hidden here has been read below
-    chain.append(_read_usage(_RESPONSES_FILTER, _OTHER_PATHS, responses_usage(hides_counts=hides)))
-    chain.append(http_filter(_STREAMED_RESPONSES_FILTER, _read_usage_of_streamed_responses()))
+    chain.append(_read_usage(_RESPONSES_FILTER, prefix + _OTHER_PATHS, responses_usage(hides_counts=hides)))
+    chain.append(http_filter(_STREAMED_RESPONSES_FILTER, _read_usage_of_streamed_responses(prefix)))
     chain.append(http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
     return chain
 
@@ -170,7 +188,7 @@ def _read_usage(name: str, other_paths: str, script: Lua) -> HttpFilter:
     return http_filter(name, _skipped_if(":path", other_paths, typed("envoy.filters.http.lua", script)))
 
 
-def _read_usage_of_streamed_responses() -> ExtensionWithMatcher:
+def _read_usage_of_streamed_responses(prefix: str) -> ExtensionWithMatcher:
     """Usage of streams of the responses API, whose last event repeats what the client sent: only a parser finds it there."""
     parser = JsonContentParser(rules=[JsonContentParserRuleConfig(rule=rule) for rule in _usage_rules()])
     reads = SseToMetadata(
@@ -178,7 +196,7 @@ def _read_usage_of_streamed_responses() -> ExtensionWithMatcher:
             content_parser=typed("envoy.content_parsers.json", parser), max_event_size=_MAX_EVENT_BYTES
         )
     )
-    return _skipped_if(":path", _OTHER_PATHS, typed("envoy.filters.http.sse_to_metadata", reads))
+    return _skipped_if(":path", prefix + _OTHER_PATHS, typed("envoy.filters.http.sse_to_metadata", reads))
 
 
 def _usage_rules() -> Iterator[JsonToMetadataRule]:

@@ -38,7 +38,7 @@ from extproc.config.references import backend_key
 from extproc.protocol import LISTENER_KEY, SERVER_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from envoy_data_plane.envoy.config.route.v3 import RouteActionRequestMirrorPolicy
 
@@ -99,9 +99,10 @@ def http_routes(host: Host, place: Place, backends: Backends, memo: Memo) -> Ite
         yield memo.get(_route, where, entry.route, entry.rule, entry.number, *named)
 
 
-def uses_cors(routes: Iterable[HTTPRoute]) -> bool:
-    """Whether a rule has CORS, for which the listener needs a filter."""
-    return any(one.cors is not None for route in routes for rule in route.spec.rules for one in rule.filters)
+def needs_of(routes: Sequence[HTTPRoute]) -> tuple[bool, bool]:
+    """What the filters of listeners must do for ``routes``: see ``Needs``."""
+    filters = [one for route in routes for rule in route.spec.rules for one in rule.filters]
+    return any(one.cors is not None for one in filters), bool(routes)
 
 
 def for_extproc(*, server: str | None = None, listener: str | None = None) -> ExtProcPerRoute:
