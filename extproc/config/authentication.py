@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from hashlib import sha256
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -13,13 +13,12 @@ from extproc.config import patterns
 from extproc.config.cel import Rule, exactly_one
 from extproc.config.spec import Name, NonEmpty, Spec, keyed_by
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 Secret = Annotated[str, msgspec.Meta(min_length=8, max_length=512, pattern=patterns.KEY)]
 Claim = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.CLAIM)]
+# A name that clients ask for, or its beginning or end: ``llama``, ``sql-*``, ``*-instruct``, ``*``.
+ModelPattern = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.WILDCARD)]
 # Names that clients ask for; None: all of them.
-Models = Annotated[tuple[NonEmpty, ...], msgspec.Meta(min_length=1, max_length=10_000)] | None
+Models = Annotated[tuple[ModelPattern, ...], msgspec.Meta(min_length=1, max_length=10_000)] | None
 
 
 class ApiKey(Spec, frozen=True):
@@ -123,9 +122,3 @@ class Authentication(Spec, frozen=True):
     client_certificates: Annotated[
         tuple[CertificateName, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))
     ] = ()
-
-
-def restricts_models(authentication: Authentication | None, tenants: Iterable[Tenant]) -> bool:
-    """Whether some key or tenant may not use every model."""
-    keys = () if authentication is None else authentication.api_keys
-    return any(one.models is not None for one in keys) or any(one.models is not None for one in tenants)

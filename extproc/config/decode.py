@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from extproc.config.access_policy import ModelAccessPolicy
+from extproc.config.access_validation import check_access_policy
 from extproc.config.admission import InferenceObjective
 from extproc.config.backend import Backend
 from extproc.config.documents import read, repeats_keys, split
@@ -31,8 +33,9 @@ if TYPE_CHECKING:
     from extproc.config.documents import Document
     from extproc.config.errors import Finding
 
-Object = ModelRoute | ModelServer | GatewayConfig | HTTPRoute | Backend | InferenceObjective | PickerFile
-_Decoded = ModelRoute | ModelServer | GatewayConfig | HTTPRoute | Backend | InferenceObjective | EndpointPickerConfig
+_Ours = ModelRoute | ModelServer | GatewayConfig | HTTPRoute | Backend | ModelAccessPolicy | InferenceObjective
+Object = _Ours | PickerFile
+_Decoded = _Ours | EndpointPickerConfig
 
 _KINDS: Final[Mapping[str, type[_Decoded]]] = MappingProxyType(
     {
@@ -41,6 +44,7 @@ _KINDS: Final[Mapping[str, type[_Decoded]]] = MappingProxyType(
         "GatewayConfig": GatewayConfig,
         "HTTPRoute": HTTPRoute,
         "Backend": Backend,
+        "ModelAccessPolicy": ModelAccessPolicy,
         "InferenceObjective": InferenceObjective,
         PICKER_KIND: EndpointPickerConfig,
     }
@@ -53,6 +57,7 @@ _VERSIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "GatewayConfig": (API_VERSION,),
         "HTTPRoute": ("gateway.networking.k8s.io/v1",),
         "Backend": (API_VERSION,),
+        "ModelAccessPolicy": (API_VERSION,),
         "InferenceObjective": ("inference.networking.x-k8s.io/v1alpha2", "llm-d.ai/v1alpha2"),
     }
 )
@@ -170,5 +175,7 @@ def _check(decoded: _Decoded) -> Iterator[Finding]:
             yield from check_http_route(decoded.spec)
         case Backend():
             yield from check_backend(decoded.spec)
+        case ModelAccessPolicy():
+            yield from check_access_policy(decoded.spec)
         case EndpointPickerConfig():
             yield from check_flow_control_section(decoded)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import xxhash
 
+from extproc.config.access_policy import ModelAccessPolicy
 from extproc.config.admission import InferenceObjective
 from extproc.config.backend import Backend
 from extproc.config.decode import Object, decode
@@ -20,7 +21,7 @@ from extproc.config.http_route import HTTPRoute
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
 from extproc.config.picker_config import PickerFile
-from extproc.config.references import Found, check_model_names, check_names, check_references
+from extproc.config.references import Found, check_model_names, check_names, check_policies, check_references
 from extproc.config.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig, HTTPRoute, Backend, InferenceObjective)
+T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig, HTTPRoute, Backend, ModelAccessPolicy, InferenceObjective)
 
 
 class _Reading(msgspec.Struct, frozen=True):
@@ -125,6 +126,7 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
     routes, servers = _of(readings, ModelRoute), _of(readings, ModelServer)
     gateways, objectives = _of(readings, GatewayConfig), _of(readings, InferenceObjective)
     http_routes, backends = _of(readings, HTTPRoute), _of(readings, Backend)
+    policies = _of(readings, ModelAccessPolicy)
     pickers: dict[str, PickerFile] = {}
     mistakes = [mistake for reading in readings for mistake in reading.mistakes]
     for one in readings:
@@ -136,12 +138,14 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
     for document, _ in gateways[1:]:
         second = "a second GatewayConfig; a directory takes one, merge the two"
         mistakes.extend(document.mistakes([(("kind",), second)]))
-    found = Found(routes, servers, gateways, http_routes, backends, pickers)
+    found = Found(routes, servers, gateways, http_routes, backends, policies, pickers)
     mistakes.extend(check_references(found))
+    mistakes.extend(check_policies(found))
     mistakes.extend(check_names(routes, "ModelRoute"))
     mistakes.extend(check_names(servers, "ModelServer"))
     mistakes.extend(check_names(http_routes, "HTTPRoute"))
     mistakes.extend(check_names(backends, "Backend"))
+    mistakes.extend(check_names(policies, "ModelAccessPolicy"))
     mistakes.extend(check_names(objectives, "InferenceObjective"))
     mistakes.extend(check_model_names(found))
     if mistakes:
@@ -154,6 +158,7 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
         objectives=tuple(objective for _, objective in objectives),
         http_routes=tuple(route for _, route in http_routes),
         backends=tuple(backend for _, backend in backends),
+        access_policies=tuple(policy for _, policy in policies),
         picker_files=pickers,
     )
 

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from extproc.config.access_policy import ModelAccessPolicy
+from extproc.config.access_validation import Targets, check_targets
 from extproc.config.attachment import is_attached
 from extproc.config.backend import Backend
 from extproc.config.documents import Document
+from extproc.config.failure_mode import who_may
 from extproc.config.gateway_config import GatewayConfig
 from extproc.config.http_route import ATTACHE_GROUP, HTTPRoute
 from extproc.config.model_route import ModelRoute
@@ -40,6 +43,7 @@ class Found(msgspec.Struct, frozen=True):
     gateways: Sequence[tuple[Document, GatewayConfig]]
     http_routes: Sequence[tuple[Document, HTTPRoute]]
     backends: Sequence[tuple[Document, Backend]]
+    policies: Sequence[tuple[Document, ModelAccessPolicy]] = ()
     pickers: Collection[str] = ()
 
     @property
@@ -60,6 +64,24 @@ def check_references(found: Found) -> Iterator[Mistake]:
     for document, http_route in found.http_routes:
         yield from document.mistakes(_missing_backends(http_route, servers, backends))
         yield from document.mistakes(_missing_listeners(http_route.spec.parent_refs, found.listeners))
+
+
+def check_policies(found: Found) -> Iterator[Mistake]:
+    """What access policies are attached to exists, and Envoy alone does not serve what they forbid."""
+    known = Targets(
+        model_routes={route.metadata.key for _, route in found.routes},
+        model_servers={server.metadata.key for _, server in found.servers},
+        http_routes={route.metadata.key for _, route in found.http_routes},
+        listeners=set(found.listeners),
+    )
+    for document, policy in found.policies:
+        yield from document.mistakes(check_targets(policy, known))
+    for document, gateway in found.gateways[:1]:
+        policies = [policy for _, policy in found.policies]
+        undone = who_may(gateway.spec, policies) if gateway.spec.failure_mode == "Open" else []
+        if undone:
+            said = f"without extproc, requests would get round {', '.join(undone[:3])}; write Close, or leave it out"
+            yield from document.mistakes([(("spec", "failureMode"), said)])
 
 
 def check_names(found: Sequence[tuple[Document, _Named]], what: str) -> Iterator[Mistake]:

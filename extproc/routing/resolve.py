@@ -14,7 +14,7 @@ from extproc.routing.match import Condition, compile_match
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from extproc.config.model_route import ModelRoute, RouteRule
     from extproc.config.snapshot import Snapshot
@@ -26,7 +26,7 @@ class Destination(msgspec.Struct, frozen=True):
     """Where a request goes: the ModelServer, and the model name that its engines know (base model or adapter).
 
     ``server`` and ``route``: ``namespace/name``; the route's limits hold. ``priority`` and ``ttft_s``: what the rule
-    says of its requests.
+    says of its requests. ``base_model``: the route's ``modelName``, empty if it has none.
     """
 
     server: str
@@ -34,6 +34,7 @@ class Destination(msgspec.Struct, frozen=True):
     route: str = ""
     priority: int = 0
     ttft_s: float | None = None
+    base_model: str = ""
 
 
 class ListedModel(msgspec.Struct, frozen=True):
@@ -51,6 +52,7 @@ class _Rule(msgspec.Struct, frozen=True):
 
 class _Route(msgspec.Struct, frozen=True):
     name: str
+    base_model: str
     rules: tuple[_Rule, ...]
 
 
@@ -70,8 +72,8 @@ class RoutingTable:
     def __init__(self, snapshot: Snapshot) -> None:
         served = {server.metadata.key: server.spec.model for server in snapshot.servers}
         compiled = [(route, _compile_all(route, served)) for route in snapshot.routes]
-        # by listener; None: of all listeners, of which the first route for a name counts
-        self._served: dict[str | None, _Served] = {None: _serve(found for _, found in compiled)}
+        # by listener; "": of all listeners, of which the first route for a name counts
+        self._served = {"": _serve(found for _, found in compiled)}
         for one in snapshot.gateway.listeners:
             self._served[one.name] = _serve(
                 found for route, found in compiled if is_attached(route.spec.parent_refs, one.name)
@@ -84,29 +86,70 @@ class RoutingTable:
     @property
     def models(self) -> list[ListedModel]:
         """The names that clients can ask for."""
-        return self._served[None].models
+        return self._served[""].models
 
-    def models_on(self, listener: str | None) -> list[ListedModel]:
-        """The same of one listener; None: of all."""
+    def models_on(self, listener: str) -> list[ListedModel]:
+        """The same of one listener; an empty name: of all."""
         return self._of(listener).models
 
     def knows(self, model: str) -> bool:
         """Whether a route serves that name."""
-        return model in self._served[None].routes
+        return model in self._served[""].routes
 
-    def route_of(self, model: str, listener: str | None) -> str:
-        """The ModelRoute that serves that name on ``listener``; an empty string if none does."""
+    def route_of(self, model: str, listener: str) -> tuple[str, str]:
+        """The ModelRoute that serves that name on ``listener``, and its base model; two empty strings if none does."""
         route = self._of(listener).routes.get(model)
-        return "" if route is None else route.name
+        return ("", "") if route is None else (route.name, route.base_model)
 
     def adapters_of(self, server: str) -> frozenset[str]:
         """The adapters for which requests may reach ``server``."""
         return self._adapters.get(server, frozenset())
 
+    def destinations(self, model: str, listener: str = "") -> Iterator[Destination]:
+        """All that requests for ``model`` can come to, whatever their headers and paths."""
+        route = self._of(listener).routes.get(model)
+        for rule in () if route is None else route.rules:
+            yield from rule.destinations
+
     def resolve(
-        self, model: str, headers: Mapping[str, str], path: str, rng: random.Random, *, listener: str | None = None
+        self, model: str, headers: Mapping[str, str], path: str, rng: random.Random, *, listener: str = ""
     ) -> Destination:
-        """The destination that the first matching rule's weights choose; raises UnknownModel."""
+        """The destination that the first matching rule's weights choose; raises UnknownModel. ``listener``: that was
+        asked; an empty name: the routes of all.
+        """
+        return _choose(self._rule(model, headers, path, listener), rng)
+
+    def resolve_among(
+        self,
+        model: str,
+        headers: Mapping[str, str],
+        path: str,
+        rng: random.Random,
+        *,
+        may: Callable[[Destination], bool],
+        listener: str = "",
+    ) -> Destination | None:
+        """The same among the destinations that ``may`` lets the caller use; None if there are none of them.
+
+        A rule decides for everybody alike; only its weights are shared out anew.
+        """
+        rule = self._rule(model, headers, path, listener)
+        are_open = [may(one) for one in rule.destinations]
+        if all(are_open):
+            return _choose(rule, rng)
+        bounds = rule.cumulative_weights
+        weights = [bound - before for before, bound in zip((0, *bounds), bounds, strict=False)]
+        found = [
+            pair
+            for pair, is_open in zip(zip(rule.destinations, weights, strict=True), are_open, strict=True)
+            if is_open
+        ]
+        if not found:
+            return None
+        left = tuple(accumulate(weight for _, weight in found))
+        return _choose(_Rule(rule.holds, tuple(one for one, _ in found), left), rng)
+
+    def _rule(self, model: str, headers: Mapping[str, str], path: str, listener: str) -> _Rule:
         route = self._of(listener).routes.get(model)
         if route is None:
             shown = model if len(model) <= _SHOWN_CHARACTERS else model[:_SHOWN_CHARACTERS] + "..."
@@ -114,10 +157,10 @@ class RoutingTable:
             raise UnknownModel(message, param="model")
         for rule in route.rules:
             if rule.holds is None or rule.holds(headers, path):
-                return _choose(rule, rng)
+                return rule
         raise UnknownModel(f"No rule of the route '{route.name}' takes this request's headers and path.", param="model")
 
-    def _of(self, listener: str | None) -> _Served:
+    def _of(self, listener: str) -> _Served:
         """A listener that is not configured any more serves nothing."""
         return self._served.get(listener, _NOTHING)
 
@@ -154,7 +197,7 @@ def _serve(found: Iterable[list[tuple[ListedModel, _Route]]]) -> _Served:
 
 def _compile(route: ModelRoute, served: Mapping[str, str], *, adapter: str | None) -> _Route:
     rules = tuple(_compile_rule(route, rule, served, adapter) for rule in route.spec.rules)
-    return _Route(route.metadata.key, rules)
+    return _Route(route.metadata.key, route.spec.model_name or "", rules)
 
 
 def _compile_rule(route: ModelRoute, rule: RouteRule, served: Mapping[str, str], adapter: str | None) -> _Rule:
@@ -163,7 +206,14 @@ def _compile_rule(route: ModelRoute, rule: RouteRule, served: Mapping[str, str],
     return _Rule(
         holds=compile_match(rule.model_match),
         destinations=tuple(
-            Destination(server, adapter or served[server], route.metadata.key, rule.priority, ttft_s)
+            Destination(
+                server,
+                adapter or served[server],
+                route.metadata.key,
+                rule.priority,
+                ttft_s,
+                route.spec.model_name or "",
+            )
             for server in map(route.server_key, targets)
         ),
         cumulative_weights=tuple(accumulate(target.weight for target in targets)),

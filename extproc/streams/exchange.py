@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from extproc.core.types import Arrival, Head
     from extproc.request.model import Api
     from extproc.streams.context import StreamContext
-    from extproc.streams.messages import HttpBody, HttpHeaders, ProcessingRequest
+    from extproc.streams.messages import HttpBody, ProcessingRequest
 
 
 class Conversation(Protocol):
@@ -172,7 +172,7 @@ class Buffered:
             raise IllegalEvent(kind, f"awaiting {' or '.join(self._awaits) or 'nothing more'}", "the stream", _ADVICE)
         if kind == "request_headers":
             self._awaits = _AWAITS_NOTHING
-            return self._receive_headers(message, message.request_headers)
+            return self._receive_headers(message)
         self._awaits = _AWAITS_NOTHING
         return self._receive_body(message.request_body)
 
@@ -187,13 +187,13 @@ class Buffered:
         if self.request is not None:
             self.request.close()
 
-    def _receive_headers(self, message: ProcessingRequest, headers: HttpHeaders) -> list[bytes]:
+    def _receive_headers(self, message: ProcessingRequest) -> list[bytes]:
         # read only where anything depends on it, as it takes a while
         origin = self._origin() if self._context.core.asks_origin else UNKNOWN
-        head = self._context.read_head(headers, self._is_trusted, origin.listener)
+        head = self._context.read_head(message, self._is_trusted, origin)
         if message.HasField("metadata_context"):
             self._attachment = Attachment(self._context.options.buffered_choices, read_subset(message))
-        if origin.server is not None:
+        if origin.server:
             self._chosen = origin.server, head
             if not head.has_body:
                 self._decides_headers = True

@@ -8,20 +8,20 @@ from urllib.parse import unquote
 
 import msgspec
 
-from extproc.protocol import BUNDLE_MARK, LISTENER_KEY, SERVER_KEY
+from extproc.protocol import BUNDLE_MARK, HTTP_ROUTE_KEY, LISTENER_KEY, SERVER_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """``is_bundle``: our own bundle asks. ``server``: the ModelServer ``namespace/name`` that an HTTPRoute has chosen.
-    ``listener``: the name of the listener that the client asked.
+    """What is not known is empty. ``listener``: the name of the listener that the client asked. ``http_route`` and
+    ``server``: the HTTPRoute that took the request, and the ModelServer that it has chosen, ``namespace/name``.
     """
 
-    is_bundle: bool = False
-    server: str | None = None
-    listener: str | None = None
+    listener: str = ""
+    http_route: str = ""
+    server: str = ""
 
 
 UNKNOWN = Origin()
@@ -32,9 +32,4 @@ def read_origin(metadata: Iterable[tuple[str, str | bytes]]) -> Origin:
     said = {name: value for name, value in metadata if isinstance(value, str)}
     if BUNDLE_MARK not in said:
         return UNKNOWN
-    server, listener = said.get(SERVER_KEY), said.get(LISTENER_KEY)
-    return Origin(
-        is_bundle=True,
-        server=None if server is None else unquote(server),
-        listener=None if listener is None else unquote(listener),
-    )
+    return Origin(*(unquote(said.get(key, "")) for key in (LISTENER_KEY, HTTP_ROUTE_KEY, SERVER_KEY)))

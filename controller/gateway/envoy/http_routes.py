@@ -35,7 +35,7 @@ from controller.gateway.envoy.without_extproc import CHANGES_FILTER, change_for
 from extproc.config.backend import Backend
 from extproc.config.model_server import ModelServer
 from extproc.config.references import backend_key
-from extproc.protocol import LISTENER_KEY, SERVER_KEY
+from extproc.protocol import HTTP_ROUTE_KEY, LISTENER_KEY, SERVER_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -105,9 +105,9 @@ def needs_of(routes: Sequence[HTTPRoute]) -> tuple[bool, bool]:
     return any(one.cors is not None for one in filters), bool(routes)
 
 
-def for_extproc(*, server: str | None = None, listener: str | None = None) -> ExtProcPerRoute:
-    """What extproc is told of a stream: the ModelServer that Envoy has chosen, the listener that was asked."""
-    told = [(SERVER_KEY, server), (LISTENER_KEY, listener)]
+def for_extproc(*, listener: str | None, route: str | None = None, server: str | None = None) -> ExtProcPerRoute:
+    """What extproc is told of a stream: the listener that was asked, the HTTPRoute that took it, its ModelServer."""
+    told = [(LISTENER_KEY, listener), (HTTP_ROUTE_KEY, route), (SERVER_KEY, server)]
     return ExtProcPerRoute(
         overrides=ExtProcOverrides(
             grpc_initial_metadata=[
@@ -148,7 +148,7 @@ def _route(where: str, route: HTTPRoute, rule_number: int, number: int, *named: 
         found.typed_per_filter_config = without_inference()
         found.direct_response = error_answer(500, _NO_BACKEND, "server_error", "no_backend")
     else:
-        found.route = _action(rule, targets, place)
+        found.route = _action(rule, targets, place, route.metadata.key)
         change_url(found.route, rule.filters, match)
         found.route.request_mirror_policies = list(_mirrors(rule, named[count:]))
     cors = next((one.cors for one in rule.filters if one.cors is not None), None)
@@ -157,11 +157,13 @@ def _route(where: str, route: HTTPRoute, rule_number: int, number: int, *named: 
     return to_plain(found)
 
 
-def _action(rule: HTTPRouteRule, targets: Sequence[tuple[WeightedBackendRef, Named]], place: Place) -> RouteAction:
+def _action(
+    rule: HTTPRouteRule, targets: Sequence[tuple[WeightedBackendRef, Named]], place: Place, route: str
+) -> RouteAction:
     """Time limits and retries are the first ModelServer's, if there is one: one request has one policy."""
     servers = [one for _, one in targets if isinstance(one, ModelServer)]
     action = RouteAction(
-        weighted_clusters=WeightedCluster(clusters=[_weighted(ref, one, place) for ref, one in targets]),
+        weighted_clusters=WeightedCluster(clusters=[_weighted(ref, one, place, route) for ref, one in targets]),
         cluster_not_found_response_code=RouteActionClusterNotFoundResponseCode.INTERNAL_SERVER_ERROR,
         timeout=seconds(servers[0].spec.traffic_policy.timeout if servers else 0.0),
         retry_policy=retries(servers[0].spec.traffic_policy.retry.attempts) if servers else _backend_retries(),
@@ -181,13 +183,15 @@ def _action(rule: HTTPRouteRule, targets: Sequence[tuple[WeightedBackendRef, Nam
     return action
 
 
-def _weighted(ref: WeightedBackendRef, named: Named, place: Place) -> WeightedClusterClusterWeight:
+def _weighted(ref: WeightedBackendRef, named: Named, place: Place, route: str) -> WeightedClusterClusterWeight:
     """A share of the requests, with what only this backend's are told or spared."""
     found = WeightedClusterClusterWeight(weight=ref.weight)
     if isinstance(named, ModelServer):
         key = named.metadata.key
         found.name = server_cluster_name(key)
-        found.typed_per_filter_config = {EXTPROC_FILTER: Any.pack(for_extproc(server=key, listener=place.listener))}
+        found.typed_per_filter_config = {
+            EXTPROC_FILTER: Any.pack(for_extproc(listener=place.listener, route=route, server=key))
+        }
         if place.is_open:
             found.typed_per_filter_config[CHANGES_FILTER] = Any.pack(change_for(named.spec.allowed_fields))
         found.request_headers_to_remove = list(place.engines_read_no)
