@@ -57,8 +57,15 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
             Command(
                 "gateway",
                 "follow a cluster's objects, and write them as a configuration directory",
-                "controller.gateway_command",
+                "attache.cluster_commands",
                 "controller",
+            ),
+            Command(
+                "epp",
+                "serve an InferencePool as an endpoint picker, with llm-d's flags",
+                "attache.cluster_commands",
+                "controller",
+                passes_options=True,
             ),
             Command("envoy", "run Envoy, or fetch it", "attache.envoy", passes_options=True),
         ),

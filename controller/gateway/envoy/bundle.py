@@ -55,7 +55,9 @@ class BundleWriter:
             server.metadata.key: _without_endpoints(server, self._without_endpoints.get(server.metadata.key))
             for server in snapshot.servers
         }
-        frame = msgspec.structs.replace(snapshot, servers=tuple(self._without_endpoints.values()), version="")
+        frame = msgspec.structs.replace(
+            snapshot, servers=tuple(self._without_endpoints.values()), version="", digests={}
+        )
         if self._frame is None or self._frame[0] != frame:
             self._frame = frame, self._files_of(frame)
         return {**files, **self._frame[1]}
