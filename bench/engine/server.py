@@ -138,7 +138,8 @@ class EngineServer:
             if refused is not None:
                 return refused
             request = self._driver.new_request(job.prompt, self._answer_length(job), model=job.model)
-            form = new_format(secrets.token_hex(8), int(_wall_clock()), job.model)
+            # no two are the same, and those of one engine say in which order its requests came
+            form = new_format(f"{secrets.token_hex(4)}{request.key:08x}", int(_wall_clock()), job.model)
             if job.is_streamed:
                 return await self._stream(http, request, form, wants_usage=job.wants_usage)
             return await self._answer_whole(http, request, form)
