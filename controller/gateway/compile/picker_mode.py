@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 OBJECTIVES: Final = "InferenceObjective"
 # Objectives of the group llm-d.ai, which have precedence over those of the older group.
 LLM_D_OBJECTIVES: Final = "InferenceObjective.llm-d.ai"
+# Asking for usage adds a chunk to streams, which our own bundle keeps from clients that did not ask; other gateways do not.
+_FIELDS: Final = MappingProxyType({"streamUsage": "AsRequested"})
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -54,7 +56,7 @@ class PickerCompiler:
         self, pool: str, picker_config: str | None = None, fields: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
         self._pool = pool
-        self._fields = fields
+        self._fields = {**_FIELDS, **fields}
         self._picker_config = picker_config
         self._compiler = Compiler()
         self._objectives: dict[str, dict[str, Mapping[str, Any]]] = {OBJECTIVES: {}, LLM_D_OBJECTIVES: {}}
