@@ -11,13 +11,22 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from controller.gateway.envoy.bundle import BundleWriter
-from controller.gateway.publish import Lingering, remove_orphans, steps, write
+from controller.gateway.envoy.secrets import secret_sources
+from controller.gateway.publish import (
+    Lingering,
+    remove_orphans,
+    remove_unused_secrets,
+    steps,
+    write,
+    write_secrets,
+)
 from controller.key_files import KeyFiles
+from controller.secret_files import SecretFiles
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from controller.uptake import Uptake
@@ -37,14 +46,18 @@ GOLDEN_PATH: Final = "/etc/attache/envoy"
 
 def write_once(snapshot: Snapshot, out: Path, path: str) -> None:
     """Write the bundle of ``snapshot`` into ``out``. ``path``: where Envoy will find it. Raises ConfigInvalid."""
-    _write_first(KeyFiles(os.environ).fill(snapshot, datetime.now(UTC)), out, BundleWriter(path))
+    now = datetime.now(UTC)
+    filled = KeyFiles(os.environ).fill(snapshot, now)
+    secrets = SecretFiles(os.environ).read(secret_sources(filled), now)
+    _write_first(filled, secrets, out, BundleWriter(path))
 
 
 class Follower:
     """Writes the bundle of a directory, and again on every change, and looks whether Envoy takes it.
 
     A configuration that is broken later is logged, and the last good bundle stays. ``is_valid``: whether the directory
-    is usable as it is. ``written_at_s``: when the bundle last changed, wall clock. ``uptake``: None, if nobody looks.
+    is usable as it is. ``written_at_s``: when the bundle last changed, wall clock. ``secrets``: certificates and keys,
+    which Envoy follows one by one. ``uptake``: None, if nobody looks.
     """
 
     def __init__(self, config: ConfigDirectory, out: Path, path: str, uptake: Uptake | None = None) -> None:
@@ -55,16 +68,19 @@ class Follower:
         self._config = config
         self._out = out
         self._keys = KeyFiles(os.environ)
+        self.secrets = SecretFiles(os.environ)
         self._lingering, self._writer = Lingering(_LINGER_S), BundleWriter(path)
-        self._failed: Snapshot | None = None
+        # what is in the bundle, and what could not be written last: a configuration, and secrets by file
+        self._failed: tuple[Snapshot, Mapping[str, str]] | None = None
         self._retry_at_s = 0.0
 
     def run(self) -> None:
         """Until interrupted; raises ConfigInvalid at the start."""
         clock = time.monotonic  # noqa: TID251 - the edge
         self._snapshot = self._config.read()
-        self._written = self._keys.fill(self._snapshot, datetime.now(UTC))
-        _write_first(self._written, self._out, self._writer)
+        filled = self._keys.fill(self._snapshot, datetime.now(UTC))
+        self._written = filled, self._read_secrets(filled)
+        _write_first(*self._written, self._out, self._writer)
         self._note_written(clock())
         if self.uptake is not None:
             threading.Thread(target=_look_for_ever, args=(self.uptake, clock), daemon=True).start()
@@ -82,24 +98,31 @@ class Follower:
                 log.warning("the admin address has changed: restart Envoy for that")
             self._snapshot = fresh
         queued = self._keys.fill(self._lingering.added_to(self._snapshot, clock()), datetime.now(UTC))
-        if queued == self._written or (queued == self._failed and clock() < self._retry_at_s):
+        secrets = self._read_secrets(queued)
+        wanted = queued, secrets
+        if wanted == self._written or (wanted == self._failed and clock() < self._retry_at_s):
             return
-        if _replace(self._written, queued, self._out, self._writer):
-            self._written, self._failed = queued, None
+        if _replace(self._written[0], queued, secrets, self._out, self._writer):
+            self._written, self._failed = wanted, None
             self._note_written(clock())
         else:
-            self._failed, self._retry_at_s = queued, clock() + _RETRY_S
+            self._failed, self._retry_at_s = wanted, clock() + _RETRY_S
+
+    def _read_secrets(self, snapshot: Snapshot) -> Mapping[str, str]:
+        """Raises ConfigInvalid only for what ``_read`` has not seen."""
+        return self.secrets.read(secret_sources(snapshot), datetime.now(UTC))
 
     def _note_written(self, now: float) -> None:
         self.written_at_s = datetime.now(UTC).timestamp()
         if self.uptake is not None:
-            self.uptake.wrote(self._written, self._out, now)
+            self.uptake.wrote(self._written[0], self._out, now)
 
     def _read(self) -> Snapshot | None:
         try:
             snapshot = self._config.read()
             # once read, they are there for good
             self._keys.fill(snapshot, datetime.now(UTC))
+            self.secrets.check(secret_sources(snapshot))
         except ConfigInvalid as error:
             log.error("configuration refused, the last good bundle stays:\n%s", error)
             return None
@@ -133,18 +156,26 @@ def wait_until_taken(snapshot: Snapshot, out: Path, uptake: Uptake, wait_s: floa
     return verdict.status == "Taken"
 
 
-def _write_first(snapshot: Snapshot, out: Path, writer: BundleWriter) -> None:
+def _write_first(snapshot: Snapshot, secrets: Mapping[str, str], out: Path, writer: BundleWriter) -> None:
+    write_secrets(out, secrets)
     for step in steps(None, snapshot, writer):
         write(out, step)
     remove_orphans(out, snapshot)
+    remove_unused_secrets(out, secrets)
 
 
-def _replace(before: Snapshot, after: Snapshot, out: Path, writer: BundleWriter) -> bool:
-    """Whether the bundle of ``before`` was replaced by that of ``after``. A full disk, say, must not end the process."""
+def _replace(before: Snapshot, after: Snapshot, secrets: Mapping[str, str], out: Path, writer: BundleWriter) -> bool:
+    """Whether the bundle of ``before`` was replaced by that of ``after``. A full disk, say, must not end the process.
+
+    Secrets come first and go last. Where they alone have changed, nothing else is written.
+    """
     try:
-        for step in steps(before, after, writer):
-            time.sleep(step.wait_s)
-            write(out, step)
+        write_secrets(out, secrets)
+        if before != after:
+            for step in steps(before, after, writer):
+                time.sleep(step.wait_s)
+                write(out, step)
+        remove_unused_secrets(out, secrets)
     except Exception:
         log.exception("the bundle could not be written, the last one stays; tried again in %g s", _RETRY_S)
         return False

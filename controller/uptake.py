@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, ROUTES_FILE
+from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE
 from controller.gateway.envoy.clusters import endpoints_file, server_cluster_name
-from controller.gateway.envoy.routes import ROUTES_NAME
+from controller.gateway.envoy.listener_groups import listener_groups, routes_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +47,7 @@ def versions_of(out: Path, snapshot: Snapshot) -> dict[str, str]:
     names = [
         CLUSTERS_FILE,
         *(endpoints_file(one.metadata.key) for one in snapshot.servers),
-        ROUTES_FILE,
+        *routes_files(snapshot.gateway),
         LISTENERS_FILE,
     ]
     return {name: str(json.loads((out / name).read_text())["version_info"]) for name in names}
@@ -56,12 +56,18 @@ def versions_of(out: Path, snapshot: Snapshot) -> dict[str, str]:
 def subscriptions_of(snapshot: Snapshot) -> dict[str, str]:
     """By file, how Envoy's statistics call who reads it."""
     servers = [one.metadata.key for one in snapshot.servers]
+    groups = listener_groups(snapshot.gateway)
     return {
         CLUSTERS_FILE: "cluster_manager.cds",
         **{endpoints_file(one): f"cluster.{server_cluster_name(one)}" for one in servers},
-        ROUTES_FILE: f"http.attache.rds.{ROUTES_NAME}",
+        **{one.routes_file: f"http.attache.rds.{_in_statistics(one.route_config_name)}" for one in groups},
         LISTENERS_FILE: "listener_manager.lds",
     }
+
+
+def _in_statistics(name: str) -> str:
+    """How Envoy spells a name in its statistics."""
+    return name.replace(":", "_")
 
 
 class Expected(msgspec.Struct, frozen=True):

@@ -42,6 +42,15 @@ class FollowerSeries(Collector):
         valid, written = "attache_bundle_config_valid", "attache_bundle_written_timestamp_seconds"
         yield GaugeMetricFamily(valid, "1 if the directory as it is now can be used.", value=follower.is_valid)
         yield GaugeMetricFamily(written, "When the bundle last changed.", value=follower.written_at_s)
+        stale = "attache_bundle_stale_secrets"
+        text = "Certificates and keys whose files cannot be used as they are now; what was there before stays."
+        yield GaugeMetricFamily(stale, text, value=follower.secrets.stale)
+        ends = GaugeMetricFamily(
+            "attache_bundle_certificate_end_timestamp_seconds", "When a certificate, or a list, ends.", labels=["file"]
+        )
+        for file, ends_at in follower.secrets.ends_at.items():
+            ends.add_metric([file], ends_at.timestamp())
+        yield ends
         if follower.uptake is None:
             return
         verdict = follower.uptake.verdict

@@ -11,6 +11,7 @@ from controller.resources import statuses
 from controller.resources.autoscaling import AutoscalingPolicy, AutoscalingPolicyBinding
 from controller.resources.model import Model
 from controller.resources.model_infer import ModelInfer
+from extproc.config.access_policy import ModelAccessPolicy
 from extproc.config.gateway_config import GatewayConfig
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
@@ -87,6 +88,21 @@ KINDS: Final[tuple[Kind, ...]] = (
             Column("Listen", ".spec.listen"),
             Column("FailureMode", ".spec.failureMode"),
             _condition("Accepted"),
+            _condition("Programmed"),
+            _AGE,
+        ),
+        needs_spec=False,
+    ),
+    Kind(
+        name="ModelAccessPolicy",
+        plural="modelaccesspolicies",
+        short_names=("map",),
+        document=ModelAccessPolicy,
+        status=statuses.ModelAccessPolicyStatus,
+        columns=(
+            Column("Targets", ".spec.targetRefs[*].name"),
+            _condition("Accepted"),
+            _condition("ResolvedRefs"),
             _condition("Programmed"),
             _AGE,
         ),

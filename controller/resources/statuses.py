@@ -51,6 +51,12 @@ class GatewayConfigStatus(Status, frozen=True):
     """``conditions``: Accepted, Programmed."""
 
 
+class ModelAccessPolicyStatus(Status, frozen=True):
+    """``conditions``: Accepted (where it is not, nobody may use what it is attached to), ResolvedRefs (its targets are
+    there), Programmed (it is in the configuration that is served).
+    """
+
+
 class GroupStatus(Spec, frozen=True):
     """One role, over all groups. ``name``: the role's. ``replicas``: how many there are. ``ready``: how many serve.
     ``updated``: how many are of the newest revision.

@@ -57,7 +57,7 @@ class GatewayRole:
         election: LeaderElection,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
     ) -> None:
-        self._watched = Watched(client, settings.namespace, timing)
+        self._watched = Watched(client, Watched.by_a_gateway(client, settings.namespace, timing))
         self._compiler = Compiler(settings.gateway_config)
         self._writer = DirectoryWriter(settings.config)
         self._statuses = StatusWriter(client, self._watched.get, CONTROLLER)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import xxhash
 
+from extproc.config.access_policy import ModelAccessPolicy
 from extproc.config.admission import InferenceObjective
 from extproc.config.backend import Backend
 from extproc.config.decode import Object, decode
@@ -20,18 +21,15 @@ from extproc.config.http_route import HTTPRoute
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
 from extproc.config.picker_config import PickerFile
-from extproc.config.schema import suggest
+from extproc.config.references import Found, check_model_names, check_names, check_policies, check_references
 from extproc.config.snapshot import Snapshot
-from extproc.config.spec import namespace_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
-    from extproc.config.errors import Finding
+    from collections.abc import Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig, HTTPRoute, Backend, InferenceObjective)
+T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig, HTTPRoute, Backend, ModelAccessPolicy, InferenceObjective)
 
 
 class _Reading(msgspec.Struct, frozen=True):
@@ -128,6 +126,7 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
     routes, servers = _of(readings, ModelRoute), _of(readings, ModelServer)
     gateways, objectives = _of(readings, GatewayConfig), _of(readings, InferenceObjective)
     http_routes, backends = _of(readings, HTTPRoute), _of(readings, Backend)
+    policies = _of(readings, ModelAccessPolicy)
     pickers: dict[str, PickerFile] = {}
     mistakes = [mistake for reading in readings for mistake in reading.mistakes]
     for one in readings:
@@ -139,13 +138,16 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
     for document, _ in gateways[1:]:
         second = "a second GatewayConfig; a directory takes one, merge the two"
         mistakes.extend(document.mistakes([(("kind",), second)]))
-    mistakes.extend(_check_references(routes, servers, pickers))
-    mistakes.extend(_check_names(routes, "ModelRoute"))
-    mistakes.extend(_check_names(servers, "ModelServer"))
-    mistakes.extend(_check_names(http_routes, "HTTPRoute"))
-    mistakes.extend(_check_names(backends, "Backend"))
-    mistakes.extend(_check_names(objectives, "InferenceObjective"))
-    mistakes.extend(_unique(routes, _asked_names, ("spec",), "model or adapter"))
+    found = Found(routes, servers, gateways, http_routes, backends, policies, pickers)
+    mistakes.extend(check_references(found))
+    mistakes.extend(check_policies(found))
+    mistakes.extend(check_names(routes, "ModelRoute"))
+    mistakes.extend(check_names(servers, "ModelServer"))
+    mistakes.extend(check_names(http_routes, "HTTPRoute"))
+    mistakes.extend(check_names(backends, "Backend"))
+    mistakes.extend(check_names(policies, "ModelAccessPolicy"))
+    mistakes.extend(check_names(objectives, "InferenceObjective"))
+    mistakes.extend(check_model_names(found))
     if mistakes:
         raise ConfigInvalid(mistakes)
     return Snapshot(
@@ -156,6 +158,7 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
         objectives=tuple(objective for _, objective in objectives),
         http_routes=tuple(route for _, route in http_routes),
         backends=tuple(backend for _, backend in backends),
+        access_policies=tuple(policy for _, policy in policies),
         picker_files=pickers,
     )
 
@@ -163,59 +166,3 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
 def _of(readings: Sequence[_Reading], cls: type[T]) -> list[tuple[Document, T]]:
     found = [(one.document, one.object) for one in readings if isinstance(one.object, cls)]
     return sorted(found, key=lambda pair: pair[1].metadata.key)
-
-
-def _check_references(
-    routes: Sequence[tuple[Document, ModelRoute]],
-    servers: Sequence[tuple[Document, ModelServer]],
-    pickers: Collection[str],
-) -> Iterator[Mistake]:
-    """Every ModelServer and file that is referred to exists."""
-    for document, server in servers:
-        if server.spec.workload_selector is not None:
-            message = "selects pods, which a directory has none of; write endpoints, or apply it to a cluster"
-            yield from document.mistakes([(("spec", "workloadSelector"), message)])
-        file = server.spec.picker_config
-        if file is not None and file not in pickers:
-            message = f"no file '{file}' holds an EndpointPickerConfig; {suggest(file, pickers)}"
-            yield from document.mistakes([(("spec", "pickerConfig"), message)])
-    keys = {server.metadata.key for _, server in servers}
-    for document, route in routes:
-        yield from document.mistakes(_missing_servers(route, keys))
-
-
-def _missing_servers(route: ModelRoute, keys: Collection[str]) -> Iterator[Finding]:
-    for number, rule in enumerate(route.spec.rules):
-        for index, target in enumerate(rule.target_models):
-            if route.server_key(target) not in keys:
-                path = ("spec", "rules", number, "targetModels", index, "modelServerName")
-                yield path, _no_server(route, target.model_server_name, keys)
-
-
-def _no_server(route: ModelRoute, name: str, keys: Collection[str]) -> str:
-    namespace = route.metadata.namespace
-    near = [key.removeprefix(f"{namespace}/") for key in keys if namespace_of(key) == namespace]
-    where = "" if namespace == "default" else f" in the namespace '{namespace}'"
-    return f"no ModelServer is called '{name}'{where}; {suggest(name, near)}"
-
-
-def _asked_names(route: ModelRoute) -> list[str]:
-    own = [route.spec.model_name] if route.spec.model_name is not None else []
-    return [*own, *route.spec.lora_adapters]
-
-
-def _check_names(found: list[tuple[Document, T]], what: str) -> Iterator[Mistake]:
-    return _unique(found, lambda one: [one.metadata.key], ("metadata", "name"), what)
-
-
-def _unique(
-    found: list[tuple[Document, T]], names: Callable[[T], list[str]], path: tuple[str, ...], what: str
-) -> Iterator[Mistake]:
-    seen: dict[str, str] = {}
-    for document, one in found:
-        taken = []
-        for name in names(one):
-            if name in seen:
-                taken.append((path, f"the {what} '{name}' is already in {seen[name]}; use another name"))
-            seen.setdefault(name, document.file)
-        yield from document.mistakes(taken)

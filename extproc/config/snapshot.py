@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from extproc.config.access_policy import ModelAccessPolicy
 from extproc.config.admission import FlowControl, InferenceObjective
 from extproc.config.backend import Backend
 from extproc.config.gateway_config import GatewayConfigSpec
@@ -30,6 +31,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     objectives: tuple[InferenceObjective, ...] = ()
     http_routes: tuple[HTTPRoute, ...] = ()
     backends: tuple[Backend, ...] = ()
+    access_policies: tuple[ModelAccessPolicy, ...] = ()
     picker_files: Mapping[str, PickerFile] = {}
 
     def flow_control_of(self, spec: ModelServerSpec) -> FlowControl | None:

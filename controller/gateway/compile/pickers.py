@@ -15,12 +15,17 @@ if TYPE_CHECKING:
 LABEL: Final = "attache.dev/picker-config"
 
 
+def picker_file_name(key: str) -> str:
+    """Of the ConfigMap ``namespace/name``, in the directory."""
+    return f"picker.{key.replace('/', '.', 1)}.yaml"
+
+
 def picker_file_of(key: str, thing: Mapping[str, Any]) -> dict[str, bytes]:
     """The file's name and content if the ConfigMap holds exactly one EndpointPickerConfig that can be used; else empty."""
     texts = list((thing.get("data") or {}).values())
     if len(texts) != 1:
         return {}
-    name = f"picker.{key.replace('/', '.', 1)}.yaml"
+    name = picker_file_name(key)
     try:
         read_picker_file(name, texts[0])
     except ConfigInvalid:

@@ -173,7 +173,7 @@ spec: {priority: high}
         "spec.rateLimits[1]: per: Header and the field 'header' go together",
         "spec.rateLimits[2].withoutRedis: has no effect on a Local limit",
         "spec.rules[0].ttftTarget: 'later' is not a duration",
-        "spec.authentication: write apiKeys or jwt",
+        "spec.authentication: write apiKeys, jwt or clientCertificates",
         "spec.authentication.apiKeys[1].name: 'a' is there already",
         "spec.authentication.apiKeys[1].key: another name has this key",
         "spec.tenants[1].name: 't' is there already",
@@ -193,13 +193,27 @@ def gateway(spec: str) -> bytes:
         ("{tenants: [{name: t}]}", "Open"),
         ("{tenants: [{name: t, models: [chat]}]}", "Close"),
         ("{authentication: {apiKeys: [{name: a, key: sk-01234567, tenant: t, models: [chat]}]}}", "Close"),
-        ("{tenants: [{name: t, models: [chat]}], failureMode: Open}", "Open"),
+        ("{tenants: [{name: t, models: [chat]}], failureMode: Close}", "Close"),
     ],
 )
 def test_models_that_not_everybody_may_use_are_not_left_to_envoy_alone(spec: str, mode: str) -> None:
     found = load({"server.yaml": SERVER, "route.yaml": ROUTE, "gateway.yaml": gateway(spec)})
     assert failure_mode_of(found) == mode
     assert ("GatewayConfig: models of tenants or keys" in decided_by_extproc(found)) == ("models" in spec)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "tenants: [{name: t, models: [chat]}]",
+        "authentication: {apiKeys: [{name: a, key: sk-01234567, tenant: t, models: [chat]}]}",
+    ],
+)
+def test_open_is_refused_where_not_everybody_may_use_every_model(fields: str) -> None:
+    (found,) = mistakes_of(gateway(f"{{{fields}, failureMode: Open}}"))
+    assert (
+        "spec.failureMode: without extproc, requests would get round GatewayConfig: models of tenants or keys" in found
+    )
 
 
 @pytest.mark.parametrize(
