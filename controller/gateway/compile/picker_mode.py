@@ -8,6 +8,7 @@ pods are followed by them, because the gateway goes on sending requests.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -46,11 +47,14 @@ class PickerCompiler:
     """``put`` takes what changed, ``compile`` gives the outcome.
 
     ``pool`` and ``picker_config`` (of a ConfigMap; None: the pool's annotation may name one): as ``namespace/name``.
-    The ModelServer has the name of the pool.
+    ``fields``: of the ModelServer's spec, unless the pool's annotation has them. The ModelServer has the name of the pool.
     """
 
-    def __init__(self, pool: str, picker_config: str | None = None) -> None:
+    def __init__(
+        self, pool: str, picker_config: str | None = None, fields: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self._pool = pool
+        self._fields = fields
         self._picker_config = picker_config
         self._compiler = Compiler()
         self._objectives: dict[str, dict[str, Mapping[str, Any]]] = {OBJECTIVES: {}, LLM_D_OBJECTIVES: {}}
@@ -113,7 +117,7 @@ class PickerCompiler:
             self._pool_problem = Problem("PoolNotFound", f"there is no InferencePool {self._pool}{kept}")
             return
         named = None if self._picker_config is None else self._picker_config.partition("/")[2]
-        found = server_of(pool, prefix="", picker_config=named)
+        found = server_of(pool, prefix="", picker_config=named, fields=self._fields)
         complaint = found.complaint if found.server is None else source_of(found.server).complaint()
         if found.server is None or complaint:
             self._pool_problem = Problem("PoolInvalid", complaint)
