@@ -52,8 +52,8 @@ class Visit(msgspec.Struct, frozen=True):
             base_model=destination.base_model,
             server=destination.server,
             route=destination.route,
-            http_route=self.head.http_route,
-            listener=self.head.listener,
+            http_route=self.head.http_route or "",
+            listener=self.head.listener or "",
         )
         return self.access.may_use(self.subject, wish)
 

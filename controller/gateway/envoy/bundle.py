@@ -11,6 +11,7 @@ from controller.gateway.envoy.authentication import authentication_files
 from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, bootstrap
 from controller.gateway.envoy.clusters import endpoints_file, extproc_cluster, server_cluster, server_endpoints
 from controller.gateway.envoy.envoy_json import resources_file, to_json, to_resource
+from controller.gateway.envoy.key_sets import key_set_clusters
 from controller.gateway.envoy.listener import listener_resources
 from controller.gateway.envoy.listener_groups import listener_groups
 from controller.gateway.envoy.memo import Memo
@@ -54,7 +55,9 @@ class BundleWriter:
             server.metadata.key: _without_endpoints(server, self._without_endpoints.get(server.metadata.key))
             for server in snapshot.servers
         }
-        frame = msgspec.structs.replace(snapshot, servers=tuple(self._without_endpoints.values()), version="")
+        frame = msgspec.structs.replace(
+            snapshot, servers=tuple(self._without_endpoints.values()), version="", digests={}
+        )
         if self._frame is None or self._frame[0] != frame:
             self._frame = frame, self._files_of(frame)
         return {**files, **self._frame[1]}
@@ -72,7 +75,7 @@ class BundleWriter:
         routes = route_resource(snapshot, memo)
         named = {one.routes_file: {**routes, "name": one.route_config_name} for one in listener_groups(gateway)}
         return {
-            CLUSTERS_FILE: resources_file([memo.get(_extproc, gateway), *clusters]),
+            CLUSTERS_FILE: resources_file([memo.get(_extproc, gateway), *memo.get(_key_sets, gateway), *clusters]),
             **{file: resources_file([resource]) for file, resource in named.items()},
             **memo.get(_authentication, gateway),
             LISTENERS_FILE: memo.get(self._listener, gateway, longest_wait_s(snapshot)),
@@ -110,6 +113,10 @@ def _authentication(gateway: GatewayConfigSpec) -> Mapping[str, str]:
 
 def _endpoints(server: ModelServer) -> str:
     return resources_file([server_endpoints(server)])
+
+
+def _key_sets(gateway: GatewayConfigSpec) -> list[dict[str, object]]:
+    return key_set_clusters(gateway.authentication)
 
 
 def _extproc(gateway: GatewayConfigSpec) -> dict[str, object]:
