@@ -9,9 +9,13 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from controller.gateway.compile.gateway_api.settings import ANY, GatewayApiSettings, parse_addresses
 
 if TYPE_CHECKING:
     from controller.cluster.access import Access
@@ -33,12 +37,41 @@ def parser(prog: str = "attache gateway") -> argparse.ArgumentParser:
     add = made.add_argument
     add("--config", type=Path, metavar="DIR", required=True, help="the configuration directory to write")
     add("--namespace", metavar="NAME", help="serve the objects of this namespace alone; default: of all namespaces")
-    add("--gateway-config", metavar="NAMESPACE/NAME", help="the GatewayConfig to serve; default: one without settings")
+    add(
+        "--gateway-config",
+        metavar="NAMESPACE/NAME",
+        help="the GatewayConfig to serve; default: the one that Gateways refer to, or one without settings",
+    )
+    add(
+        "--gateway",
+        metavar="NAMESPACE/NAME",
+        help="serve this Gateway alone; default: all of GatewayClasses with controllerName attache.dev/gateway",
+    )
+    add(
+        "--address",
+        metavar="IP[,IP...]",
+        default=ANY,
+        help="where Envoy listens for Gateways, or a range such as 127.0.2.0/24; with several, each Gateway gets one of "
+        "its own while there are enough; default: %(default)s",
+    )
+    add(
+        "--advertise",
+        metavar="IP|HOSTNAME|service/NAME",
+        help="what statuses of Gateways say of their addresses; default: --address, or the pod's own for 0.0.0.0",
+    )
+    add(
+        "--port-offset",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Envoy listens on the ports of Gateways plus this; default: %(default)s",
+    )
     add(
         "--lease-namespace",
         metavar="NAME",
         help="where the Lease of the replica that writes statuses is; default: ours",
     )
+    add("--lease-name", metavar="NAME", default=_LEASE, help="its name; default: %(default)s")
     add("--metrics", metavar="ADDRESS", default="127.0.0.1:9004", help="metrics and health; default: %(default)s")
     return made
 
@@ -47,8 +80,15 @@ def main(words: list[str], prog: str = "attache gateway") -> int:
     """Exit status: 0 after a signal, 2 for a mistake in the options."""
     made = parser(prog)
     options = made.parse_args(words)
-    if options.gateway_config is not None and options.gateway_config.count("/") != 1:
-        made.error("--gateway-config: write NAMESPACE/NAME")
+    for name, given in (("--gateway-config", options.gateway_config), ("--gateway", options.gateway)):
+        if given is not None and given.count("/") != 1:
+            made.error(f"{name}: write NAMESPACE/NAME")
+    try:
+        parse_addresses(options.address)
+    except ValueError as error:
+        made.error(f"--address: {error}")
+    if not 0 <= options.port_offset < 65535:
+        made.error("--port-offset: write a number from 0 to 65534")
     # the client takes a third of a second to import: not for --help
     from controller.cluster.access import find_access  # noqa: PLC0415
     from controller.cluster.errors import AccessInvalid  # noqa: PLC0415
@@ -67,6 +107,26 @@ def main(words: list[str], prog: str = "attache gateway") -> int:
     return 0
 
 
+def gateway_api_settings(options: argparse.Namespace, namespace: str, own: str) -> GatewayApiSettings:
+    """What the options say of Gateways. ``namespace``: ours. ``own``: the address of this machine, empty if not known."""
+    bind = parse_addresses(options.address)
+    advertise: str = options.advertise or ""
+    kind, _, name = advertise.partition("/")
+    if kind == "service" and "/" not in name:
+        advertise = f"service/{namespace}/{name}"
+    if not advertise and all(ip_address(one).is_unspecified for one in bind):
+        advertise = own
+    return GatewayApiSettings(gateway=options.gateway, bind=bind, advertise=advertise, port_offset=options.port_offset)
+
+
+def _own_address() -> str:
+    """In a pod, the name of the host is in /etc/hosts with the pod's address."""
+    try:
+        return os.environ.get("POD_IP") or socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
 async def _run(options: argparse.Namespace, access: Access) -> None:
     from controller.cluster.client import connect  # noqa: PLC0415
     from controller.cluster.lease import LeaderElection  # noqa: PLC0415
@@ -76,13 +136,16 @@ async def _run(options: argparse.Namespace, access: Access) -> None:
 
     metrics = GatewayMetrics()
     settings = GatewaySettings(
-        config=options.config, namespace=options.namespace, gateway_config=options.gateway_config
+        config=options.config,
+        namespace=options.namespace,
+        gateway_config=options.gateway_config,
+        gateway_api=gateway_api_settings(options, access.namespace, _own_address()),
     )
     async with connect(access, manager=CONTROLLER) as client:
         election = LeaderElection(
             client,
             namespace=options.lease_namespace or access.namespace,
-            name=_LEASE,
+            name=options.lease_name,
             identity=f"{os.environ.get('HOSTNAME', 'gateway')}-{secrets.token_hex(4)}",
         )
         role = GatewayRole(client, settings, metrics, election=election)

@@ -13,11 +13,14 @@ import msgspec
 
 from controller.cluster.informer import InformerTiming
 from controller.gateway.compile.compiler import Compiler
+from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
 from controller.gateway.directory import DirectoryWriter
 from controller.roles.status_writer import StatusWriter
 from controller.roles.watched import Watched
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from controller.cluster.client import Client
     from controller.cluster.lease import LeaderElection
     from controller.gateway.compile.compiler import Outcome
@@ -29,17 +32,23 @@ log = logging.getLogger(__name__)
 # Changes that come together, such as a rollout's pods, are compiled together.
 _TOGETHER_S: Final = 0.03
 _RETRY_S: Final = 1.0
+# The longest wait for Secrets and ConfigMaps that are pointed to for the first time.
+_POINTED_S: Final = 5.0
 CONTROLLER: Final = "attache-gateway"
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """``config``: the directory to write. ``namespace``: whose objects are served; None: all namespaces'.
-    ``gateway_config``: the GatewayConfig to serve, as ``namespace/name``; None: the defaults.
+    ``gateway_config``: the GatewayConfig to serve, as ``namespace/name``; None: that of the Gateways, or else the
+    defaults. ``gateway_api``: which Gateways are served, and where. ``look_again_s``: how often kinds are looked for that
+    the cluster lacks.
     """
 
     config: Path
     namespace: str | None = None
     gateway_config: str | None = None
+    gateway_api: GatewayApiSettings = GatewayApiSettings()
+    look_again_s: float = 30.0
 
 
 class GatewayRole:
@@ -57,8 +66,8 @@ class GatewayRole:
         election: LeaderElection,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
     ) -> None:
-        self._watched = Watched(client, settings.namespace, timing)
-        self._compiler = Compiler(settings.gateway_config)
+        self._watched = Watched(client, settings.namespace, timing, look_again_s=settings.look_again_s)
+        self._compiler = Compiler(settings.gateway_config, settings.gateway_api)
         self._writer = DirectoryWriter(settings.config)
         self._statuses = StatusWriter(client, self._watched.get, CONTROLLER)
         self._election = election
@@ -81,15 +90,21 @@ class GatewayRole:
     async def _follow(self) -> None:
         await self._watched.synced()
         while True:
-            changed = await self._watched.changes(_TOGETHER_S)
-            for kind, key in changed:
-                self._compiler.put(kind, key, self._watched.get(kind, key))
-                self._statuses.look_at((kind, key))
-            began_s = time.perf_counter()
-            outcome = self._compiler.compile()
-            self._metrics.compiled(len(changed), time.perf_counter() - began_s)
+            outcome = self._compile(await self._watched.changes(_TOGETHER_S))
+            # without its certificates a listener would be taken away and come back
+            while await self._watched.point_at(outcome.pointers, _POINTED_S):
+                outcome = self._compile(self._watched.take_changes())
             await self._publish(outcome)
             self._statuses.want(outcome.statuses)
+
+    def _compile(self, changed: Collection[tuple[str, str]]) -> Outcome:
+        for kind, key in changed:
+            self._compiler.put(kind, key, self._watched.get(kind, key))
+            self._statuses.look_at((kind, key))
+        began_s = time.perf_counter()
+        outcome = self._compiler.compile()
+        self._metrics.compiled(len(changed), time.perf_counter() - began_s)
+        return outcome
 
     async def _publish(self, outcome: Outcome) -> None:
         """Write the outcome, unless it must not be served."""

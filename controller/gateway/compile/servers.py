@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from controller.gateway.compile.conditions import Wanted, WantedStatus, fails, holds
+from controller.gateway.compile.pods import pod_endpoints
 from controller.gateway.compile.sources import Source, to_bytes
 from extproc.config.model_server import ModelServer, ModelServerSpec
 from extproc.config.spec import API_VERSION, namespace_of
@@ -32,8 +33,7 @@ def compile_server(source: Source, pods: Iterable[Pod], pickers: Mapping[str, st
     used, by ``namespace/name`` of their ConfigMap.
     """
     if not isinstance(source.decoded, ModelServer) or source.mistakes:
-        problem = fails("Accepted", "Invalid", source.complaint())
-        return _result(source, None, (problem, fails("Programmed", "Invalid", "the server is not used")))
+        return refused_server(source, source.complaint())
     spec = source.decoded.spec
     content = dict(source.spec)
     resolved = holds("ResolvedRefs")
@@ -49,12 +49,18 @@ def compile_server(source: Source, pods: Iterable[Pod], pickers: Mapping[str, st
     if spec.workload_selector is not None:
         pods = list(pods)
         counted = len(pods)
-        endpoints = _endpoints(spec, pods)
+        endpoints = [] if spec.workload_port is None else pod_endpoints(spec.workload_port.ports, pods)
         content = {name: value for name, value in content.items() if name not in _PORT_FIELDS}
         content["endpoints"] = endpoints
     ready = sum(not one.get("draining", False) for one in endpoints)
     conditions = (holds("Accepted"), resolved, holds("Programmed"), _available(spec, ready, counted))
     return _result(source, source.document(content), conditions, endpoints=len(endpoints), ready=ready)
+
+
+def refused_server(source: Source, problem: str) -> ServerResult:
+    """A ModelServer that is not used, because of ``problem``."""
+    conditions = fails("Accepted", "Invalid", problem), fails("Programmed", "Invalid", "the server is not used")
+    return _result(source, None, conditions)
 
 
 def empty_server(key: str) -> bytes:
@@ -64,18 +70,6 @@ def empty_server(key: str) -> bytes:
     metadata = {"name": name, "namespace": namespace}
     spec = {"model": name, "endpoints": []}
     return to_bytes({"apiVersion": API_VERSION, "kind": "ModelServer", "metadata": metadata, "spec": spec})
-
-
-def _endpoints(spec: ModelServerSpec, pods: Collection[Pod]) -> list[Mapping[str, Any]]:
-    """Sorted, so that equal pods give equal files. Pods in a node's own network may share an address: one of them counts."""
-    if spec.workload_port is None:
-        return []
-    found = {
-        one["address"]: one
-        for pod in sorted(pods, key=lambda pod: pod.name, reverse=True)
-        for one in pod.endpoints(spec.workload_port)
-    }
-    return [found[address] for address in sorted(found)]
 
 
 def _available(spec: ModelServerSpec, ready: int, counted: int) -> Wanted:
