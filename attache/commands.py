@@ -57,7 +57,7 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
             Command(
                 "gateway",
                 "follow a cluster's objects, and write them as a configuration directory",
-                "controller.gateway_command",
+                "attache.cluster_commands",
                 "controller",
             ),
             Command("envoy", "run Envoy, or fetch it", "attache.envoy", passes_options=True),

@@ -48,6 +48,8 @@ RESERVED_PREFIXES: Final = ("x-gateway-", "x-attache-")
 CLIENT: Final = "x-attache-client"
 TENANT: Final = "x-attache-tenant"
 USER: Final = "x-attache-user"
+# Dynamic metadata with the claims of a verified token, by the name of its issuer in our configuration.
+TOKENS_NAMESPACE: Final = "envoy.filters.http.jwt_authn"
 # Milliseconds from arrival until the first token is wanted.
 DEADLINE_MS: Final = "x-attache-deadline-ms"
 # Priority by InferenceObjective, the flow for fair queueing, and latency targets: llm-d's names, then the older ones of the

@@ -6,26 +6,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from controller.cluster.informer import InformerTiming
 from controller.gateway.compile.compiler import Compiler
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+from controller.gateway.compile.programmed import Follower, is_settled, with_use
 from controller.gateway.directory import DirectoryWriter
+from controller.roles.in_use import InUse
+from controller.roles.pointed import POINTED_KINDS, PointedObjects
 from controller.roles.status_writer import StatusWriter
 from controller.roles.watched import Watched
+from extproc.config.picker_config import check_shape_alone
+from extproc.config.report import ConfigReport, content_digest
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from controller.cluster.client import Client
     from controller.cluster.lease import LeaderElection
+    from controller.cluster.resources import Object
     from controller.gateway.compile.compiler import Outcome
     from controller.gateway.directory import Written
     from controller.roles.gateway_metrics import GatewayMetrics
+    from extproc.config.picker_config import PickerCheck
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +48,15 @@ CONTROLLER: Final = "attache-gateway"
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """``config``: the directory to write. ``namespace``: whose objects are served; None: all namespaces'.
     ``gateway_config``: the GatewayConfig to serve, as ``namespace/name``; None: that of the Gateways, or else the
-    defaults. ``gateway_api``: which Gateways are served, and where. ``look_again_s``: how often kinds are looked for that
-    the cluster lacks.
+    defaults. ``gateway_api``: which Gateways are served, and where. ``followers``: addresses, by name, where those who use
+    the directory say what of it they use. ``look_again_s``: how often kinds are looked for that the cluster lacks.
     """
 
     config: Path
     namespace: str | None = None
     gateway_config: str | None = None
     gateway_api: GatewayApiSettings = GatewayApiSettings()
+    followers: Mapping[str, str] = {}
     look_again_s: float = 30.0
 
 
@@ -64,15 +73,27 @@ class GatewayRole:
         metrics: GatewayMetrics,
         *,
         election: LeaderElection,
+        check_picker: PickerCheck = check_shape_alone,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
     ) -> None:
-        self._watched = Watched(client, settings.namespace, timing, look_again_s=settings.look_again_s)
-        self._compiler = Compiler(settings.gateway_config, settings.gateway_api)
+        self._watched = Watched(
+            client,
+            Watched.by_a_gateway(client, settings.namespace, timing),
+            optional=Watched.OPTIONAL,
+            look_again_s=settings.look_again_s,
+        )
+        self._pointed = PointedObjects(client, timing, self._watched.note)
+        self._compiler = Compiler(settings.gateway_config, settings.gateway_api, check_picker=check_picker)
         self._writer = DirectoryWriter(settings.config)
         self._statuses = StatusWriter(client, self._watched.get, CONTROLLER)
         self._election = election
         self._metrics = metrics
+        self._in_use = InUse(settings.followers, self._say)
         self._refused = ""
+        self._outcome: Outcome | None = None
+        # of what is in the directory, and of what should be
+        self._published: Mapping[str, str] = {}
+        self._digests: Mapping[str, str] = {}
         self.ready = asyncio.Event()
 
     @property
@@ -84,7 +105,9 @@ class GatewayRole:
         """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watched.run(), name="informers")
+            tasks.create_task(self._pointed.run(), name="informers of what is pointed to")
             tasks.create_task(self._follow(), name="compile and write")
+            tasks.create_task(self._in_use.run(), name="what is in use")
             tasks.create_task(self._election.run(self._statuses.run), name="statuses")
 
     async def _follow(self) -> None:
@@ -92,19 +115,42 @@ class GatewayRole:
         while True:
             outcome = self._compile(await self._watched.changes(_TOGETHER_S))
             # without its certificates a listener would be taken away and come back
-            while await self._watched.point_at(outcome.pointers, _POINTED_S):
+            while await self._pointed.follow(outcome.pointers, _POINTED_S):
                 outcome = self._compile(self._watched.take_changes())
+            self._digests = {name: content_digest(content) for name, content in outcome.files.items()}
             await self._publish(outcome)
-            self._statuses.want(outcome.statuses)
+            self._outcome = outcome
+            self._say()
 
     def _compile(self, changed: Collection[tuple[str, str]]) -> Outcome:
         for kind, key in changed:
-            self._compiler.put(kind, key, self._watched.get(kind, key))
+            self._compiler.put(kind, key, self._object(kind, key))
             self._statuses.look_at((kind, key))
         began_s = time.perf_counter()
         outcome = self._compiler.compile()
         self._metrics.compiled(len(changed), time.perf_counter() - began_s)
         return outcome
+
+    def _object(self, kind: str, key: str) -> Object | None:
+        return self._pointed.get(kind, key) if kind in POINTED_KINDS else self._watched.get(kind, key)
+
+    def _say(self) -> None:
+        """What objects' statuses should be by now."""
+        if self._outcome is None:
+            return
+        refused = f"{self._refused}; until that is corrected nothing changes" if self._refused else ""
+        directory = ConfigReport(files=self._published, refused=refused)
+        followers = [Follower("the gateway role", directory, is_writer=True), *self._in_use.followers]
+        wanted = {
+            key: with_use(one, self._status(*key), self._digests, followers)
+            for key, one in self._outcome.statuses.items()
+        }
+        self._in_use.is_settled = is_settled(wanted.values())
+        self._statuses.want(wanted)
+
+    def _status(self, kind: str, key: str) -> Mapping[str, Any]:
+        thing = self._watched.get(kind, key)
+        return {} if thing is None else thing.get("status") or {}
 
     async def _publish(self, outcome: Outcome) -> None:
         """Write the outcome, unless it must not be served."""
@@ -120,6 +166,8 @@ class GatewayRole:
             log.info("wrote %s", name)
         for name in done.removed:
             log.info("removed %s", name)
+        self._published = self._digests
+        self._in_use.ask_soon()
         self._metrics.published(len(done.written), len(done.removed), len(outcome.files))
         self.ready.set()
 

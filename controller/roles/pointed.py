@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from controller.gateway.compile.secrets import Pointer
 
 _RESOURCES: Final = {one.kind: one for one in (SECRETS, CONFIG_MAPS)}
+POINTED_KINDS: Final = ("Secret", "PointedConfigMap")
 
 Changed = Callable[[str, str], None]
 """Gets kind and key of what changed."""

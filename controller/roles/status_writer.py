@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from controller.cluster.errors import ClusterError, Conflict, NotFound
 from controller.cluster.resources import (
@@ -22,6 +21,7 @@ from controller.cluster.resources import (
     split_key,
 )
 from controller.gateway.compile.conditions import WantedStatus, merged, transitions
+from controller.roles.events import event_of, now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -40,10 +40,8 @@ _KINDS: Final = (
     MODEL_SERVERS,
 )
 _RESOURCES: Final = {one.kind: one for one in _KINDS}
-# Events about objects without a namespace are in this one, as the API asks for.
-_CLUSTER_EVENTS: Final = "default"
-_RETRY_S: Final = 2.0
 _BAD_WHEN_TRUE: Final = ("Conflicted",)
+_RETRY_S: Final = 2.0
 
 Key = tuple[str, str]
 
@@ -97,7 +95,7 @@ class StatusWriter:
             # one of the two is older; the newer one brings us here again
             return True
         before = thing.get("status") or {}
-        status = merged(wanted, before, _now())
+        status = merged(wanted, before, now())
         if status is None:
             return True
         try:
@@ -122,39 +120,16 @@ class StatusWriter:
             patch = {"metadata": {"resourceVersion": thing["metadata"]["resourceVersion"]}, "status": status}
             await self._client.merge_patch(resource, name, namespace, patch, subresource="status")
             return
-        metadata = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
         applied = {
             "apiVersion": resource.api_version,
             "kind": resource.kind,
-            "metadata": metadata,
+            "metadata": {"name": name} if namespace is None else {"name": name, "namespace": namespace},
             "status": status,
         }
         await self._client.apply(resource, applied, subresource="status", force=True)
 
     def _event(self, thing: Object, condition: Mapping[str, Any]) -> Object:
-        metadata, now = thing["metadata"], _now()
-        namespace = metadata.get("namespace", _CLUSTER_EVENTS)
         is_good = (condition["status"] == "True") != (condition["type"] in _BAD_WHEN_TRUE)
-        return {
-            "apiVersion": "v1",
-            "kind": "Event",
-            "metadata": {"generateName": f"{metadata['name']}.", "namespace": namespace},
-            "involvedObject": {
-                "apiVersion": thing["apiVersion"],
-                "kind": thing["kind"],
-                "name": metadata["name"],
-                "namespace": metadata.get("namespace", ""),
-                "uid": metadata.get("uid", ""),
-            },
-            "type": "Normal" if is_good else "Warning",
-            "reason": condition["reason"],
-            "message": condition["message"] or f"{condition['type']} is {condition['status']}",
-            "source": {"component": self._controller},
-            "firstTimestamp": now,
-            "lastTimestamp": now,
-            "count": 1,
-        }
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        message = condition["message"] or f"{condition['type']} is {condition['status']}"
+        type_: Literal["Normal", "Warning"] = "Normal" if is_good else "Warning"
+        return event_of(thing, type_, reason=condition["reason"], message=message, component=self._controller)

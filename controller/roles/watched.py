@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from controller.cluster.errors import ClusterError
 from controller.cluster.informer import Informer, Listener, Selection
@@ -28,7 +28,6 @@ from controller.cluster.resources import (
 from controller.gateway.compile.gateway_api.services import slim_slice
 from controller.gateway.compile.pickers import LABEL
 from controller.gateway.compile.pods import slim_pod
-from controller.roles.pointed import PointedObjects
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -36,81 +35,77 @@ if TYPE_CHECKING:
     from controller.cluster.client import Client
     from controller.cluster.informer import InformerTiming
     from controller.cluster.resources import Object
-    from controller.gateway.compile.secrets import Pointer
 
 log = logging.getLogger(__name__)
 
-# A cluster may lack these kinds: they are looked for again and again, and nothing waits for them then.
-_OPTIONAL: Final = (
-    GATEWAY_CLASSES,
-    GATEWAYS,
-    HTTP_ROUTES,
-    REFERENCE_GRANTS,
-    INFERENCE_OBJECTIVES,
-    INFERENCE_POOLS,
-)
+_OBJECTIVES: Final = frozenset({INFERENCE_OBJECTIVES.kind})
+_GATEWAY_API: Final = (GATEWAY_CLASSES, GATEWAYS, HTTP_ROUTES, REFERENCE_GRANTS, INFERENCE_POOLS)
+_PLAIN: Final = (GATEWAY_CONFIGS, MODEL_SERVERS, MODEL_ROUTES, INFERENCE_OBJECTIVES, SERVICES, *_GATEWAY_API)
 
 
 class Watched:
-    """``run`` follows all kinds in ``namespace`` (None: in all namespaces), and what ``point_at`` names.
+    """``run`` follows all of ``informers``, which are by kind.
 
-    ``look_again_s``: how often kinds are looked for that the cluster lacks.
+    ``optional``: kinds that a cluster may lack, or not show: they are looked for again every ``look_again_s``, and
+    nothing waits for them then.
     """
 
+    OPTIONAL: ClassVar[Collection[str]] = _OBJECTIVES.union(
+        {one.kind for one in _GATEWAY_API}, {NAMESPACES.kind, SERVICES.kind, ENDPOINT_SLICES.kind}
+    )
+
+    @staticmethod
+    def by_a_gateway(client: Client, namespace: str | None, timing: InformerTiming) -> dict[str, Informer]:
+        """What the gateway role follows in ``namespace`` (None: in all namespaces)."""
+        everything = Selection(namespace)
+        informers = [
+            Informer(client, one, everything if one.namespaced else Selection(), timing=timing)
+            for one in (*_PLAIN, NAMESPACES)
+        ]
+        informers += [
+            Informer(client, CONFIG_MAPS, Selection(namespace, labels=LABEL), timing=timing),
+            Informer(client, PODS, everything, timing=timing, slim=slim_pod),
+            Informer(client, ENDPOINT_SLICES, everything, timing=timing, slim=slim_slice),
+        ]
+        return {one.resource.kind: one for one in informers}
+
     def __init__(
-        self, client: Client, namespace: str | None, timing: InformerTiming, *, look_again_s: float = 30.0
+        self,
+        client: Client,
+        informers: Mapping[str, Informer],
+        *,
+        optional: Collection[str] = _OBJECTIVES,
+        look_again_s: float = 30.0,
     ) -> None:
         self._client = client
+        self._informers = informers
         self._look_again_s = look_again_s
-        everything = Selection(namespace)
-        slim = {PODS.kind: slim_pod, ENDPOINT_SLICES.kind: slim_slice}
-        plain = (GATEWAY_CONFIGS, MODEL_SERVERS, MODEL_ROUTES, SERVICES, ENDPOINT_SLICES, PODS, *_OPTIONAL)
-        informers = [
-            Informer(
-                client,
-                resource,
-                everything if resource.namespaced else Selection(),
-                timing=timing,
-                slim=slim.get(resource.kind),
-            )
-            for resource in (*plain, NAMESPACES)
-        ]
-        informers.append(Informer(client, CONFIG_MAPS, Selection(namespace, labels=LABEL), timing=timing))
-        self._informers: Mapping[str, Informer] = {one.resource.kind: one for one in informers}
-        self._missing = {one.kind: asyncio.Event() for one in _OPTIONAL}
+        # set once the cluster is known to lack the kind
+        self._missing = {kind: asyncio.Event() for kind, one in informers.items() if one.resource.kind in optional}
         self._changed: set[tuple[str, str]] = set()
         self._wake = asyncio.Event()
-        self._pointed = PointedObjects(client, timing, self._take)
-        for one in informers:
-            one.subscribe(self._note(one.resource.kind))
+        for kind, informer in informers.items():
+            informer.subscribe(self._note(kind))
 
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for kind, informer in self._informers.items():
                 tasks.create_task(self._run_one(kind, informer), name=f"informer of {kind}")
-            tasks.create_task(self._pointed.run(), name="informers of what is pointed to")
 
     async def synced(self) -> None:
         """Returns once all that must be there has been listed, and so has what may be there if it is."""
         for kind, informer in self._informers.items():
             if kind in self._missing:
                 await _first(informer.answered, self._missing[kind])
-            elif kind == NAMESPACES.kind:
-                await informer.answered.wait()
             else:
                 await informer.synced.wait()
         # even where there is nothing, that is something to write
         self._wake.set()
 
-    async def point_at(self, pointers: Collection[Pointer], within_s: float) -> bool:
-        """Follow these Secrets and ConfigMaps alone. Whether any was new; all are known then, or ``within_s`` is over."""
-        return await self._pointed.follow(pointers, within_s)
-
     def get(self, kind: str, key: str) -> Object | None:
         """An object as last heard; None if there is none."""
-        informer = self._informers.get(kind)
-        return self._pointed.get(kind, key) if informer is None else informer.get(key)
+        return self._informers[kind].get(key)
 
     async def changes(self, within_s: float) -> list[tuple[str, str]]:
         """Kinds and keys of what changed, once something has; what comes within ``within_s`` is taken with it."""
@@ -124,24 +119,28 @@ class Watched:
         found, self._changed = self._changed, set()
         return sorted(found)
 
-    def _take(self, kind: str, key: str) -> None:
-        self._changed.add((kind, key))
-        self._wake.set()
+    def note(self, kind: str, key: str) -> None:
+        """Something else has changed that ``changes`` should tell."""
+        self._note(kind)(key)
 
     def _note(self, kind: str) -> Listener:
-        return lambda key: self._take(kind, key)
+        def changed(key: str) -> None:
+            self._changed.add((kind, key))
+            self._wake.set()
+
+        return changed
 
     async def _run_one(self, kind: str, informer: Informer) -> None:
         if kind in self._missing:
-            await self._until_served(informer)
+            await self._until_served(kind, informer)
         await informer.run()
 
-    async def _until_served(self, informer: Informer) -> None:
+    async def _until_served(self, kind: str, informer: Informer) -> None:
         while True:
             try:
                 if await self._client.serves(informer.resource):
                     return
-                self._missing[informer.resource.kind].set()
+                self._missing[kind].set()
             except ClusterError as error:
                 log.info("%s cannot be looked for: %s", informer.resource.kind, error)
             await asyncio.sleep(self._look_again_s)

@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from extproc.config.admission import FlowControl, RateLimit
-    from extproc.config.authentication import ApiKey, Authentication, JwtIssuer, Tenant
+    from extproc.config.authentication import ApiKey, Authentication, CertificateName, JwtIssuer, Tenant
     from extproc.config.errors import Finding, Path
 
 _DIGEST: Final = re.compile("[0-9a-fA-F]{64}")
+# Of patterns of certificates' names; a brace by itself is one, too.
+_HOLE: Final = re.compile(r"\{[^{}]*\}|[{}]")
+_NEIGHBOURS: Final = re.compile(r"\}\{")
 
 
 def check_limits(limits: Sequence[RateLimit]) -> Iterator[Finding]:
@@ -45,13 +48,15 @@ def check_flow_control(control: FlowControl) -> Iterator[Finding]:
 
 
 def check_authentication(authentication: Authentication) -> Iterator[Finding]:
-    """Either keys or tokens, each with a name of its own."""
+    """Keys, tokens or certificates, each with a name of its own."""
     path: Path = ("spec", "authentication")
-    if bool(authentication.api_keys) == bool(authentication.jwt):
-        yield path, "write apiKeys or jwt, one of the two"
+    ways = (authentication.api_keys, authentication.jwt, authentication.client_certificates)
+    if sum(map(bool, ways)) != 1:
+        yield path, "write apiKeys, jwt or clientCertificates, one of the three"
     for field, names in (
         ("apiKeys", [one.name for one in authentication.api_keys]),
         ("jwt", [one.name for one in authentication.jwt]),
+        ("clientCertificates", [one.name for one in authentication.client_certificates]),
     ):
         seen: set[str] = set()
         for index, name in enumerate(names):
@@ -61,6 +66,8 @@ def check_authentication(authentication: Authentication) -> Iterator[Finding]:
     yield from _check_keys(authentication.api_keys, path)
     for index, issuer in enumerate(authentication.jwt):
         yield from _check_issuer(issuer, (*path, "jwt", index))
+    for index, named in enumerate(authentication.client_certificates):
+        yield from _check_certificate_name(named, (*path, "clientCertificates", index))
 
 
 def _check_keys(keys: Sequence[ApiKey], path: Path) -> Iterator[Finding]:
@@ -86,6 +93,16 @@ def check_tenants(tenants: Sequence[Tenant]) -> Iterator[Finding]:
         if one.name in seen:
             yield ("spec", "tenants", index, "name"), f"'{one.name}' is there already; write each tenant once"
         seen.add(one.name)
+
+
+def _check_certificate_name(named: CertificateName, path: Path) -> Iterator[Finding]:
+    holes = _HOLE.findall(named.pattern)
+    if any(one not in {"{tenant}", "{user}"} for one in holes) or len(set(holes)) != len(holes):
+        yield (*path, "pattern"), "may have {tenant} and {user}, each once, and no other { or }"
+    elif _NEIGHBOURS.search(named.pattern):
+        yield (*path, "pattern"), "does not say where {tenant} ends and {user} begins; write something between them"
+    if ("{tenant}" in holes) == (named.tenant is not None):
+        yield path, "write {tenant} in the pattern or tenant, one of the two"
 
 
 def _check_issuer(issuer: JwtIssuer, path: Path) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from hashlib import sha256
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -13,13 +13,12 @@ from extproc.config import patterns
 from extproc.config.cel import Rule, exactly_one
 from extproc.config.spec import Name, NonEmpty, Spec, keyed_by
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 Secret = Annotated[str, msgspec.Meta(min_length=8, max_length=512, pattern=patterns.KEY)]
 Claim = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.CLAIM)]
+# A name that clients ask for, or its beginning or end: ``llama``, ``sql-*``, ``*-instruct``, ``*``.
+ModelPattern = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.WILDCARD)]
 # Names that clients ask for; None: all of them.
-Models = Annotated[tuple[NonEmpty, ...], msgspec.Meta(min_length=1, max_length=10_000)] | None
+Models = Annotated[tuple[ModelPattern, ...], msgspec.Meta(min_length=1, max_length=10_000)] | None
 
 
 class ApiKey(Spec, frozen=True):
@@ -94,19 +93,32 @@ class JwtIssuer(Spec, frozen=True):
         return f"JwtIssuer({self.name!r})"
 
 
-class Authentication(Spec, frozen=True):
-    """By keys or by tokens; a request that brings neither is answered 401.
+class CertificateName(Spec, frozen=True):
+    """How client certificates name a tenant. ``name``: for people.
 
-    ``api_keys``: known keys. ``jwt``: issuers of signed tokens.
+    ``field``: ``URI`` and ``DNS`` are alternative names, ``CommonName`` is of the subject. ``pattern``: the whole value,
+    in which ``{tenant}`` and ``{user}`` stand for one or more characters that are not ``/`` (URI), ``.`` (DNS), or ``@``
+    and ``/`` (CommonName): ``spiffe://example.com/{tenant}/{user}``. ``tenant``: whose it is, where the pattern has no
+    ``{tenant}``.
     """
 
-    CEL: ClassVar = (exactly_one("apiKeys", "jwt"),)
+    name: Name
+    field: Literal["URI", "DNS", "CommonName"]
+    pattern: NonEmpty
+    tenant: NonEmpty | None = None
+
+
+class Authentication(Spec, frozen=True):
+    """By keys, tokens or client certificates; a request that brings none is answered 401.
+
+    ``api_keys``: known keys. ``jwt``: issuers of signed tokens. ``client_certificates``: whose a client certificate is;
+    the first that fits decides, and one that none fits is answered 403.
+    """
+
+    CEL: ClassVar = (exactly_one("apiKeys", "jwt", "clientCertificates"),)
 
     api_keys: Annotated[tuple[ApiKey, ...], msgspec.Meta(max_length=10_000, extra_json_schema=keyed_by("name"))] = ()
     jwt: Annotated[tuple[JwtIssuer, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()
-
-
-def restricts_models(authentication: Authentication | None, tenants: Iterable[Tenant]) -> bool:
-    """Whether some key or tenant may not use every model."""
-    keys = () if authentication is None else authentication.api_keys
-    return any(one.models is not None for one in keys) or any(one.models is not None for one in tenants)
+    client_certificates: Annotated[
+        tuple[CertificateName, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))
+    ] = ()

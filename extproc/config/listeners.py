@@ -7,13 +7,14 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from extproc.config import patterns
 from extproc.config.cel import Rule
 from extproc.config.spec import NonEmpty, Spec
 
 
 class CertificateFiles(Spec, frozen=True):
-    """A certificate of a listener. ``cert_file``: it and its chain in PEM, ``key_file``: its private key. Envoy follows
-    changes of both.
+    """A certificate. ``cert_file``: it and its chain in PEM. ``key_file``: its private key. The bundle's writer follows
+    both, and Envoy takes a new pair up without a restart.
     """
 
     cert_file: NonEmpty
@@ -21,11 +22,13 @@ class CertificateFiles(Spec, frozen=True):
 
 
 class ClientCertificates(Spec, frozen=True):
-    """What clients' certificates must be like. ``ca_file``: who signs them, in PEM. ``mode``: ``Require`` refuses a
-    connection without one; ``Optional`` checks one that is shown.
+    """What clients' certificates must be like. ``ca_file``: who signs them, in PEM. ``crl_file``: which of them are
+    revoked, one list of each authority, in PEM. ``mode``: ``Require`` refuses a connection without one; ``Optional``
+    checks one that is shown. The bundle's writer follows the files.
     """
 
     ca_file: NonEmpty
+    crl_file: NonEmpty | None = None
     mode: Literal["Require", "Optional"] = "Require"
 
 
@@ -42,13 +45,13 @@ class ListenerTls(Spec, frozen=True):
 class Listener(Spec, frozen=True):
     """One listener. Several may share an address if their ``hostname`` differ.
 
-    ``name``: routes attach to it by this name (``sectionName``). ``address``: ``ip:port``. ``hostname``: only requests
+    ``name``: routes attach to it by this name (``sectionName``); in a cluster ``namespace/gateway/listener``. ``address``: ``ip:port``. ``hostname``: only requests
     to this host, which may begin with ``*.``. ``tls``: without it, plain HTTP.
     """
 
     CEL: ClassVar[tuple[Rule, ...]] = ()
 
-    name: NonEmpty
+    name: Annotated[str, msgspec.Meta(pattern=patterns.LISTENER, max_length=200)]
     address: NonEmpty
     hostname: NonEmpty | None = None
     tls: ListenerTls | None = None

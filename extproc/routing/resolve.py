@@ -13,7 +13,7 @@ from extproc.routing.match import Condition, compile_match
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from extproc.config.model_route import ModelRoute, RouteRule
     from extproc.config.snapshot import Snapshot
@@ -25,7 +25,7 @@ class Destination(msgspec.Struct, frozen=True):
     """Where a request goes: the ModelServer, and the model name that its engines know (base model or adapter).
 
     ``server`` and ``route``: ``namespace/name``; the route's limits hold. ``priority`` and ``ttft_s``: what the rule
-    says of its requests.
+    says of its requests. ``base_model``: the route's ``modelName``, empty if it has none.
     """
 
     server: str
@@ -33,6 +33,7 @@ class Destination(msgspec.Struct, frozen=True):
     route: str = ""
     priority: int = 0
     ttft_s: float | None = None
+    base_model: str = ""
 
 
 class ListedModel(msgspec.Struct, frozen=True):
@@ -81,8 +82,46 @@ class RoutingTable:
         """The adapters for which requests may reach ``server``."""
         return self._adapters.get(server, frozenset())
 
+    def destinations(self, model: str) -> Iterator[Destination]:
+        """All that requests for ``model`` can come to, whatever their headers and paths."""
+        route = self._routes.get(model)
+        for rule in () if route is None else route.rules:
+            yield from rule.destinations
+
     def resolve(self, model: str, headers: Mapping[str, str], path: str, rng: random.Random) -> Destination:
         """The destination that the first matching rule's weights choose; raises UnknownModel."""
+        return _choose(self._rule(model, headers, path), rng)
+
+    def resolve_among(
+        self,
+        model: str,
+        headers: Mapping[str, str],
+        path: str,
+        rng: random.Random,
+        *,
+        may: Callable[[Destination], bool],
+    ) -> Destination | None:
+        """The same among the destinations that ``may`` lets the caller use; None if there are none of them.
+
+        A rule decides for everybody alike; only its weights are shared out anew.
+        """
+        rule = self._rule(model, headers, path)
+        are_open = [may(one) for one in rule.destinations]
+        if all(are_open):
+            return _choose(rule, rng)
+        bounds = rule.cumulative_weights
+        weights = [bound - before for before, bound in zip((0, *bounds), bounds, strict=False)]
+        found = [
+            pair
+            for pair, is_open in zip(zip(rule.destinations, weights, strict=True), are_open, strict=True)
+            if is_open
+        ]
+        if not found:
+            return None
+        left = tuple(accumulate(weight for _, weight in found))
+        return _choose(_Rule(rule.holds, tuple(one for one, _ in found), left), rng)
+
+    def _rule(self, model: str, headers: Mapping[str, str], path: str) -> _Rule:
         route = self._routes.get(model)
         if route is None:
             shown = model if len(model) <= _SHOWN_CHARACTERS else model[:_SHOWN_CHARACTERS] + "..."
@@ -90,7 +129,7 @@ class RoutingTable:
             raise UnknownModel(message, param="model")
         for rule in route.rules:
             if rule.holds is None or rule.holds(headers, path):
-                return _choose(rule, rng)
+                return rule
         raise UnknownModel(f"No rule of the route '{route.name}' takes this request's headers and path.", param="model")
 
 
@@ -116,7 +155,14 @@ def _compile_rule(route: ModelRoute, rule: RouteRule, served: Mapping[str, str],
     return _Rule(
         holds=compile_match(rule.model_match),
         destinations=tuple(
-            Destination(server, adapter or served[server], route.metadata.key, rule.priority, ttft_s)
+            Destination(
+                server,
+                adapter or served[server],
+                route.metadata.key,
+                rule.priority,
+                ttft_s,
+                route.spec.model_name or "",
+            )
             for server in map(route.server_key, targets)
         ),
         cumulative_weights=tuple(accumulate(target.weight for target in targets)),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from extproc.core.types import Head
     from extproc.request.model import Api
     from extproc.streams.context import StreamContext
-    from extproc.streams.messages import HttpBody, HttpHeaders, ProcessingRequest
+    from extproc.streams.messages import HttpBody, ProcessingRequest
 
 
 class Conversation(Protocol):
@@ -152,7 +152,7 @@ class Buffered:
             raise IllegalEvent(kind, f"awaiting {' or '.join(self._awaits) or 'nothing more'}", "the stream", _ADVICE)
         if kind == "request_headers":
             self._awaits = _AWAITS_NOTHING
-            return self._receive_headers(message, message.request_headers)
+            return self._receive_headers(message)
         self._awaits = _AWAITS_NOTHING
         return self._receive_body(message.request_body)
 
@@ -165,8 +165,8 @@ class Buffered:
         if self.request is not None:
             self.request.close()
 
-    def _receive_headers(self, message: ProcessingRequest, headers: HttpHeaders) -> list[bytes]:
-        head = self._context.read_head(headers, self._is_trusted)
+    def _receive_headers(self, message: ProcessingRequest) -> list[bytes]:
+        head = self._context.read_head(message, self._is_trusted)
         models = self._context.list_models(head)
         if models is not None:
             return [models]

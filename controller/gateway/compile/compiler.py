@@ -12,24 +12,26 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import Wanted, WantedStatus, fails, holds
+from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, WantedStatus, fails, holds
 from controller.gateway.compile.gateway_api.gateway_api import GatewayApi
 from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
-from controller.gateway.compile.gateway_api.pools import PREFIX as POOL_PREFIX
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
-from controller.gateway.compile.pickers import picker_file_of
-from controller.gateway.compile.pod_index import PodIndex
-from controller.gateway.compile.pods import pod_of
 from controller.gateway.compile.routes import RouteResult, compile_routes
 from controller.gateway.compile.secrets import Pointer
-from controller.gateway.compile.servers import ServerResult, compile_server, empty_server, refused_server
+from controller.gateway.compile.server_set import ServerSet
+from controller.gateway.compile.servers import empty_server
 from controller.gateway.compile.sources import DOCUMENT_KINDS, Source, source_of, to_bytes
+from extproc.config.failure_mode import failure_mode_of
 from extproc.config.gateway_config import GatewayConfig
-from extproc.config.model_server import ModelServer
-from extproc.config.spec import API_VERSION, namespace_of
+from extproc.config.model_route import ModelRoute
+from extproc.config.picker_config import check_shape_alone
+from extproc.config.snapshot import Snapshot
+from extproc.config.spec import API_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from extproc.config.picker_config import PickerCheck
 
 GATEWAY_FILE: Final = "gateway.json"
 _DEFAULT: Final = {"apiVersion": API_VERSION, "kind": "GatewayConfig", "metadata": {"name": "default"}}
@@ -52,93 +54,68 @@ class Compiler:
     """``put`` takes what changed, ``compile`` gives the outcome.
 
     ``gateway``: the GatewayConfig to serve, as ``namespace/name``; None: that of the Gateways, or else the defaults.
+    ``check_picker``: that of the extproc that reads the directory, or a mistake in one ConfigMap makes it refuse the
+    whole.
     """
 
     def __init__(
         self,
         gateway: str | None = None,
         settings: GatewayApiSettings = GatewayApiSettings(),  # noqa: B008 - frozen
+        *,
+        check_picker: PickerCheck = check_shape_alone,
     ) -> None:
         self._gateway = gateway
         self._sources: dict[str, dict[str, Source]] = {kind: {} for kind in DOCUMENT_KINDS}
-        self._pods = PodIndex()
-        self._pickers: dict[str, dict[str, bytes]] = {}
-        self._servers: dict[str, ServerResult] = {}
+        self._servers = ServerSet(check_picker)
         self._usable: frozenset[str] = frozenset()
-        self._stale_servers: set[str] = set()
         self._routes: Mapping[str, RouteResult] = {}
         self._routes_stale = True
-        self._api = GatewayApi(settings, gateway, self._config_problem, self._pods)
+        self._api = GatewayApi(settings, gateway, self._config_problem)
 
     def put(self, kind: str, key: str, thing: Mapping[str, Any] | None) -> None:
         """An object as it is now; None: it is gone."""
         if kind == "Pod":
-            for owner in self._pods.put(key, None if thing is None else pod_of(thing)):
-                if _is_pools(owner):
-                    self._api.pods_changed(owner)
-                else:
-                    self._stale_servers.add(owner)
+            self._servers.put_pod(key, thing)
         elif kind == "ConfigMap":
-            self._put_picker(key, thing)
+            self._servers.put_picker(key, thing)
         elif kind in GATEWAY_API_KINDS:
             self._api.put(kind, key, thing)
+            if kind == "InferencePool":
+                self._servers.put_pool(key, thing)
         else:
             self._put_source(kind, key, None if thing is None else source_of(thing))
 
     def compile(self) -> Outcome:
         """What the objects come to."""
-        for key in self._stale_servers:
-            self._compile_server(key)
-        self._stale_servers.clear()
-        servers = frozenset(key for key, one in self._servers.items() if one.document is not None)
-        self._routes_stale |= self._api.compile(servers)
-        usable = servers.union(self._api.usable_pools())
+        self._servers.compile()
+        usable = self._servers.usable
+        self._routes_stale |= self._api.compile(usable, self._servers.pool_problems)
         if self._routes_stale or usable != self._usable:
             self._routes = compile_routes(self._sources["ModelRoute"].values(), usable, self._api.listeners)
             self._routes_stale, self._usable = False, usable
-        self._api.compile_pools(key for route in self._routes.values() for key in route.servers)
         files = dict(self._files())
         statuses = {(one.kind, one.key): one for one in self._statuses()}
         return Outcome(files, statuses, self._refusal(), self._api.pointers())
 
     def _put_source(self, kind: str, key: str, source: Source | None) -> None:
+        if kind == "ModelServer":
+            self._servers.put_server(key, source)
+            return
         known = self._sources[kind]
         if source is None:
             known.pop(key, None)
         else:
             known[key] = source
-        if kind == "ModelServer":
-            if not _is_pools(key):
-                self._pods.select(key, _selector(source))
-            self._stale_servers.add(key)
-        elif kind == "ModelRoute":
+        if kind == "ModelRoute":
             self._routes_stale = True
         elif kind == "GatewayConfig":
             self._api.gateway_configs_changed()
 
-    def _put_picker(self, key: str, thing: Mapping[str, Any] | None) -> None:
-        self._pickers.pop(key, None)
-        if thing is not None:
-            self._pickers[key] = picker_file_of(key, thing)
-        namespace = namespace_of(key)
-        self._stale_servers |= {one for one in self._sources["ModelServer"] if namespace_of(one) == namespace}
-
-    def _compile_server(self, key: str) -> None:
-        source = self._sources["ModelServer"].get(key)
-        if source is None:
-            self._servers.pop(key, None)
-            return
-        if _is_pools(key):
-            self._servers[key] = refused_server(source, f"names that begin with {POOL_PREFIX} are InferencePools'")
-            return
-        pickers = {name: file for name, files in self._pickers.items() for file in files}
-        self._servers[key] = compile_server(source, self._pods.of(key), pickers)
-
     def _files(self) -> Iterator[tuple[str, bytes]]:
         """In writing order: what is referred to comes before what refers to it."""
         yield from self._api.files().items()
-        for files in self._pickers.values():
-            yield from files.items()
+        yield from self._servers.picker_files()
         yield GATEWAY_FILE, self._gateway_document()
         for objective in self._sources["InferenceObjective"].values():
             if not objective.mistakes:
@@ -152,9 +129,9 @@ class Compiler:
 
     def _backends(self) -> Iterator[tuple[str, bytes]]:
         """What routes name."""
-        for key, server in self._servers.items():
-            if server.document is not None:
-                yield file_name("ModelServer", key), server.document
+        named = {key for route in self._routes.values() for key in route.servers}
+        for key, document in self._servers.documents(named.union(self._api.named_servers())):
+            yield file_name("ModelServer", key), document
         for kind, key, document in self._api.documents():
             yield file_name(kind, key), document
         for key in {key for route in self._routes.values() for key in route.missing}:
@@ -171,7 +148,7 @@ class Compiler:
         return found.document({**found.spec, "listeners": listeners})
 
     def _statuses(self) -> Iterator[WantedStatus]:
-        yield from (one.status for one in self._servers.values())
+        yield from self._servers.statuses()
         yield from (one.status for one in self._routes.values())
         yield from self._api.statuses(one.attached for one in self._routes.values())
         parameters = self._api.parameters
@@ -181,13 +158,34 @@ class Compiler:
                 yield self._config_status(config)
 
     def _config_status(self, config: Source) -> WantedStatus:
-        conditions: tuple[Wanted, ...] = holds("Accepted"), holds("Programmed")
+        conditions = holds("Accepted", NO_MISTAKE), holds("Programmed", IN_DIRECTORY)
         if config.mistakes:
-            conditions = (fails("Accepted", "Invalid", config.complaint()),)
+            stays = "nothing is changed until it is corrected; what is served stays"
+            said = stays if config.key == self._gateway else "the Gateways that refer to it are not served"
+            conditions = fails("Accepted", "Invalid", config.complaint()), fails("Programmed", "Invalid", said)
         elif config.key != self._api.parameters.config:
             said = f"GatewayConfig {self._api.parameters.config} is in effect"
-            conditions = holds("Accepted"), fails("Programmed", "Conflict", said)
-        return WantedStatus(kind=config.kind, key=config.key, generation=config.generation, conditions=conditions)
+            conditions = holds("Accepted", NO_MISTAKE), fails("Programmed", "Conflict", said)
+        return WantedStatus(
+            kind=config.kind,
+            key=config.key,
+            generation=config.generation,
+            conditions=conditions,
+            fields=self._failure_mode(config),
+        )
+
+    def _failure_mode(self, config: Source) -> Mapping[str, str]:
+        """What Envoy does without extproc, for the status."""
+        if config.mistakes or not isinstance(config.decoded, GatewayConfig):
+            return {}
+        served = [self._sources["ModelRoute"][key].decoded for key, one in self._routes.items() if one.document]
+        snapshot = Snapshot(
+            version="",
+            routes=tuple(one for one in served if isinstance(one, ModelRoute)),
+            servers=tuple(self._servers.decoded()),
+            gateway=config.decoded.spec,
+        )
+        return {"failureMode": failure_mode_of(snapshot)}
 
     def _config_problem(self, key: str) -> str:
         """Why a GatewayConfig cannot be used; empty if it can."""
@@ -211,15 +209,3 @@ class Compiler:
 def file_name(kind: str, key: str) -> str:
     """Of an object's document in the directory. Namespaces have no dots, so no two objects share a file."""
     return f"{kind.lower()}.{key.replace('/', '.', 1)}.json"
-
-
-def _selector(source: Source | None) -> Mapping[str, str] | None:
-    """The labels of a ModelServer's pods; None if it has no pods."""
-    if source is None or not isinstance(source.decoded, ModelServer):
-        return None
-    selector = source.decoded.spec.workload_selector
-    return None if selector is None else selector.match_labels
-
-
-def _is_pools(key: str) -> bool:
-    return key.partition("/")[2].startswith(POOL_PREFIX)

@@ -13,9 +13,12 @@ from extproc.config.spec import namespace_of, object_key
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-Truth = Literal["True", "False"]
+Truth = Literal["True", "False", "Unknown"]
 
 _LONGEST: Final = 4096
+# Messages of conditions that are as they should be.
+NO_MISTAKE: Final = "it has no mistake"
+IN_DIRECTORY: Final = "it is in the directory"
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -103,9 +106,12 @@ def merged(wanted: WantedStatus, observed: Mapping[str, Any], now: str) -> dict[
 
 
 def transitions(status: Mapping[str, Any], observed: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The conditions whose status or reason is not what it was, for Events; those of lists' items as well."""
+    """The conditions whose status or reason is not what it was, for Events, those of lists' items as well; what is not
+    known yet is none.
+    """
     known = {about: (one.get("status"), one.get("reason")) for about, one in _all_conditions(observed)}
-    return [one for about, one in _all_conditions(status) if known.get(about) != (one["status"], one["reason"])]
+    found = [(about, one) for about, one in _all_conditions(status) if one.get("status") != "Unknown"]
+    return [one for about, one in found if known.get(about) != (one["status"], one["reason"])]
 
 
 def _conditions(

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from controller.gateway.compile.conditions import Wanted, WantedEntry, WantedList, WantedStatus, fails, holds
+from controller.gateway.compile.conditions import (
+    IN_DIRECTORY,
+    NO_MISTAKE,
+    Wanted,
+    WantedEntry,
+    WantedList,
+    WantedStatus,
+    fails,
+    holds,
+)
 from controller.gateway.compile.gateway_api.attachment import Attaching
 from controller.gateway.compile.gateway_api.listeners import MODEL_ROUTE
 from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME, ParentRef
@@ -77,7 +86,7 @@ def _compile(source: Source, servers: Collection[str], listeners: Listeners | No
     missing: set[str] = set()
     absent: list[str] = []
     rules = [_rule(source, rule, servers, missing, absent) for rule in source.spec["rules"]]
-    resolved = holds("ResolvedRefs")
+    resolved = holds("ResolvedRefs", "all its ModelServers are there")
     if absent:
         said = f"no usable ModelServer {', '.join(dict.fromkeys(absent))}"
         share = "rules without another target are answered 503" if missing else "the other targets serve its requests"
@@ -88,15 +97,19 @@ def _compile(source: Source, servers: Collection[str], listeners: Listeners | No
     )
     if listeners is None:
         return _result(
-            source, source.document(spec), (holds("Accepted"), resolved, holds("Programmed")), missing, named
+            source,
+            source.document(spec),
+            (holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY)),
+            missing,
+            named,
         )
     parents, attached, served = _attach(source, listeners)
     statuses = _parents(parents, resolved)
     if not served:
         programmed = _not_served(parents)
-        return _result(source, None, (holds("Accepted"), resolved, programmed), (), (), attached, statuses)
+        return _result(source, None, (holds("Accepted", NO_MISTAKE), resolved, programmed), (), (), attached, statuses)
     spec["parentRefs"] = [{"name": "gateway", "sectionName": name} for name in served]
-    conditions = holds("Accepted"), resolved, holds("Programmed")
+    conditions = holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY)
     return _result(source, source.document(spec), conditions, missing, named, attached, statuses)
 
 

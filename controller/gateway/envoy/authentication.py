@@ -43,7 +43,7 @@ from envoy_data_plane.google.protobuf import Any
 from controller.gateway.envoy.bootstrap import file_source
 from controller.gateway.envoy.envoy_json import http_filter, resources_file, to_resource, typed
 from controller.gateway.envoy.keys import identified_callers, known_keys
-from extproc.protocol import TENANT, USER
+from extproc.protocol import TENANT, TOKENS_NAMESPACE, USER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ AUTHENTICATION_FILES: Final = (KEYS_FILE, TOKENS_FILE, CALLERS_FILE)
 
 # Of a claim that names a tenant or a user.
 _NAME: Final = r"[^\x00-\x1f\x7f]+"
-_JWT_FILTER: Final = "envoy.filters.http.jwt_authn"
+_JWT_FILTER: Final = TOKENS_NAMESPACE
 
 
 def authentication_filters(authentication: Authentication | None, directory: str) -> list[HttpFilter]:

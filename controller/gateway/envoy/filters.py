@@ -69,6 +69,7 @@ from extproc.protocol import (
     PROMPT_TOKENS,
     RESPONSES_PATH,
     SERVER_HEADER,
+    TOKENS_NAMESPACE,
     USAGE_NAMESPACE,
 )
 
@@ -124,6 +125,7 @@ def extproc_service() -> GrpcService:
 
 def _ask_extproc(gateway: GatewayConfigSpec) -> ExternalProcessor:
     """Send headers and the whole body, nothing of the answer. With header mode SKIP Envoy holds no requests."""
+    has_tokens = gateway.authentication is not None and bool(gateway.authentication.jwt)
     header, body = ProcessingModeHeaderSendMode, ProcessingModeBodySendMode
     return ExternalProcessor(
         grpc_service=extproc_service(),
@@ -141,7 +143,9 @@ def _ask_extproc(gateway: GatewayConfigSpec) -> ExternalProcessor:
         max_message_timeout=seconds(LONGEST_MESSAGE_TIMEOUT_S),
         mutation_rules=HeaderMutationRules(disallow_system=True, disallow_is_error=True),
         metadata_options=MetadataOptions(
-            receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, NAMESPACE])
+            # where verified tokens are: policies ask for their claims
+            forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=[TOKENS_NAMESPACE]) if has_tokens else None,
+            receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, NAMESPACE]),
         ),
         status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
     )

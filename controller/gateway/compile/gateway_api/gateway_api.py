@@ -20,7 +20,6 @@ from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME
 from controller.gateway.compile.gateway_api.observed import Observed, Stale
 from controller.gateway.compile.gateway_api.parameters import Parameters, choose_parameters, class_problem
 from controller.gateway.compile.gateway_api.pool_status import pool_status
-from controller.gateway.compile.gateway_api.pools import pool_document, server_of
 from controller.gateway.compile.gateway_api.references import UNRESOLVED, References
 from controller.gateway.compile.gateway_api.services import backend_document, backend_name, unresolved_document
 from controller.gateway.compile.gateway_api.tls import TlsCompiler
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from controller.gateway.compile.gateway_api.attachment import ParentResult
     from controller.gateway.compile.gateway_api.listeners import ListenerResult
     from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
-    from controller.gateway.compile.pod_index import PodIndex
     from controller.gateway.compile.secrets import Pointed, Pointer
 
 
@@ -41,16 +39,13 @@ class GatewayApi:
     """``put`` takes what changed, ``compile`` brings everything else up to date.
 
     ``config``: the GatewayConfig that the role was told to serve. ``problem_of``: why a GatewayConfig cannot be used,
-    empty if it can. ``pods``: of pools, under the keys of their ModelServer documents.
+    empty if it can.
     """
 
-    def __init__(
-        self, settings: GatewayApiSettings, config: str | None, problem_of: Callable[[str], str], pods: PodIndex
-    ) -> None:
+    def __init__(self, settings: GatewayApiSettings, config: str | None, problem_of: Callable[[str], str]) -> None:
         self._settings = settings
         self._config = config
         self._problem_of = problem_of
-        self._pods = pods
         self._observed = Observed()
         self._stale = Stale()
         self._servers: frozenset[str] = frozenset()
@@ -58,7 +53,7 @@ class GatewayApi:
         self._gateways: Mapping[str, GatewayResult] = {}
         self._routes: dict[str, HttpRouteResult] = {}
         self._backends = BackendDocuments(self._observed)
-        self._pool_documents: dict[str, bytes] = {}
+        self._pool_problems: Mapping[str, str] = {}
         self.parameters = Parameters(config=config)
         # None while there is no Gateway of ours
         self.listeners: Listeners | None = None
@@ -66,30 +61,20 @@ class GatewayApi:
     def put(self, kind: str, key: str, thing: Mapping[str, Any] | None) -> None:
         """An object as it is now; None: it is gone."""
         self._observed.put(kind, key, thing, self._stale)
-        if kind == "InferencePool":
-            pool = self._observed.pools.get(key)
-            self._pods.select(server_of(key), None if pool is None or pool.problem else pool.labels)
-        elif kind == "Service" and key == self._settings.advertised_service:
+        if kind == "Service" and key == self._settings.advertised_service:
             self._stale.gateways = True
 
     def gateway_configs_changed(self) -> None:
         """A GatewayConfig has come, changed or gone."""
         self._stale.gateways = True
 
-    def pods_changed(self, server: str) -> None:
-        """The pods of the pool with this ModelServer document have changed."""
-        self._stale.pools.add(server)
-
-    def usable_pools(self) -> Iterator[str]:
-        """Keys of the ModelServer documents that ModelRoutes can name."""
-        return (one.server for one in self._observed.pools.values() if not one.problem)
-
-    def compile(self, servers: frozenset[str]) -> bool:
-        """Gateways and routes. ``servers``: keys of usable ModelServers. Whether listeners may take other routes now."""
+    def compile(self, servers: frozenset[str], pool_problems: Mapping[str, str]) -> bool:
+        """Gateways and routes. ``servers``: keys of usable ModelServers, those of pools included. ``pool_problems``: why
+        other pools cannot be used, by their keys. Whether listeners may take other routes now.
+        """
         stale, self._stale = self._stale, Stale(gateways=False)
         stale.changed |= {("ModelServer", key) for key in servers ^ self._servers}
-        self._servers = servers
-        self._stale.pools = stale.pools
+        self._servers, self._pool_problems = servers, pool_problems
         if stale.all_routes or stale.gateways:
             self._grants = Grants(self._observed.grants.values())
         if stale.gateways:
@@ -101,19 +86,12 @@ class GatewayApi:
         self._backends.compile(needed, stale.services)
         return stale.all_routes
 
-    def compile_pools(self, named: Iterable[str]) -> None:
-        """The documents of pools that HTTPRoutes refer to, and of those ``named`` by ModelRoutes."""
-        pools = {one.server: one for one in self._observed.pools.values() if not one.problem}
-        referred = {one.pool for found in self._routes.values() for one in found.resolutions if one.problem is None}
-        needed = {server_of(key) for key in referred if key} | (set(named) & pools.keys())
-        stale, self._stale.pools = self._stale.pools, set()
-        documents = {}
-        for key in sorted(needed):
-            known = self._pool_documents.get(key)
-            if known is None or key in stale:
-                known = pool_document(pools[key], self._pods.of(key))
-            documents[key] = known
-        self._pool_documents = documents
+    def named_servers(self) -> Iterator[str]:
+        """Keys of the ModelServers that HTTPRoutes go to."""
+        for found in self._routes.values():
+            for one in found.resolutions:
+                if one.kind == "ModelServer":
+                    yield object_key(one.namespace, one.name)
 
     def pointers(self) -> frozenset[Pointer]:
         """The Secrets and ConfigMaps that must be read."""
@@ -129,8 +107,6 @@ class GatewayApi:
 
     def documents(self) -> Iterator[tuple[str, str, bytes]]:
         """Kind, key and content of what routes name."""
-        for key, document in self._pool_documents.items():
-            yield "ModelServer", key, document
         for key, document in self._backends.documents.items():
             yield "Backend", key, document
         unresolved = {key.partition("/")[0] for key, found in self._routes.items() if found.needs_unresolved}
@@ -198,8 +174,13 @@ class GatewayApi:
             services=self._observed.services, pools=self._observed.pools, servers=self._servers, grants=self._grants
         )
         for key, pool in self._observed.pools.items():
-            problem = references.picker_problem(pool)
-            yield pool_status(pool, parents.get(key, []), problem, self._settings.gateway)
+            yield pool_status(
+                pool,
+                parents.get(key, []),
+                problem=self._pool_problems.get(key, ""),
+                picker_problem=references.picker_problem(pool),
+                gateway=self._settings.gateway,
+            )
 
     def _pointed(self, pointer: Pointer) -> Pointed | None:
         return self._observed.pointed.get((pointer.watched_as, pointer.key))

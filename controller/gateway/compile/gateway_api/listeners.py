@@ -24,6 +24,8 @@ MODEL_ROUTE: Final = RouteKind("ModelRoute", API_VERSION.partition("/")[0])
 _KINDS: Final = (HTTP_ROUTE, MODEL_ROUTE)
 _PROTOCOLS: Final = ("HTTP", "HTTPS")
 _HIGHEST_PORT: Final = 65535
+# Of a listener in the directory; it is part of the name of a file.
+_LONGEST_NAME: Final = 200
 
 
 class ListenerResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +120,7 @@ def _compile(
     is_known = listener.protocol in _PROTOCOLS
     kinds, resolved = _kinds(listener) if is_known else ((), holds("ResolvedRefs"))
     found = tls.compile(gateway, listener) if listener.protocol == "HTTPS" else TlsResult()
-    accepted = _refusal(listener, offset, conflict) or found.accepted or holds("Accepted")
+    accepted = _refusal(name, listener, offset, conflict) or found.accepted or holds("Accepted")
     document: dict[str, Any] | None = None
     if address and accepted.status == "True" and kinds and (listener.protocol == "HTTP" or found.document):
         host = f"[{address}]" if ":" in address else address
@@ -140,10 +142,13 @@ def _compile(
     )
 
 
-def _refusal(listener: ListenerSpec, offset: int, conflict: Wanted | None) -> Wanted | None:
+def _refusal(name: str, listener: ListenerSpec, offset: int, conflict: Wanted | None) -> Wanted | None:
     if listener.protocol not in _PROTOCOLS:
         said = f"the protocol {listener.protocol} is not supported; write HTTP or HTTPS"
         return fails("Accepted", "UnsupportedProtocol", said)
+    if len(name) > _LONGEST_NAME:
+        said = f"{name} has more than {_LONGEST_NAME} characters; give the Gateway or the listener a shorter name"
+        return fails("Accepted", "UnsupportedValue", said)
     if listener.port + offset > _HIGHEST_PORT:
         said = f"port {listener.port} plus the port offset {offset} is no port"
         return fails("Accepted", "PortUnavailable", said)

@@ -86,6 +86,16 @@ class _RouteSpec(Read, frozen=True):
     hostnames: tuple[str, ...] = ()
 
 
+class Pool(msgspec.Struct, frozen=True, kw_only=True):
+    """An InferencePool, beyond its pods. ``picker``: the Service of its own endpoint picker, as ``namespace/name``; empty if
+    it names something else. ``fails_open``: it is used without its picker, too.
+    """
+
+    identity: Identity
+    picker: str = ""
+    fails_open: bool = False
+
+
 class GrantEnd(Read, frozen=True):
     """Who may refer (``namespace``), or to what (``name``; empty: to all of the kind)."""
 
@@ -149,6 +159,18 @@ def grant_of(thing: Mapping[str, Any]) -> Grant | None:
     """A ReferenceGrant; None if it has another shape."""
     spec = _convert(thing.get("spec"), _GrantSpec)
     return None if spec is None else Grant(identity_of(thing), spec.source, spec.to)
+
+
+def pool_of(thing: Mapping[str, Any]) -> Pool:
+    """An InferencePool as the API server has it."""
+    identity = identity_of(thing)
+    picker = (thing.get("spec") or {}).get("endpointPickerRef") or {}
+    is_service = not picker.get("group") and picker.get("kind", "Service") == "Service" and picker.get("name")
+    return Pool(
+        identity=identity,
+        picker=object_key(identity.namespace, picker["name"]) if is_service else "",
+        fails_open=picker.get("failureMode") == "FailOpen",
+    )
 
 
 def labels_of(thing: Mapping[str, Any]) -> Mapping[str, str]:

@@ -11,14 +11,15 @@ from controller.gateway.compile.gateway_api.objects import (
     Gateway,
     GatewayClass,
     Grant,
+    Pool,
     Route,
     gateway_class_of,
     gateway_of,
     grant_of,
     labels_of,
+    pool_of,
     route_of,
 )
-from controller.gateway.compile.gateway_api.pools import Pool, pool_of, server_of
 from controller.gateway.compile.gateway_api.services import Service, Slice, service_of, slice_of
 from controller.gateway.compile.secrets import Pointed, pointed_of
 
@@ -42,7 +43,7 @@ KINDS: Final = (*_READERS, "Secret", "PointedConfigMap")
 
 class Stale:
     """What must be compiled anew. ``changed``: kinds and keys of objects on which routes may depend.
-    ``services``: whose endpoints changed. ``pools``: by the keys of their ModelServer documents.
+    ``services``: whose endpoints changed.
     """
 
     def __init__(self, *, gateways: bool = True) -> None:
@@ -51,7 +52,6 @@ class Stale:
         self.routes: set[str] = set()
         self.changed: set[tuple[str, str]] = set()
         self.services: set[str] = set()
-        self.pools: set[str] = set()
 
     def mark(self, kind: str, key: str) -> None:
         """An object has changed."""
@@ -66,7 +66,6 @@ class Stale:
                 self.routes.add(key)
             case "InferencePool":
                 self.changed.add((kind, key))
-                self.pools.add(server_of(key))
             case "Service":
                 self.changed.add((kind, key))
                 self.services.add(key)

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from controller.gateway.compile.gateway_api.attachment import ParentResult
-    from controller.gateway.compile.gateway_api.pools import Pool
+    from controller.gateway.compile.gateway_api.objects import Pool
 
 
-def pool_status(pool: Pool, parents: Iterable[ParentResult], picker_problem: str, gateway: str | None) -> WantedStatus:
-    """``parents``: of the routes that refer to it. ``picker_problem``: why its endpointPickerRef does not resolve.
-    ``gateway``: the one Gateway that is served, None if all of our classes are.
+def pool_status(
+    pool: Pool, parents: Iterable[ParentResult], *, problem: str, picker_problem: str, gateway: str | None
+) -> WantedStatus:
+    """``parents``: of the routes that refer to it. ``problem``: why it cannot be used. ``picker_problem``: why its
+    endpointPickerRef does not resolve. ``gateway``: the one Gateway that is served, None if all of our classes are.
     """
     accepted: dict[str, bool] = {}
     for one in parents:
@@ -28,9 +30,9 @@ def pool_status(pool: Pool, parents: Iterable[ParentResult], picker_problem: str
     for key in sorted(accepted):
         namespace, _, name = key.partition("/")
         refused = fails("Accepted", "HTTPRouteNotAccepted", "the Gateway accepts no HTTPRoute that refers to it")
-        if pool.problem:
-            refused = fails("Accepted", "NotSupportedByParent", pool.problem)
-        is_accepted = accepted[key] and not pool.problem
+        if problem:
+            refused = fails("Accepted", "NotSupportedByParent", problem)
+        is_accepted = accepted[key] and not problem
         reference = {"group": GROUP, "kind": "Gateway", "name": name, "namespace": namespace}
         entries.append(
             WantedEntry(

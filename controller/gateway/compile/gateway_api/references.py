@@ -10,6 +10,7 @@ import msgspec
 from controller.gateway.compile.conditions import Wanted, fails
 from controller.gateway.compile.gateway_api.gateway_spec import GROUP
 from controller.gateway.compile.gateway_api.services import backend_name
+from controller.gateway.compile.pools import server_key
 from extproc.config.http_route import ATTACHE_GROUP
 from extproc.config.spec import namespace_of, object_key
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from controller.gateway.compile.gateway_api.grants import Grants
-    from controller.gateway.compile.gateway_api.pools import Pool
+    from controller.gateway.compile.gateway_api.objects import Pool
     from controller.gateway.compile.gateway_api.services import Service
 
 POOL_GROUP: Final = "inference.networking.k8s.io"
@@ -41,7 +42,7 @@ class Resolution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class References:
-    """``servers``: keys of ModelServers that can be used."""
+    """``servers``: keys of ModelServers that can be used, those of pools included."""
 
     def __init__(
         self,
@@ -105,8 +106,10 @@ class References:
         if pool is None:
             said = f"there is no InferencePool {key}"
             return _unresolved(namespace, "BackendNotFound", said, (("InferencePool", key),), pool=key)
-        looked_at = (("InferencePool", key), ("Service", pool.picker))
-        problem = pool.problem or ("" if pool.fails_open else self.picker_problem(pool))
+        server = server_key(key)
+        looked_at = (("InferencePool", key), ("Service", pool.picker), ("ModelServer", server))
+        problem = "" if server in self._servers else "its conditions say why"
+        problem = problem or ("" if pool.fails_open else self.picker_problem(pool))
         if problem:
             said = f"the InferencePool {key} cannot be used: {problem}"
             return _unresolved(namespace, "BackendNotFound", said, looked_at, pool=key)
@@ -114,7 +117,7 @@ class References:
         return Resolution(
             kind="ModelServer",
             namespace=target,
-            name=pool.server.removeprefix(f"{target}/"),
+            name=server.removeprefix(f"{target}/"),
             pool=key,
             looked_at=looked_at,
         )
