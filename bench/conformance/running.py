@@ -23,7 +23,7 @@ from bench.cluster.node.images import IMAGES
 from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
 from bench.conformance.results import SuiteResult, cases, check
-from bench.conformance.suites import ECHO, Suite, Wishes, arguments, built_in
+from bench.conformance.suites import ECHO, GATEWAY_CLASS, Suite, Wishes, arguments, built_in
 from bench.processes import StartFailed
 from bench.stack import envoy_binary
 from controller.cluster.client import connect
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _MANIFESTS: Final = ROOT / "bench" / "conformance" / "manifests"
 _NODES: Final = 2
+_TAKEN_S: Final = 120
 _SUITE: Final = "suite"
 
 
@@ -92,10 +93,13 @@ async def _cluster(out: Path, range_: str) -> AsyncIterator[ControlPlane]:
 
 
 async def _apply(plane: ControlPlane, assets: Assets, addresses: str) -> None:
-    """Apply our gateway with kubectl; raises StartFailed."""
+    """Apply our gateway with kubectl and wait until it has taken its GatewayClass; raises StartFailed."""
     kubectl = [str(assets.binary("kubectl")), "--kubeconfig", str(plane.kubeconfig)]
     made = await _said([*kubectl, "kustomize", str(_MANIFESTS)], b"")
     await _said([*kubectl, "apply", "-f", "-"], made.replace(b"GATEWAY_ADDRESSES", addresses.encode()))
+    # the suite asks it which features there are
+    taken = ["--for=condition=Accepted", f"gatewayclass/{GATEWAY_CLASS}", f"--timeout={_TAKEN_S}s"]
+    await _said([*kubectl, "wait", *taken], b"")
 
 
 async def _said(words: Sequence[str], given: bytes) -> bytes:
