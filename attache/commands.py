@@ -57,13 +57,13 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
             Command(
                 "gateway",
                 "follow a cluster's objects, and write them as a configuration directory",
-                "controller.gateway_command",
+                "attache.cluster_commands",
                 "controller",
             ),
             Command(
                 "epp",
                 "serve an InferencePool as an endpoint picker, with llm-d's flags",
-                "controller.epp_command",
+                "attache.cluster_commands",
                 "controller",
                 passes_options=True,
             ),

@@ -20,6 +20,7 @@ from controller.epp.plan import plan
 if TYPE_CHECKING:
     from controller.cluster.access import Access
     from controller.epp.plan import Plan
+    from extproc.config.picker_config import PickerCheck
 
 DESCRIPTION: Final = (
     "Serve one InferencePool as an endpoint picker of the Gateway API Inference Extension. The flags are those of llm-d's "
@@ -66,8 +67,11 @@ def _add_own(made: argparse.ArgumentParser) -> None:
     )
 
 
-def main(words: list[str], prog: str = "attache epp") -> int:
-    """Exit status: 0 after a signal, 1 if extproc ended by itself, 2 for a mistake in the flags."""
+def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
+    """Exit status: 0 after a signal, 1 if extproc ended by itself, 2 for a mistake in the flags.
+
+    ``check_picker``: that of extproc.
+    """
     if {"--help", "-h"} & set(words):
         parser(prog).parse_args(["--help"])
     ours = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
@@ -93,10 +97,10 @@ def main(words: list[str], prog: str = "attache epp") -> int:
         print(error, file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="attache-epp-") as folder:
-        return asyncio.run(_run(planned, access, Path(folder)))
+        return asyncio.run(_run(planned, access, Path(folder), check_picker))
 
 
-async def _run(planned: Plan, access: Access, folder: Path) -> int:
+async def _run(planned: Plan, access: Access, folder: Path, check_picker: PickerCheck) -> int:
     """extproc as a process of its own, so that following the cluster costs requests nothing; and the role, here."""
     config = folder / "config"
     config.mkdir()
@@ -113,7 +117,7 @@ async def _run(planned: Plan, access: Access, folder: Path) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    role = asyncio.create_task(_follow(planned, access, folder))
+    role = asyncio.create_task(_follow(planned, access, folder, check_picker))
     status = await extproc.wait()
     role.cancel()
     await asyncio.gather(role, return_exceptions=True)
@@ -122,17 +126,17 @@ async def _run(planned: Plan, access: Access, folder: Path) -> int:
     return 0 if is_stopping else 1
 
 
-async def _follow(planned: Plan, access: Access, folder: Path) -> None:
+async def _follow(planned: Plan, access: Access, folder: Path, check_picker: PickerCheck) -> None:
     """The role, until cancelled. Requests go on without it, so a failure of it is logged, and it begins again."""
     while True:
         try:
-            await _run_role(planned, access, folder)
+            await _run_role(planned, access, folder, check_picker)
         except Exception:
             log.exception("the picker role failed, and begins again in %g s; please report this", _ROLE_RETRY_S)
         await asyncio.sleep(_ROLE_RETRY_S)
 
 
-async def _run_role(planned: Plan, access: Access, folder: Path) -> None:
+async def _run_role(planned: Plan, access: Access, folder: Path, check_picker: PickerCheck) -> None:
     from controller.cluster.client import connect  # noqa: PLC0415 - not for --help
     from controller.cluster.pages import pages  # noqa: PLC0415
     from controller.roles.gateway_metrics import GatewayMetrics  # noqa: PLC0415
@@ -154,6 +158,6 @@ async def _run_role(planned: Plan, access: Access, folder: Path) -> None:
     )
     metrics = GatewayMetrics()
     async with connect(access, manager=CONTROLLER) as client:
-        role = PickerRole(client, settings, metrics)
+        role = PickerRole(client, settings, metrics, check_picker=check_picker)
         async with pages(planned.metrics, metrics.registry, role.ready.is_set):
             await role.run()

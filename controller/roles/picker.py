@@ -31,6 +31,7 @@ from controller.gateway.directory import DirectoryWriter
 from controller.roles.picker_metrics import PickerMetrics
 from controller.roles.picker_problems import PickerProblems
 from controller.roles.watched import Watched
+from extproc.config.picker_config import check_shape_alone
 
 if TYPE_CHECKING:
     from controller.cluster.client import Client
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from controller.gateway.compile.picker_mode import PickerOutcome
     from controller.gateway.directory import Written
     from controller.roles.gateway_metrics import GatewayMetrics
+    from extproc.config.picker_config import PickerCheck
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ class PickerRole:
         settings: PickerSettings,
         metrics: GatewayMetrics,
         *,
+        check_picker: PickerCheck = check_shape_alone,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
     ) -> None:
         namespace, _ = split_key(settings.pool)
@@ -84,7 +87,7 @@ class PickerRole:
         self._settings = settings
         self._watched = Watched(client, _informers(client, settings, timing))
         picker = None if named is None else f"{namespace}/{named}"
-        self._compiler = PickerCompiler(settings.pool, picker, settings.server_fields)
+        self._compiler = PickerCompiler(settings.pool, picker, settings.server_fields, check_picker=check_picker)
         if settings.fixed_pool is not None:
             self._compiler.put(KIND, settings.pool, settings.fixed_pool)
         self._writer = DirectoryWriter(settings.config)
