@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picker's manifests on a real API server, with the Gateway API's and the Inference Extension's own schemas."""
+"""The picker's and the monitoring manifests on a real API server, with the Gateway API's and the Inference Extension's own schemas."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from controller.cluster.client import Client
 
 PICKER = MANIFESTS / "picker"
-OVERLAYS = ("base", "istio", "kgateway", "gke", "envoy-gateway")
+OVERLAYS = (
+    *(f"picker/{name}" for name in ("base", "istio", "kgateway", "gke", "envoy-gateway")),
+    "monitoring/pod-monitor",
+    "monitoring/service-monitor",
+)
 # Kinds of gateways, whose definitions are not at hand: a server that knows nothing but their names.
 FOREIGN = (
     ("networking.istio.io", "v1", "destinationrules", "DestinationRule"),
@@ -41,6 +45,9 @@ FOREIGN = (
     ("gateway.envoyproxy.io", "v1alpha1", "envoyextensionpolicies", "EnvoyExtensionPolicy"),
     ("gateway.envoyproxy.io", "v1alpha1", "backendtrafficpolicies", "BackendTrafficPolicy"),
     ("gateway.envoyproxy.io", "v1alpha1", "clienttrafficpolicies", "ClientTrafficPolicy"),
+    ("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor"),
+    ("monitoring.coreos.com", "v1", "servicemonitors", "ServiceMonitor"),
+    ("monitoring.coreos.com", "v1", "prometheusrules", "PrometheusRule"),
     ("llm-d.ai", "v1alpha2", "inferenceobjectives", "InferenceObjective"),
 )
 
@@ -63,7 +70,8 @@ def kube(real_kube: object) -> object:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def kinds(client: Client, assets: Assets, plane: ControlPlane) -> None:
-    """All kinds that the manifests have."""
+    """All kinds that the manifests have, and the namespace of some."""
+    assert await kubectl(plane, assets, "apply", "-f", str(MANIFESTS / "gateway" / "namespace.yaml")) == 0
     await apply_crds(client, [assets.crds])
     for one in FOREIGN:
         await client.apply(CRDS, definition(*one), force=True)
@@ -75,7 +83,7 @@ async def kinds(client: Client, assets: Assets, plane: ControlPlane) -> None:
 @pytest.mark.parametrize("folder", OVERLAYS)
 async def test_the_server_takes_every_overlay(folder: str, plane: ControlPlane, assets: Assets) -> None:
     words = ["apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-k"]
-    assert await kubectl(plane, assets, *words, str(PICKER / folder)) == 0
+    assert await kubectl(plane, assets, *words, str(MANIFESTS / folder)) == 0
 
 
 @pytest_asyncio.fixture(loop_scope="session")
