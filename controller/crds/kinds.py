@@ -74,6 +74,7 @@ KINDS: Final[tuple[Kind, ...]] = (
             Column("Engine", ".spec.engine"),
             Column("Ready", ".status.ready", "integer"),
             Column("Endpoints", ".status.endpoints", "integer"),
+            Column("Draining", ".status.draining", "integer", wide=True),
             _condition("Programmed"),
             _AGE,
         ),
@@ -86,7 +87,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         status=statuses.GatewayConfigStatus,
         columns=(
             Column("Listen", ".spec.listen"),
-            Column("FailureMode", ".spec.failureMode"),
+            Column("FailureMode", ".status.failureMode"),
             _condition("Accepted"),
             _condition("Programmed"),
             _AGE,

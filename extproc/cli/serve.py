@@ -49,9 +49,6 @@ def main(words: list[str], prog: str = "extproc") -> int:
     if options.worker is None:
         for note in notes:
             log.info("%s", note)
-        if options.redis is None:
-            for warning in limits_without_redis(snapshot):
-                log.warning("%s", warning)
 
     from extproc.cli import launch  # noqa: PLC0415 - loads gRPC: not before all options are known to be right
 
@@ -62,17 +59,6 @@ def main(words: list[str], prog: str = "extproc") -> int:
 
 def _has_pool(snapshot: Snapshot, pool: str) -> bool:
     return full_key(pool) in {server.metadata.key for server in snapshot.servers}
-
-
-def limits_without_redis(snapshot: Snapshot) -> list[str]:
-    """A warning for every Global limit: without Redis, machines cannot share it."""
-    return [
-        f"ModelRoute {route.metadata.key}: rateLimits[{index}] is Global, and there is no --redis: "
-        + ("all its requests get 503" if limit.without_redis == "Refuse" else "every machine grants it by itself")
-        for route in snapshot.routes
-        for index, limit in enumerate(route.spec.rate_limits)
-        if limit.scope == "Global"
-    ]
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -22,10 +23,11 @@ from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
 from extproc.config.picker_config import PickerFile
 from extproc.config.references import Found, check_model_names, check_names, check_policies, check_references
+from extproc.config.report import content_digest
 from extproc.config.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,14 @@ class _Reading(msgspec.Struct, frozen=True):
     mistakes: list[Mistake]
 
 
+class _File(msgspec.Struct, frozen=True):
+    """A file with what it was read as."""
+
+    content: bytes
+    digest: str
+    readings: Sequence[_Reading]
+
+
 class Loader:
     """Files to snapshots. A document whose text has not changed since the last call gives the same object again.
 
@@ -47,30 +57,33 @@ class Loader:
     """
 
     def __init__(self) -> None:
-        self._files: dict[str, tuple[bytes, Sequence[_Reading]]] = {}
+        self._files: dict[str, _File] = {}
         # good documents of the last call
         self._objects: dict[tuple[str, bool], Object] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether the files of the last call hold none of our documents."""
-        return not any(one.object is not None for _, found in self._files.values() for one in found)
+        return not any(one.object is not None for file in self._files.values() for one in file.readings)
 
     def load(self, files: Mapping[str, bytes]) -> Snapshot:
         """The snapshot of ``files`` (name to content); raises ConfigInvalid with all mistakes."""
-        self._files = {name: (content, self._read_file(name, content)) for name, content in files.items()}
-        readings = [reading for _, found in self._files.values() for reading in found]
+        self._files = {name: self._read_file(name, content) for name, content in files.items()}
+        readings = [reading for file in self._files.values() for reading in file.readings]
         self._objects = {
             (one.document.text, one.document.is_json): one.object
             for one in readings
             if one.object is not None and not one.mistakes
         }
-        return _assemble(readings, version=_digest(files))
+        return _assemble(readings, {name: file.digest for name, file in self._files.items()})
 
-    def _read_file(self, name: str, content: bytes) -> Sequence[_Reading]:
+    def _read_file(self, name: str, content: bytes) -> _File:
         known = self._files.get(name)
-        if known is not None and known[0] == content:
-            return known[1]
+        if known is not None and known.content == content:
+            return known
+        return _File(content, content_digest(content), self._readings(name, content))
+
+    def _readings(self, name: str, content: bytes) -> Sequence[_Reading]:
         try:
             return [self._read(document) for document in _documents(name, content)]
         except ConfigInvalid as error:
@@ -113,15 +126,15 @@ def _documents(name: str, content: bytes) -> list[Document]:
     return split(name, text)
 
 
-def _digest(files: Mapping[str, bytes]) -> str:
-    digest = xxhash.xxh3_64()
-    for name, content in sorted(files.items()):
-        digest.update(f"{len(name)} {name} {len(content)} ".encode(errors="surrogateescape"))
-        digest.update(content)
-    return digest.hexdigest()
+def _version(digests: Mapping[str, str]) -> str:
+    """A digest of all files."""
+    version = xxhash.xxh3_64()
+    for name, digest in sorted(digests.items()):
+        version.update(f"{len(name)} {name} {digest} ".encode(errors="surrogateescape"))
+    return version.hexdigest()
 
 
-def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
+def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str]) -> Snapshot:
     """Raises ConfigInvalid."""
     routes, servers = _of(readings, ModelRoute), _of(readings, ModelServer)
     gateways, objectives = _of(readings, GatewayConfig), _of(readings, InferenceObjective)
@@ -151,7 +164,8 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
     if mistakes:
         raise ConfigInvalid(mistakes)
     return Snapshot(
-        version=version,
+        version=_version(digests),
+        digests=digests,
         routes=tuple(route for _, route in routes),
         servers=tuple(server for _, server in servers),
         gateway=gateways[0][1].spec if gateways else GatewayConfigSpec(),

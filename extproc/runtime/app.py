@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import disable_created_metrics
 
+from extproc.config.limits_without_redis import limits_without_redis
 from extproc.config.meeting import missed_meeting
 from extproc.core.core import Core
 from extproc.feeds.directory import DirectoryFeed
@@ -106,6 +107,7 @@ class App:
         self._feed = DirectoryFeed(settings.config, core, metrics, settle_s=settings.settle_s, apply=self._apply)
         self._feed.started_with(snapshot)
         self._missed = ""
+        self._unshared: list[str] = []
         self._look_at(snapshot)
         self._certificate: FollowedCertificate | None = None
         if settings.tls is not None:
@@ -126,10 +128,19 @@ class App:
         self._look_at(snapshot)
 
     def _look_at(self, snapshot: Snapshot) -> None:
+        """What follows from a configuration that is in use from now on."""
         pool = self._settings.gateway.pool
         if pool is None or any(server.metadata.key == pool for server in snapshot.servers):
             self._has_pool.set()
         self._look_for_envoy(snapshot)
+        worker = self._settings.worker
+        if self._settings.redis is not None or (worker is not None and worker.number):
+            return
+        unshared = limits_without_redis(snapshot)
+        for warning in unshared:
+            if warning not in self._unshared:
+                log.warning("%s", warning)
+        self._unshared = unshared
 
     def _look_for_envoy(self, snapshot: Snapshot) -> None:
         """Say if Envoy will call elsewhere: once, by the first of several workers, and again when it changes."""
@@ -228,7 +239,11 @@ class App:
         if self._settings.shows_reasons:
             explain = ExplainPage(self._core, self._tokenizers.tokens_of, self._clock)
         return await serve_pages(
-            self._settings.metrics, self._metrics.registry, is_ready=lambda: self._is_ready, explain=explain
+            self._settings.metrics,
+            self._metrics.registry,
+            is_ready=lambda: self._is_ready,
+            report=lambda: self._feed.report,
+            explain=explain,
         )
 
 

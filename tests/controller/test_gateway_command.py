@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from controller import gateway_command
+from extproc.config.picker_config import check_shape_alone
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,6 @@ from controller import gateway_command
 )
 def test_options_that_do_not_fit_are_told(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        gateway_command.main(["--config", "unused", *words])
+        gateway_command.main(["--config", "unused", *words], "attache gateway", check_shape_alone)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err

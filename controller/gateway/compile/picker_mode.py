@@ -8,22 +8,28 @@ pods are followed by them, because the gateway goes on sending requests.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from controller.gateway.compile.compiler import Compiler
-from controller.gateway.compile.pickers import picker_file_name, picker_file_of
+from controller.gateway.compile.pickers import picker_file_name, picker_of
 from controller.gateway.compile.pools import KIND, server_of
 from controller.gateway.compile.sources import source_of
+from extproc.config.picker_config import check_shape_alone
 from extproc.config.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from extproc.config.picker_config import PickerCheck
+
 OBJECTIVES: Final = "InferenceObjective"
 # Objectives of the group llm-d.ai, which have precedence over those of the older group.
 LLM_D_OBJECTIVES: Final = "InferenceObjective.llm-d.ai"
+# Asking for usage adds a chunk to streams, which our own bundle keeps from clients that did not ask; other gateways do not.
+_FIELDS: Final = MappingProxyType({"streamUsage": "AsRequested"})
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -46,13 +52,23 @@ class PickerCompiler:
     """``put`` takes what changed, ``compile`` gives the outcome.
 
     ``pool`` and ``picker_config`` (of a ConfigMap; None: the pool's annotation may name one): as ``namespace/name``.
-    The ModelServer has the name of the pool.
+    ``fields``: of the ModelServer's spec, unless the pool's annotation has them. The ModelServer has the name of the pool.
+    ``check_picker``: that of the extproc that reads the directory.
     """
 
-    def __init__(self, pool: str, picker_config: str | None = None) -> None:
+    def __init__(
+        self,
+        pool: str,
+        picker_config: str | None = None,
+        fields: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        check_picker: PickerCheck = check_shape_alone,
+    ) -> None:
         self._pool = pool
+        self._fields = {**_FIELDS, **fields}
         self._picker_config = picker_config
-        self._compiler = Compiler()
+        self._check_picker = check_picker
+        self._compiler = Compiler(check_picker=check_picker)
         self._objectives: dict[str, dict[str, Mapping[str, Any]]] = {OBJECTIVES: {}, LLM_D_OBJECTIVES: {}}
         # what the pool says, and the last of it that could be used
         self._wanted: Mapping[str, Any] | None = None
@@ -87,7 +103,8 @@ class PickerCompiler:
         # whether it is programmed follows from the others
         failed = [one for one in status.conditions if one.status == "False" and one.type != "Programmed"]
         problems += [Problem(one.reason, one.message) for one in failed]
-        if any(one.type == "Programmed" and one.status == "False" for one in status.conditions):
+        # a process that starts waits for the EndpointPickerConfig that it is to run, rather than pick by another one
+        if any(one.type in {"Programmed", "ResolvedRefs"} and one.status == "False" for one in status.conditions):
             return PickerOutcome(None, tuple(problems))
         others = {picker_file_name(key) for key in self._pickers - {self._picker_of(self._server)}}
         files = {name: content for name, content in outcome.files.items() if name not in others}
@@ -104,7 +121,7 @@ class PickerCompiler:
             self._server = self._wanted
             self._compiler.put("ModelServer", self._pool, self._wanted)
         if picker in self._troubled and picker in self._pickers:
-            said = f"ConfigMap {picker} {self._troubled[picker]}; the EndpointPickerConfig of before stays"
+            said = f"the EndpointPickerConfig of before stays; ConfigMap {picker}: {self._troubled[picker]}"
             yield Problem("PickerConfigNotFound", said)
 
     def _put_pool(self, pool: Mapping[str, Any] | None) -> None:
@@ -113,7 +130,7 @@ class PickerCompiler:
             self._pool_problem = Problem("PoolNotFound", f"there is no InferencePool {self._pool}{kept}")
             return
         named = None if self._picker_config is None else self._picker_config.partition("/")[2]
-        found = server_of(pool, prefix="", picker_config=named)
+        found = server_of(pool, prefix="", picker_config=named, fields=self._fields)
         complaint = found.complaint if found.server is None else source_of(found.server).complaint()
         if found.server is None or complaint:
             self._pool_problem = Problem("PoolInvalid", complaint)
@@ -126,12 +143,13 @@ class PickerCompiler:
         return object_key(namespace_of(self._pool), name) if name else ""
 
     def _put_picker(self, key: str, thing: Mapping[str, Any] | None) -> None:
-        if thing is not None and picker_file_of(key, thing):
+        problem = "is gone" if thing is None else picker_of(key, thing, self._check_picker).problem
+        if problem:
+            self._troubled[key] = problem
+        else:
             self._troubled.pop(key, None)
             self._pickers.add(key)
             self._compiler.put("ConfigMap", key, thing)
-        else:
-            self._troubled[key] = "is gone" if thing is None else "holds no usable EndpointPickerConfig"
 
     def _put_objective(self, kind: str, key: str, thing: Mapping[str, Any] | None) -> None:
         of_pool = thing is not None and _pool_of(thing) == self._pool

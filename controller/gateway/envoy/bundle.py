@@ -14,6 +14,7 @@ from controller.gateway.envoy.clusters import endpoints_file, extproc_cluster, s
 from controller.gateway.envoy.envoy_json import resources_file, to_json, to_resource
 from controller.gateway.envoy.filters import Needs
 from controller.gateway.envoy.http_routes import needs_of
+from controller.gateway.envoy.key_sets import key_set_clusters
 from controller.gateway.envoy.listener import listener_resources
 from controller.gateway.envoy.listener_groups import listener_groups
 from controller.gateway.envoy.memo import Memo
@@ -73,6 +74,7 @@ class BundleWriter:
             servers=tuple(self._without_endpoints.values()),
             backends=tuple(self._without_servers.values()),
             version="",
+            digests={},
         )
         if self._frame is None or self._frame[0] != frame:
             self._frame = frame, self._files_of(frame)
@@ -90,7 +92,7 @@ class BundleWriter:
         clusters = [memo.get(self._cluster, server) for server in snapshot.servers]
         clusters.extend(memo.get(self._backend, one) for one in snapshot.backends)
         return {
-            CLUSTERS_FILE: resources_file([memo.get(_extproc, gateway), *clusters]),
+            CLUSTERS_FILE: resources_file([memo.get(_extproc, gateway), *memo.get(_key_sets, gateway), *clusters]),
             **{
                 group.routes_file: resources_file([route_configuration(group, snapshot, memo)])
                 for group in listener_groups(gateway)
@@ -144,6 +146,10 @@ def _authentication(gateway: GatewayConfigSpec) -> Mapping[str, str]:
 
 def _endpoints(server: ModelServer) -> str:
     return resources_file([server_endpoints(server)])
+
+
+def _key_sets(gateway: GatewayConfigSpec) -> list[dict[str, object]]:
+    return key_set_clusters(gateway.authentication)
 
 
 def _servers(backend: Backend) -> str:

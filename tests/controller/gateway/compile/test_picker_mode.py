@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from controller.gateway.compile.picker_mode import LLM_D_OBJECTIVES, PickerCompiler, PickerOutcome
 from extproc.config.load import load
+from extproc.scheduling.pickers import InstalledPlugins
 from tests.controller.gateway.compile.test_pools import pool
 from tests.kube_objects import Object, picker_config, pod
 
@@ -51,6 +52,12 @@ def test_the_pools_pods_are_the_endpoints_of_a_server_of_its_name() -> None:
     assert addresses(outcome) == ["10.0.0.1:8000", "10.0.0.2:8000"]
     assert reasons(outcome) == []
     assert (outcome.endpoints, outcome.ready) == (2, 2)
+
+
+def test_streams_are_left_as_clients_asked_for_them_unless_the_pool_says_otherwise() -> None:
+    assert snapshot(compiler("a").compile()).servers[0].spec.stream_usage == "AsRequested"
+    always = compiler("a", thing=pool(annotation="streamUsage: Always"))
+    assert snapshot(always.compile()).servers[0].spec.stream_usage == "Always"
 
 
 def test_without_a_pool_there_is_nothing_to_serve() -> None:
@@ -115,6 +122,20 @@ def test_a_pool_that_names_a_config_map_which_is_not_there_leaves_what_was_in_us
     assert snapshot(outcome).servers[0].spec.picker_config is None
     made.put("ConfigMap", "team/missing", picker_config("missing", PICKER, namespace="team"))
     assert snapshot(made.compile()).servers[0].spec.picker_config == "picker.team.missing.yaml"
+
+
+def test_a_config_map_with_an_unknown_plugin_changes_nothing_and_says_which() -> None:
+    made = PickerCompiler(KEY, "team/how", check_picker=InstalledPlugins())
+    made.put("InferencePool", KEY, pool())
+    unknown = picker_config("how", PICKER.replace("queue-scorer", "queue-scorr"), namespace="team")
+    made.put("ConfigMap", "team/how", unknown)
+    assert made.compile().files is None
+    made.put("ConfigMap", "team/how", picker_config("how", PICKER, namespace="team"))
+    assert snapshot(made.compile()).servers[0].spec.picker_config == "picker.team.how.yaml"
+    made.put("ConfigMap", "team/how", unknown)
+    outcome = made.compile()
+    assert snapshot(outcome).servers[0].spec.picker_config == "picker.team.how.yaml"
+    assert "there is no plugin type 'queue-scorr'" in outcome.problems[0].message
 
 
 def test_config_maps_that_nobody_names_are_not_written() -> None:
