@@ -12,30 +12,31 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, WantedStatus, fails, holds
+from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
+from controller.gateway.compile.config_document import ConfigDocument, config_document, pointers_of, secret_of
 from controller.gateway.compile.gateway_api.gateway_api import GatewayApi
 from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+from controller.gateway.compile.policies import PolicyResult, PolicySet, Served
 from controller.gateway.compile.routes import RouteResult, compile_routes
 from controller.gateway.compile.secrets import Pointer
 from controller.gateway.compile.server_set import ServerSet
 from controller.gateway.compile.servers import empty_server
-from controller.gateway.compile.sources import DOCUMENT_KINDS, Source, source_of, to_bytes
+from controller.gateway.compile.sources import DOCUMENT_KINDS, Source, source_of
 from extproc.config.failure_mode import failure_mode_of
 from extproc.config.gateway_config import GatewayConfig
 from extproc.config.model_route import ModelRoute
 from extproc.config.picker_config import check_shape_alone
 from extproc.config.snapshot import Snapshot
-from extproc.config.spec import API_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from controller.gateway.compile.credentials import SecretContent
+    from extproc.config.listeners import Listener
     from extproc.config.picker_config import PickerCheck
 
 GATEWAY_FILE: Final = "gateway.json"
-_DEFAULT: Final = {"apiVersion": API_VERSION, "kind": "GatewayConfig", "metadata": {"name": "default"}}
-_DEFAULT_GATEWAY: Final = to_bytes({**_DEFAULT, "spec": {}})
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -71,6 +72,11 @@ class Compiler:
         self._usable: frozenset[str] = frozenset()
         self._routes: Mapping[str, RouteResult] = {}
         self._routes_stale = True
+        self._policy_set = PolicySet()
+        self._policies: Mapping[str, PolicyResult] = {}
+        self._has_policies = False
+        self._secrets: dict[str, SecretContent] = {}
+        self._config = ConfigDocument(b"")
         self._api = GatewayApi(settings, gateway, self._config_problem)
 
     def put(self, kind: str, key: str, thing: Mapping[str, Any] | None) -> None:
@@ -83,6 +89,8 @@ class Compiler:
             self._api.put(kind, key, thing)
             if kind == "InferencePool":
                 self._servers.put_pool(key, thing)
+            elif kind == "Secret":
+                self._put_secret(key, thing)
         else:
             self._put_source(kind, key, None if thing is None else source_of(thing))
 
@@ -94,13 +102,22 @@ class Compiler:
         if self._routes_stale or usable != self._usable:
             self._routes = compile_routes(self._sources["ModelRoute"].values(), usable, self._api.listeners)
             self._routes_stale, self._usable = False, usable
-        files = dict(self._files())
+        documents = dict(self._documents())
+        self._policies = self._policy_set.compile(self._served(documents))
+        config = self._config_in_effect()
+        listeners = None if self._api.listeners is None else self._api.listener_documents()
+        self._has_policies = any(one.document is not None for one in self._policies.values())
+        self._config = config_document(config, listeners, self._secrets, has_policies=self._has_policies)
+        files = dict(self._files(documents))
         statuses = {(one.kind, one.key): one for one in self._statuses()}
-        return Outcome(files, statuses, self._refusal(), self._api.pointers())
+        return Outcome(files, statuses, self._refusal(), self._api.pointers() | pointers_of(config))
 
     def _put_source(self, kind: str, key: str, source: Source | None) -> None:
         if kind == "ModelServer":
             self._servers.put_server(key, source)
+            return
+        if kind == "ModelAccessPolicy":
+            self._policy_set.put(key, source)
             return
         known = self._sources[kind]
         if source is None:
@@ -112,44 +129,71 @@ class Compiler:
         elif kind == "GatewayConfig":
             self._api.gateway_configs_changed()
 
-    def _files(self) -> Iterator[tuple[str, bytes]]:
+    def _put_secret(self, key: str, thing: Mapping[str, Any] | None) -> None:
+        if thing is None:
+            self._secrets.pop(key, None)
+        else:
+            self._secrets[key] = secret_of(thing)
+
+    def _files(self, documents: Mapping[tuple[str, str], bytes]) -> Iterator[tuple[str, bytes]]:
         """In writing order: what is referred to comes before what refers to it."""
         yield from self._api.files().items()
         yield from self._servers.picker_files()
-        yield GATEWAY_FILE, self._gateway_document()
+        yield GATEWAY_FILE, self._config.content
         for objective in self._sources["InferenceObjective"].values():
             if not objective.mistakes:
                 yield file_name(objective.kind, objective.key), objective.document()
+        # before what they protect, which must not be served without them: until it is there, readers use nothing of this
+        for key, policy in self._policies.items():
+            if policy.document is not None:
+                yield file_name("ModelAccessPolicy", key), policy.document
+        for (kind, key), document in documents.items():
+            yield file_name(kind, key), document
+
+    def _documents(self) -> Iterator[tuple[tuple[str, str], bytes]]:
+        """Routes and what they name, by kind and key."""
         yield from self._backends()
         for key, route in self._routes.items():
             if route.document is not None:
-                yield file_name("ModelRoute", key), route.document
+                yield ("ModelRoute", key), route.document
         for key, document in self._api.routes():
-            yield file_name("HTTPRoute", key), document
+            yield ("HTTPRoute", key), document
 
-    def _backends(self) -> Iterator[tuple[str, bytes]]:
+    def _served(self, documents: Iterable[tuple[str, str]]) -> Served:
+        """What policies can be attached to."""
+        keys: dict[str, set[str]] = {}
+        for kind, key in documents:
+            keys.setdefault(kind, set()).add(key)
+        config = self._config_in_effect()
+        own: tuple[Listener, ...] = ()
+        if config is not None and self._api.listeners is None and isinstance(config.decoded, GatewayConfig):
+            own = config.decoded.spec.listeners
+        return Served(
+            model_routes=keys.get("ModelRoute", set()),
+            model_servers=keys.get("ModelServer", set()),
+            http_routes=keys.get("HTTPRoute", set()),
+            listeners=self._api.listener_names(),
+            config=None if config is None else config.key,
+            config_listeners={one.name for one in own},
+        )
+
+    def _backends(self) -> Iterator[tuple[tuple[str, str], bytes]]:
         """What routes name."""
         named = {key for route in self._routes.values() for key in route.servers}
         for key, document in self._servers.documents(named.union(self._api.named_servers())):
-            yield file_name("ModelServer", key), document
+            yield ("ModelServer", key), document
         for kind, key, document in self._api.documents():
-            yield file_name(kind, key), document
+            yield (kind, key), document
         for key in {key for route in self._routes.values() for key in route.missing}:
-            yield file_name("ModelServer", key), empty_server(key)
+            yield ("ModelServer", key), empty_server(key)
 
-    def _gateway_document(self) -> bytes:
-        """The GatewayConfig in effect, with the listeners of Gateways in place of its own."""
-        found = self._sources["GatewayConfig"].get(self._api.parameters.config or "")
-        if self._api.listeners is None:
-            return _DEFAULT_GATEWAY if found is None else found.document()
-        listeners = self._api.listener_documents()
-        if found is None:
-            return to_bytes({**_DEFAULT, "spec": {"listeners": listeners}})
-        return found.document({**found.spec, "listeners": listeners})
+    def _config_in_effect(self) -> Source | None:
+        return self._sources["GatewayConfig"].get(self._api.parameters.config or "")
 
     def _statuses(self) -> Iterator[WantedStatus]:
         yield from self._servers.statuses()
         yield from (one.status for one in self._routes.values())
+        yield from (one.status for one in self._policies.values())
         yield from self._api.statuses(one.attached for one in self._routes.values())
         parameters = self._api.parameters
         for key in {parameters.config, *parameters.named}:
@@ -158,7 +202,11 @@ class Compiler:
                 yield self._config_status(config)
 
     def _config_status(self, config: Source) -> WantedStatus:
-        conditions = holds("Accepted", NO_MISTAKE), holds("Programmed", IN_DIRECTORY)
+        conditions: tuple[Wanted, ...] = (
+            holds("Accepted", self._config.note or NO_MISTAKE),
+            *([self._config.resolved] if self._config.problems else []),
+            holds("Programmed", IN_DIRECTORY),
+        )
         if config.mistakes:
             stays = "nothing is changed until it is corrected; what is served stays"
             said = stays if config.key == self._gateway else "the Gateways that refer to it are not served"
@@ -178,6 +226,8 @@ class Compiler:
         """What Envoy does without extproc, for the status."""
         if config.mistakes or not isinstance(config.decoded, GatewayConfig):
             return {}
+        if self._config.note or self._has_policies:
+            return {"failureMode": "Close"}
         served = [self._sources["ModelRoute"][key].decoded for key, one in self._routes.items() if one.document]
         snapshot = Snapshot(
             version="",

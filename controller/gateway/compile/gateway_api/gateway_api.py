@@ -105,6 +105,13 @@ class GatewayApi:
         """The ``listeners`` of the GatewayConfig."""
         return listener_documents(self._gateways)
 
+    def listener_names(self) -> Mapping[str, Mapping[str, str]]:
+        """By Gateway and by ``sectionName``, what the directory calls the listeners that are served."""
+        return {
+            key: {one.spec.name: one.name for one in result.listeners if one.document is not None}
+            for key, result in self._gateways.items()
+        }
+
     def documents(self) -> Iterator[tuple[str, str, bytes]]:
         """Kind, key and content of what routes name."""
         for key, document in self._backends.documents.items():
