@@ -85,3 +85,7 @@ INFERENCE_OBJECTIVES: Final = Resource(
 LLM_D_OBJECTIVES: Final = Resource("llm-d.ai", "v1alpha2", "inferenceobjectives", "InferenceObjective")
 INFERENCE_POOLS: Final = Resource("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
 ALPHA_INFERENCE_POOLS: Final = Resource("inference.networking.x-k8s.io", "v1alpha2", "inferencepools", "InferencePool")
+AUTOSCALING_POLICIES: Final = Resource("attache.dev", "v1alpha1", "autoscalingpolicies", "AutoscalingPolicy")
+AUTOSCALING_POLICY_BINDINGS: Final = Resource(
+    "attache.dev", "v1alpha1", "autoscalingpolicybindings", "AutoscalingPolicyBinding"
+)
