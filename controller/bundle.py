@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from controller.uptake import Uptake
-    from extproc.config.directory import ConfigDirectory
+    from extproc.config.directory import Directory
     from extproc.config.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Follower:
     which Envoy follows one by one. ``uptake``: None, if nobody looks.
     """
 
-    def __init__(self, config: ConfigDirectory, out: Path, path: str, uptake: Uptake | None = None) -> None:
+    def __init__(self, config: Directory, out: Path, path: str, uptake: Uptake | None = None) -> None:
         """``path``: where Envoy will find the bundle."""
         self.is_valid = True
         self.written_at_s = 0.0

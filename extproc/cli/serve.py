@@ -6,11 +6,12 @@ from __future__ import annotations
 import argparse
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from extproc.cli.lookup import resolved_directory
 from extproc.cli.mistakes import report
-from extproc.config.directory import ConfigDirectory
 from extproc.config.errors import ConfigInvalid
+from extproc.config.host_names import Patience
 from extproc.config.quantities import Duration
 from extproc.config.spec import full_key
 from extproc.config.validation import parse_address
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from extproc.config.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
+
+# Of engines' names: Envoy has a new address before extproc uses it, and an old one after extproc has left it.
+_PATIENCE: Final = Patience(keep_s=10.0, settle_s=4.0)
 
 
 def main(words: list[str], prog: str = "extproc") -> int:
@@ -29,7 +33,7 @@ def main(words: list[str], prog: str = "extproc") -> int:
 
     try:
         # reported once, not by every worker
-        directory = ConfigDirectory(options.config)
+        directory = resolved_directory(options.config, _PATIENCE)
         snapshot = directory.read()
         notes = picker_notes(snapshot)
     except ConfigInvalid as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import random
 import secrets
 import signal
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from prometheus_client import disable_created_metrics
 
-from extproc.config.directory import ConfigDirectory
+from extproc.config.directory import Directory
 from extproc.config.meeting import missed_meeting
 from extproc.core.core import Core
 from extproc.feeds.directory import DirectoryFeed
+from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.engines import EngineScraper
 from extproc.feeds.kv_events import KvEventFeed
 from extproc.feeds.redis_limits import RedisLimits
@@ -63,7 +65,7 @@ class Worker(msgspec.Struct, frozen=True):
 class Settings(msgspec.Struct, frozen=True):
     """``listen``: ``ip:port`` or ``unix:path``. ``metrics``: host and port of /metrics and /readyz, or None."""
 
-    config: ConfigDirectory
+    config: Directory
     listen: str
     metrics: tuple[str, int] | None
     drain_s: float
@@ -111,7 +113,8 @@ class App:
         metrics = self._metrics = Metrics(
             lambda: list(core.pools.values()), wall_clock, clock, decisions, lambda: core.admission.gates
         )
-        self._tokenizers = Tokenizers(metrics)
+        access = EngineAccess(os.environ, clock)
+        self._tokenizers = Tokenizers(metrics, access)
         self._limits: RedisLimits | None = None
         if settings.redis is not None:
             self._limits = RedisLimits(settings.redis, settings.redis_channel, metrics, clock)
@@ -136,7 +139,9 @@ class App:
         self._missed = ""
         self._look_for_envoy(snapshot)
         self._kv_events = KvEventFeed(core, metrics)
-        self._scraper = EngineScraper(core, metrics, clock=clock, rng=random.Random(), deliver=performer.take_report)
+        self._scraper = EngineScraper(
+            core, metrics, access=access, clock=clock, rng=random.Random(), deliver=performer.take_report
+        )
         streams = StreamContext(core, metrics, clock, performer.perform, int(wall_clock()), settings.gateway)
         self._server = GrpcServer(
             streams,
