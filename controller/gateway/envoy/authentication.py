@@ -43,8 +43,9 @@ from envoy_data_plane.google.protobuf import Any
 from controller.gateway.envoy.bootstrap import file_source
 from controller.gateway.envoy.client_certificates import known_certificates, named_by_certificates
 from controller.gateway.envoy.envoy_json import http_filter, resources_file, to_resource, typed
+from controller.gateway.envoy.key_sets import remote_key_set
 from controller.gateway.envoy.keys import identified_callers, known_keys
-from extproc.protocol import TENANT, USER
+from extproc.protocol import TENANT, TOKENS_NAMESPACE, USER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,7 +62,7 @@ AUTHENTICATION_FILES: Final = (KEYS_FILE, TOKENS_FILE, CALLERS_FILE, CERTIFICATE
 
 # Of a claim that names a tenant or a user.
 _NAME: Final = r"[^\x00-\x1f\x7f]+"
-_JWT_FILTER: Final = "envoy.filters.http.jwt_authn"
+_JWT_FILTER: Final = TOKENS_NAMESPACE
 
 
 def authentication_filters(authentication: Authentication | None, directory: str) -> list[HttpFilter]:
@@ -127,7 +128,8 @@ def _provider(one: JwtIssuer) -> JwtProvider:
         issuer=one.issuer,
         audiences=list(one.audiences),
         require_expiration=one.require_expiration,
-        local_jwks=DataSource(inline_string=one.jwks or ""),
+        local_jwks=DataSource(inline_string=one.jwks or "") if one.remote_jwks is None else None,
+        remote_jwks=None if one.remote_jwks is None else remote_key_set(one.name, one.remote_jwks),
         # Said here, or Envoy takes tokens from the query string as well, which lands in logs. What follows the first
         # space is the token: schemes are case-insensitive, and Envoy's prefixes are not.
         from_headers=[JwtHeader(name="authorization", value_prefix=" ")],
