@@ -18,7 +18,7 @@ DOCS   := .venv-docs
 PYTEST := $(RUN) $(if $(COVERAGE),-m coverage run) -m pytest
 
 .PHONY: help run up up-kube test test-pure test-envoy test-kube test-real-time test-some test-vllm coverage coverage-report check fix bench \
-  sglang-gateway lab manifests generate docs lock envoy-binary kube-assets clean
+  sglang-gateway lab manifests generate docs lock envoy-binary kube-assets conformance clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -105,6 +105,10 @@ lock: ## write requirements.lock anew (needs uv)
 
 kube-assets: $(VENV)/ready ## etcd, kube-apiserver and what belongs to it, built from the published Go modules (ten minutes, once)
 	$(RUN) -m tools.kube_assets
+
+conformance: $(VENV)/ready $(ENVOY) kube-assets ## the conformance suites of the Gateway API and the Inference Extension, and docs/conformance.md from their reports
+	$(RUN) -m tools.conformance_suites
+	$(RUN) -m bench.conformance --page $(ARGS)
 
 envoy-binary: $(ENVOY) ## the Envoy binary, in a directory of its own
 

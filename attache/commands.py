@@ -57,13 +57,21 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
             Command(
                 "gateway",
                 "follow a cluster's objects, and write them as a configuration directory",
-                "controller.gateway_command",
+                "attache.cluster_commands",
                 "controller",
+            ),
+            Command(
+                "epp",
+                "serve an InferencePool as an endpoint picker, with llm-d's flags",
+                "attache.cluster_commands",
+                "controller",
+                passes_options=True,
             ),
             Command("envoy", "run Envoy, or fetch it", "attache.envoy", passes_options=True),
         ),
         "Look inside": (
             Command("check", "report every mistake in a configuration directory", "extproc.cli.check"),
+            Command("render", "print what a cluster's objects compile to", "attache.cluster_commands", "controller"),
             Command("explain", "explain where a request would go", "extproc.cli.explain"),
             Command("top", "show engines, queues and tenants live", "extproc.cli.top"),
         ),

@@ -125,6 +125,10 @@ class Processes:
         """Whether it was started and has not ended since."""
         return any(known == name and process.returncode is None for known, process in self._running)
 
+    async def ended(self, name: str) -> int:
+        """Wait until it has ended by itself; its exit status."""
+        return await self._named(name).wait()
+
     def pid(self, name: str) -> int:
         """The process id of one that runs."""
         return self._named(name).pid

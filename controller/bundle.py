@@ -10,18 +10,31 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from controller.gateway.envoy.bundle import BundleWriter
-from controller.gateway.publish import Lingering, remove_orphans, steps, write
+from controller.gateway.envoy.secrets import secret_sources
+from controller.gateway.publish import (
+    Lingering,
+    remove_orphans,
+    remove_unused_secrets,
+    steps,
+    write,
+    write_secrets,
+)
 from controller.key_files import KeyFiles
+from controller.secret_files import SecretFiles
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
+from extproc.config.report import ConfigReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from controller.uptake import Uptake
     from extproc.config.directory import ConfigDirectory
+    from extproc.config.errors import Mistake
     from extproc.config.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -37,42 +50,66 @@ GOLDEN_PATH: Final = "/etc/attache/envoy"
 
 def write_once(snapshot: Snapshot, out: Path, path: str) -> None:
     """Write the bundle of ``snapshot`` into ``out``. ``path``: where Envoy will find it. Raises ConfigInvalid."""
-    _write_first(KeyFiles(os.environ).fill(snapshot, datetime.now(UTC)), out, BundleWriter(path))
+    now = datetime.now(UTC)
+    filled = KeyFiles(os.environ).fill(snapshot, now)
+    secrets = SecretFiles(os.environ).read(secret_sources(filled), now)
+    _write_first(filled, secrets, out, BundleWriter(path))
 
 
 class Follower:
     """Writes the bundle of a directory, and again on every change, and looks whether Envoy takes it.
 
     A configuration that is broken later is logged, and the last good bundle stays. ``is_valid``: whether the directory
-    is usable as it is. ``written_at_s``: when the bundle last changed, wall clock. ``uptake``: None, if nobody looks.
+    is usable as it is. ``missing_keys``: what is wrong with keys that it names, and that nobody can use so far.
+    ``written_at_s``: when the bundle last changed, wall clock. ``secrets``: certificates and keys, which Envoy follows
+    one by one. ``uptake``: None, if nobody looks.
     """
 
     def __init__(self, config: ConfigDirectory, out: Path, path: str, uptake: Uptake | None = None) -> None:
         """``path``: where Envoy will find the bundle."""
         self.is_valid = True
+        self.missing_keys: tuple[Mistake, ...] = ()
         self.written_at_s = 0.0
         self.uptake = uptake
         self._config = config
         self._out = out
         self._keys = KeyFiles(os.environ)
+        self.secrets = SecretFiles(os.environ)
         self._lingering, self._writer = Lingering(_LINGER_S), BundleWriter(path)
-        self._failed: Snapshot | None = None
+        # what is in the bundle, and what could not be written last: a configuration, and secrets by file
+        self._failed: tuple[Snapshot, Mapping[str, str]] | None = None
+        # why the directory as it is now cannot be used
+        self._refused = ""
         self._retry_at_s = 0.0
+
+    @property
+    def report(self) -> ConfigReport:
+        """What of the directory is in use: by Envoy, or else, if nobody looks, in the bundle."""
+        known = ConfigReport(files=self._written[0].digests) if self.uptake is None else self.uptake.report
+        refused = self._refused or known.refused
+        missing = tuple(f"{one.file}: {one.message}" for one in self.missing_keys)
+        return msgspec.structs.replace(known, refused=refused, missing_keys=missing)
 
     def run(self) -> None:
         """Until interrupted; raises ConfigInvalid at the start."""
         clock = time.monotonic  # noqa: TID251 - the edge
-        self._snapshot = self._config.read()
-        self._written = self._keys.fill(self._snapshot, datetime.now(UTC))
-        _write_first(self._written, self._out, self._writer)
-        self._note_written(clock())
+        self.start(clock)
         if self.uptake is not None:
             threading.Thread(target=_look_for_ever, args=(self.uptake, clock), daemon=True).start()
         while True:
-            self._follow_once(clock)
+            self.follow_once(clock)
             time.sleep(_POLL_S)
 
-    def _follow_once(self, clock: Callable[[], float]) -> None:
+    def start(self, clock: Callable[[], float]) -> None:
+        """Write the first bundle; raises ConfigInvalid."""
+        self._snapshot = self._config.read()
+        filled = self._fill(self._snapshot)
+        self._written = filled, self._read_secrets(filled)
+        _write_first(*self._written, self._out, self._writer)
+        self._note_written(clock())
+
+    def follow_once(self, clock: Callable[[], float]) -> None:
+        """Write what has changed since."""
         if self._config.has_changed():
             fresh = self._read()
             self.is_valid = fresh is not None
@@ -81,29 +118,48 @@ class Follower:
             if fresh.gateway.admin != self._snapshot.gateway.admin:
                 log.warning("the admin address has changed: restart Envoy for that")
             self._snapshot = fresh
-        queued = self._keys.fill(self._lingering.added_to(self._snapshot, clock()), datetime.now(UTC))
-        if queued == self._written or (queued == self._failed and clock() < self._retry_at_s):
+        queued = self._fill(self._lingering.added_to(self._snapshot, clock()))
+        secrets = self._read_secrets(queued)
+        wanted = queued, secrets
+        if wanted == self._written or (wanted == self._failed and clock() < self._retry_at_s):
             return
-        if _replace(self._written, queued, self._out, self._writer):
-            self._written, self._failed = queued, None
+        if _replace(self._written[0], queued, secrets, self._out, self._writer):
+            self._written, self._failed = wanted, None
             self._note_written(clock())
         else:
-            self._failed, self._retry_at_s = queued, clock() + _RETRY_S
+            self._failed, self._retry_at_s = wanted, clock() + _RETRY_S
+
+    def _read_secrets(self, snapshot: Snapshot) -> Mapping[str, str]:
+        """Raises ConfigInvalid only for what ``_read`` has not seen."""
+        return self.secrets.read(secret_sources(snapshot), datetime.now(UTC))
 
     def _note_written(self, now: float) -> None:
         self.written_at_s = datetime.now(UTC).timestamp()
         if self.uptake is not None:
-            self.uptake.wrote(self._written, self._out, now)
+            self.uptake.wrote(self._written[0], self._out, now)
 
     def _read(self) -> Snapshot | None:
         try:
             snapshot = self._config.read()
             # once read, they are there for good
-            self._keys.fill(snapshot, datetime.now(UTC))
+            self.secrets.check(secret_sources(snapshot))
         except ConfigInvalid as error:
             log.error("configuration refused, the last good bundle stays:\n%s", error)
+            self._refused = str(error)
             return None
+        self._refused = ""
         return snapshot
+
+    def _fill(self, snapshot: Snapshot) -> Snapshot:
+        """Keys that are not there keep nobody else from being served: they are looked for again each time."""
+        filled, mistakes = self._keys.fill_available(snapshot, datetime.now(UTC))
+        if tuple(mistakes) != self.missing_keys:
+            self.missing_keys = tuple(mistakes)
+            if mistakes:
+                log.error("whoever uses these keys is refused until they are there:\n%s", ConfigInvalid(mistakes))
+            else:
+                log.info("all keys are there")
+        return filled
 
 
 def _look_for_ever(uptake: Uptake, clock: Callable[[], float]) -> None:
@@ -133,18 +189,26 @@ def wait_until_taken(snapshot: Snapshot, out: Path, uptake: Uptake, wait_s: floa
     return verdict.status == "Taken"
 
 
-def _write_first(snapshot: Snapshot, out: Path, writer: BundleWriter) -> None:
+def _write_first(snapshot: Snapshot, secrets: Mapping[str, str], out: Path, writer: BundleWriter) -> None:
+    write_secrets(out, secrets)
     for step in steps(None, snapshot, writer):
         write(out, step)
     remove_orphans(out, snapshot)
+    remove_unused_secrets(out, secrets)
 
 
-def _replace(before: Snapshot, after: Snapshot, out: Path, writer: BundleWriter) -> bool:
-    """Whether the bundle of ``before`` was replaced by that of ``after``. A full disk, say, must not end the process."""
+def _replace(before: Snapshot, after: Snapshot, secrets: Mapping[str, str], out: Path, writer: BundleWriter) -> bool:
+    """Whether the bundle of ``before`` was replaced by that of ``after``. A full disk, say, must not end the process.
+
+    Secrets come first and go last. Where they alone have changed, nothing else is written.
+    """
     try:
-        for step in steps(before, after, writer):
-            time.sleep(step.wait_s)
-            write(out, step)
+        write_secrets(out, secrets)
+        if before != after:
+            for step in steps(before, after, writer):
+                time.sleep(step.wait_s)
+                write(out, step)
+        remove_unused_secrets(out, secrets)
     except Exception:
         log.exception("the bundle could not be written, the last one stays; tried again in %g s", _RETRY_S)
         return False

@@ -11,18 +11,36 @@ import secrets
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
+
+from extproc.config.validation import parse_address
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from controller.cluster.access import Access
+    from controller.cluster.client import Client
+    from controller.roles.gateway_metrics import GatewayMetrics
+    from extproc.config.picker_config import PickerCheck
 
 DESCRIPTION: Final = (
     "Follow a cluster's ModelServers, ModelRoutes, pods and the rest, and write them as the configuration directory that "
     "extproc reads. It runs beside extproc, with a service account or a kubeconfig."
 )
 _LEASE: Final = "attache-gateway"
+POOL_GROUPS: Final = ("inference.networking.k8s.io", "inference.networking.x-k8s.io")
 
 log = logging.getLogger(__name__)
+
+
+class Role(Protocol):
+    """What runs; ``ready`` is set once the directory has been written."""
+
+    ready: asyncio.Event
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        ...
 
 
 def parser(prog: str = "attache gateway") -> argparse.ArgumentParser:
@@ -39,16 +57,38 @@ def parser(prog: str = "attache gateway") -> argparse.ArgumentParser:
         metavar="NAME",
         help="where the Lease of the replica that writes statuses is; default: ours",
     )
+    add(
+        "--extproc",
+        metavar="ADDRESS",
+        action="append",
+        default=[],
+        help="IP:PORT of extproc's --metrics, to see whether it uses what is written; once for each of its processes",
+    )
+    add("--bundle", metavar="ADDRESS", help="IP:PORT of the --metrics of 'attache bundle', to see whether Envoy does")
     add("--metrics", metavar="ADDRESS", default="127.0.0.1:9004", help="metrics and health; default: %(default)s")
+    _add_picker_mode(made)
     return made
 
 
-def main(words: list[str], prog: str = "attache gateway") -> int:
-    """Exit status: 0 after a signal, 2 for a mistake in the options."""
+def _add_picker_mode(made: argparse.ArgumentParser) -> None:
+    add = made.add_argument_group(
+        "picker mode",
+        "For an extproc behind a gateway of somebody else, which has the same --pool: one InferencePool is served, and "
+        "neither ModelServers nor ModelRoutes.",
+    ).add_argument
+    add("--pool", metavar="NAMESPACE/NAME", help="the InferencePool")
+    add("--pool-group", metavar="GROUP", help="its API group; default: inference.networking.k8s.io")
+    add("--picker-config", metavar="NAME", help="a ConfigMap beside the pool whose only key is an EndpointPickerConfig")
+    add("--picker-config-file", type=Path, metavar="FILE", help="an EndpointPickerConfig; changes are followed")
+
+
+def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
+    """Exit status: 0 after a signal, 2 for a mistake in the options. ``check_picker``: that of the extproc beside it."""
     made = parser(prog)
     options = made.parse_args(words)
-    if options.gateway_config is not None and options.gateway_config.count("/") != 1:
-        made.error("--gateway-config: write NAMESPACE/NAME")
+    mistake = _mistake(options)
+    if mistake:
+        made.error(mistake)
     # the client takes a third of a second to import: not for --help
     from controller.cluster.access import find_access  # noqa: PLC0415
     from controller.cluster.errors import AccessInvalid  # noqa: PLC0415
@@ -60,47 +100,109 @@ def main(words: list[str], prog: str = "attache gateway") -> int:
         print(error, file=sys.stderr)
         return 2
     try:
-        asyncio.run(_run(options, access))
+        asyncio.run(_run(options, access, check_picker))
     except OSError as error:
         print(f"{options.metrics} cannot be listened on: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-async def _run(options: argparse.Namespace, access: Access) -> None:
+def _followers(options: argparse.Namespace) -> dict[str, str]:
+    """Who uses the directory, by name, and where each says what it uses."""
+    several = len(options.extproc) > 1
+    found = {f"extproc at {one}" if several else "extproc": one for one in options.extproc}
+    return found if options.bundle is None else {**found, "Envoy": options.bundle}
+
+
+def _mistake(options: argparse.Namespace) -> str:
+    """What is wrong with the options; empty if nothing is."""
+    for name, value in (("--gateway-config", options.gateway_config), ("--pool", options.pool)):
+        if value is not None and (value.count("/") != 1 or not all(value.split("/"))):
+            return f"{name}: write NAMESPACE/NAME"
+    of_pools = ("pool_group", "picker_config", "picker_config_file")
+    of_gateways = ("namespace", "gateway_config", "lease_namespace", "extproc", "bundle")
+    misplaced = of_gateways if options.pool is not None else of_pools
+    for field in misplaced:
+        if getattr(options, field):
+            where = "does not go with --pool" if options.pool is not None else "needs --pool"
+            return f"--{field.replace('_', '-')} {where}"
+    if options.picker_config is not None and options.picker_config_file is not None:
+        return "--picker-config and --picker-config-file: write one of them"
+    if options.pool_group not in {None, *POOL_GROUPS}:
+        return f"--pool-group: write {' or '.join(POOL_GROUPS)}"
+    try:
+        for address in _followers(options).values():
+            parse_address(address)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+async def _run(options: argparse.Namespace, access: Access, check_picker: PickerCheck) -> None:
     from controller.cluster.client import connect  # noqa: PLC0415
-    from controller.cluster.lease import LeaderElection  # noqa: PLC0415
     from controller.cluster.pages import pages  # noqa: PLC0415
-    from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings  # noqa: PLC0415
     from controller.roles.gateway_metrics import GatewayMetrics  # noqa: PLC0415
 
     metrics = GatewayMetrics()
-    settings = GatewaySettings(
-        config=options.config, namespace=options.namespace, gateway_config=options.gateway_config
-    )
-    async with connect(access, manager=CONTROLLER) as client:
-        election = LeaderElection(
-            client,
-            namespace=options.lease_namespace or access.namespace,
-            name=_LEASE,
-            identity=f"{os.environ.get('HOSTNAME', 'gateway')}-{secrets.token_hex(4)}",
-        )
-        role = GatewayRole(client, settings, metrics, election=election)
-        running = asyncio.current_task()
-        loop = asyncio.get_running_loop()
-        stopped = False
-
-        def stop() -> None:
-            nonlocal stopped
-            stopped = True
-            if running is not None:
-                running.cancel()
-
-        for one in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(one, stop)
+    async with connect(access, manager=_LEASE if options.pool is None else "attache-picker") as client:
+        make = _gateway_role if options.pool is None else _picker_role
+        role = make(options, client, metrics, check_picker)
         async with pages(options.metrics, metrics.registry, role.ready.is_set):
-            try:
-                await role.run()
-            except asyncio.CancelledError:
-                if not stopped:
-                    raise
+            await until_signalled(role.run())
+
+
+def _gateway_role(
+    options: argparse.Namespace, client: Client, metrics: GatewayMetrics, check_picker: PickerCheck
+) -> Role:
+    from controller.cluster.lease import LeaderElection  # noqa: PLC0415
+    from controller.roles.gateway import GatewayRole, GatewaySettings  # noqa: PLC0415
+
+    settings = GatewaySettings(
+        config=options.config,
+        namespace=options.namespace,
+        gateway_config=options.gateway_config,
+        followers=_followers(options),
+    )
+    election = LeaderElection(
+        client,
+        namespace=options.lease_namespace or client.access.namespace,
+        name=_LEASE,
+        identity=f"{os.environ.get('HOSTNAME', 'gateway')}-{secrets.token_hex(4)}",
+    )
+    return GatewayRole(client, settings, metrics, election=election, check_picker=check_picker)
+
+
+def _picker_role(
+    options: argparse.Namespace, client: Client, metrics: GatewayMetrics, check_picker: PickerCheck
+) -> Role:
+    from controller.roles.picker import PickerRole, PickerSettings  # noqa: PLC0415
+
+    settings = PickerSettings(
+        config=options.config,
+        pool=options.pool,
+        group=options.pool_group or POOL_GROUPS[0],
+        picker_config=options.picker_config,
+        picker_file=options.picker_config_file,
+    )
+    return PickerRole(client, settings, metrics, check_picker=check_picker)
+
+
+async def until_signalled(running: Coroutine[None, None, None]) -> None:
+    """Await ``running``, and cancel it at SIGTERM or SIGINT."""
+    task = asyncio.current_task()
+    loop = asyncio.get_running_loop()
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        if task is not None:
+            task.cancel()
+
+    for one in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(one, stop)
+    try:
+        await running
+    except asyncio.CancelledError:
+        if not stopped:
+            raise

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import base64
 import errno
+import json
 import logging
 import os
 import stat
@@ -47,20 +49,36 @@ class KeyFiles:
 
         Raises ConfigInvalid for a key that cannot be had and never could.
         """
+        filled, mistakes = self.fill_available(snapshot, now)
+        if mistakes:
+            raise ConfigInvalid(mistakes)
+        return filled
+
+    def fill_available(self, snapshot: Snapshot, now: datetime) -> tuple[Snapshot, list[Mistake]]:
+        """The same with what can be had of it, and what is wrong with the rest.
+
+        A key that cannot be had is left out, and an issuer without its keys gets one that signs nothing. Whoever uses
+        them is refused, as is everybody if there are no others.
+        """
         given = snapshot.gateway.authentication
         if given is None:
-            return snapshot
-        filled = self._fill(given, now)
+            return snapshot, []
+        mistakes: list[Mistake] = []
+        filled = self._fill(given, now, mistakes)
         # the same object while nothing has changed: what is made from it is kept
         if self._filled is None or self._filled[0] is not snapshot.gateway or self._filled[1].authentication != filled:
             self._filled = snapshot.gateway, msgspec.structs.replace(snapshot.gateway, authentication=filled)
-        return msgspec.structs.replace(snapshot, gateway=self._filled[1])
+        return msgspec.structs.replace(snapshot, gateway=self._filled[1]), mistakes
 
-    def _fill(self, given: Authentication, now: datetime) -> Authentication:
+    def _fill(self, given: Authentication, now: datetime, mistakes: list[Mistake]) -> Authentication:
         valid = [one for one in given.api_keys if one.expires_at is None or now < one.expires_at]
         keys: dict[str, ApiKey] = {}
         for one in valid:
-            digest = one.digest or self._read_digest(one)
+            try:
+                digest = one.digest or self._read_digest(one)
+            except ConfigInvalid as error:
+                mistakes.extend(error.mistakes)
+                continue
             first = keys.setdefault(digest, one)
             if first is not one:
                 self._say(one.name, f"has the key of {first.name}, and is not used; keys tell callers apart")
@@ -68,8 +86,15 @@ class KeyFiles:
             msgspec.structs.replace(one, key=None, key_file=None, key_env=None, key_sha256=digest)
             for digest, one in keys.items()
         )
-        issuers = tuple(self._with_key_set(one) for one in given.jwt)
-        return msgspec.structs.replace(given, api_keys=digests, jwt=issuers)
+        issuers = []
+        for issuer in given.jwt:
+            try:
+                issuers.append(self._with_key_set(issuer))
+            except ConfigInvalid as error:
+                mistakes.extend(error.mistakes)
+                # left out, it would change the listener, and open connections would keep the issuer of before
+                issuers.append(msgspec.structs.replace(issuer, jwks=SIGNS_NOTHING, jwks_file=None))
+        return msgspec.structs.replace(given, api_keys=digests, jwt=tuple(issuers))
 
     def _read_digest(self, one: ApiKey) -> str:
         if one.key_file is not None:
@@ -128,6 +153,27 @@ def _key_set_in(content: bytes) -> str:
         raise ValueError
     return content.decode()
 
+
+def _key_that_signs_nothing() -> str:
+    """A key set whose private key nobody knows: a point of the curve P-256 whose x coordinate is a digest of a text.
+
+    Source of the curve: NIST SP 800-186, 3.2.1.3.
+    """
+    prime = 2**256 - 2**224 + 2**192 + 2**96 - 1
+    b = 0x5AC635D8AA3A93E7B3EBBD55769886BC651D06B0CC53B0F63BCE3C3E27D2604B
+    x = int.from_bytes(sha256(b"attache: this key signs nothing").digest()) % prime
+    while pow(x**3 - 3 * x + b, (prime - 1) // 2, prime) != 1:
+        x += 1
+    y = pow(x**3 - 3 * x + b, (prime + 1) // 4, prime)
+    key = {"kty": "EC", "crv": "P-256", "x": _base64url(x), "y": _base64url(y), "kid": "signs-nothing"}
+    return json.dumps({"keys": [key]})
+
+
+def _base64url(number: int) -> str:
+    return base64.urlsafe_b64encode(number.to_bytes(32)).decode().rstrip("=")
+
+
+SIGNS_NOTHING: Final = _key_that_signs_nothing()
 
 _ADVICE: Final[Mapping[Callable[[bytes], str], str]] = {
     _digest_in: "name a file that holds one key of 8 to 512 characters",

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, ROUTES_FILE
+from controller.gateway.envoy.backends import backend_cluster_name, backend_endpoints_file
+from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER, LISTENERS_FILE
 from controller.gateway.envoy.clusters import endpoints_file, server_cluster_name
-from controller.gateway.envoy.routes import ROUTES_NAME
+from controller.gateway.envoy.listener_groups import listener_groups, routes_files
+from extproc.config.report import ConfigReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +33,9 @@ _START_S: Final = 30.0
 _SOON_S: Final = 0.5
 _LATER_S: Final = 10.0
 
+# Each server's endpoints are in a file of their own; all objects are in the others.
+_ENDPOINTS: Final = f"{ENDPOINTS_FOLDER}/"
+
 Status = Literal["Taken", "Refused", "Behind", "OtherBundle", "NoEnvoy"]
 
 
@@ -47,7 +52,8 @@ def versions_of(out: Path, snapshot: Snapshot) -> dict[str, str]:
     names = [
         CLUSTERS_FILE,
         *(endpoints_file(one.metadata.key) for one in snapshot.servers),
-        ROUTES_FILE,
+        *(backend_endpoints_file(one.metadata.key) for one in snapshot.backends),
+        *routes_files(snapshot.gateway),
         LISTENERS_FILE,
     ]
     return {name: str(json.loads((out / name).read_text())["version_info"]) for name in names}
@@ -56,21 +62,32 @@ def versions_of(out: Path, snapshot: Snapshot) -> dict[str, str]:
 def subscriptions_of(snapshot: Snapshot) -> dict[str, str]:
     """By file, how Envoy's statistics call who reads it."""
     servers = [one.metadata.key for one in snapshot.servers]
+    backends = [one.metadata.key for one in snapshot.backends]
+    groups = listener_groups(snapshot.gateway)
     return {
         CLUSTERS_FILE: "cluster_manager.cds",
         **{endpoints_file(one): f"cluster.{server_cluster_name(one)}" for one in servers},
-        ROUTES_FILE: f"http.attache.rds.{ROUTES_NAME}",
+        **{backend_endpoints_file(one): f"cluster.{backend_cluster_name(one)}" for one in backends},
+        **{one.routes_file: f"http.attache.rds.{_in_statistics(one.route_config_name)}" for one in groups},
         LISTENERS_FILE: "listener_manager.lds",
     }
 
 
+def _in_statistics(name: str) -> str:
+    """How Envoy spells a name in its statistics."""
+    return name.replace(":", "_")
+
+
 class Expected(msgspec.Struct, frozen=True):
-    """``bootstrap``: where Envoy finds it. ``versions`` and ``subscriptions``: by file. ``refusals``: counted before."""
+    """``bootstrap``: where Envoy finds it. ``versions`` and ``subscriptions``: by file. ``refusals``: counted before.
+    ``digests``: of the files of the directory that the bundle was made from.
+    """
 
     bootstrap: str = ""
     versions: Mapping[str, str] = {}
     subscriptions: Mapping[str, str] = {}
     refusals: Mapping[str, int] = {}
+    digests: Mapping[str, str] = {}
 
     def is_refused(self, name: str, state: EnvoyState) -> bool:
         """Whether Envoy has refused something of this file since; its counts begin anew with Envoy."""
@@ -110,12 +127,26 @@ def judge(state: EnvoyState | None, expected: Expected, *, address: str) -> Verd
     return Verdict("Taken")
 
 
+def reported(verdict: Verdict, expected: Expected, before: ConfigReport) -> ConfigReport:
+    """What ``verdict`` says of the directory's files. Endpoints that are on their way make no file a new one."""
+    lacks_endpoints_alone = verdict.status == "Behind" and all(one.startswith(_ENDPOINTS) for one in verdict.files)
+    if verdict.status == "Taken" or lacks_endpoints_alone:
+        return ConfigReport(files=expected.digests)
+    if verdict.status == "Refused":
+        return ConfigReport(files=before.files, refused=verdict.text)
+    return ConfigReport(files=before.files, waiting=verdict.text)
+
+
 class Uptake:
-    """Looks at Envoy after each write and, less often, later; says what is wrong once, and when it is well again."""
+    """Looks at Envoy after each write and, less often, later; says what is wrong once, and when it is well again.
+
+    ``report``: what of the directory Envoy uses.
+    """
 
     def __init__(self, read: Callable[[str], EnvoyState | None], bootstrap: str, *, address: str | None = None) -> None:
         """``address``: of Envoy's admin interface, if it is not the one that is configured."""
         self.verdict = Verdict("NoEnvoy")
+        self.report = ConfigReport(waiting=f"Envoy has not been asked yet whether it uses {bootstrap}")
         self._read = read
         self._given = address
         # the configured one comes first; until Envoy is restarted, it has the one before
@@ -134,8 +165,13 @@ class Uptake:
         versions, subscriptions = versions_of(out, snapshot), subscriptions_of(snapshot)
         with self._lock:
             self._addresses = (address, *(one for one in self._addresses[:1] if one != address))
-            self._expected = Expected(self._expected.bootstrap, versions, subscriptions, self._refusals)
-            self._written_at_s, self._look_at_s = now, now + _SOON_S
+            self._expected = Expected(
+                self._expected.bootstrap, versions, subscriptions, self._refusals, snapshot.digests
+            )
+            # a look that is due stays due: where something changes all the time, nobody would ever look otherwise
+            is_waiting = self._written_at_s < self._look_at_s < now + _SOON_S
+            self._look_at_s = self._look_at_s if is_waiting else now + _SOON_S
+            self._written_at_s = now
 
     def look(self, now: float) -> Verdict:
         """Ask Envoy, if it is time to, and log what has changed."""
@@ -150,6 +186,7 @@ class Uptake:
             if expected is not self._expected:
                 return self.verdict
             self.verdict = judge(state, expected, address=addresses[0])
+            self.report = reported(self.verdict, expected, self.report)
             if state is not None:
                 self._refusals = state.refused
             is_settled = self._is_settled(now)

@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of ``bundle --watch``: whether the directory is valid, and whether Envoy takes the bundle"""
+"""Pages of ``bundle --watch``: metrics, and what of the directory Envoy uses"""
 
 from __future__ import annotations
 
+import socket
+import threading
 from typing import TYPE_CHECKING, get_args
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+import msgspec
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from controller.uptake import Status
+from extproc.config.report import REPORT_PATH
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
     from prometheus_client.metrics_core import Metric
 
@@ -20,10 +27,29 @@ if TYPE_CHECKING:
 
 
 def serve_metrics(follower: Follower, address: tuple[str, int]) -> None:
-    """Serve /metrics from a thread, until the process ends; raises OSError."""
+    """Serve /metrics and /config from a thread, until the process ends; raises OSError."""
     registry = CollectorRegistry()
     registry.register(FollowerSeries(follower))
-    start_http_server(address[1], addr=address[0], registry=registry)
+    show_metrics: WSGIApplication = make_wsgi_app(registry)
+
+    def show(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != REPORT_PATH:
+            return show_metrics(environ, start_response)
+        start_response("200 OK", [("content-type", "application/json")])
+        return [msgspec.json.encode(follower.report)]
+
+    class Server(ThreadingWSGIServer):
+        address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+
+    server = make_server(*address, show, Server, handler_class=_Silent)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+
+class _Silent(WSGIRequestHandler):
+    """Requests for these pages are nothing to log."""
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
 
 
 class FollowerSeries(Collector):
@@ -42,6 +68,17 @@ class FollowerSeries(Collector):
         valid, written = "attache_bundle_config_valid", "attache_bundle_written_timestamp_seconds"
         yield GaugeMetricFamily(valid, "1 if the directory as it is now can be used.", value=follower.is_valid)
         yield GaugeMetricFamily(written, "When the bundle last changed.", value=follower.written_at_s)
+        missing = "attache_bundle_missing_keys"
+        yield GaugeMetricFamily(missing, "Keys and key sets that cannot be had.", value=len(follower.missing_keys))
+        stale = "attache_bundle_stale_secrets"
+        text = "Certificates and keys whose files cannot be used as they are now; what was there before stays."
+        yield GaugeMetricFamily(stale, text, value=follower.secrets.stale)
+        ends = GaugeMetricFamily(
+            "attache_bundle_certificate_end_timestamp_seconds", "When a certificate, or a list, ends.", labels=["file"]
+        )
+        for file, ends_at in follower.secrets.ends_at.items():
+            ends.add_metric([file], ends_at.timestamp())
+        yield ends
         if follower.uptake is None:
             return
         verdict = follower.uptake.verdict

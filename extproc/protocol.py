@@ -48,6 +48,8 @@ RESERVED_PREFIXES: Final = ("x-gateway-", "x-attache-")
 CLIENT: Final = "x-attache-client"
 TENANT: Final = "x-attache-tenant"
 USER: Final = "x-attache-user"
+# Dynamic metadata with the claims of a verified token, by the name of its issuer in our configuration.
+TOKENS_NAMESPACE: Final = "envoy.filters.http.jwt_authn"
 # Milliseconds from arrival until the first token is wanted.
 DEADLINE_MS: Final = "x-attache-deadline-ms"
 # Priority by InferenceObjective, the flow for fair queueing, and latency targets: llm-d's names, then the older ones of the
@@ -67,6 +69,12 @@ RATE_LIMIT_HEADERS: Final = tuple(
 # gRPC metadata on streams of our own bundle: its presence says that Envoy has removed the headers above from what clients
 # sent. Clients cannot write it, because gRPC metadata are not HTTP request headers.
 BUNDLE_MARK: Final = "x-attache-bundle"
+
+# More of it, on streams of our bundle: the HTTPRoute that took the request, the ModelServer that it has chosen, and the
+# listener that was asked.
+HTTP_ROUTE_KEY: Final = "x-attache-http-route"
+SERVER_KEY: Final = "x-attache-server-key"
+LISTENER_KEY: Final = "x-attache-listener"
 
 # Envoy waits no longer than this for an answer of extproc, whatever either is told.
 LONGEST_MESSAGE_TIMEOUT_S: Final = 3600

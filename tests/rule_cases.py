@@ -156,6 +156,27 @@ CASES: Final = (
         None,
     ),
     Case(
+        "a target of its kind's group",
+        "ModelAccessPolicy",
+        {},
+        ("targetRefs",),
+        [{"kind": "ModelRoute", "name": "llama", "group": "gateway.networking.k8s.io"}],
+    ),
+    Case(
+        "a listener of a gateway",
+        "ModelAccessPolicy",
+        {},
+        ("targetRefs",),
+        [{"kind": "ModelRoute", "name": "llama", "sectionName": "https"}],
+    ),
+    Case(
+        "callers are described",
+        "ModelAccessPolicy",
+        {"rules": [{"from": [{"tenants": ["acme"]}], "models": ["llama", "sql-*"]}]},
+        ("rules", 0, "from", 0),
+        {},
+    ),
+    Case(
         "workers have a template",
         "ModelInfer",
         _INFER,

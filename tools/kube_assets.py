@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,15 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from bench.cluster.assets import BINARIES, Versions, built_in, versions
+from tools.go_modules import build as build_programs
+from tools.go_modules import downloaded, go, required, source, toolchain_missing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
 _KUBERNETES: Final = "k8s.io/kubernetes"
 _ETCD: Final = "go.etcd.io/etcd/server/v3"
 _GATEWAY: Final = "sigs.k8s.io/gateway-api"
 _INFERENCE: Final = "sigs.k8s.io/gateway-api-inference-extension"
-_GO_NEEDED: Final = (1, 26)
 
 
 def module_file(given: dict[str, Any], version: str) -> str:
@@ -49,12 +48,6 @@ def linker_flags(version: str) -> str:
     return " ".join(["-s", "-w", *stamps])
 
 
-def go_version(said: str) -> tuple[int, int]:
-    """The version in what ``go version`` prints; (0, 0) if there is none."""
-    found = re.search(r"go(\d+)\.(\d+)", said)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
 def build(wanted: Versions, out: Path) -> None:
     """Build all binaries and copy the CRDs into ``out``, which appears only once it is complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -62,8 +55,8 @@ def build(wanted: Versions, out: Path) -> None:
         made = Path(work) / "made"
         made.mkdir()
         # first what takes no time: a version that cannot be had is then known at once
-        gateway = _directory(_GATEWAY, wanted.gateway_api) / "config/crd/standard"
-        inference = _directory(_INFERENCE, wanted.inference_extension) / "config/crd/bases"
+        gateway = source(_GATEWAY, wanted.gateway_api) / "config/crd/standard"
+        inference = source(_INFERENCE, wanted.inference_extension) / "config/crd/bases"
         _copy_crds(gateway, made / "crds/gateway-api")
         _copy_crds(inference, made / "crds/inference-extension")
         _build_etcd(wanted.etcd, Path(work) / "etcd", made)
@@ -73,59 +66,27 @@ def build(wanted: Versions, out: Path) -> None:
 
 def _build_kubernetes(version: str, work: Path, out: Path) -> None:
     work.mkdir()
-    own = _downloaded(_KUBERNETES, version)["GoMod"]
-    given = json.loads(_go(["mod", "edit", "-json", own]))
+    own = downloaded(_KUBERNETES, version)["GoMod"]
+    given = json.loads(go(["mod", "edit", "-json", own]))
     (work / "go.mod").write_text(module_file(given, version))
     programs = [f"{_KUBERNETES}/cmd/{name}" for name in BINARIES if name != "etcd"]
-    _compile(programs, work, out, linker_flags(version))
+    build_programs(programs, work, out, linker_flags(version))
 
 
 def _build_etcd(version: str, work: Path, out: Path) -> None:
     work.mkdir()
-    (work / "go.mod").write_text(f"module etcd\n\ngo 1.26\n\nrequire {_ETCD} v{version}\n")
-    _compile([_ETCD], work, out / "etcd", "-s -w")
+    (work / "go.mod").write_text(required("etcd", {_ETCD: version}))
+    build_programs([_ETCD], work, out / "etcd", "-s -w")
 
 
-def _compile(packages: Sequence[str], work: Path, out: Path, flags: str) -> None:
-    """``-mod=mod``: go completes go.mod and go.sum by itself, from what the modules ask for."""
-    target = f"{out}/" if out.is_dir() else str(out)
-    _go(["build", "-mod=mod", "-trimpath", "-ldflags", flags, "-o", target, *packages], work)
-
-
-def _directory(module: str, version: str) -> Path:
-    return Path(_downloaded(module, version)["Dir"])
-
-
-def _downloaded(module: str, version: str) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(_go(["mod", "download", "-json", f"{module}@v{version}"]))
-    return answer
-
-
-def _copy_crds(source: Path, target: Path) -> None:
+def _copy_crds(folder: Path, target: Path) -> None:
     target.mkdir(parents=True)
-    for path in _crds(source):
+    for path in _crds(folder):
         shutil.copyfile(path, target / path.name)
 
 
-def _crds(source: Path) -> Iterable[Path]:
-    return (path for path in sorted(source.glob("*.yaml")) if "kind: CustomResourceDefinition" in path.read_text())
-
-
-def _go(words: Sequence[str], directory: Path | None = None) -> str:
-    """Run go with nothing of this machine's C compiler; its output. What it says on stderr is shown."""
-    environment = {**os.environ, "CGO_ENABLED": "0", "GOWORK": "off"}
-    with tempfile.TemporaryDirectory() as empty:  # not in our repository, nor under somebody's go.mod
-        done = subprocess.run(  # noqa: S603 - the toolchain, with words of this file
-            [_program(), *words], cwd=directory or empty, env=environment, stdout=subprocess.PIPE, text=True, check=True
-        )
-    return done.stdout
-
-
-def _program() -> str:
-    found = shutil.which("go")
-    if found is None:
-        raise FileNotFoundError("there is no go in PATH")
-    return found
+def _crds(folder: Path) -> Iterable[Path]:
+    return (path for path in sorted(folder.glob("*.yaml")) if "kind: CustomResourceDefinition" in path.read_text())
 
 
 def main() -> int:
@@ -137,12 +98,9 @@ def main() -> int:
     out = built_in()
     if all((out / name).is_file() for name in BINARIES):
         return 0
-    program = shutil.which("go")
-    said = subprocess.run([program, "version"], capture_output=True, text=True, check=True).stdout if program else ""  # noqa: S603
-    if go_version(said) < _GO_NEEDED:
-        needed = ".".join(map(str, _GO_NEEDED))
+    if missing := toolchain_missing():
         print(
-            f"kube-assets: Go {needed} or newer is needed, found {said.strip() or 'none'}. Or set KUBEBUILDER_ASSETS to a "
+            f"kube-assets: {missing}. Or set KUBEBUILDER_ASSETS to a "
             "directory with etcd, kube-apiserver, kube-controller-manager, kube-scheduler and kubectl.",
             file=sys.stderr,
         )

@@ -29,6 +29,7 @@ class Versions(msgspec.Struct, frozen=True, rename="kebab"):
     etcd: str
     gateway_api: str
     inference_extension: str
+    inference_conformance: tuple[str, ...]
 
 
 class AssetsMissing(Exception):

@@ -47,12 +47,14 @@ class ControlPlaneOptions(msgspec.Struct, frozen=True):
 
     ``node_lifecycle``: nodes whose Lease is not renewed for ``node_grace_s`` become Unknown, and lose their pods when
     the pods' tolerations say so (5 minutes, unless a pod says otherwise).
+    ``address``: where the API server listens.
     """
 
     controllers: bool = True
     scheduler: bool = True
     node_lifecycle: bool = False
     node_grace_s: int = 40
+    address: str = "127.0.0.1"
 
 
 class ControlPlane(msgspec.Struct, frozen=True):
@@ -94,15 +96,15 @@ async def running_control_plane(
 
     Raises StartFailed and AssetsMissing.
     """
-    files = _Files(directory)
+    files = _Files(directory, options.address)
     etcd, peer, port = free_ports(3)
     commands = {
         ETCD: _etcd(assets, directory, etcd, peer),
-        API_SERVER: _api_server(assets, files, port, etcd, has_controllers=options.controllers),
+        API_SERVER: _api_server(assets, files, port, etcd, options),
         CONTROLLERS: _controller_manager(assets, files, options),
         SCHEDULER: _scheduler(assets, files),
     }
-    access = {user: files.access(user, f"https://127.0.0.1:{port}") for user in _USERS}
+    access = {user: files.access(user, f"https://{options.address}:{port}") for user in _USERS}
     kubeconfigs = {user: write_kubeconfig(files.kubeconfig(user), one) for user, one in access.items()}
     async with Processes(directory) as processes, connect(access[ADMIN], manager=_MANAGER, timeout_s=2.0) as client:
         await processes.start(ETCD, commands[ETCD])
@@ -127,12 +129,12 @@ async def running_control_plane(
 class _Files:
     """Certificates, keys and tokens, made anew for each control plane."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, address: str) -> None:
         self._directory = directory
         authority = Authority(datetime.now(UTC))
         self._ca = authority.certificate
         names = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
-        certificate, key = authority.issue("kube-apiserver", ["127.0.0.1", "10.0.0.1"], names)
+        certificate, key = authority.issue("kube-apiserver", [address, "10.0.0.1"], names)
         private, public = signing_key()
         self._tokens = {user: secrets.token_urlsafe(24) for user in _USERS}
         lines = [f'{token},{user},{user},"{_USERS[user]}"' for user, token in self._tokens.items()]
@@ -162,15 +164,15 @@ def _etcd(assets: Assets, directory: Path, port: int, peer: int) -> list[str]:
     ]
 
 
-def _api_server(assets: Assets, files: _Files, port: int, etcd: int, *, has_controllers: bool) -> list[str]:
+def _api_server(assets: Assets, files: _Files, port: int, etcd: int, options: ControlPlaneOptions) -> list[str]:
     # nobody makes service accounts without controllers, and pods must not wait for them
-    without = [] if has_controllers else ["--disable-admission-plugins=ServiceAccount"]
+    without = [] if options.controllers else ["--disable-admission-plugins=ServiceAccount"]
     return [
         str(assets.binary(API_SERVER)),
         f"--etcd-servers=http://127.0.0.1:{etcd}",
         f"--secure-port={port}",
-        "--bind-address=127.0.0.1",
-        "--advertise-address=127.0.0.1",
+        f"--bind-address={options.address}",
+        f"--advertise-address={options.address}",
         "--endpoint-reconciler-type=none",  # EndpointSlices refuse loopback addresses
         f"--tls-cert-file={files.certificate}",
         f"--tls-private-key-file={files.key}",
@@ -181,6 +183,7 @@ def _api_server(assets: Assets, files: _Files, port: int, etcd: int, *, has_cont
         f"--service-account-key-file={files.account_public}",
         f"--service-account-signing-key-file={files.account_key}",
         "--allow-privileged=true",
+        "--kubelet-preferred-address-types=InternalIP",  # the names of nodes are in no DNS
         *without,
     ]
 

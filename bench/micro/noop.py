@@ -20,6 +20,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from extproc.protocol import SERVER_HEADER
+from extproc.streams.health import EXTERNAL_PROCESSOR, READINESS
 from extproc.streams.messages import (
     HeadersResponse,
     ProcessingRequest,
@@ -27,7 +28,7 @@ from extproc.streams.messages import (
     StreamAccessLogsMessage,
 )
 from extproc.streams.responses import FULL_DUPLEX
-from extproc.streams.server import ACCESS_LOG, EXTERNAL_PROCESSOR, OPTIONS, READINESS, is_end
+from extproc.streams.server import ACCESS_LOG, OPTIONS, is_end
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -81,3 +81,7 @@ GATEWAY_CONFIGS: Final = Resource("attache.dev", "v1alpha1", "gatewayconfigs", "
 INFERENCE_OBJECTIVES: Final = Resource(
     "inference.networking.x-k8s.io", "v1alpha2", "inferenceobjectives", "InferenceObjective"
 )
+# llm-d's own copy of the kind.
+LLM_D_OBJECTIVES: Final = Resource("llm-d.ai", "v1alpha2", "inferenceobjectives", "InferenceObjective")
+INFERENCE_POOLS: Final = Resource("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
+ALPHA_INFERENCE_POOLS: Final = Resource("inference.networking.x-k8s.io", "v1alpha2", "inferencepools", "InferencePool")

@@ -11,6 +11,7 @@ from controller.resources import statuses
 from controller.resources.autoscaling import AutoscalingPolicy, AutoscalingPolicyBinding
 from controller.resources.model import Model
 from controller.resources.model_infer import ModelInfer
+from extproc.config.access_policy import ModelAccessPolicy
 from extproc.config.gateway_config import GatewayConfig
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
@@ -73,6 +74,7 @@ KINDS: Final[tuple[Kind, ...]] = (
             Column("Engine", ".spec.engine"),
             Column("Ready", ".status.ready", "integer"),
             Column("Endpoints", ".status.endpoints", "integer"),
+            Column("Draining", ".status.draining", "integer", wide=True),
             _condition("Programmed"),
             _AGE,
         ),
@@ -85,8 +87,23 @@ KINDS: Final[tuple[Kind, ...]] = (
         status=statuses.GatewayConfigStatus,
         columns=(
             Column("Listen", ".spec.listen"),
-            Column("FailureMode", ".spec.failureMode"),
+            Column("FailureMode", ".status.failureMode"),
             _condition("Accepted"),
+            _condition("Programmed"),
+            _AGE,
+        ),
+        needs_spec=False,
+    ),
+    Kind(
+        name="ModelAccessPolicy",
+        plural="modelaccesspolicies",
+        short_names=("map",),
+        document=ModelAccessPolicy,
+        status=statuses.ModelAccessPolicyStatus,
+        columns=(
+            Column("Targets", ".spec.targetRefs[*].name"),
+            _condition("Accepted"),
+            _condition("ResolvedRefs"),
             _condition("Programmed"),
             _AGE,
         ),

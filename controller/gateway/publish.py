@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.gateway.envoy.authentication import AUTHENTICATION_FILES, unused_files
+from controller.gateway.envoy.backends import backend_endpoints_file
 from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
-from controller.gateway.envoy.bundle import with_servers
+from controller.gateway.envoy.bundle import with_clusters_of, with_servers
 from controller.gateway.envoy.clusters import endpoints_file
+from controller.gateway.envoy.listener_groups import ROUTES_FOLDER, routes_files
+from controller.gateway.envoy.secrets import SECRETS_FOLDER
 from controller.gateway.files import replace_file
 
 if TYPE_CHECKING:
@@ -44,12 +47,13 @@ def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> lis
     final = writer.build(after)
     if before is None:
         return [Step(0.0, final)]
-    both = writer.build(with_servers(after, before.servers))
+    both = writer.build(with_clusters_of(after, before))
     clusters = {name: text for name, text in both.items() if _comes_first(name)}
     others = {name: text for name, text in final.items() if not _comes_first(name)}
     planned = [Step(0.0, clusters), Step(_TAKEN_UP_S, others)]
     unused = unused_files(after.gateway.authentication) - unused_files(before.gateway.authentication)
-    gone = (*(name for name in both if name not in final), *sorted(unused))
+    routes = set(routes_files(before.gateway)) - final.keys()
+    gone = (*(name for name in both if name not in final), *sorted(unused | routes))
     if gone:
         planned.append(Step(_TAKEN_UP_S, {CLUSTERS_FILE: final[CLUSTERS_FILE]}, gone))
     return planned
@@ -99,11 +103,31 @@ def write(out: Path, step: Step) -> None:
         (out / name).unlink(missing_ok=True)
 
 
-def remove_orphans(out: Path, snapshot: Snapshot) -> None:
-    """Files of servers and keys that are no more, left behind by an earlier writer."""
-    for name in unused_files(snapshot.gateway.authentication):
-        (out / name).unlink(missing_ok=True)
-    known = {out / endpoints_file(server.metadata.key) for server in snapshot.servers}
-    for file in (out / ENDPOINTS_FOLDER).rglob("*.json"):
+def write_secrets(out: Path, secrets: Mapping[str, str]) -> None:
+    """Certificates and keys, by file: for the owner alone, as whom Envoy runs, too. What would not change is left alone."""
+    for name, text in secrets.items():
+        replace_file(out / name, text.encode(), 0o600)
+
+
+def remove_unused_secrets(out: Path, secrets: Mapping[str, str]) -> None:
+    """Files of secrets that nothing names any more."""
+    known = {out / name for name in secrets}
+    for file in (out / SECRETS_FOLDER).glob("*.json"):
         if file not in known:
             file.unlink()
+
+
+def remove_orphans(out: Path, snapshot: Snapshot) -> None:
+    """Files of servers, listeners and keys that are no more, left behind by an earlier writer."""
+    for name in unused_files(snapshot.gateway.authentication):
+        (out / name).unlink(missing_ok=True)
+    kept = [
+        *(endpoints_file(server.metadata.key) for server in snapshot.servers),
+        *(backend_endpoints_file(backend.metadata.key) for backend in snapshot.backends),
+        *routes_files(snapshot.gateway),
+    ]
+    known = {out / name for name in kept}
+    for folder in (ENDPOINTS_FOLDER, ROUTES_FOLDER):
+        for file in (out / folder).rglob("*.json"):
+            if file not in known:
+                file.unlink()

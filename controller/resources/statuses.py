@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -39,16 +39,28 @@ class ModelRouteStatus(Status, frozen=True):
 
 
 class ModelServerStatus(Status, frozen=True):
-    """``endpoints``: engines that requests may be sent to. ``ready``: those of them that are ready and not leaving.
-    ``conditions``: Accepted, ResolvedRefs, Programmed.
+    """``endpoints``: engines that requests may be sent to. ``ready``: those of them that get new requests. ``draining``:
+    the others, which finish what they have; only while there are no others do they get new requests. ``conditions``:
+    Accepted, ResolvedRefs, Programmed, Available.
     """
 
     endpoints: int | None = None
     ready: int | None = None
+    draining: int | None = None
 
 
 class GatewayConfigStatus(Status, frozen=True):
-    """``conditions``: Accepted, Programmed."""
+    """``failure_mode``: what Envoy does without extproc, ``failureMode`` of the spec or what follows from the rest.
+    ``conditions``: Accepted, ResolvedRefs, Programmed.
+    """
+
+    failure_mode: Literal["Open", "Close"] | None = None
+
+
+class ModelAccessPolicyStatus(Status, frozen=True):
+    """``conditions``: Accepted (where it is not, nobody may use what it is attached to), ResolvedRefs (its targets are
+    there), Programmed (it is in the configuration that is served).
+    """
 
 
 class GroupStatus(Spec, frozen=True):

@@ -6,16 +6,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from controller.cluster.informer import InformerTiming
 from controller.gateway.compile.compiler import Compiler
+from controller.gateway.compile.programmed import Follower, is_settled, with_use
 from controller.gateway.directory import DirectoryWriter
+from controller.roles.in_use import InUse
 from controller.roles.status_writer import StatusWriter
 from controller.roles.watched import Watched
+from extproc.config.picker_config import check_shape_alone
+from extproc.config.report import ConfigReport, content_digest
 
 if TYPE_CHECKING:
     from controller.cluster.client import Client
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
     from controller.gateway.compile.compiler import Outcome
     from controller.gateway.directory import Written
     from controller.roles.gateway_metrics import GatewayMetrics
+    from extproc.config.picker_config import PickerCheck
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +40,14 @@ CONTROLLER: Final = "attache-gateway"
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """``config``: the directory to write. ``namespace``: whose objects are served; None: all namespaces'.
-    ``gateway_config``: the GatewayConfig to serve, as ``namespace/name``; None: the defaults.
+    ``gateway_config``: the GatewayConfig to serve, as ``namespace/name``; None: the defaults. ``followers``: addresses, by
+    name, where those who use the directory say what of it they use.
     """
 
     config: Path
     namespace: str | None = None
     gateway_config: str | None = None
+    followers: Mapping[str, str] = {}
 
 
 class GatewayRole:
@@ -55,15 +63,21 @@ class GatewayRole:
         metrics: GatewayMetrics,
         *,
         election: LeaderElection,
+        check_picker: PickerCheck = check_shape_alone,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
     ) -> None:
-        self._watched = Watched(client, settings.namespace, timing)
-        self._compiler = Compiler(settings.gateway_config)
+        self._watched = Watched(client, Watched.by_a_gateway(client, settings.namespace, timing))
+        self._compiler = Compiler(settings.gateway_config, check_picker=check_picker)
         self._writer = DirectoryWriter(settings.config)
         self._statuses = StatusWriter(client, self._watched.get, CONTROLLER)
         self._election = election
         self._metrics = metrics
+        self._in_use = InUse(settings.followers, self._say)
         self._refused = ""
+        self._outcome: Outcome | None = None
+        # of what is in the directory, and of what should be
+        self._published: Mapping[str, str] = {}
+        self._digests: Mapping[str, str] = {}
         self.ready = asyncio.Event()
 
     @property
@@ -76,6 +90,7 @@ class GatewayRole:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watched.run(), name="informers")
             tasks.create_task(self._follow(), name="compile and write")
+            tasks.create_task(self._in_use.run(), name="what is in use")
             tasks.create_task(self._election.run(self._statuses.run), name="statuses")
 
     async def _follow(self) -> None:
@@ -88,8 +103,28 @@ class GatewayRole:
             began_s = time.perf_counter()
             outcome = self._compiler.compile()
             self._metrics.compiled(len(changed), time.perf_counter() - began_s)
+            self._digests = {name: content_digest(content) for name, content in outcome.files.items()}
             await self._publish(outcome)
-            self._statuses.want(outcome.statuses)
+            self._outcome = outcome
+            self._say()
+
+    def _say(self) -> None:
+        """What objects' statuses should be by now."""
+        if self._outcome is None:
+            return
+        refused = f"{self._refused}; until that is corrected nothing changes" if self._refused else ""
+        directory = ConfigReport(files=self._published, refused=refused)
+        followers = [Follower("the gateway role", directory, is_writer=True), *self._in_use.followers]
+        wanted = {
+            key: with_use(one, self._status(*key), self._digests, followers)
+            for key, one in self._outcome.statuses.items()
+        }
+        self._in_use.is_settled = is_settled(wanted.values())
+        self._statuses.want(wanted)
+
+    def _status(self, kind: str, key: str) -> Mapping[str, Any]:
+        thing = self._watched.get(kind, key)
+        return {} if thing is None else thing.get("status") or {}
 
     async def _publish(self, outcome: Outcome) -> None:
         """Write the outcome, unless it must not be served."""
@@ -105,6 +140,8 @@ class GatewayRole:
             log.info("wrote %s", name)
         for name in done.removed:
             log.info("removed %s", name)
+        self._published = self._digests
+        self._in_use.ask_soon()
         self._metrics.published(len(done.written), len(done.removed), len(outcome.files))
         self.ready.set()
 

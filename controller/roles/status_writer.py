@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from controller.cluster.errors import ClusterError, NotFound
 from controller.cluster.resources import EVENTS, GATEWAY_CONFIGS, MODEL_ROUTES, MODEL_SERVERS, Object, split_key
 from controller.gateway.compile.conditions import WantedStatus, merged, transitions
+from controller.roles.events import event_of, now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -74,7 +74,7 @@ class StatusWriter:
             # one of the two is older; the newer one brings us here again
             return True
         before = thing.get("status") or {}
-        status = merged(wanted, before, _now())
+        status = merged(wanted, before, now())
         if status is None:
             return True
         resource = _RESOURCES[wanted.kind]
@@ -98,28 +98,7 @@ class StatusWriter:
         return True
 
     def _event(self, thing: Object, condition: Mapping[str, Any]) -> Object:
-        metadata, now = thing["metadata"], _now()
         is_good = condition["status"] == "True"
-        return {
-            "apiVersion": "v1",
-            "kind": "Event",
-            "metadata": {"generateName": f"{metadata['name']}.", "namespace": metadata["namespace"]},
-            "involvedObject": {
-                "apiVersion": thing["apiVersion"],
-                "kind": thing["kind"],
-                "name": metadata["name"],
-                "namespace": metadata["namespace"],
-                "uid": metadata.get("uid", ""),
-            },
-            "type": "Normal" if is_good else "Warning",
-            "reason": condition["reason"],
-            "message": condition["message"] or f"{condition['type']} is {condition['status']}",
-            "source": {"component": self._controller},
-            "firstTimestamp": now,
-            "lastTimestamp": now,
-            "count": 1,
-        }
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        message = condition["message"] or f"{condition['type']} is {condition['status']}"
+        type_: Literal["Normal", "Warning"] = "Normal" if is_good else "Warning"
+        return event_of(thing, type_, reason=condition["reason"], message=message, component=self._controller)

@@ -35,10 +35,11 @@ _LOOK_AGAIN_S: Final = 30.0
 
 
 class Watched:
-    """``run`` follows all kinds in ``namespace`` (None: in all namespaces)."""
+    """``run`` follows all of ``informers``, which are by kind."""
 
-    def __init__(self, client: Client, namespace: str | None, timing: InformerTiming) -> None:
-        self._client = client
+    @staticmethod
+    def by_a_gateway(client: Client, namespace: str | None, timing: InformerTiming) -> dict[str, Informer]:
+        """What the gateway role follows in ``namespace`` (None: in all namespaces)."""
         picker_configs = Selection(namespace, labels=LABEL)
         everything = Selection(namespace)
         informers = [
@@ -49,22 +50,26 @@ class Watched:
             Informer(client, CONFIG_MAPS, picker_configs, timing=timing),
             Informer(client, PODS, everything, timing=timing, slim=slim_pod),
         ]
-        self._informers: Mapping[str, Informer] = {one.resource.kind: one for one in informers}
+        return {one.resource.kind: one for one in informers}
+
+    def __init__(self, client: Client, informers: Mapping[str, Informer]) -> None:
+        self._client = client
+        self._informers = informers
         self._changed: set[tuple[str, str]] = set()
         self._wake = asyncio.Event()
-        for one in informers:
-            one.subscribe(self._note(one.resource.kind))
+        for kind, informer in informers.items():
+            informer.subscribe(self._note(kind))
 
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for kind, informer in self._informers.items():
-                tasks.create_task(self._run_one(kind, informer), name=f"informer of {kind}")
+                tasks.create_task(self._run_one(informer), name=f"informer of {kind}")
 
     async def synced(self) -> None:
         """Returns once all that must be there has been listed."""
-        for kind, informer in self._informers.items():
-            if kind not in _OPTIONAL:
+        for informer in self._informers.values():
+            if informer.resource.kind not in _OPTIONAL:
                 await informer.synced.wait()
         # even where there is nothing, that is something to write
         self._wake.set()
@@ -81,6 +86,10 @@ class Watched:
         found, self._changed = self._changed, set()
         return sorted(found)
 
+    def note(self, kind: str, key: str) -> None:
+        """Something else has changed that ``changes`` should tell."""
+        self._note(kind)(key)
+
     def _note(self, kind: str) -> Listener:
         def changed(key: str) -> None:
             self._changed.add((kind, key))
@@ -88,8 +97,8 @@ class Watched:
 
         return changed
 
-    async def _run_one(self, kind: str, informer: Informer) -> None:
-        if kind in _OPTIONAL:
+    async def _run_one(self, informer: Informer) -> None:
+        if informer.resource.kind in _OPTIONAL:
             await self._until_served(informer)
         await informer.run()
 

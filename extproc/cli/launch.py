@@ -18,8 +18,10 @@ from extproc.config.spec import full_key
 from extproc.config.validation import parse_address, worker_addresses
 from extproc.replication.redis_bus import RedisMissing
 from extproc.runtime import app, workers
+from extproc.runtime.settings import Settings, Tls, Worker
 from extproc.streams.context import GatewayOptions
-from extproc.streams.server import ListenFailed
+from extproc.streams.health import ListenFailed
+from extproc.streams.tls import CertificateInvalid, TlsFiles
 
 if TYPE_CHECKING:
     import argparse
@@ -38,26 +40,28 @@ def serve(options: argparse.Namespace, directory: ConfigDirectory, snapshot: Sna
     """Run one process until a signal; exit status 2 if it cannot start."""
     try:
         uvloop.run(app.serve(_settings(options, directory), snapshot))
-    except (ListenFailed, RedisMissing, OSError) as error:
+    except (CertificateInvalid, ListenFailed, RedisMissing, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def _settings(options: argparse.Namespace, config: ConfigDirectory) -> app.Settings:
+def _settings(options: argparse.Namespace, config: ConfigDirectory) -> Settings:
     """Of options that were checked."""
     worker, listen, decisions = None, options.listen, options.decision_log
     listens = [listen]
     metrics = None if options.metrics == "off" else parse_address(options.metrics)
+    health = options.health
     if options.worker is not None:
         place, _, directory = options.worker.partition(":")
         number, count = map(int, place.split("/"))
-        worker = app.Worker(number, count, Path(directory))
+        worker = Worker(number, count, Path(directory))
         listens = worker_addresses(listen, count)
         listen = listens[number]
         metrics = None if metrics is None else (metrics[0], metrics[1] + number)
+        health = None if health is None else worker_addresses(health, count)[number]
         decisions = None if decisions is None else decisions.with_name(f"{decisions.name}.{number}")
-    return app.Settings(
+    return Settings(
         config=config,
         listen=listen,
         metrics=metrics,
@@ -79,5 +83,13 @@ def _settings(options: argparse.Namespace, config: ConfigDirectory) -> app.Setti
         listens=() if options.pool is not None else tuple(listens),
         redis=options.redis,
         state=options.state,
+        health=health,
+        tls=_tls(options),
         redis_channel=options.redis_channel,
     )
+
+
+def _tls(options: argparse.Namespace) -> Tls | None:
+    if options.tls_cert is not None:
+        return Tls(TlsFiles(options.tls_cert, options.tls_key))
+    return Tls() if options.tls_self_signed else None

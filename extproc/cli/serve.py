@@ -5,20 +5,23 @@ from __future__ import annotations
 
 import argparse
 import logging
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Final
 
 from extproc.cli.mistakes import report
 from extproc.config.directory import ConfigDirectory
 from extproc.config.errors import ConfigInvalid
+from extproc.config.gateway_config import GatewayConfigSpec
 from extproc.config.quantities import Duration
+from extproc.config.snapshot import Snapshot
 from extproc.config.spec import full_key
 from extproc.config.validation import parse_address
 
-if TYPE_CHECKING:
-    from extproc.config.snapshot import Snapshot
-
 log = logging.getLogger(__name__)
+
+# Of a directory that is not there yet.
+_NOTHING: Final = Snapshot(version="", routes=(), servers=(), gateway=GatewayConfigSpec())
 
 
 def main(words: list[str], prog: str = "extproc") -> int:
@@ -27,14 +30,16 @@ def main(words: list[str], prog: str = "extproc") -> int:
     options = made.parse_args(words)
     from extproc.scheduling.pickers import picker_notes  # noqa: PLC0415 - loads numpy: not for --help
 
+    directory = ConfigDirectory(options.config)
     try:
         # reported once, not by every worker
-        directory = ConfigDirectory(options.config)
         snapshot = directory.read()
         notes = picker_notes(snapshot)
     except ConfigInvalid as error:
-        return report(error)
-    if options.pool is not None and full_key(options.pool) not in {server.metadata.key for server in snapshot.servers}:
+        if not options.wait_for_pool:
+            return report(error)
+        snapshot, notes = _NOTHING, []
+    if not options.wait_for_pool and options.pool is not None and not _has_pool(snapshot, options.pool):
         made.error(f"--pool: no ModelServer in {options.config} is called '{options.pool}'")
     try:
         _check(options)
@@ -44,9 +49,6 @@ def main(words: list[str], prog: str = "extproc") -> int:
     if options.worker is None:
         for note in notes:
             log.info("%s", note)
-        if options.redis is None:
-            for warning in limits_without_redis(snapshot):
-                log.warning("%s", warning)
 
     from extproc.cli import launch  # noqa: PLC0415 - loads gRPC: not before all options are known to be right
 
@@ -55,15 +57,8 @@ def main(words: list[str], prog: str = "extproc") -> int:
     return launch.serve(options, directory, snapshot)
 
 
-def limits_without_redis(snapshot: Snapshot) -> list[str]:
-    """A warning for every Global limit: without Redis, machines cannot share it."""
-    return [
-        f"ModelRoute {route.metadata.key}: rateLimits[{index}] is Global, and there is no --redis: "
-        + ("all its requests get 503" if limit.without_redis == "Refuse" else "every machine grants it by itself")
-        for route in snapshot.routes
-        for index, limit in enumerate(route.spec.rate_limits)
-        if limit.scope == "Global"
-    ]
+def _has_pool(snapshot: Snapshot, pool: str) -> bool:
+    return full_key(pool) in {server.metadata.key for server in snapshot.servers}
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -75,6 +70,16 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--workers, --duplex-choices and --buffered-choices take 1 or more")
     if not 0 <= options.decision_sample <= 1:
         raise ValueError("--decision-sample is a share from 0 to 1")
+    if options.wait_for_pool and options.pool is None:
+        raise ValueError("--wait-for-pool needs --pool")
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise ValueError("--tls-cert and --tls-key: write both")
+    if options.tls_self_signed and options.tls_cert is not None:
+        raise ValueError("--tls-self-signed does not go with --tls-cert")
+    if (options.tls_self_signed or options.tls_cert) and find_spec("cryptography") is None:
+        raise ValueError("TLS needs the Python package 'cryptography'; run: pip install 'attache[tls]'")
+    if options.health is not None:
+        parse_address(options.health)
     for duration in (options.drain, options.settle):
         Duration(duration)
     _check_ports(options.listen, metrics, options.workers)
@@ -161,6 +166,28 @@ def _add_gateways(made: argparse.ArgumentParser) -> None:
         "gateways that Attaché does not configure", "They use the endpoint picker protocol of the Gateway API."
     ).add_argument
     add("--pool", metavar="NAME", help="the ModelServer for requests that match no ModelRoute")
+    add(
+        "--wait-for-pool",
+        action="store_true",
+        help="start although the directory does not have that ModelServer yet, or cannot be read; not ready until it has it",
+    )
+    add(
+        "--tls-cert",
+        type=Path,
+        metavar="FILE",
+        help="serve gRPC with TLS and this certificate, PEM; files that change are used for new connections",
+    )
+    add("--tls-key", type=Path, metavar="FILE", help="the certificate's private key, PEM")
+    add(
+        "--tls-self-signed",
+        action="store_true",
+        help="serve gRPC with TLS and a certificate of our own; gateways must not check it",
+    )
+    add(
+        "--health",
+        metavar="ADDRESS",
+        help="IP:PORT where gRPC's health service listens, too, without TLS; for probes of a kubelet",
+    )
     add(
         "--duplex-choices",
         type=int,

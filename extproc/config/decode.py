@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from extproc.config.access_policy import ModelAccessPolicy
+from extproc.config.access_validation import check_access_policy
 from extproc.config.admission import InferenceObjective
 from extproc.config.backend import Backend
 from extproc.config.documents import read, repeats_keys, split
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.gateway_config import GatewayConfig
 from extproc.config.http_route import HTTPRoute
+from extproc.config.http_route_validation import check_http_route
+from extproc.config.listener_validation import check_listeners
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
 from extproc.config.picker_config import PICKER_KIND, EndpointPickerConfig, PickerFile
@@ -21,7 +25,7 @@ from extproc.config.picker_flow_control import check_flow_control_section, flow_
 from extproc.config.quantities import decode_quantity, decode_quantity_leniently
 from extproc.config.schema import check_shape, suggest
 from extproc.config.spec import API_VERSION
-from extproc.config.validation import check_gateway, check_route, check_server
+from extproc.config.validation import check_backend, check_gateway, check_route, check_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -29,8 +33,9 @@ if TYPE_CHECKING:
     from extproc.config.documents import Document
     from extproc.config.errors import Finding
 
-Object = ModelRoute | ModelServer | GatewayConfig | HTTPRoute | Backend | InferenceObjective | PickerFile
-_Decoded = ModelRoute | ModelServer | GatewayConfig | HTTPRoute | Backend | InferenceObjective | EndpointPickerConfig
+_Ours = ModelRoute | ModelServer | GatewayConfig | HTTPRoute | Backend | ModelAccessPolicy | InferenceObjective
+Object = _Ours | PickerFile
+_Decoded = _Ours | EndpointPickerConfig
 
 _KINDS: Final[Mapping[str, type[_Decoded]]] = MappingProxyType(
     {
@@ -39,6 +44,7 @@ _KINDS: Final[Mapping[str, type[_Decoded]]] = MappingProxyType(
         "GatewayConfig": GatewayConfig,
         "HTTPRoute": HTTPRoute,
         "Backend": Backend,
+        "ModelAccessPolicy": ModelAccessPolicy,
         "InferenceObjective": InferenceObjective,
         PICKER_KIND: EndpointPickerConfig,
     }
@@ -51,6 +57,7 @@ _VERSIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "GatewayConfig": (API_VERSION,),
         "HTTPRoute": ("gateway.networking.k8s.io/v1",),
         "Backend": (API_VERSION,),
+        "ModelAccessPolicy": (API_VERSION,),
         "InferenceObjective": ("inference.networking.x-k8s.io/v1alpha2", "llm-d.ai/v1alpha2"),
     }
 )
@@ -163,5 +170,12 @@ def _check(decoded: _Decoded) -> Iterator[Finding]:
             yield from check_route(decoded.spec)
         case GatewayConfig():
             yield from check_gateway(decoded.spec)
+            yield from check_listeners(decoded.spec)
+        case HTTPRoute():
+            yield from check_http_route(decoded.spec)
+        case Backend():
+            yield from check_backend(decoded.spec)
+        case ModelAccessPolicy():
+            yield from check_access_policy(decoded.spec)
         case EndpointPickerConfig():
             yield from check_flow_control_section(decoded)

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal
 
-from extproc.config.authentication import restricts_models
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from extproc.config.access_policy import ModelAccessPolicy
+    from extproc.config.gateway_config import GatewayConfigSpec
     from extproc.config.model_server import ModelServerSpec
     from extproc.config.snapshot import Snapshot
 
@@ -33,9 +33,16 @@ def decided_by_extproc(snapshot: Snapshot) -> list[str]:
         matches = [rule.model_match for rule in route.spec.rules if rule.model_match is not None]
         if any(name.lower().startswith(_WRITTEN_BY_GATEWAYS) for one in matches for name in one.headers):
             found.append(f"ModelRoute {route.metadata.key}: rules by tenant or user")
-    if restricts_models(snapshot.gateway.authentication, snapshot.gateway.tenants):
-        found.append("GatewayConfig: models of tenants or keys")
-    return [*found, *_isolated_caches(snapshot)]
+    return [*found, *who_may(snapshot.gateway, snapshot.access_policies), *_isolated_caches(snapshot)]
+
+
+def who_may(gateway: GatewayConfigSpec, policies: Sequence[ModelAccessPolicy]) -> list[str]:
+    """What says who may use which models. Envoy cannot say it without extproc, so failure mode Open is refused beside it."""
+    keys = () if gateway.authentication is None else gateway.authentication.api_keys
+    found = [f"ModelAccessPolicy {one.metadata.key}" for one in policies]
+    if any(one.models is not None for one in keys) or any(one.models is not None for one in gateway.tenants):
+        found.insert(0, "GatewayConfig: models of tenants or keys")
+    return found
 
 
 def cache_isolation_of(spec: ModelServerSpec, snapshot: Snapshot) -> str:

@@ -10,6 +10,7 @@ import msgspec
 from extproc.config import patterns
 from extproc.config.authentication import Authentication, Tenant
 from extproc.config.client_fields import CacheIsolation
+from extproc.config.http_route import Cors
 from extproc.config.listeners import Listener
 from extproc.config.quantities import ByteSize, Duration
 from extproc.config.spec import Metadata, Spec, keyed_by
@@ -48,6 +49,8 @@ class GatewayConfigSpec(Spec, frozen=True):
     clients: Literal["Untrusted", "Trusted"] = "Untrusted"
     # How Envoy identifies callers; without it everybody is the tenant "anonymous".
     authentication: Authentication | None = None
+    # Which scripts of other origins may use the gateway; Envoy answers their preflight requests by itself.
+    cors: Cors | None = None
     # Tenants that may not use every model.
     tenants: Annotated[tuple[Tenant, ...], msgspec.Meta(max_length=10_000)] = ()
     # Hidden: no answer tells how many tokens were found in caches, which tell what others have asked.

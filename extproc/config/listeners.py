@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from extproc.config.cel import Rule
-from extproc.config.spec import NonEmpty, Spec
+from extproc.config.spec import Name, NonEmpty, Spec
 
 
 class CertificateFiles(Spec, frozen=True):
-    """A certificate of a listener. ``cert_file``: it and its chain in PEM, ``key_file``: its private key. Envoy follows
-    changes of both.
+    """A certificate. ``cert_file``: it and its chain in PEM. ``key_file``: its private key. The bundle's writer follows
+    both, and Envoy takes a new pair up without a restart.
     """
 
     cert_file: NonEmpty
@@ -21,11 +21,13 @@ class CertificateFiles(Spec, frozen=True):
 
 
 class ClientCertificates(Spec, frozen=True):
-    """What clients' certificates must be like. ``ca_file``: who signs them, in PEM. ``mode``: ``Require`` refuses a
-    connection without one; ``Optional`` checks one that is shown.
+    """What clients' certificates must be like. ``ca_file``: who signs them, in PEM. ``crl_file``: which of them are
+    revoked, one list of each authority, in PEM. ``mode``: ``Require`` refuses a connection without one; ``Optional``
+    checks one that is shown. The bundle's writer follows the files.
     """
 
     ca_file: NonEmpty
+    crl_file: NonEmpty | None = None
     mode: Literal["Require", "Optional"] = "Require"
 
 
@@ -48,7 +50,7 @@ class Listener(Spec, frozen=True):
 
     CEL: ClassVar[tuple[Rule, ...]] = ()
 
-    name: NonEmpty
+    name: Name
     address: NonEmpty
     hostname: NonEmpty | None = None
     tls: ListenerTls | None = None

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import xxhash
 
+from extproc.config.access_policy import ModelAccessPolicy
 from extproc.config.admission import InferenceObjective
 from extproc.config.backend import Backend
 from extproc.config.decode import Object, decode
@@ -20,18 +22,16 @@ from extproc.config.http_route import HTTPRoute
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
 from extproc.config.picker_config import PickerFile
-from extproc.config.schema import suggest
+from extproc.config.references import Found, check_model_names, check_names, check_policies, check_references
+from extproc.config.report import content_digest
 from extproc.config.snapshot import Snapshot
-from extproc.config.spec import namespace_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
-    from extproc.config.errors import Finding
+    from collections.abc import Mapping
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig, HTTPRoute, Backend, InferenceObjective)
+T = TypeVar("T", ModelRoute, ModelServer, GatewayConfig, HTTPRoute, Backend, ModelAccessPolicy, InferenceObjective)
 
 
 class _Reading(msgspec.Struct, frozen=True):
@@ -42,6 +42,14 @@ class _Reading(msgspec.Struct, frozen=True):
     mistakes: list[Mistake]
 
 
+class _File(msgspec.Struct, frozen=True):
+    """A file with what it was read as."""
+
+    content: bytes
+    digest: str
+    readings: Sequence[_Reading]
+
+
 class Loader:
     """Files to snapshots. A document whose text has not changed since the last call gives the same object again.
 
@@ -49,30 +57,33 @@ class Loader:
     """
 
     def __init__(self) -> None:
-        self._files: dict[str, tuple[bytes, Sequence[_Reading]]] = {}
+        self._files: dict[str, _File] = {}
         # good documents of the last call
         self._objects: dict[tuple[str, bool], Object] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether the files of the last call hold none of our documents."""
-        return not any(one.object is not None for _, found in self._files.values() for one in found)
+        return not any(one.object is not None for file in self._files.values() for one in file.readings)
 
     def load(self, files: Mapping[str, bytes]) -> Snapshot:
         """The snapshot of ``files`` (name to content); raises ConfigInvalid with all mistakes."""
-        self._files = {name: (content, self._read_file(name, content)) for name, content in files.items()}
-        readings = [reading for _, found in self._files.values() for reading in found]
+        self._files = {name: self._read_file(name, content) for name, content in files.items()}
+        readings = [reading for file in self._files.values() for reading in file.readings]
         self._objects = {
             (one.document.text, one.document.is_json): one.object
             for one in readings
             if one.object is not None and not one.mistakes
         }
-        return _assemble(readings, version=_digest(files))
+        return _assemble(readings, {name: file.digest for name, file in self._files.items()})
 
-    def _read_file(self, name: str, content: bytes) -> Sequence[_Reading]:
+    def _read_file(self, name: str, content: bytes) -> _File:
         known = self._files.get(name)
-        if known is not None and known[0] == content:
-            return known[1]
+        if known is not None and known.content == content:
+            return known
+        return _File(content, content_digest(content), self._readings(name, content))
+
+    def _readings(self, name: str, content: bytes) -> Sequence[_Reading]:
         try:
             return [self._read(document) for document in _documents(name, content)]
         except ConfigInvalid as error:
@@ -115,19 +126,20 @@ def _documents(name: str, content: bytes) -> list[Document]:
     return split(name, text)
 
 
-def _digest(files: Mapping[str, bytes]) -> str:
-    digest = xxhash.xxh3_64()
-    for name, content in sorted(files.items()):
-        digest.update(f"{len(name)} {name} {len(content)} ".encode(errors="surrogateescape"))
-        digest.update(content)
-    return digest.hexdigest()
+def _version(digests: Mapping[str, str]) -> str:
+    """A digest of all files."""
+    version = xxhash.xxh3_64()
+    for name, digest in sorted(digests.items()):
+        version.update(f"{len(name)} {name} {digest} ".encode(errors="surrogateescape"))
+    return version.hexdigest()
 
 
-def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
+def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str]) -> Snapshot:
     """Raises ConfigInvalid."""
     routes, servers = _of(readings, ModelRoute), _of(readings, ModelServer)
     gateways, objectives = _of(readings, GatewayConfig), _of(readings, InferenceObjective)
     http_routes, backends = _of(readings, HTTPRoute), _of(readings, Backend)
+    policies = _of(readings, ModelAccessPolicy)
     pickers: dict[str, PickerFile] = {}
     mistakes = [mistake for reading in readings for mistake in reading.mistakes]
     for one in readings:
@@ -139,23 +151,28 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
     for document, _ in gateways[1:]:
         second = "a second GatewayConfig; a directory takes one, merge the two"
         mistakes.extend(document.mistakes([(("kind",), second)]))
-    mistakes.extend(_check_references(routes, servers, pickers))
-    mistakes.extend(_check_names(routes, "ModelRoute"))
-    mistakes.extend(_check_names(servers, "ModelServer"))
-    mistakes.extend(_check_names(http_routes, "HTTPRoute"))
-    mistakes.extend(_check_names(backends, "Backend"))
-    mistakes.extend(_check_names(objectives, "InferenceObjective"))
-    mistakes.extend(_unique(routes, _asked_names, ("spec",), "model or adapter"))
+    found = Found(routes, servers, gateways, http_routes, backends, policies, pickers)
+    mistakes.extend(check_references(found))
+    mistakes.extend(check_policies(found))
+    mistakes.extend(check_names(routes, "ModelRoute"))
+    mistakes.extend(check_names(servers, "ModelServer"))
+    mistakes.extend(check_names(http_routes, "HTTPRoute"))
+    mistakes.extend(check_names(backends, "Backend"))
+    mistakes.extend(check_names(policies, "ModelAccessPolicy"))
+    mistakes.extend(check_names(objectives, "InferenceObjective"))
+    mistakes.extend(check_model_names(found))
     if mistakes:
         raise ConfigInvalid(mistakes)
     return Snapshot(
-        version=version,
+        version=_version(digests),
+        digests=digests,
         routes=tuple(route for _, route in routes),
         servers=tuple(server for _, server in servers),
         gateway=gateways[0][1].spec if gateways else GatewayConfigSpec(),
         objectives=tuple(objective for _, objective in objectives),
         http_routes=tuple(route for _, route in http_routes),
         backends=tuple(backend for _, backend in backends),
+        access_policies=tuple(policy for _, policy in policies),
         picker_files=pickers,
     )
 
@@ -163,59 +180,3 @@ def _assemble(readings: Sequence[_Reading], *, version: str) -> Snapshot:
 def _of(readings: Sequence[_Reading], cls: type[T]) -> list[tuple[Document, T]]:
     found = [(one.document, one.object) for one in readings if isinstance(one.object, cls)]
     return sorted(found, key=lambda pair: pair[1].metadata.key)
-
-
-def _check_references(
-    routes: Sequence[tuple[Document, ModelRoute]],
-    servers: Sequence[tuple[Document, ModelServer]],
-    pickers: Collection[str],
-) -> Iterator[Mistake]:
-    """Every ModelServer and file that is referred to exists."""
-    for document, server in servers:
-        if server.spec.workload_selector is not None:
-            message = "selects pods, which a directory has none of; write endpoints, or apply it to a cluster"
-            yield from document.mistakes([(("spec", "workloadSelector"), message)])
-        file = server.spec.picker_config
-        if file is not None and file not in pickers:
-            message = f"no file '{file}' holds an EndpointPickerConfig; {suggest(file, pickers)}"
-            yield from document.mistakes([(("spec", "pickerConfig"), message)])
-    keys = {server.metadata.key for _, server in servers}
-    for document, route in routes:
-        yield from document.mistakes(_missing_servers(route, keys))
-
-
-def _missing_servers(route: ModelRoute, keys: Collection[str]) -> Iterator[Finding]:
-    for number, rule in enumerate(route.spec.rules):
-        for index, target in enumerate(rule.target_models):
-            if route.server_key(target) not in keys:
-                path = ("spec", "rules", number, "targetModels", index, "modelServerName")
-                yield path, _no_server(route, target.model_server_name, keys)
-
-
-def _no_server(route: ModelRoute, name: str, keys: Collection[str]) -> str:
-    namespace = route.metadata.namespace
-    near = [key.removeprefix(f"{namespace}/") for key in keys if namespace_of(key) == namespace]
-    where = "" if namespace == "default" else f" in the namespace '{namespace}'"
-    return f"no ModelServer is called '{name}'{where}; {suggest(name, near)}"
-
-
-def _asked_names(route: ModelRoute) -> list[str]:
-    own = [route.spec.model_name] if route.spec.model_name is not None else []
-    return [*own, *route.spec.lora_adapters]
-
-
-def _check_names(found: list[tuple[Document, T]], what: str) -> Iterator[Mistake]:
-    return _unique(found, lambda one: [one.metadata.key], ("metadata", "name"), what)
-
-
-def _unique(
-    found: list[tuple[Document, T]], names: Callable[[T], list[str]], path: tuple[str, ...], what: str
-) -> Iterator[Mistake]:
-    seen: dict[str, str] = {}
-    for document, one in found:
-        taken = []
-        for name in names(one):
-            if name in seen:
-                taken.append((path, f"the {what} '{name}' is already in {seen[name]}; use another name"))
-            seen.setdefault(name, document.file)
-        yield from document.mistakes(taken)

@@ -10,6 +10,7 @@ import msgspec
 from extproc.config.admission import FlowControl
 from extproc.config.cel import Rule, exactly_one, together
 from extproc.config.client_fields import CacheIsolation, InternalField
+from extproc.config.connection import EngineConnection
 from extproc.config.quantities import Duration
 from extproc.config.spec import Metadata, NonEmpty, Spec, keyed_by
 from extproc.config.workload import WorkloadPort, WorkloadSelector
@@ -115,6 +116,8 @@ class ModelServerSpec(Spec, frozen=True):
     workload_port: WorkloadPort | None = None
     engine: Literal["vLLM", "SGLang", "TensorRT-LLM"] = "vLLM"
     traffic_policy: TrafficPolicy = TrafficPolicy()
+    # TLS and a key towards the engines; without it, plain HTTP.
+    connection: EngineConnection = EngineConnection()
     # Streamed answers carry token usage only when stream_options.include_usage asks for it. Always: ask for it when the
     # client did not, and keep the chunk with it from the client. AsRequested: leave bodies alone.
     stream_usage: Literal["Always", "AsRequested"] = "Always"

@@ -19,6 +19,11 @@ HEADER: Final = r"^[0-9A-Za-z-]+\Z"
 ISOLATION: Final = r"^(Tenant|User|Shared|Header:[0-9A-Za-z!#$%&'*+.^`|~-]+)\Z"
 # Claims of tokens; a dot goes into an object.
 CLAIM: Final = r"^[^\x00-\x1f\x7f.]+(\.[^\x00-\x1f\x7f.]+)*\Z"
+# A name, or the beginning or the end of names.
+WILDCARD: Final = r"^(\*|[^*\x00-\x1f\x7f]+\*?|\*[^*\x00-\x1f\x7f]+)\Z"
+HTTPS_URL: Final = (
+    r"^https://([0-9A-Za-z]([-.0-9A-Za-z]*[0-9A-Za-z])?|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[!-\"$-~]*)?\Z"
+)
 
 ADVICE: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -28,6 +33,8 @@ ADVICE: Final[Mapping[str, str]] = MappingProxyType(
         KEY: "has a character that no client can send in a header; write ASCII letters, digits and signs, no spaces",
         HEADER: "is no name of a header; write letters, digits and '-'",
         ISOLATION: "is not a choice; write Tenant, User, Shared or Header:NAME",
+        WILDCARD: "is no name; '*' stands at its beginning or at its end, and control characters nowhere",
+        HTTPS_URL: "is no address of TLS; write https://HOST/PATH, without a user and without '#'",
         CLAIM: "is no claim; write a name, or names joined by single dots, such as realm.tenant",
     }
 )

@@ -7,13 +7,16 @@ with weights. Which types there are, and what parameters they take, ``extproc.sc
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import msgspec
 
 from extproc.config.admission import FlowControl
 from extproc.config.documents import Document
 from extproc.config.quantities import ByteSize, Duration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 PICKER_KIND = "EndpointPickerConfig"
 
@@ -104,3 +107,16 @@ class PickerFile(msgspec.Struct, frozen=True):
     document: Document
     config: EndpointPickerConfig
     flow_control: FlowControl | None = None
+
+
+class PickerCheck(Protocol):
+    """Whether an EndpointPickerConfig can be used with the plugins that are installed, which ``extproc.scheduling`` knows."""
+
+    def __call__(self, file: PickerFile) -> Sequence[str]:
+        """What of it has no effect here, in sentences; raises ConfigInvalid with every mistake."""
+        ...
+
+
+def check_shape_alone(file: PickerFile) -> Sequence[str]:  # noqa: ARG001 - as the protocol has it
+    """A PickerCheck where no plugins are known: whatever could be read can be used."""
+    return ()

@@ -99,10 +99,15 @@ def _check_length(value: list[object], kind: inspect.VarTupleType | inspect.List
 
 
 def _advice(value: object, kind: inspect.Type) -> str:
-    """For text that does not match the pattern of its field; empty if it does, or there is none."""
-    if not isinstance(value, str) or not isinstance(kind, inspect.StrType) or kind.pattern is None:
+    """For text that does not match the pattern or the length of its field; empty if it does."""
+    if not isinstance(value, str) or not isinstance(kind, inspect.StrType):
         return ""
-    return "" if re.search(kind.pattern, value) else ADVICE[kind.pattern]
+    if kind.pattern is not None and not re.search(kind.pattern, value):
+        return ADVICE[kind.pattern]
+    least, most = kind.min_length or 0, kind.max_length
+    if len(value) < least:
+        return f"has {len(value)} characters; write at least {least}" if value else "is empty; write something"
+    return f"has {len(value)} characters; write at most {most}" if most is not None and len(value) > most else ""
 
 
 def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Finding]:

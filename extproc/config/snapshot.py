@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from extproc.config.access_policy import ModelAccessPolicy
 from extproc.config.admission import FlowControl, InferenceObjective
 from extproc.config.backend import Backend
 from extproc.config.gateway_config import GatewayConfigSpec
@@ -19,8 +20,9 @@ from extproc.config.picker_config import PickerFile
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One consistent, validated reading of a configuration directory, sorted by namespace and name.
 
-    ``version`` is a digest of the content: equal directories have equal versions. ``picker_files``:
-    EndpointPickerConfigs by the name of their file; which plugins there are, extproc knows.
+    ``version`` is a digest of the content: equal directories have equal versions. ``digests``: of each file, as
+    ``content_digest`` has it. ``picker_files``: EndpointPickerConfigs by the name of their file; which plugins there are,
+    extproc knows.
     """
 
     version: str
@@ -30,7 +32,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     objectives: tuple[InferenceObjective, ...] = ()
     http_routes: tuple[HTTPRoute, ...] = ()
     backends: tuple[Backend, ...] = ()
+    access_policies: tuple[ModelAccessPolicy, ...] = ()
     picker_files: Mapping[str, PickerFile] = {}
+    digests: Mapping[str, str] = {}
 
     def flow_control_of(self, spec: ModelServerSpec) -> FlowControl | None:
         """A server's own, or else that of its EndpointPickerConfig."""

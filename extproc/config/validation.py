@@ -12,6 +12,7 @@ from extproc.config.header_validation import check_answer_header, check_header_n
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from extproc.config.backend import BackendSpec
     from extproc.config.errors import Finding, Path
     from extproc.config.gateway_config import GatewayConfigSpec
     from extproc.config.model_route import ModelRouteSpec
@@ -71,6 +72,17 @@ def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:
             yield from check_matches(rule.model_match, (*path, "modelMatch"))
         elif number < len(spec.rules) - 1:
             yield path, "has no modelMatch, so the rules after it are never reached; write it last"
+
+
+def check_backend(spec: BackendSpec) -> Iterator[Finding]:
+    """Addresses are ``ip:port`` and differ."""
+    seen: set[str] = set()
+    for index, endpoint in enumerate(spec.endpoints):
+        path: Path = ("spec", "endpoints", index)
+        yield from _check_address(endpoint, path)
+        if endpoint in seen:
+            yield path, f"'{endpoint}' is listed twice; write each server once"
+        seen.add(endpoint)
 
 
 def check_gateway(spec: GatewayConfigSpec) -> Iterator[Finding]:

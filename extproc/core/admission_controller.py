@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 from extproc.admission.chosen_names import ChosenNames
 from extproc.admission.estimates import ASSUMED_BYTES_PER_TOKEN
 from extproc.admission.gate import Gate
-from extproc.admission.identity import name_in
 from extproc.admission.limits import RouteLimits, Usage
 from extproc.admission.local_limits import LocalLimits
+from extproc.admission.names import name_in
 from extproc.admission.queued_request import FlowKey, QueuedRequest
 from extproc.admission.saturation import Stages
 

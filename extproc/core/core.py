@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from extproc.admission.access import Access
 from extproc.admission.cache_isolation import CacheIsolation
 from extproc.admission.identity import Identities
 from extproc.admission.limits import Grant
@@ -29,6 +30,7 @@ from extproc.core.running import RunningRequests
 from extproc.core.states import Event, IllegalEvent, State, is_legal
 from extproc.core.types import BUNDLE
 from extproc.core.waiting import WaitingRequests
+from extproc.core.who_may import WhoMay
 from extproc.routing.resolve import RoutingTable
 from extproc.scheduling.pickers import PickerMaker, pickers_for
 from extproc.scheduling.pool import Pool
@@ -69,6 +71,8 @@ class Core:
         self.intake: Intake
         # whether anything depends on who asks
         self.asks_who = False
+        # whether anything depends on what our bundle says of a stream
+        self.asks_origin = False
         self._make_picker = make_picker or PickerMaker()
         self._pickers: dict[str, MadePicker] = {}
         self._rng = rng
@@ -92,7 +96,7 @@ class Core:
         Raises ConfigInvalid, with nothing changed, if a picker's file is wrong.
         """
         pickers = pickers_for(snapshot, self._pickers, self._make_picker)
-        routing, identities = RoutingTable(snapshot), Identities(snapshot)
+        routing, identities, access = RoutingTable(snapshot), Identities(snapshot), Access(snapshot)
         isolation = CacheIsolation(snapshot)
         pools: dict[str, Pool] = {}
         for server in snapshot.servers:
@@ -111,9 +115,12 @@ class Core:
             or snapshot.picker_files
             or self.admission.routes
             or isolation.asks_who
-            or identities.restricts_models
+            or access.restricts
         )
-        self.intake = Intake(routing, identities, isolation, pools, self.admission, self._rng)
+        self.claims = access.claims
+        self.asks_origin = bool(snapshot.http_routes or snapshot.gateway.listeners)
+        who_may = WhoMay(access, identities, routing)
+        self.intake = Intake(routing, identities, isolation, who_may, pools, self.admission, self._rng)
         self._waiting.move(gates, pools, now, out)
         self._waiting.wake(now, out)
         return out

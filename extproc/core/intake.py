@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from extproc.admission.identity import ANONYMOUS_CALLER
-from extproc.config.spec import DEFAULT_NAMESPACE, namespace_of
+from extproc.config.spec import namespace_of
 from extproc.core.rewriting import refuse_steering
 from extproc.core.types import Arrival, Head
-from extproc.errors import BadRequest, MethodNotAllowed, ModelNotAllowed, NoEndpoint, UnknownPath
+from extproc.core.who_may import not_allowed
+from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownModel, UnknownPath
 from extproc.protocol import MODELS_PATH
 from extproc.request.model import Api, InferenceRequest
 from extproc.request.openai import INFERENCE_PATHS, parse
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from extproc.admission.cache_isolation import CacheIsolation
     from extproc.admission.identity import Identities
     from extproc.core.admission_controller import AdmissionController
+    from extproc.core.who_may import Visit, WhoMay
     from extproc.routing.resolve import ListedModel, RoutingTable
     from extproc.scheduling.pool import Pool
 
@@ -34,6 +37,7 @@ class Intake:
         routing: RoutingTable,
         identities: Identities,
         isolation: CacheIsolation,
+        who_may: WhoMay,
         pools: Mapping[str, Pool],
         admission: AdmissionController,
         rng: random.Random,
@@ -41,6 +45,7 @@ class Intake:
         self._routing = routing
         self._identities = identities
         self._isolation = isolation
+        self._who_may = who_may
         self._pools = pools
         # the caller is identified only for servers with a queue and routes with limits
         self._gated, self._limited = admission.gates, admission.routes
@@ -52,11 +57,9 @@ class Intake:
         return self._routing.models
 
     def models_for(self, head: Head) -> list[ListedModel]:
-        """Those of them that the caller may use."""
-        if not self._identities.restricts_models:
-            return self.models
-        caller = self._identities.caller(head.headers, namespace=DEFAULT_NAMESPACE, is_trusted=head.is_trusted)
-        return [model for model in self.models if caller.may_use(model.name)]
+        """Those of the listener's models that the caller may use."""
+        listed, visit = self._routing.models_on(head.listener), self._who_may.visit(head)
+        return listed if visit is None else [model for model in listed if visit.may_list(model.name)]
 
     @property
     def has_limits(self) -> bool:
@@ -80,32 +83,85 @@ class Intake:
     def receive(self, api: Api, head: Head, body: bytes) -> Arrival:
         """Parse and route; raises a Refusal."""
         request = parse(api, body)
-        destination = self._routing.resolve(request.model, head.headers, head.path, self._rng)
-        return self._arrival(request, destination, head, body)
+        visit = self._who_may.visit(head)
+        return self._arrival(request, self._routed(request.model, head, visit), head, body, visit)
 
     def receive_unread(self, server: str, head: Head, body: bytes) -> Arrival:
         """A request of no known API, for a gateway with a single pool: its body is not parsed."""
         request = InferenceRequest(Api.UNKNOWN, "", b"", is_streamed=False, stream_options={}, max_output_tokens=None)
-        return self._arrival(request, Destination(server, ""), head, body)
+        return self._direct(request, server, head, body)
+
+    def receive_chosen(self, server: str, head: Head, body: bytes) -> Arrival:
+        """A request for which an HTTPRoute has chosen ``server``, whatever its path and body; raises a Refusal.
+
+        The model stays as the client wrote it. If a ModelRoute of the listener serves that model, its limits hold here,
+        too: no request gets round them by another path.
+        """
+        api = _api_of(head)
+        if api is None:
+            return self.receive_unread(server, head, body)
+        try:
+            request = parse(api, body)
+        except BadRequest:
+            # engines know more APIs and fields than we do, and say best what is wrong
+            if self.has_limits:
+                raise
+            return self.receive_unread(server, head, body)
+        return self._direct(request, server, head, body)
 
     def receive_for(self, server: str, api: Api, head: Head, body: bytes) -> Arrival:
         """Parse, and route to ``server`` unless a ModelRoute knows the model; raises a Refusal."""
         request = parse(api, body)
         if self._routing.knows(request.model):
             return self.receive(api, head, body)
-        return self._arrival(request, Destination(server, request.model), head, body)
+        return self._direct(request, server, head, body)
 
-    def _arrival(self, request: InferenceRequest, destination: Destination, head: Head, body: bytes) -> Arrival:
+    def _routed(self, model: str, head: Head, visit: Visit | None) -> Destination:
+        """By the ModelRoutes, among what is open to the caller; raises a Refusal."""
+        if visit is None:
+            return self._routing.resolve(model, head.headers, head.path, self._rng, listener=head.listener)
+        may = partial(visit.may, model)
+        try:
+            found = self._routing.resolve_among(
+                model, head.headers, head.path, self._rng, may=may, listener=head.listener
+            )
+        except UnknownModel:
+            if visit.may_know(model):
+                raise
+            raise not_allowed(model) from None
+        if found is None:
+            raise not_allowed(model)
+        return found
+
+    def _direct(self, request: InferenceRequest, server: str, head: Head, body: bytes) -> Arrival:
+        """To the ModelServer that the gateway asks for, under the name that the client asks for; raises a Refusal.
+
+        If a ModelRoute of the listener serves that name, its limits and policies hold here, too.
+        """
+        pool, visit = self._pools.get(server), self._who_may.visit(head)
+        route, base_model = self._routing.route_of(request.model, head.listener)
+        if not route and pool is not None:
+            base_model = pool.spec.model
+        destination = Destination(server, request.model, route, base_model=base_model)
+        model = None if request.api is Api.UNKNOWN else request.model
+        if visit is not None and not visit.may(model, destination):
+            raise not_allowed(model)
+        return self._arrival(request, destination, head, body, visit)
+
+    def _arrival(
+        self, request: InferenceRequest, destination: Destination, head: Head, body: bytes, visit: Visit | None
+    ) -> Arrival:
+        """Of a request that its caller may make."""
         pool = self._pools.get(destination.server)
         if pool is None:
             raise NoEndpoint(
                 f"The ModelServer '{destination.server}' is not configured any more; "
-                "add it, or start with another --pool."
+                "add it, or send the request elsewhere."
             )
         refuse_steering(request, pool.spec)
-        caller, restricts = ANONYMOUS_CALLER, self._identities.restricts_models
+        caller = ANONYMOUS_CALLER
         if (
-            restricts
+            visit is not None
             or self._isolation.asks_who
             or destination.server in self._gated
             or destination.route in self._limited
@@ -113,10 +169,15 @@ class Intake:
             caller = self._identities.caller(
                 head.headers, namespace=namespace_of(destination.server), is_trusted=head.is_trusted
             )
-        if restricts and not caller.may_use(request.model):
-            raise ModelNotAllowed(
-                f"You may not use the model '{request.model[:100]}'; GET {MODELS_PATH} lists those that you may.",
-                param="model",
-            )
         salt = self._isolation.salt(request, pool.spec, caller, head.headers)
         return Arrival(request, destination, pool, head, body, caller, salt)
+
+
+def _api_of(head: Head) -> Api | None:
+    """The API of a request whose path Envoy may still change: ``/team/v1/chat/completions`` is one of chat."""
+    if head.method != "POST":
+        return None
+    found = INFERENCE_PATHS.get(head.path)
+    if found is None:
+        found = next((api for path, api in INFERENCE_PATHS.items() if head.path.endswith(path)), None)
+    return found

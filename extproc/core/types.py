@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -13,11 +14,15 @@ from extproc.request.model import InferenceRequest
 from extproc.routing.resolve import Destination
 from extproc.scheduling.pool import Pool
 
+_NO_CLAIMS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
+
 
 class Head(msgspec.Struct, frozen=True):
     """A request's headers. Names are lower-case; ``path`` is without its query.
 
-    ``is_trusted``: what the headers say about the caller was written by a gateway, not by the client.
+    ``is_trusted``: what the headers say about the caller was written by a gateway, not by the client. ``listener``: the
+    name of the listener that was asked, ``http_route``: ``namespace/name`` of the HTTPRoute that took the request; empty
+    where the gateway does not say. ``claims``: those of the caller's verified token that policies name, with their values.
     """
 
     method: str
@@ -25,6 +30,9 @@ class Head(msgspec.Struct, frozen=True):
     headers: Mapping[str, str]
     has_body: bool
     is_trusted: bool = False
+    listener: str = ""
+    http_route: str = ""
+    claims: Mapping[str, Collection[str]] = _NO_CLAIMS
 
 
 class Attachment(msgspec.Struct, frozen=True):

@@ -7,7 +7,10 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from extproc.config.errors import ConfigInvalid
+from extproc.config.report import ConfigReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +28,7 @@ _POLL_S: Final = 0.1
 
 
 class DirectoryFeed:
-    """Feeds a directory's snapshots to the core."""
+    """Feeds a directory's snapshots to the core. ``report``: what of the directory is in use."""
 
     def __init__(
         self,
@@ -47,10 +50,12 @@ class DirectoryFeed:
         self._core = core
         self._metrics = metrics
         self._version = ""
+        self.report = ConfigReport()
 
     def started_with(self, snapshot: Snapshot) -> None:
         """The core was made with ``snapshot``."""
         self._version = snapshot.version
+        self.report = ConfigReport(files=snapshot.digests)
         self._metrics.config_applied()
 
     async def watch(self) -> None:
@@ -68,6 +73,7 @@ class DirectoryFeed:
             self._refuse(error)
             return
         if snapshot.version == self._version:
+            self.report = ConfigReport(files=snapshot.digests)
             self._metrics.config_mended()
             return
         if any(self._is_new(server) for server in snapshot.servers):
@@ -82,8 +88,10 @@ class DirectoryFeed:
         except Exception:
             self._metrics.config_refused()
             log.exception("configuration %s could not be applied; please report this", snapshot.version)
+            self._say_refused("makes extproc fail, whose log says how; please report it")
             return
         self._version = snapshot.version
+        self.report = ConfigReport(files=snapshot.digests)
         self._metrics.config_applied()
         log.info(
             "configuration %s applied: %d routes, %d servers",
@@ -99,3 +107,7 @@ class DirectoryFeed:
     def _refuse(self, error: Exception) -> None:
         self._metrics.config_refused()
         log.error("configuration refused, the last good one stays:\n%s", error)
+        self._say_refused(str(error))
+
+    def _say_refused(self, why: str) -> None:
+        self.report = msgspec.structs.replace(self.report, refused=why)

@@ -10,13 +10,12 @@ import random
 import secrets
 import signal
 import time
-from pathlib import Path
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 from prometheus_client import disable_created_metrics
 
-from extproc.config.directory import ConfigDirectory
+from extproc.config.limits_without_redis import limits_without_redis
 from extproc.config.meeting import missed_meeting
 from extproc.core.core import Core
 from extproc.feeds.directory import DirectoryFeed
@@ -27,15 +26,18 @@ from extproc.feeds.saved_levels import SavedLevels
 from extproc.feeds.tokens import Tokenizers
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics
+from extproc.metrics.tls import TlsMetrics
 from extproc.replication.local_bus import LocalBus
 from extproc.replication.peers import Bus, Peers
 from extproc.replication.redis_bus import RedisBus
 from extproc.runtime.contact import watch_contact
 from extproc.runtime.performer import Performer
-from extproc.streams.context import GatewayOptions, StreamContext
+from extproc.streams.context import StreamContext
 from extproc.streams.duplex import Duplex
 from extproc.streams.exchange import Exchange
+from extproc.streams.health import HealthPort
 from extproc.streams.server import GrpcServer
+from extproc.streams.tls import FollowedCertificate
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from extproc.config.snapshot import Snapshot
+    from extproc.runtime.settings import Settings
 
 
 log = logging.getLogger(__name__)
@@ -50,37 +53,6 @@ log = logging.getLogger(__name__)
 # How long a worker that starts waits for another one's word; they answer within some 0.1 s.
 _LONGEST_ASK_S: Final = 0.6
 _ASK_PAUSE_S: Final = 0.01
-
-
-class Worker(msgspec.Struct, frozen=True):
-    """One of several processes on this machine; ``directory`` holds the sockets between them."""
-
-    number: int
-    workers: int
-    directory: Path
-
-
-class Settings(msgspec.Struct, frozen=True):
-    """``listen``: ``ip:port`` or ``unix:path``. ``metrics``: host and port of /metrics and /readyz, or None."""
-
-    config: ConfigDirectory
-    listen: str
-    metrics: tuple[str, int] | None
-    drain_s: float
-    settle_s: float
-    gateway: GatewayOptions = GatewayOptions()
-    # where a share of decisions is written down, if anywhere
-    decision_log: Path | None = None
-    decision_share: float = 0.01
-    # serve /debug/explain; it shows which prompts are cached, so what others have asked: for operators only
-    shows_reasons: bool = False
-    worker: Worker | None = None
-    # where all processes of this machine listen; empty if who calls them is not ours to configure
-    listens: tuple[str, ...] = ()
-    redis: str | None = None
-    redis_channel: str = "attache"
-    # where the levels of local limits outlive the process, if anywhere
-    state: Path | None = None
 
 
 async def serve(settings: Settings, snapshot: Snapshot) -> None:
@@ -95,7 +67,8 @@ class App:
         self._settings = settings
         clock = self._clock = time.monotonic  # noqa: TID251 - the edge
         wall_clock = time.time  # noqa: TID251 - the edge
-        self._is_ready = False
+        self._is_ready = self._is_draining = False
+        self._has_pool = asyncio.Event()
         origin, buses = secrets.token_hex(6), _buses(settings)
         # workers of one start have their sockets in one directory
         machine = origin if settings.worker is None else str(settings.worker.directory)
@@ -134,19 +107,40 @@ class App:
         self._feed = DirectoryFeed(settings.config, core, metrics, settle_s=settings.settle_s, apply=self._apply)
         self._feed.started_with(snapshot)
         self._missed = ""
-        self._look_for_envoy(snapshot)
+        self._unshared: list[str] = []
+        self._look_at(snapshot)
+        self._certificate: FollowedCertificate | None = None
+        if settings.tls is not None:
+            tls_metrics = TlsMetrics(metrics.registry)
+            self._certificate = FollowedCertificate(settings.tls.files, tls_metrics, lambda: datetime.now(UTC))
         self._kv_events = KvEventFeed(core, metrics)
         self._scraper = EngineScraper(core, metrics, clock=clock, rng=random.Random(), deliver=performer.take_report)
         streams = StreamContext(core, metrics, clock, performer.perform, int(wall_clock()), settings.gateway)
         self._server = GrpcServer(
             streams,
-            new_exchange=lambda is_trusted: Exchange(streams, Duplex, is_trusted=is_trusted),
+            new_exchange=lambda is_trusted, origin: Exchange(streams, Duplex, is_trusted=is_trusted, origin=origin),
             answer_to=performer.answer_to,
         )
+        self._health_port = HealthPort(self._server.health)
 
     def _apply(self, snapshot: Snapshot) -> None:
         self._performer.apply(snapshot)
+        self._look_at(snapshot)
+
+    def _look_at(self, snapshot: Snapshot) -> None:
+        """What follows from a configuration that is in use from now on."""
+        pool = self._settings.gateway.pool
+        if pool is None or any(server.metadata.key == pool for server in snapshot.servers):
+            self._has_pool.set()
         self._look_for_envoy(snapshot)
+        worker = self._settings.worker
+        if self._settings.redis is not None or (worker is not None and worker.number):
+            return
+        unshared = limits_without_redis(snapshot)
+        for warning in unshared:
+            if warning not in self._unshared:
+                log.warning("%s", warning)
+        self._unshared = unshared
 
     def _look_for_envoy(self, snapshot: Snapshot) -> None:
         """Say if Envoy will call elsewhere: once, by the first of several workers, and again when it changes."""
@@ -163,11 +157,10 @@ class App:
         sharing = asyncio.create_task(self._peers.run(hear=self._performer.hear, beat=self._performer.beat))
         try:
             await self._ask_others()
-            await self._server.start(self._settings.listen)
+            await self._listen()
         except BaseException:
             sharing.cancel()
             raise
-        self._is_ready = True
         pages = await self._serve_pages()
         # a third of all series, and nobody asks for them
         disable_created_metrics()  # type: ignore[no-untyped-call]  # the library leaves its annotation out
@@ -177,7 +170,7 @@ class App:
             async with asyncio.TaskGroup() as tasks:
                 feeds = [tasks.create_task(one) for one in [*self._feeds(), _until_done(sharing)]]
                 await stop.wait()
-                self._is_ready = False
+                self._is_ready, self._is_draining = False, True
                 await self._drain(stop)
                 for feed in feeds:
                     feed.cancel()
@@ -187,12 +180,32 @@ class App:
             await self._tokenizers.close()
             if self._log_file is not None:
                 self._log_file.close()
+            await self._health_port.stop()
             if pages is not None:
                 await pages.cleanup()
 
+    async def _listen(self) -> None:
+        credentials = None if self._certificate is None else self._certificate.credentials
+        await self._server.start(self._settings.listen, credentials)
+        if self._settings.health is not None:
+            await self._health_port.start(self._settings.health)
+        if self._has_pool.is_set():
+            await self._be_ready()
+
+    async def _be_ready(self) -> None:
+        """Take requests, once there is the ModelServer of --pool."""
+        if not self._has_pool.is_set():
+            log.info("not ready before the directory has the ModelServer %s", self._settings.gateway.pool)
+            await self._has_pool.wait()
+        if not self._is_draining and not self._is_ready:
+            self._is_ready = True
+            await self._server.health.be_ready(is_ready=True)
+
     def _feeds(self) -> list[Coroutine[None, None, None]]:
         """What runs beside the server. Of several workers the first asks the engines, for all."""
-        feeds = [self._feed.watch(), self._kv_events.run()]
+        feeds = [self._feed.watch(), self._kv_events.run(), self._be_ready()]
+        if self._certificate is not None:
+            feeds.append(self._certificate.follow())
         if self._settings.listens:
             feeds.append(watch_contact(self._settings.listen, self._metrics, self._clock))
         if self._limits is not None:
@@ -226,7 +239,11 @@ class App:
         if self._settings.shows_reasons:
             explain = ExplainPage(self._core, self._tokenizers.tokens_of, self._clock)
         return await serve_pages(
-            self._settings.metrics, self._metrics.registry, is_ready=lambda: self._is_ready, explain=explain
+            self._settings.metrics,
+            self._metrics.registry,
+            is_ready=lambda: self._is_ready,
+            report=lambda: self._feed.report,
+            explain=explain,
         )
 
 

@@ -1,24 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of a process: /metrics, /readyz and, for operators, /debug/explain."""
+"""The pages of a process: /metrics, /readyz, /config and, for operators, /debug/explain."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 from aiohttp import web
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from extproc.config.report import REPORT_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from prometheus_client import CollectorRegistry
 
+    from extproc.config.report import ConfigReport
     from extproc.runtime.explain_page import ExplainPage
 
 
 async def serve_pages(
-    address: tuple[str, int], registry: CollectorRegistry, *, is_ready: Callable[[], bool], explain: ExplainPage | None
+    address: tuple[str, int],
+    registry: CollectorRegistry,
+    *,
+    is_ready: Callable[[], bool],
+    report: Callable[[], ConfigReport],
+    explain: ExplainPage | None,
 ) -> web.AppRunner:
     """Listen on ``address`` (host and port) until the result's ``cleanup``; raises OSError if it is taken."""
 
@@ -28,8 +37,12 @@ async def serve_pages(
     async def show_readiness(_: web.Request) -> web.Response:
         return web.Response(text="ready\n") if is_ready() else web.Response(text="not ready\n", status=503)
 
+    async def show_report(_: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(report()), content_type="application/json")
+
     app = web.Application()
-    app.add_routes([web.get("/metrics", show_metrics), web.get("/readyz", show_readiness)])
+    shown = {"/metrics": show_metrics, "/readyz": show_readiness, REPORT_PATH: show_report}
+    app.add_routes([web.get(path, handler) for path, handler in shown.items()])
     if explain is not None:
         app.add_routes([web.post("/debug/explain/{path:.*}", explain.show)])
     runner = web.AppRunner(app, access_log=None)

@@ -69,7 +69,8 @@ class View(msgspec.Struct, frozen=True):
         candidates = self.table.is_active.copy() if self.eligible is None else self.table.is_active & self.eligible
         if not candidates.any():
             raise NoEndpoint(
-                "No engine is ready for this request; add endpoints to its ModelServer or try again later."
+                "No engine is ready for this request; try again later. "
+                "If that stays so, its ModelServer is missing, or none of its endpoints is ready."
             )
         return candidates
 

@@ -18,7 +18,7 @@ from extproc.scheduling.registry import installed
 from extproc.scheduling.round_robin import RoundRobin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from extproc.config.picker_config import PickerFile
     from extproc.config.snapshot import Snapshot
@@ -97,14 +97,27 @@ def make_picker(spec: ModelServerSpec, files: Mapping[str, PickerFile]) -> Picke
     return PickerMaker()(spec, files)
 
 
+class InstalledPlugins:
+    """Checks EndpointPickerConfigs (a ``PickerCheck``) with the plugins that are installed, which are looked up once."""
+
+    def __init__(self) -> None:
+        self._known: Mapping[str, PluginType] | None = None
+
+    def __call__(self, file: PickerFile) -> Sequence[str]:
+        """What of it has no effect here, in sentences; raises ConfigInvalid with every mistake."""
+        if self._known is None:
+            self._known = installed()
+        return build_picker(file, self._known).notes
+
+
 def picker_notes(snapshot: Snapshot) -> list[str]:
     """What of the EndpointPickerConfigs has no effect here; raises ConfigInvalid with every mistake in any of them."""
     notes: list[str] = []
     mistakes: list[Mistake] = []
-    known = installed()
+    check = InstalledPlugins()
     for name, file in snapshot.picker_files.items():
         try:
-            notes.extend(f"{name}: {note}" for note in build_picker(file, known).notes)
+            notes.extend(f"{name}: {note}" for note in check(file))
         except ConfigInvalid as error:
             mistakes.extend(error.mistakes)
     if mistakes:

@@ -13,12 +13,14 @@ from extproc.core.effects import Effect
 from extproc.errors import MethodNotAllowed, UnknownModel
 from extproc.metrics.registry import Metrics
 from extproc.protocol import MODELS_PATH
-from extproc.streams.http_headers import read_head
+from extproc.streams.http_headers import read_claims, read_head
+from extproc.streams.origin import UNKNOWN
 from extproc.streams.responses import model_answer, models_answer
 
 if TYPE_CHECKING:
     from extproc.core.types import Head
-    from extproc.streams.messages import HttpHeaders
+    from extproc.streams.messages import ProcessingRequest
+    from extproc.streams.origin import Origin
 
 
 class GatewayOptions(msgspec.Struct, frozen=True):
@@ -49,9 +51,12 @@ class StreamContext(msgspec.Struct, frozen=True):
     started_s: int
     options: GatewayOptions = GatewayOptions()
 
-    def read_head(self, headers: HttpHeaders, is_trusted: Callable[[], bool]) -> Head:
+    def read_head(self, message: ProcessingRequest, is_trusted: Callable[[], bool], origin: Origin = UNKNOWN) -> Head:
         """A request's headers; ``is_trusted`` takes a while, so it is asked only where anything depends on it."""
-        return read_head(headers, is_trusted=self.core.asks_who and is_trusted())
+        head = read_head(message.request_headers, is_trusted=self.core.asks_who and is_trusted(), origin=origin)
+        if not head.is_trusted or not self.core.claims:
+            return head
+        return msgspec.structs.replace(head, claims=read_claims(message, self.core.claims))
 
     def list_models(self, head: Head) -> bytes | None:
         """The list of models that the caller may use, or one of them, if the request asks for that; raises a Refusal."""

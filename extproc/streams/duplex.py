@@ -69,7 +69,7 @@ class Duplex:
             self._read_metadata(message)
         match kind:
             case "request_headers":
-                head = self._head = self._context.read_head(message.request_headers, self._is_trusted)
+                head = self._head = self._context.read_head(message, self._is_trusted)
                 self._awaits = _AWAITS_BODY if head.has_body else _ANSWER
                 return [] if head.has_body else self._decide_without_body(head)
             case "request_body":

@@ -4,19 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from extproc.core.types import Head
-from extproc.protocol import LB_NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE
+from extproc.protocol import LB_NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE, TOKENS_NAMESPACE
+from extproc.streams.origin import UNKNOWN, Origin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from extproc.streams.messages import HeaderValue, HttpHeaders, Metadata, ProcessingRequest
+    from extproc.streams.messages import Struct as _Struct
     from extproc.streams.messages import Value as _Value
 
+# Claims whose text is a list of words.
+_WORDS: Final = frozenset({"scope", "scp"})
 
-def read_head(message: HttpHeaders, *, is_trusted: bool = False) -> Head:
+
+def read_head(message: HttpHeaders, *, is_trusted: bool = False, origin: Origin = UNKNOWN) -> Head:
     """A request's method, path and headers. ``is_trusted``: a gateway wrote what they say of the caller."""
     method = path = ""
     for header in message.headers.headers:
@@ -30,7 +35,15 @@ def read_head(message: HttpHeaders, *, is_trusted: bool = False) -> Head:
         # both are among the first, and reading a header costs as much as reading a field of the body
         if method and path:
             break
-    return Head(method, path, _Headers(message), not message.end_of_stream, is_trusted)
+    return Head(
+        method,
+        path,
+        _Headers(message),
+        not message.end_of_stream,
+        is_trusted,
+        listener=origin.listener,
+        http_route=origin.http_route,
+    )
 
 
 def read_status(message: HttpHeaders) -> int:
@@ -64,6 +77,46 @@ def metadata_value(metadata: Metadata, namespace: str, key: str) -> _Value | Non
     if namespace not in metadata.filter_metadata:
         return None
     return metadata.filter_metadata[namespace].fields.get(key)
+
+
+def read_claims(message: ProcessingRequest, names: Collection[str]) -> dict[str, frozenset[str]]:
+    """The claims called ``names`` of the caller's verified token, each with its values; claims of other types have none.
+
+    Envoy writes the token where no client can, and its size is bounded by that of a request's headers.
+    """
+    metadata = message.metadata_context
+    if TOKENS_NAMESPACE not in metadata.filter_metadata:
+        return {}
+    found: dict[str, set[str]] = {}
+    for token in metadata.filter_metadata[TOKENS_NAMESPACE].fields.values():
+        for name in names:
+            value = _claim(token.struct_value, name)
+            if value is not None:
+                found.setdefault(name, set()).update(_texts(name, value))
+    return {name: frozenset(values) for name, values in found.items()}
+
+
+def _claim(token: _Struct, name: str) -> _Value | None:
+    """By its whole name, as issuers use URLs with dots, or else step by step into objects."""
+    if name in token.fields:
+        return token.fields[name]
+    *steps, last = name.split(".")
+    for step in steps:
+        if step not in token.fields:
+            return None
+        token = token.fields[step].struct_value
+    return token.fields.get(last)
+
+
+def _texts(name: str, value: _Value) -> Iterator[str]:
+    kind = value.WhichOneof("kind")
+    if kind == "list_value":
+        yield from (one.string_value for one in value.list_value.values if one.WhichOneof("kind") == "string_value")
+    elif kind == "string_value":
+        # RFC 8693, section 4.2: scopes are words
+        yield from value.string_value.split(" ") if name in _WORDS else (value.string_value,)
+    elif kind == "bool_value":
+        yield "true" if value.bool_value else "false"
 
 
 class _Headers(Mapping[str, str]):

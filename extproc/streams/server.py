@@ -9,32 +9,27 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import grpc
-from grpc_health.v1 import health_pb2
-from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from extproc.protocol import BUNDLE_MARK
 from extproc.streams.access_log import receive_entries
 from extproc.streams.failures import FailureLog
+from extproc.streams.health import EXTERNAL_PROCESSOR, Health, listen
 from extproc.streams.messages import ProcessingRequest, StreamAccessLogsMessage
+from extproc.streams.origin import read_origin
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from extproc.core.effects import Decision, Pending, Refused
     from extproc.core.entering import Answer
-    from extproc.metrics.registry import Metrics
     from extproc.streams.context import StreamContext
     from extproc.streams.exchange import Exchange
+    from extproc.streams.origin import Origin
 
 log = logging.getLogger(__name__)
 
-EXTERNAL_PROCESSOR: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 ACCESS_LOG: Final = "envoy.service.accesslog.v3.AccessLogService"
-LIVENESS: Final = "liveness"
-READINESS: Final = "readiness"
-# In the user agent of Envoy's health checks.
-_ENVOY: Final = "Envoy"
 
 OPTIONS: Final = (
     # the largest prompt is Envoy's to limit
@@ -57,10 +52,11 @@ class GrpcServer:
         self,
         context: StreamContext,
         *,
-        new_exchange: Callable[[Callable[[], bool]], Exchange],
+        new_exchange: Callable[[Callable[[], bool], Callable[[], Origin]], Exchange],
         answer_to: Callable[[Pending, Callable[[], Awaitable[None]]], Awaitable[Answer | Decision | Refused]],
     ) -> None:
-        """``new_exchange``: takes a function that says whether headers are trusted. ``answer_to``: awaits a Pending.
+        """``new_exchange``: takes two functions, whether headers are trusted, and where the stream comes from.
+        ``answer_to``: awaits a Pending.
 
         It first awaits its second argument if the request is held: the gateway must know.
         """
@@ -73,30 +69,25 @@ class GrpcServer:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._server = grpc.aio.server(options=OPTIONS)
-        self._health = _Health(context.metrics)
-        add_HealthServicer_to_server(self._health, self._server)
+        self.health = Health(context.metrics)
+        add_HealthServicer_to_server(self.health, self._server)
         self._server.add_generic_rpc_handlers((self._external_processor(), self._access_log()))
 
-    async def start(self, address: str) -> None:
-        """Listen on ``ip:port`` or ``unix:path``; raises ListenFailed."""
-        try:
-            port = self._server.add_insecure_port(address)
-        except RuntimeError:
-            port = 0
-        if not port:
-            raise ListenFailed(address)
+    async def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> None:
+        """Listen on ``ip:port`` or ``unix:path``, alive and not yet ready; raises ListenFailed.
+
+        ``credentials``: for TLS; None: plain text.
+        """
+        listen(self._server, address, credentials)
         await self._server.start()
-        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
-        for service in ("", READINESS, EXTERNAL_PROCESSOR):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        await self.health.be_alive()
 
     async def stop(self, drain_s: float, hurry: asyncio.Event) -> None:
         """Report not ready, take no new streams, and wait up to ``drain_s``, or until ``hurry``, for running requests.
 
         Access log streams are not waited for: Envoy keeps them open for ever.
         """
-        for service in ("", READINESS, EXTERNAL_PROCESSOR):
-            await self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self.health.be_ready(is_ready=False)
         draining = asyncio.create_task(self._server.stop(drain_s))
         ends = [asyncio.create_task(event.wait()) for event in (self._is_idle, hurry)]
         await asyncio.wait({draining, *ends}, return_when=asyncio.FIRST_COMPLETED)
@@ -119,7 +110,10 @@ class GrpcServer:
         return grpc.method_handlers_generic_handler(ACCESS_LOG, {"StreamAccessLogs": handler})
 
     async def _process(self, _: object, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> None:
-        exchange = self._new_exchange(lambda: self._streams.options.trusts_headers or _is_bundle(context))
+        exchange = self._new_exchange(
+            lambda: self._streams.options.trusts_headers or _is_bundle(context),
+            lambda: read_origin(context.invocation_metadata() or ()),
+        )
         self._open += 1
         self._is_idle.clear()
         try:
@@ -158,23 +152,6 @@ async def _ask_to_wait(exchange: Exchange, context: grpc.aio.ServicerContext[Pro
         await context.write(longer)
 
 
-class _Health(health_aio.HealthServicer):
-    """Answers for health, and notes when Envoy asks; probes of others say nothing of Envoy."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        super().__init__()
-        self._metrics = metrics
-
-    async def Check(  # noqa: N802 - gRPC's name
-        self,
-        request: health_pb2.HealthCheckRequest,
-        context: grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse],
-    ) -> health_pb2.HealthCheckResponse:
-        if any(name == "user-agent" and _ENVOY in str(value) for name, value in context.invocation_metadata() or ()):
-            self._metrics.health_checked()
-        return await super().Check(request, context)
-
-
 def _is_bundle(context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> bool:
     """Whether our own bundle asks: the gateway writes gRPC's metadata, and no client can."""
     return any(name == BUNDLE_MARK for name, _ in context.invocation_metadata() or ())
@@ -184,10 +161,3 @@ def is_end(message: object) -> bool:
     """Whether the peer has closed its side of the stream."""
     # of a type of its own, which grpc's annotations leave out
     return message is grpc.aio.EOF
-
-
-class ListenFailed(Exception):
-    """The address is taken or not ours."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(f"cannot listen on {address}; is it in use, or not an address of this machine?")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from controller.bundle import write_once
+from controller.bundle import Follower, write_once
 from controller.gateway.envoy.bundle import BundleWriter, build
 from controller.gateway.publish import remove_orphans, steps, write
-from controller.key_files import KeyFiles
+from controller.key_files import SIGNS_NOTHING, KeyFiles
+from extproc.config.directory import ConfigDirectory
 from extproc.config.errors import ConfigInvalid
+from extproc.config.key_sets import has_usable_key
 from extproc.config.load import load
 
 if TYPE_CHECKING:
@@ -139,6 +142,59 @@ def test_a_key_that_cannot_be_had_is_a_mistake_that_does_not_repeat_it(given: di
         KeyFiles(environment).fill(with_key(**given), NOW)
     assert said in str(caught.value)
     assert no_secret_in(str(caught.value))
+
+
+def test_a_key_that_is_not_there_is_left_out_until_it_comes(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    keys = [{"name": "late", "tenant": "t", "keyFile": str(file)}, {"name": "here", "tenant": "t", "key": KEY}]
+    snapshot, files = configured(json.dumps({"apiKeys": keys})), KeyFiles({})
+    found, mistakes = files.fill_available(snapshot, NOW)
+    assert [one.file for one in mistakes] == [str(file)]
+    assert found.gateway.authentication is not None
+    assert [one.name for one in found.gateway.authentication.api_keys] == ["here"]
+    file.write_text("sk-9876543210")
+    assert files.fill_available(snapshot, NOW)[1] == []
+    assert filled(files, snapshot) == {"late": digest("sk-9876543210"), "here": digest(KEY)}
+
+
+def test_an_issuer_without_its_key_set_stays_and_none_of_its_tokens_is_good(tmp_path: Path) -> None:
+    file = tmp_path / "jwks.json"
+    snapshot = configured(
+        json.dumps({"jwt": [{"name": "l", "issuer": "i", "audiences": ["a"], "jwksFile": str(file)}]})
+    )
+    files = KeyFiles({})
+    found, mistakes = files.fill_available(snapshot, NOW)
+    assert [one.file for one in mistakes] == [str(file)]
+    assert found.gateway.authentication is not None
+    (issuer,) = found.gateway.authentication.jwt
+    assert issuer.jwks == SIGNS_NOTHING
+    assert has_usable_key(SIGNS_NOTHING)
+    assert "signs-nothing" in build(found, "/x")["tokens.json"]
+    file.write_text(JWKS)
+    found, mistakes = files.fill_available(snapshot, NOW)
+    assert mistakes == []
+    assert "signs-nothing" not in build(found, "/x")["tokens.json"]
+
+
+def test_a_missing_key_keeps_no_pod_from_being_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, file, now = tmp_path / "config", tmp_path / "key", itertools.count()
+    config.mkdir()
+    gateway = f"{{authentication: {{apiKeys: [{{name: a, tenant: t, keyFile: {file}}}]}}}}"
+    head = "apiVersion: attache.dev/v1alpha1\nmetadata: {name: g}\n"
+    (config / "gateway.yaml").write_text(f"{head}kind: GatewayConfig\nspec: {gateway}\n")
+    follower = Follower(ConfigDirectory(config), tmp_path / "out", "/x")
+    follower.start(lambda: next(now))
+    assert [one.file for one in follower.missing_keys] == [str(file)]
+    assert "local CLIENTS = {}" in (tmp_path / "out" / "keys.json").read_text(), "everybody is refused"
+    (config / "server.yaml").write_text(f"{head}kind: ModelServer\nspec: {{model: m, endpoints: []}}\n")
+    follower.follow_once(lambda: next(now))
+    assert (tmp_path / "out" / "eds" / "default" / "g.json").exists()
+    file.write_text(KEY)
+    follower.follow_once(lambda: next(now))
+    assert follower.missing_keys == ()
+    assert digest(KEY) in (tmp_path / "out" / "keys.json").read_text()
+    said = [one.getMessage() for one in caplog.records if "refused until they are there" in one.getMessage()]
+    assert len(said) == 1
 
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import urllib.request
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,14 +12,17 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
+from bench.processes import free_ports
 from bench.stack import documents
 from controller.admin import EnvoyState, read_state
 from controller.bundle import Follower, write_once
 from controller.bundle_command import main
+from controller.roles.in_use import read_report
 from controller.uptake import PATIENCE_S, Uptake, subscriptions_of, versions_of
-from controller.uptake_metrics import FollowerSeries
+from controller.uptake_metrics import FollowerSeries, serve_metrics
 from extproc.config.directory import ConfigDirectory
 from extproc.config.load import load
+from extproc.config.report import ConfigReport
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -171,6 +175,63 @@ def test_metrics_say_what_envoy_does(snapshot: Snapshot, tmp_path: Path) -> None
     assert 'attache_bundle_uptake{status="Taken"} 0.0' in page
     assert "attache_bundle_refused_files 1.0" in page
     assert "attache_bundle_config_valid 1.0" in page
+
+
+def test_the_report_says_which_files_envoy_uses(snapshot: Snapshot, tmp_path: Path) -> None:
+    envoys, good = Envoys(), taking(snapshot, tmp_path)
+    uptake = started(envoys, snapshot, tmp_path)
+    assert "not been asked" in uptake.report.waiting
+    uptake.look(101.0)
+    assert uptake.report.files == {}
+    assert "no Envoy answers" in uptake.report.waiting
+    envoys.states[ADMIN] = good
+    uptake.look(140.0)
+    assert uptake.report == ConfigReport(files=snapshot.digests)
+    newer = msgspec.structs.replace(snapshot, digests={"a.yaml": "newer"})
+    uptake.wrote(newer, tmp_path, 200.0)
+    envoys.states[ADMIN] = msgspec.structs.replace(
+        good, versions={**good.versions, CLUSTERS: "the one before"}, refused={CLUSTERS: 1}
+    )
+    uptake.look(201.0)
+    assert uptake.report.files == snapshot.digests
+    assert "Envoy refused cds.json" in uptake.report.refused
+
+
+def test_endpoints_on_their_way_make_nothing_new(snapshot: Snapshot, tmp_path: Path) -> None:
+    envoys, good = Envoys(), taking(snapshot, tmp_path)
+    (endpoints,) = (name for file, name in subscriptions_of(snapshot).items() if file.startswith("eds/"))
+    envoys.states[ADMIN] = msgspec.structs.replace(good, versions={**good.versions, endpoints: "the one before"})
+    uptake = started(envoys, snapshot, tmp_path)
+    assert uptake.look(101.0).status == "Behind"
+    assert uptake.report.files == snapshot.digests
+
+
+def test_a_bundle_that_changes_all_the_time_is_looked_at_all_the_same(snapshot: Snapshot, tmp_path: Path) -> None:
+    envoys = Envoys()
+    envoys.states[ADMIN] = taking(snapshot, tmp_path)
+    uptake = started(envoys, snapshot, tmp_path)
+    for tick in range(1, 20):
+        uptake.wrote(snapshot, tmp_path, 100.0 + tick / 5)
+        uptake.look(100.0 + tick / 5)
+    assert len(envoys.asked) >= 5
+
+
+def test_the_report_is_a_page_beside_the_metrics(snapshot: Snapshot, tmp_path: Path) -> None:
+    config, port = tmp_path / "config", free_ports(1)[0]
+    config.mkdir()
+    (config / "a.yaml").write_text(documents(["127.0.0.1:8000"], gateway={}))
+    follower = Follower(ConfigDirectory(config), tmp_path / "out", "/x")
+    follower.start(lambda: 0.0)
+    serve_metrics(follower, ("127.0.0.1", port))
+    assert read_report(f"127.0.0.1:{port}") == ConfigReport(files=snapshot.digests)
+    (config / "b.yaml").write_text("kind: Nonsense")
+    follower.follow_once(lambda: 1.0)
+    report = read_report(f"127.0.0.1:{port}")
+    assert report is not None
+    assert "'Nonsense' is not a kind" in report.refused
+    assert report.files == snapshot.digests
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        assert b"attache_bundle_config_valid 0.0" in page.read()
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ async def engines(count: int) -> AsyncIterator[list[str]]:
             await runner.cleanup()
 
 
-def _cluster(kind: str, addresses: Sequence[str]) -> dict[str, Any]:
+def pool_cluster(kind: str, addresses: Sequence[str]) -> dict[str, Any]:
     """``original_dst`` reads the header as one address; ``override_host`` the metadata as a list, as Istio does."""
     if kind == "original_dst":
         return {
@@ -119,13 +119,18 @@ def bootstrap(
     extproc: int,
     cluster: dict[str, Any],
     mode_override: bool = False,
+    tls: dict[str, Any] | None = None,
+    host: str = "127.0.0.1",
 ) -> dict[str, Any]:
-    """An Envoy as the inference extension's gateways set it up. ``listeners``: a port and the subset hint given there."""
-    http2 = {
+    """An Envoy as the inference extension's gateways set it up. ``listeners``: a port and the subset hint given there.
+
+    ``host`` and ``extproc``: where the picker is. ``tls``: the common TLS context towards it; None: plain text.
+    """
+    http2: dict[str, Any] = {
         "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
     }
-    at = {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": extproc}}}}
+    at = {"endpoint": {"address": {"socket_address": {"address": host, "port_value": extproc}}}}
     picker = {
         "name": "extproc",
         "type": "STATIC",
@@ -133,6 +138,12 @@ def bootstrap(
         "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2},
         "load_assignment": {"cluster_name": "extproc", "endpoints": [{"lb_endpoints": [at]}]},
     }
+    if tls is not None:
+        context = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
+        socket = {"@type": context, "common_tls_context": tls, "sni": "picker"}
+        picker["transport_socket"] = {"name": "envoy.transport_sockets.tls", "typed_config": socket}
+        # so that there are handshakes while requests come
+        http2["common_http_protocol_options"] = {"max_requests_per_connection": 5}
     return {
         "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": admin}}},
         "static_resources": {
@@ -233,8 +244,9 @@ async def gateway(
     flags: Sequence[str] = (),
     hints: Sequence[object] = (NO_HINT,),
     mode_override: bool = False,
+    tls: dict[str, Any] | None = None,
 ) -> AsyncIterator[Gateway]:
-    """extproc and an Envoy that listens once for each of ``hints``."""
+    """extproc and an Envoy that listens once for each of ``hints``. ``tls``: see ``bootstrap``; ``flags`` say it to extproc."""
     admin, extproc, metrics, *listen = free_ports(3 + len(hints))
     config = directory / "config"
     config.mkdir(parents=True)
@@ -245,8 +257,9 @@ async def gateway(
         listeners=list(zip(listen, hints, strict=True)),
         admin=admin,
         extproc=extproc,
-        cluster=_cluster(kind, addresses),
+        cluster=pool_cluster(kind, addresses),
         mode_override=mode_override,
+        tls=tls,
     )
     (bundle / "bootstrap.json").write_text(json.dumps(configured))
     command = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", f"127.0.0.1:{extproc}"]

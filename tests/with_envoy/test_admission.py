@@ -534,7 +534,33 @@ async def test_tokens_say_who_asks(tmp_path: Path) -> None:
             return await status({"authorization": f"Bearer {good}"}) == 401
 
         await eventually(is_revoked, timeout_s=20)
-        assert await status({"authorization": "Bearer " + token(b"the issuer's next secret")}) == 200
+        next_good = {"authorization": "Bearer " + token(b"the issuer's next secret")}
+        assert await status(next_good) == 200
+
+        # an issuer whose key set is not there yet concerns nobody else, and is taken when it comes
+        late_jwks = tmp_path / "late.json"
+        late = {**issuer, "name": "late", "issuer": "https://late.example", "jwksFile": str(late_jwks)}
+        edit(stack, "GatewayConfig", authentication={"jwt": [issuer, late]})
+        of_late = {"authorization": "Bearer " + token(b"a late secret", iss="https://late.example")}
+
+        async def envoy_knows_it() -> bool:
+            # a token of an issuer that Envoy does not know is 401 as well: its own filter file says what it has
+            return "signs-nothing" in (stack.directory / "envoy" / "tokens.json").read_text()
+
+        await eventually(envoy_knows_it, timeout_s=20)
+        assert await status(of_late) == 401
+        assert await status(next_good) == 200
+        late_jwks.write_text(key_set(b"a late secret"))
+
+        async def is_taken() -> bool:
+            return await status(of_late) == 200
+
+        await eventually(is_taken, timeout_s=20)
+        async with httpx.AsyncClient() as admin:
+            stats = (
+                await admin.get(f"{stack.admin}/stats", params={"filter": "extension_config_discovery.*(fail|reject)"})
+            ).text
+        assert [line for line in stats.splitlines() if not line.endswith(": 0")] == []
 
 
 def key_set(secret: bytes) -> str:

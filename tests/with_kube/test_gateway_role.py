@@ -8,9 +8,13 @@ import contextlib
 import random
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import pytest_asyncio
+from aiohttp import web
 
+from attache.__main__ import main
+from bench.cluster.kubeconfig import write_kubeconfig
 from controller.cluster.client import connect
 from controller.cluster.errors import ClusterError
 from controller.cluster.informer import InformerTiming
@@ -21,13 +25,14 @@ from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
 from controller.roles.gateway_metrics import GatewayMetrics
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
+from extproc.config.report import REPORT_PATH, ConfigReport
 from tests.kube_objects import Object, picker_config, route, server
 from tests.waiting import eventually
 from tests.with_kube.pods import make_pod, set_ready
 from tests.with_kube.test_crds import install
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
     from bench.cluster.fake.server import FakeServer
@@ -48,11 +53,15 @@ async def client(kube: Kube) -> AsyncIterator[Client]:
 
 
 @contextlib.asynccontextmanager
-async def serving(client: Client, namespace: str, folder: Path, identity: str = "a") -> AsyncIterator[GatewayRole]:
-    """A role that has written its directory once."""
+async def serving(
+    client: Client, namespace: str, folder: Path, identity: str = "a", *, extproc: str | None = None
+) -> AsyncIterator[GatewayRole]:
+    """A role that has written its directory once. ``extproc``: where to ask what is in use."""
     async with connect(client.access, manager=CONTROLLER) as own:
         election = LeaderElection(own, namespace=namespace, name="gateway", identity=identity)
-        settings = GatewaySettings(config=folder, namespace=namespace)
+        settings = GatewaySettings(
+            config=folder, namespace=namespace, followers={} if extproc is None else {"extproc": extproc}
+        )
         role = GatewayRole(own, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
         task = asyncio.create_task(role.run())
         try:
@@ -160,6 +169,78 @@ async def test_a_server_that_the_schema_takes_and_we_do_not_is_told(
             return found.get("Accepted") == ("False", "Invalid")
 
         await eventually(is_refused)
+
+
+class Reporting:
+    """Somebody who follows the directory ``folder`` and says what it uses of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.refused = ""
+        self._used: dict[str, str] = {}
+
+    async def _report(self, _: web.Request) -> web.Response:
+        if not self.refused and (snapshot := read(self._folder)) is not None:
+            self._used = dict(snapshot.digests)
+        report = ConfigReport(files=self._used, refused=self.refused)
+        return web.Response(body=msgspec.json.encode(report))
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        app = web.Application()
+        app.add_routes([web.get(REPORT_PATH, self._report)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield "{}:{}".format(*runner.addresses[0])
+        await runner.cleanup()
+
+
+async def test_programmed_is_what_extproc_uses(client: Client, namespace: str, tmp_path: Path) -> None:
+    extproc = Reporting(tmp_path)
+
+    async def said(name: str) -> tuple[str, str] | None:
+        return (await conditions(client, MODEL_SERVERS, name, namespace)).get("Programmed")
+
+    async with (
+        extproc.serving() as address,
+        serving(client, namespace, tmp_path, extproc=address),
+    ):
+        await create(client, server(namespace=namespace))
+        await until_said(said, "llama", ("True", "Programmed"))
+        extproc.refused = "modelserver.x.json: a mistake"
+        await create(client, server("qwen", namespace=namespace))
+        await until_said(said, "qwen", ("False", "Refused"))
+        assert await said("llama") == ("True", "Programmed")
+        extproc.refused = ""
+        await until_said(said, "qwen", ("True", "Programmed"))
+        events = await client.list(EVENTS, namespace)
+        found = [one["message"] for one in events.items if one["involvedObject"]["name"] == "qwen"]
+        assert "extproc does not use it: modelserver.x.json: a mistake" in found
+
+
+async def test_render_shows_what_the_role_writes(
+    client: Client, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", client.access)))
+    await create(client, server(namespace=namespace), route(namespace=namespace))
+    await make_pod(client, namespace, "a", "127.0.1.1")
+    async with serving(client, namespace, tmp_path / "role"):
+        await eventually(lambda: addresses(tmp_path / "role") == ["127.0.1.1:8000"])
+        words = ["render", "--cluster", "--namespace", namespace, "--out", str(tmp_path / "out")]
+        status = await asyncio.to_thread(main, words)
+        assert contents(tmp_path / "out" / "config") == contents(tmp_path / "role")
+    assert status == 0
+
+
+async def until_said(
+    said: Callable[[str], Awaitable[tuple[str, str] | None]], name: str, expected: tuple[str, str]
+) -> None:
+    async def is_said() -> bool:
+        return await said(name) == expected
+
+    await eventually(is_said, timeout_s=20)
 
 
 async def test_only_the_leader_writes_statuses_and_all_write_their_directories(

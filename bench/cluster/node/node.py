@@ -17,6 +17,7 @@ from bench.cluster.node.container_machine import NodeTiming
 from bench.cluster.node.environment import Missing
 from bench.cluster.node.faults import NodeFaults
 from bench.cluster.node.images import IMAGES
+from bench.cluster.node.log_server import serving_logs
 from bench.cluster.node.node_status import Heartbeat, NodeSpec
 from bench.cluster.node.pod_files import PodFiles
 from bench.cluster.node.pod_spec import pod_spec
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
-    from bench.cluster.node.addresses import Addresses
+    from bench.cluster.node.pod_network import PodNetwork, PodPlace
     from bench.guard import Guard
     from controller.cluster.client import Client
     from controller.cluster.resources import Object
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _REFRESH_S: Final = 5.0
-_HOST_IP: Final = "127.0.0.1"
 
 
 class Node:
@@ -49,7 +49,7 @@ class Node:
         spec: NodeSpec,
         directory: Path,
         guard: Guard,
-        addresses: Addresses,
+        network: PodNetwork,
         *,
         images: Mapping[str, Sequence[str]] = IMAGES,
         timing: NodeTiming = NodeTiming(),  # noqa: B008 - frozen
@@ -60,10 +60,10 @@ class Node:
         self._client = client
         self.directory = directory
         self._guard = guard
-        self._addresses = addresses
+        self._network = network
         self._images = images
         self._timing = timing
-        self._heartbeat = Heartbeat(client, spec, timing.heartbeat_s)
+        self._heartbeat = Heartbeat(client, spec, timing.heartbeat_s, network.host_ip)
         chosen = Selection(fields=f"spec.nodeName={spec.name}")
         self.pods = Informer(client, PODS, chosen, timing=InformerTiming(resync_s=30.0), rng=Random(spec.name))
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -82,7 +82,11 @@ class Node:
                 timing=self._timing,
                 start_delay_s=self.faults.start_delay_s,
             )
-            async with self._all_ended(), asyncio.TaskGroup() as tasks:
+            async with (
+                self._all_ended(),
+                serving_logs(self._network.host_ip, self.log_of) as self._heartbeat.port,
+                asyncio.TaskGroup() as tasks,
+            ):
                 tasks.create_task(self._heartbeat.run())
                 tasks.create_task(self.pods.run())
                 tasks.create_task(self._refresh())
@@ -123,6 +127,11 @@ class Node:
         """Kill the process of a container of the pod ``namespace/name``, or of all its containers."""
         self.workers[key].kill(container)
 
+    def log_of(self, key: str, container: str) -> Path | None:
+        """The file with what a container of the pod ``namespace/name`` says, if the pod is here."""
+        worker = self.workers.get(key)
+        return None if worker is None else worker.log_of(container)
+
     def _sync(self, key: str, tools: Tools) -> None:
         if self._is_lost:
             return
@@ -139,31 +148,31 @@ class Node:
 
     def _begin(self, key: str, pod: Object, tools: Tools) -> None:
         spec = pod_spec(pod)
-        address = self._addresses.take()
+        place = self._network.place(host_network=spec.host_network)
         directory = self.directory / key.replace("/", "_") / spec.uid
         directory.mkdir(parents=True, exist_ok=True)
         files = PodFiles(
             directory,
             self._client,
-            pod_ip=address,
-            host_ip=_HOST_IP,
+            place=place,
+            host_ip=self._network.host_ip,
             images=self._images,
             check_image=self.faults.check_image,
             crashes=lambda: self.faults.crashes(key),
         )
-        worker = PodWorker(pod, spec, files, tools, host_ip=_HOST_IP)
+        worker = PodWorker(pod, spec, files, tools, host_ip=self._network.host_ip)
         worker.update(pod)
         self.workers[key] = worker
-        task = asyncio.create_task(self._run(key, worker, address), name=f"pod {key}")
+        task = asyncio.create_task(self._run(key, worker, place), name=f"pod {key}")
         self._tasks[key] = task
 
-    async def _run(self, key: str, worker: PodWorker, address: str) -> None:
+    async def _run(self, key: str, worker: PodWorker, place: PodPlace) -> None:
         try:
             await worker.run()
         except Exception:
             log.exception("the pod %s is run no more", key)
         finally:
-            self._addresses.give_back(address)
+            place.close()
             if self.workers.get(key) is worker:
                 del self.workers[key]
                 self._tasks.pop(key, None)

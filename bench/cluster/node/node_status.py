@@ -60,8 +60,10 @@ def node_object(spec: NodeSpec) -> Object:
     return node
 
 
-def node_status(spec: NodeSpec, wall: datetime, *, ready: str = "True") -> dict[str, Any]:
-    """Its status. ``ready``: True, False or Unknown."""
+def node_status(
+    spec: NodeSpec, wall: datetime, *, ready: str = "True", host_ip: str = "127.0.0.1", port: int = 0
+) -> dict[str, Any]:
+    """Its status. ``ready``: True, False or Unknown; ``port``: where its logs are asked for."""
     now = wall.strftime("%Y-%m-%dT%H:%M:%SZ")
     reason = "KubeletReady" if ready == "True" else "NodeStatusUnknown"
     message = "processes are run" if ready == "True" else "Kubelet stopped posting node status."
@@ -69,7 +71,8 @@ def node_status(spec: NodeSpec, wall: datetime, *, ready: str = "True") -> dict[
     return {
         "capacity": spec.capacity,
         "allocatable": spec.capacity,
-        "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}, {"type": "Hostname", "address": spec.name}],
+        "addresses": [{"type": "InternalIP", "address": host_ip}, {"type": "Hostname", "address": spec.name}],
+        "daemonEndpoints": {"kubeletEndpoint": {"Port": port}},
         "nodeInfo": _INFO,
         "conditions": [{**condition, "lastHeartbeatTime": now, "lastTransitionTime": now}],
     }
@@ -78,12 +81,14 @@ def node_status(spec: NodeSpec, wall: datetime, *, ready: str = "True") -> dict[
 class Heartbeat:
     """Registers a node and says every ``period_s`` that it lives, unless it is ``silent``."""
 
-    def __init__(self, client: Client, spec: NodeSpec, period_s: float) -> None:
+    def __init__(self, client: Client, spec: NodeSpec, period_s: float, host_ip: str) -> None:
         self.silent = False
+        self.port = 0
         self.registered = asyncio.Event()
         self._client = client
         self._spec = spec
         self._period_s = period_s
+        self._host_ip = host_ip
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -130,7 +135,7 @@ class Heartbeat:
             "apiVersion": "v1",
             "kind": "Node",
             "metadata": {"name": self._spec.name},
-            "status": node_status(self._spec, datetime.now(UTC), ready=ready),
+            "status": node_status(self._spec, datetime.now(UTC), ready=ready, host_ip=self._host_ip, port=self.port),
         }
         await self._client.apply(NODES, thing, subresource="status", manager=_MANAGER, force=True)
 

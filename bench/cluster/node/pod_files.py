@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from bench.cluster.node.pod_network import PodPlace
     from bench.cluster.node.pod_spec import ContainerSpec
     from controller.cluster.client import Client
     from controller.cluster.resources import Object
@@ -50,13 +51,16 @@ class PodFiles:
         directory: Path,
         client: Client,
         *,
-        pod_ip: str,
+        place: PodPlace,
         host_ip: str,
         images: Mapping[str, Sequence[str]],
         check_image: Callable[[str], None],
         crashes: Callable[[], bool],
     ) -> None:
-        self.pod_ip = pod_ip
+        self.pod_ip = place.address
+        self._place = place
+        # a server that would listen on all addresses listens on this one, if pods share their ports
+        self._listen_ip = place.address if place.shares_ports else ""
         self.directory = directory
         self._client = client
         self._host_ip = host_ip
@@ -66,6 +70,8 @@ class PodFiles:
         self._environments: dict[str, dict[str, str]] = {}
         self._places: dict[str, dict[str, Path]] = {}
         self._token = b""
+        # words that bring a command to the pod's place in the network
+        self._entered: Sequence[str] = ()
         # what the pod refers to, once it was all there
         self._known: Sources | None = None
 
@@ -75,6 +81,7 @@ class PodFiles:
         ConfigMaps and Secrets are as they were at the first start or the last ``refresh``.
         """
         self._check_image(container.image)
+        self._entered = await self._place.enter()
         words = _CRASH if self._crashes() else command(container.raw, self._images)
         # a restart does not wait for the API server: what was known some seconds ago will do
         sources = self._known or await self._sources(pod)
@@ -84,7 +91,7 @@ class PodFiles:
         self._write_volumes(pod, sources)
         given = environment(pod, container.raw, sources)
         self._known = sources
-        variables = {name: rewritten(value, places, self.pod_ip) for name, value in given.items()}
+        variables = {name: rewritten(value, places, self._listen_ip) for name, value in given.items()}
         inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         # our programs are found from any directory
         inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH", "")]))
@@ -92,11 +99,15 @@ class PodFiles:
         self._places[container.name] = places
         self._environments[container.name] = {**inherited, **own, **self._cluster_access(pod), **variables}
         return Launch(
-            command=[rewritten(expanded(word, given), places, self.pod_ip) for word in words],
+            command=[*self._entered, *(rewritten(expanded(word, given), places, self._listen_ip) for word in words)],
             environment=self._environments[container.name],
             directory=self.directory,
-            log=self.directory / f"{container.name}.log",
+            log=self.log_of(container.name),
         )
+
+    def log_of(self, container: str) -> Path:
+        """The file with what a container says."""
+        return self.directory / f"{container}.log"
 
     async def refresh(self, pod: Object) -> None:
         """Bring the files of ConfigMaps and Secrets up to date; raises Missing and ClusterError."""
@@ -110,9 +121,10 @@ class PodFiles:
         places = self._places.get(container, {})
         return Surroundings(
             pod_ip=self.pod_ip,
+            enter=self._entered,
             environment=variables,
             directory=str(self.directory),
-            rewrite=lambda word: rewritten(word, places, self.pod_ip),
+            rewrite=lambda word: rewritten(word, places, self._listen_ip),
         )
 
     def remove(self) -> None:

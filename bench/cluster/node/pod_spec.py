@@ -66,6 +66,7 @@ class PodSpec(msgspec.Struct, frozen=True):
     containers: tuple[ContainerSpec, ...]
     readiness_gates: tuple[str, ...] = ()
     active_deadline_s: float | None = None
+    host_network: bool = False
 
 
 def pod_spec(pod: Mapping[str, Any]) -> PodSpec:
@@ -81,6 +82,7 @@ def pod_spec(pod: Mapping[str, Any]) -> PodSpec:
         containers=(*init, *main),
         readiness_gates=tuple(one["conditionType"] for one in spec.get("readinessGates") or ()),
         active_deadline_s=spec.get("activeDeadlineSeconds"),
+        host_network=bool(spec.get("hostNetwork")),
     )
 
 

@@ -23,9 +23,16 @@ class Surroundings:
     """Where a container's handlers run: its address, its environment, and how its words become those of this machine."""
 
     def __init__(
-        self, *, pod_ip: str, environment: Mapping[str, str], directory: str, rewrite: Callable[[str], str]
+        self,
+        *,
+        pod_ip: str,
+        environment: Mapping[str, str],
+        directory: str,
+        rewrite: Callable[[str], str],
+        enter: Sequence[str] = (),
     ) -> None:
         self.pod_ip = pod_ip
+        self.enter = enter
         self.rewrite = rewrite
         self.environment = environment
         self.directory = directory
@@ -68,6 +75,7 @@ async def _run(
 
 async def _exec(command: Sequence[str], where: Surroundings) -> tuple[bool, str]:
     process = await asyncio.create_subprocess_exec(
+        *where.enter,
         *command,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

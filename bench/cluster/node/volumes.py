@@ -44,16 +44,19 @@ def mounts(container: Mapping[str, Any], volumes: Path) -> dict[str, Path]:
     }
 
 
-def rewritten(word: str, places: Mapping[str, Path], pod_ip: str) -> str:
+def rewritten(word: str, places: Mapping[str, Path], listen_ip: str) -> str:
     """A word as the process must have it: mount paths and ``0.0.0.0`` replaced.
 
-    All pods share this machine's addresses, so a server that would listen on all of them listens on its pod's own.
+    Where pods share this machine's addresses, a server that would listen on all of them listens on its pod's own,
+    ``listen_ip``. It is empty where a pod has a network of its own: there ``0.0.0.0`` may stay.
     """
     paths = "|".join(re.escape(path) for path in sorted(places, key=len, reverse=True) if path != "/")
     if paths:
         # in one pass, so that what was rewritten is not rewritten again
         word = re.sub(rf"(?<![\w./-])(?:{paths})(?=$|[/:,;\"'\s])", lambda found: str(places[found[0]]), word)
-    return re.sub(r"(?<![\d.])0\.0\.0\.0(?![\d.])|\[::\](?=:|$)", pod_ip, word)
+    if not listen_ip:
+        return word
+    return re.sub(r"(?<![\d.])0\.0\.0\.0(?![\d.])|\[::\](?=:|$)", listen_ip, word)
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> bool:

@@ -12,17 +12,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import WantedStatus, fails, holds
-from controller.gateway.compile.pickers import picker_file_of
+from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, WantedStatus, fails, holds
+from controller.gateway.compile.pickers import Picker, picker_of
 from controller.gateway.compile.pods import Pod, pod_of
 from controller.gateway.compile.routes import RouteResult, compile_routes
 from controller.gateway.compile.servers import ServerResult, compile_server, empty_server
 from controller.gateway.compile.sources import DOCUMENT_KINDS, Source, source_of, to_bytes
+from extproc.config.failure_mode import failure_mode_of
+from extproc.config.gateway_config import GatewayConfig
+from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
+from extproc.config.picker_config import check_shape_alone
+from extproc.config.snapshot import Snapshot
 from extproc.config.spec import API_VERSION, namespace_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from extproc.config.picker_config import PickerCheck
 
 GATEWAY_FILE: Final = "gateway.json"
 _DEFAULT_GATEWAY: Final = to_bytes(
@@ -43,16 +50,18 @@ class Outcome(msgspec.Struct, frozen=True):
 class Compiler:
     """``put`` takes what changed, ``compile`` gives the outcome.
 
-    ``gateway``: the GatewayConfig to serve, as ``namespace/name``; None: the defaults.
+    ``gateway``: the GatewayConfig to serve, as ``namespace/name``; None: the defaults. ``check_picker``: that of the
+    extproc that reads the directory, or a mistake in one ConfigMap makes it refuse the whole.
     """
 
-    def __init__(self, gateway: str | None = None) -> None:
+    def __init__(self, gateway: str | None = None, *, check_picker: PickerCheck = check_shape_alone) -> None:
         self._gateway = gateway
+        self._check_picker = check_picker
         self._sources: dict[str, dict[str, Source]] = {kind: {} for kind in DOCUMENT_KINDS}
         self._pods: dict[str, Pod] = {}
         # keys of pods by namespace, and by the server that selects them
         self._pods_of: dict[str, dict[str, Pod]] = {}
-        self._pickers: dict[str, dict[str, bytes]] = {}
+        self._pickers: dict[str, Picker] = {}
         self._servers: dict[str, ServerResult] = {}
         self._stale_servers: set[str] = set()
         self._routes: Mapping[str, RouteResult] = {}
@@ -121,7 +130,7 @@ class Compiler:
     def _put_picker(self, key: str, thing: Mapping[str, Any] | None) -> None:
         self._pickers.pop(key, None)
         if thing is not None:
-            self._pickers[key] = picker_file_of(key, thing)
+            self._pickers[key] = picker_of(key, thing, self._check_picker)
         namespace = namespace_of(key)
         self._stale_servers |= {server for server in self._pods_of if namespace_of(server) == namespace}
 
@@ -130,13 +139,11 @@ class Compiler:
         if source is None:
             self._servers.pop(key, None)
             return
-        pickers = {name: file for name, files in self._pickers.items() for file in files}
-        self._servers[key] = compile_server(source, self._pods_of.get(key, {}).values(), pickers)
+        self._servers[key] = compile_server(source, self._pods_of.get(key, {}).values(), self._pickers)
 
     def _files(self) -> Iterator[tuple[str, bytes]]:
         """In writing order: what is referred to comes before what refers to it."""
-        for files in self._pickers.values():
-            yield from files.items()
+        yield from ((one.file, one.content) for one in self._pickers.values() if not one.problem)
         gateway = self._sources["GatewayConfig"].get(self._gateway or "")
         yield GATEWAY_FILE, _DEFAULT_GATEWAY if gateway is None else gateway.document()
         for objective in self._sources["InferenceObjective"].values():
@@ -160,8 +167,29 @@ class Compiler:
         gateway = self._sources["GatewayConfig"].get(self._gateway or "")
         if gateway is not None:
             problem = fails("Accepted", "Invalid", gateway.complaint())
-            conditions = (problem,) if gateway.mistakes else (holds("Accepted"), holds("Programmed"))
-            yield WantedStatus(kind=gateway.kind, key=gateway.key, generation=gateway.generation, conditions=conditions)
+            stays = fails("Programmed", "Invalid", "nothing is changed until it is corrected; what is served stays")
+            good = (holds("Accepted", NO_MISTAKE), holds("Programmed", IN_DIRECTORY))
+            yield WantedStatus(
+                kind=gateway.kind,
+                key=gateway.key,
+                generation=gateway.generation,
+                conditions=(problem, stays) if gateway.mistakes else good,
+                fields=self._failure_mode(gateway),
+            )
+
+    def _failure_mode(self, gateway: Source) -> Mapping[str, str]:
+        """What Envoy does without extproc, for the status."""
+        if gateway.mistakes or not isinstance(gateway.decoded, GatewayConfig):
+            return {}
+        served = [self._sources["ModelRoute"][key].decoded for key, one in self._routes.items() if one.document]
+        servers = [self._sources["ModelServer"][key].decoded for key, one in self._servers.items() if one.document]
+        snapshot = Snapshot(
+            version="",
+            routes=tuple(one for one in served if isinstance(one, ModelRoute)),
+            servers=tuple(one for one in servers if isinstance(one, ModelServer)),
+            gateway=gateway.decoded.spec,
+        )
+        return {"failureMode": failure_mode_of(snapshot)}
 
     def _refusal(self) -> str:
         """Without its GatewayConfig a gateway would serve without the authentication that it asks for."""

@@ -11,9 +11,12 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Truth = Literal["True", "False"]
+Truth = Literal["True", "False", "Unknown"]
 
 _LONGEST: Final = 4096
+# Messages of conditions that are as they should be.
+NO_MISTAKE: Final = "it has no mistake"
+IN_DIRECTORY: Final = "it is in the directory"
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -57,9 +60,10 @@ def merged(wanted: WantedStatus, observed: Mapping[str, Any], now: str) -> dict[
 
 
 def transitions(status: Mapping[str, Any], observed: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The conditions whose status or reason is not what it was, for Events."""
+    """The conditions whose status or reason is not what it was, for Events; what is not known yet is none."""
     known = {one.get("type"): (one.get("status"), one.get("reason")) for one in observed.get("conditions") or ()}
-    return [one for one in status["conditions"] if known.get(one["type"]) != (one["status"], one["reason"])]
+    found = [one for one in status["conditions"] if one["status"] != "Unknown"]
+    return [one for one in found if known.get(one["type"]) != (one["status"], one["reason"])]
 
 
 def _condition(wanted: Wanted, known: Mapping[str, Any] | None, generation: int, now: str) -> dict[str, Any]:

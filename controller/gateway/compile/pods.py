@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PRICE: Final = "attache.dev/price"
 DRAIN: Final = "attache.dev/drain"
+# Characters of what people have written wrongly.
+_MOST_SHOWN: Final = 40
 _OURS: Final = "attache.dev/"
 # On endpoints: which pod it is, for people who look at a decision.
 POD_LABEL: Final = "attache.dev/pod"
@@ -27,6 +29,7 @@ POD_LABEL: Final = "attache.dev/pod"
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
     """What counts of a pod. ``ip``: empty until it has one. ``is_leaving``: it is being deleted, or its annotation
     ``attache.dev/drain`` says ``true``. ``price``: that of its annotation ``attache.dev/price``, if it is one.
+    ``wrong_price``: what that annotation says instead; empty if nothing is wrong.
     """
 
     namespace: str
@@ -36,6 +39,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     is_ready: bool
     is_leaving: bool
     price: float | None = None
+    wrong_price: str = ""
 
     @property
     def key(self) -> str:
@@ -68,6 +72,8 @@ def pod_of(thing: Mapping[str, Any]) -> Pod:
     metadata, status = thing["metadata"], thing.get("status") or {}
     annotations = metadata.get("annotations") or {}
     ready = any(one.get("type") == "Ready" and one.get("status") == "True" for one in status.get("conditions") or ())
+    price = _price(annotations.get(PRICE))
+    wrong_price = ascii(annotations[PRICE][:_MOST_SHOWN])[1:-1] if price is None and PRICE in annotations else ""
     return Pod(
         namespace=metadata.get("namespace", "default"),
         name=metadata["name"],
@@ -75,7 +81,8 @@ def pod_of(thing: Mapping[str, Any]) -> Pod:
         ip=_ip(status.get("podIP")),
         is_ready=ready and status.get("phase") == "Running",
         is_leaving="deletionTimestamp" in metadata or annotations.get(DRAIN) == "true",
-        price=_price(annotations.get(PRICE)),
+        price=price,
+        wrong_price=wrong_price,
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from controller.gateway.compile.conditions import Wanted, WantedStatus, fails, holds
+from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
 from extproc.config.model_route import ModelRoute
 from extproc.config.spec import object_key
 
@@ -68,13 +68,15 @@ def _compile(source: Source, servers: Collection[str]) -> RouteResult:
     missing: set[str] = set()
     absent: list[str] = []
     rules = [_rule(source, rule, servers, missing, absent) for rule in source.spec["rules"]]
-    resolved = holds("ResolvedRefs")
+    resolved = holds("ResolvedRefs", "all its ModelServers are there")
     if absent:
         said = f"no usable ModelServer {', '.join(dict.fromkeys(absent))}"
         share = "rules without another target are answered 503" if missing else "the other targets serve its requests"
         resolved = fails("ResolvedRefs", "BackendNotFound", f"{said}; {share}")
     document = source.document({**source.spec, "rules": rules})
-    return _result(source, document, (holds("Accepted"), resolved, holds("Programmed")), missing)
+    return _result(
+        source, document, (holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY)), missing
+    )
 
 
 def _rule(

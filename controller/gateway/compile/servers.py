@@ -3,21 +3,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import Wanted, WantedStatus, fails, holds
+from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
+from controller.gateway.compile.pickers import LABEL
+from controller.gateway.compile.pods import PRICE
 from controller.gateway.compile.sources import Source, to_bytes
 from extproc.config.model_server import ModelServer, ModelServerSpec
-from extproc.config.spec import API_VERSION, namespace_of
+from extproc.config.spec import API_VERSION, namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+    from controller.gateway.compile.pickers import Picker
     from controller.gateway.compile.pods import Pod
 
 _PORT_FIELDS = ("workloadSelector", "workloadPort")
+# Of pods in one message.
+_MOST_SAID: Final = 3
 
 
 class ServerResult(msgspec.Struct, frozen=True):
@@ -27,34 +32,52 @@ class ServerResult(msgspec.Struct, frozen=True):
     status: WantedStatus
 
 
-def compile_server(source: Source, pods: Iterable[Pod], pickers: Mapping[str, str]) -> ServerResult:
-    """``pods``: those that the server's selector selects. ``pickers``: the files of the EndpointPickerConfigs that can be
-    used, by ``namespace/name`` of their ConfigMap.
+def compile_server(source: Source, pods: Iterable[Pod], pickers: Mapping[str, Picker]) -> ServerResult:
+    """``pods``: those that the server's selector selects. ``pickers``: EndpointPickerConfigs by the key of their ConfigMap.
+
+    A server whose EndpointPickerConfig cannot be used is served all the same, by the default picker: a slower pick
+    harms less than no answer. The last good configuration would depend on what a replica has seen.
     """
     if not isinstance(source.decoded, ModelServer) or source.mistakes:
         problem = fails("Accepted", "Invalid", source.complaint())
         return _result(source, None, (problem, fails("Programmed", "Invalid", "the server is not used")))
     spec = source.decoded.spec
     content = dict(source.spec)
-    resolved = holds("ResolvedRefs")
+    resolved = holds("ResolvedRefs", "it names no other object")
     if spec.picker_config is not None:
-        file = pickers.get(f"{source.namespace}/{spec.picker_config}")
-        if file is None:
-            said = f"no ConfigMap '{spec.picker_config}' labelled attache.dev/picker-config holds a usable EndpointPickerConfig"
-            resolved = fails("ResolvedRefs", "PickerConfigNotFound", f"{said}; the server is not used")
-            return _result(source, None, (holds("Accepted"), resolved, fails("Programmed", "Invalid", said)))
-        content["pickerConfig"] = file
-    counted = len(spec.endpoints)
+        picker = pickers.get(object_key(source.namespace, spec.picker_config))
+        resolved = _resolved(spec.picker_config, picker)
+        del content["pickerConfig"]
+        if picker is not None and not picker.problem:
+            content["pickerConfig"] = picker.file
+    counted, pods = len(spec.endpoints), list(pods)
     endpoints: Collection[Mapping[str, Any]] = content.get("endpoints", ())
     if spec.workload_selector is not None:
-        pods = list(pods)
         counted = len(pods)
         endpoints = _endpoints(spec, pods)
         content = {name: value for name, value in content.items() if name not in _PORT_FIELDS}
         content["endpoints"] = endpoints
-    ready = sum(not one.get("draining", False) for one in endpoints)
-    conditions = (holds("Accepted"), resolved, holds("Programmed"), _available(spec, ready, counted))
-    return _result(source, source.document(content), conditions, endpoints=len(endpoints), ready=ready)
+    draining = sum(bool(one.get("draining")) for one in endpoints)
+    ready = len(endpoints) - draining
+    available = _available(spec, ready, draining, counted)
+    if wrong := _wrong_prices(pods):
+        available = msgspec.structs.replace(available, message=f"{available.message}; {wrong}")
+    conditions = (holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY), available)
+    return _result(
+        source, source.document(content), conditions, endpoints=len(endpoints), ready=ready, draining=draining
+    )
+
+
+def _resolved(name: str, picker: Picker | None) -> Wanted:
+    """Whether the ConfigMap ``name`` is there and can be used."""
+    meanwhile = "the default picker is used until then"
+    if picker is None:
+        said = f"this namespace has no ConfigMap '{name}' with the label {LABEL}"
+        return fails("ResolvedRefs", "PickerConfigNotFound", f"{said}; {meanwhile}")
+    if picker.problem:
+        said = f"correct the ConfigMap '{name}', {meanwhile}: {picker.problem}"
+        return fails("ResolvedRefs", "PickerConfigInvalid", said)
+    return holds("ResolvedRefs", "; ".join(picker.notes) or f"the ConfigMap '{name}' is used")
 
 
 def empty_server(key: str) -> bytes:
@@ -78,15 +101,28 @@ def _endpoints(spec: ModelServerSpec, pods: Collection[Pod]) -> list[Mapping[str
     return [found[address] for address in sorted(found)]
 
 
-def _available(spec: ModelServerSpec, ready: int, counted: int) -> Wanted:
+def _available(spec: ModelServerSpec, ready: int, draining: int, counted: int) -> Wanted:
     if ready:
-        return holds("Available")
+        also = f", and {draining} drain" if draining else ""
+        return holds("Available", f"new requests go to {ready} of {ready + draining} endpoints{also}")
+    if draining:
+        said = f"all {draining} endpoints drain; they get new requests until there are others"
+        return Wanted("Available", "True", "AllDraining", said)
     if spec.workload_selector is None:
         return fails("Available", "NoEndpoints", "endpoints is empty; its requests are answered 503")
     labels = ",".join(f"{name}={value}" for name, value in sorted(spec.workload_selector.match_labels.items()))
     if not counted:
         return fails("Available", "NoPods", f"no pod of this namespace has the labels {labels}")
     return fails("Available", "NoReadyPods", f"none of {counted} pods with the labels {labels} is ready")
+
+
+def _wrong_prices(pods: Collection[Pod]) -> str:
+    """What is wrong with annotations of pods, for people; empty if nothing is."""
+    wrong = sorted(f"{pod.name} '{pod.wrong_price}'" for pod in pods if pod.wrong_price)
+    if not wrong:
+        return ""
+    more = f" and {len(wrong) - _MOST_SAID} more" if len(wrong) > _MOST_SAID else ""
+    return f"{PRICE} is no positive number, and not used, on {', '.join(wrong[:_MOST_SAID])}{more}"
 
 
 def _result(source: Source, document: bytes | None, conditions: tuple[Wanted, ...], **counts: int) -> ServerResult:

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from extproc.config.gateway_config import GatewayConfigSpec
 
 LISTENERS_FILE = "lds.json"
-ROUTES_FILE = "rds.json"
 CLUSTERS_FILE = "cds.json"
 ENDPOINTS_FOLDER = "eds"
 

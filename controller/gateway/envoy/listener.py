@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The listener: connection manager, headers stripped from requests, access log."""
+"""Listeners: connection managers, TLS by server name, headers stripped from requests, access log."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from envoy_data_plane.envoy.config.accesslog.v3 import AccessLog
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation, HeaderMutationRemoveOnMatch
@@ -15,11 +15,18 @@ from envoy_data_plane.envoy.config.core.v3 import (
     HttpProtocolOptionsHeadersWithUnderscoresAction,
     TypedExtensionConfig,
 )
-from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
+from envoy_data_plane.envoy.config.listener.v3 import (
+    Filter,
+    FilterChain,
+    FilterChainMatch,
+    Listener,
+    ListenerFilter,
+)
 from envoy_data_plane.envoy.extensions.access_loggers.grpc.v3 import (
     CommonGrpcAccessLogConfig,
     HttpGrpcAccessLogConfig,
 )
+from envoy_data_plane.envoy.extensions.filters.listener.tls_inspector.v3 import TlsInspector
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
     HttpConnectionManager,
     HttpConnectionManagerPathWithEscapedSlashesAction,
@@ -33,11 +40,12 @@ from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
 from envoy_data_plane.google.protobuf import Any
 
-from controller.gateway.envoy.bootstrap import ROUTES_FILE, file_source
-from controller.gateway.envoy.envoy_json import address, seconds, typed
-from controller.gateway.envoy.filters import extproc_service, http_filters
+from controller.gateway.envoy.bootstrap import file_source
+from controller.gateway.envoy.envoy_json import address, seconds, to_plain, to_resource, typed
+from controller.gateway.envoy.filters import NO_NEEDS, Needs, extproc_service, http_filters
+from controller.gateway.envoy.listener_groups import DEFAULT_ROUTES, listener_groups
 from controller.gateway.envoy.local_replies import local_replies
-from controller.gateway.envoy.routes import ROUTES_NAME
+from controller.gateway.envoy.tls import listener_socket
 from extproc.protocol import (
     ACCESS_LOG_NAME,
     CLIENT,
@@ -51,6 +59,9 @@ from extproc.protocol import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from controller.gateway.envoy.listener_groups import ListenerGroup
     from extproc.config.gateway_config import GatewayConfigSpec
 
 # With these headers of Envoy's a client could set timeouts and retries.
@@ -60,34 +71,81 @@ _OWN_HEADERS: Final = (DESTINATION, SUBSET, SERVER_HEADER, CLIENT, *SIDECAR_HEAD
 _SERVER_NAME: Final = "attache"
 # Envoy's default; the longest hold is added.
 _IDLE_S: Final = 300.0
+# Of TLS: a client that does not finish it holds memory.
+_HANDSHAKE_S: Final = 15.0
+_MANAGER: Final = "envoy.filters.network.http_connection_manager"
 
 
-def listener(gateway: GatewayConfigSpec, directory: str, *, longest_wait_s: float = 0.0) -> Listener:
-    """Where clients connect. ``longest_wait_s``: how long extproc may hold a request."""
-    return Listener(
-        name="attache",
-        address=address(gateway.listen),
-        # of what filters hold: the bodies of requests
-        per_connection_buffer_limit_bytes=gateway.max_body_size,
-        filter_chains=[
-            FilterChain(
-                filters=[
-                    Filter(
-                        name="envoy.filters.network.http_connection_manager",
-                        typed_config=Any.pack(_connection_manager(gateway, directory, longest_wait_s)),
-                    )
-                ]
-            )
-        ],
+def listener_resources(
+    gateway: GatewayConfigSpec, directory: str, *, longest_wait_s: float = 0.0, needs: Needs = NO_NEEDS
+) -> list[dict[str, object]]:
+    """Where clients connect, as resources of xDS: one for each address. ``longest_wait_s``: how long extproc may hold a request.
+    ``needs``: of its routes.
+
+    All connection managers are alike but for their routes. The classes of Envoy's schema turn it into JSON once.
+    """
+    groups = listener_groups(gateway)
+    manager = _connection_manager(gateway, directory, longest_wait_s, needs)
+    manager.rds = _routes_of(groups[0], directory)
+    plain = to_resource(manager)
+    by_address: dict[str, list[ListenerGroup]] = {}
+    for group in groups:
+        by_address.setdefault(group.address, []).append(group)
+    return [_listener(gateway, directory, together, plain) for together in by_address.values()]
+
+
+def _listener(
+    gateway: GatewayConfigSpec, directory: str, groups: Sequence[ListenerGroup], manager: Mapping[str, object]
+) -> dict[str, object]:
+    """``groups``: of one address. ``manager``: the connection manager of each, but for its routes."""
+    first = groups[0]
+    name = DEFAULT_ROUTES if first.route_config_name == DEFAULT_ROUTES else f"{DEFAULT_ROUTES}/{first.address}"
+    plain = to_resource(
+        Listener(
+            name=name,
+            address=address(first.address),
+            # of what filters hold: the bodies of requests
+            per_connection_buffer_limit_bytes=gateway.max_body_size,
+            listener_filters=[] if first.tls is None else [_reads_server_name()],
+            filter_chains=[_filter_chain(group, directory) for group in groups],
+        )
+    )
+    chains = cast("list[dict[str, object]]", plain["filter_chains"])
+    for chain, group in zip(chains, groups, strict=True):
+        rds = to_plain(_routes_of(group, directory))
+        chain["filters"] = [{"name": _MANAGER, "typed_config": {**manager, "rds": rds}}]
+    return plain
+
+
+def _filter_chain(group: ListenerGroup, directory: str) -> FilterChain:
+    """Without its connection manager. An HTTPS listener without a host name takes what no other one of its address does."""
+    if group.tls is None:
+        return FilterChain(filters=[Filter(name=_MANAGER)])
+    hostname = group.listeners[0].hostname
+    return FilterChain(
+        name=group.route_config_name,
+        filters=[Filter(name=_MANAGER)],
+        filter_chain_match=None if hostname is None else FilterChainMatch(server_names=[hostname.lower()]),
+        transport_socket=listener_socket(group.tls, directory),
+        transport_socket_connect_timeout=seconds(_HANDSHAKE_S),
     )
 
 
-def _connection_manager(gateway: GatewayConfigSpec, directory: str, longest_wait_s: float) -> HttpConnectionManager:
+def _routes_of(group: ListenerGroup, directory: str) -> Rds:
+    return Rds(route_config_name=group.route_config_name, config_source=file_source(directory, group.routes_file))
+
+
+def _reads_server_name() -> ListenerFilter:
+    return ListenerFilter(name="envoy.filters.listener.tls_inspector", typed_config=Any.pack(TlsInspector()))
+
+
+def _connection_manager(
+    gateway: GatewayConfigSpec, directory: str, longest_wait_s: float, needs: Needs
+) -> HttpConnectionManager:
     return HttpConnectionManager(
         stat_prefix="attache",
-        rds=Rds(route_config_name=ROUTES_NAME, config_source=file_source(directory, ROUTES_FILE)),
         early_header_mutation_extensions=[_strip_reserved_headers(gateway)],
-        http_filters=http_filters(gateway, directory),
+        http_filters=http_filters(gateway, directory, needs),
         local_reply_config=local_replies(gateway),
         access_log=[_access_log(gateway)],
         use_remote_address=True,

@@ -110,34 +110,13 @@ def test_fairness_ids_by_both_names(identities: Identities) -> None:
         assert identities.caller({name: "batch"}, namespace="default", is_trusted=True).flow == "batch"
 
 
-RESTRICTED = CONFIG.replace(
-    b"user: alice}]",
-    b"""user: alice}, {name: acme-2, key: sk-acme-second, tenant: acme, models: [sql, law]}]
-  tenants: [{name: acme, models: [chat, sql]}, {name: anonymous, models: [chat]}, {name: bell}]""",
-)
+@pytest.mark.parametrize("name", ["zo\u00eb", "\u65e5\u672c", "plain"])
+def test_names_are_read_as_the_configuration_spells_them(identities: Identities, name: str) -> None:
+    # headers are read as Latin-1, and tokens are UTF-8
+    headers = {"x-attache-tenant": name.encode().decode("latin-1")}
+    assert identities.caller(headers, namespace="default", is_trusted=True).tenant == name
+    assert identities.subject(headers).tenant == name
 
 
-@pytest.mark.parametrize(
-    ("headers", "models"),
-    [
-        ({"x-attache-client": "acme-1"}, {"chat", "sql"}),
-        ({"x-attache-client": "acme-2"}, {"sql"}),
-        ({"x-attache-client": "of a configuration that is not here"}, set()),
-        ({"x-attache-tenant": "acme"}, {"chat", "sql"}),
-        ({"x-attache-tenant": "bell"}, None),
-        ({"x-attache-tenant": "cord"}, None),
-        ({}, {"chat"}),
-    ],
-)
-def test_a_caller_has_the_models_of_both_its_key_and_its_tenant(
-    headers: dict[str, str], models: set[str] | None
-) -> None:
-    restricted = Identities(load({"all.yaml": RESTRICTED}))
-    assert restricted.restricts_models
-    assert restricted.caller(headers, namespace="default", is_trusted=True).models == models
-    assert restricted.caller(headers, namespace="default", is_trusted=False).models == {"chat"}
-
-
-def test_without_restrictions_every_model_is_everybodys(identities: Identities) -> None:
-    assert not identities.restricts_models
-    assert identities.caller({"x-attache-client": "unknown"}, namespace="default", is_trusted=True).may_use("any")
+def test_a_name_that_is_no_utf_8_stays_as_it_is(identities: Identities) -> None:
+    assert identities.subject({"x-attache-tenant": "zo\xeb"}).tenant == "zo\xeb"

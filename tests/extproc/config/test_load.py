@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.cli.serve import limits_without_redis
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
 from extproc.config.failure_mode import decided_by_extproc, failure_mode_of
+from extproc.config.limits_without_redis import limits_without_redis
 from extproc.config.load import load
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ spec: {priority: high}
         "spec.rateLimits[1]: per: Header and the field 'header' go together",
         "spec.rateLimits[2].withoutRedis: has no effect on a Local limit",
         "spec.rules[0].ttftTarget: 'later' is not a duration",
-        "spec.authentication: write apiKeys or jwt",
+        "spec.authentication: write apiKeys (or apiKeySecrets), jwt or clientCertificates",
         "spec.authentication.apiKeys[1].name: 'a' is there already",
         "spec.authentication.apiKeys[1].key: another name has this key",
         "spec.tenants[1].name: 't' is there already",
@@ -193,13 +193,27 @@ def gateway(spec: str) -> bytes:
         ("{tenants: [{name: t}]}", "Open"),
         ("{tenants: [{name: t, models: [chat]}]}", "Close"),
         ("{authentication: {apiKeys: [{name: a, key: sk-01234567, tenant: t, models: [chat]}]}}", "Close"),
-        ("{tenants: [{name: t, models: [chat]}], failureMode: Open}", "Open"),
+        ("{tenants: [{name: t, models: [chat]}], failureMode: Close}", "Close"),
     ],
 )
 def test_models_that_not_everybody_may_use_are_not_left_to_envoy_alone(spec: str, mode: str) -> None:
     found = load({"server.yaml": SERVER, "route.yaml": ROUTE, "gateway.yaml": gateway(spec)})
     assert failure_mode_of(found) == mode
     assert ("GatewayConfig: models of tenants or keys" in decided_by_extproc(found)) == ("models" in spec)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "tenants: [{name: t, models: [chat]}]",
+        "authentication: {apiKeys: [{name: a, key: sk-01234567, tenant: t, models: [chat]}]}",
+    ],
+)
+def test_open_is_refused_where_not_everybody_may_use_every_model(fields: str) -> None:
+    (found,) = mistakes_of(gateway(f"{{{fields}, failureMode: Open}}"))
+    assert (
+        "spec.failureMode: without extproc, requests would get round GatewayConfig: models of tenants or keys" in found
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,3 +235,20 @@ def test_global_limits_without_a_redis_are_warned_of() -> None:
     first, second = limits_without_redis(found)
     assert first.startswith("ModelRoute default/chat: rateLimits[0] is Global")
     assert second.endswith("all its requests get 503")
+
+
+@pytest.mark.parametrize(
+    ("secret", "said"),
+    [
+        ("short", "the value has 5 characters; write at least 16"),
+        ("x" * 513, "the value has 513 characters; write at most 512"),
+    ],
+)
+def test_the_length_of_a_secret_is_told_and_the_secret_is_not(secret: str, said: str) -> None:
+    text = (
+        f"apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {{name: g}}\nspec: {{cacheSecret: {secret}}}"
+    )
+    with pytest.raises(ConfigInvalid) as caught:
+        load({"a.yaml": text.encode()})
+    (mistake,) = caught.value.mistakes
+    assert (mistake.path, mistake.message) == ("spec.cacheSecret", said)

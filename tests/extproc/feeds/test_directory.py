@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.config.directory import ConfigDirectory
+from extproc.config.report import ConfigReport, content_digest
 from extproc.core.core import Core
 from extproc.feeds.directory import DirectoryFeed
 from extproc.metrics.registry import Metrics
@@ -70,13 +71,18 @@ async def test_a_replaced_file_is_applied(watched: Watched) -> None:
 async def test_a_broken_or_half_written_file_changes_nothing_until_it_is_mended(
     watched: Watched, content: bytes
 ) -> None:
+    in_use = watched.feed.report.files
+    assert in_use == {"all.yaml": content_digest(CONFIG)}
     watched.file.write_bytes(content)
     await watched.until(lambda: watched.sample("attache_config_valid") == 0)
     assert watched.names() == ["chat", "sql"]
+    assert watched.feed.report.files == in_use
+    assert "all.yaml" in watched.feed.report.refused
 
     watched.file.write_bytes(CONFIG)
     await watched.until(lambda: watched.sample("attache_config_valid") == 1)
     assert watched.names() == ["chat", "sql"]
+    assert watched.feed.report == ConfigReport(files=in_use)
 
 
 async def test_a_directory_that_is_gone_for_a_while_changes_nothing(watched: Watched) -> None:

@@ -82,8 +82,10 @@ def test_a_weight_of_zero_is_never_drawn() -> None:
 
 
 def test_the_model_is_sent_under_its_servers_name_and_an_adapter_under_its_own() -> None:
-    assert resolve("chat", x_team="testers") == Destination("default/canary", "llama-3.2-8b", "default/chat")
-    assert resolve("sql", x_team="testers") == Destination("default/canary", "sql", "default/chat")
+    assert resolve("chat", x_team="testers") == Destination(
+        "default/canary", "llama-3.2-8b", "default/chat", base_model="chat"
+    )
+    assert resolve("sql", x_team="testers") == Destination("default/canary", "sql", "default/chat", base_model="chat")
 
 
 def test_an_unknown_model_is_named_but_not_at_any_length() -> None:
@@ -101,3 +103,20 @@ def test_a_request_that_no_rule_takes_is_refused() -> None:
 
 def test_the_models_that_can_be_asked_for_are_listed() -> None:
     assert TABLE.models == [ListedModel("chat", None), ListedModel("sql", "chat"), ListedModel("strict", None)]
+
+
+def test_weights_go_to_what_is_open_to_the_caller() -> None:
+    rng = random.Random(0)
+
+    def drawn(*servers: str) -> set[str | None]:
+        found = [TABLE.resolve_among("chat", {}, "/", rng, may=lambda one: one.server in servers) for _ in range(40)]
+        return {None if one is None else one.server for one in found}
+
+    assert drawn("default/stable", "default/canary") == {"default/stable", "default/canary"}
+    assert drawn("default/canary") == {"default/canary"}
+    assert drawn() == {None}
+
+
+def test_all_that_a_model_can_come_to_is_known() -> None:
+    assert {one.server for one in TABLE.destinations("sql")} == {"default/stable", "default/canary"}
+    assert not list(TABLE.destinations("gpt-9"))

@@ -8,14 +8,16 @@ import json
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import grpc
 import httpx
+import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.__main__ import main
+from extproc.config.report import ConfigReport
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse, StreamAccessLogsMessage
 from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually
@@ -66,11 +68,11 @@ class ExtprocProcess:
         return (await self.page("/readyz")).status_code == 503
 
 
-async def start(config: Path, listen: str, guard: Guard) -> ExtprocProcess:
+async def start(config: Path, listen: str, guard: Guard, *, log: IO[str] | None = None) -> ExtprocProcess:
     metrics = f"127.0.0.1:{free_port()}"
     arguments = ["--config", str(config), "--listen", listen, "--metrics", metrics, "--drain", "20s"]
     command = [sys.executable, "-m", "extproc", *arguments]
-    process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+    process = await asyncio.create_subprocess_exec(*command, start_new_session=True, stderr=log)
     guard.add(process.pid)
     one = ExtprocProcess(process, listen, metrics)
     async with asyncio.timeout(30):
@@ -110,6 +112,8 @@ async def test_it_is_ready_decides_and_shows_it(extproc: ExtprocProcess) -> None
     for service in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
         assert await extproc.health(service) == health_pb2.HealthCheckResponse.SERVING
     assert (await extproc.page("/readyz")).status_code == 200
+    report = msgspec.json.decode((await extproc.page("/config")).content, type=ConfigReport)
+    assert (list(report.files), report.refused) == (["all.yaml"], "")
     stream = extproc.open_stream()
     answer = await decide(stream, CHAT)
     assert (
@@ -122,6 +126,28 @@ async def test_it_is_ready_decides_and_shows_it(extproc: ExtprocProcess) -> None
     await stream.done_writing()
     await stream.read()
     assert 'attache_requests_total{outcome="picked"} 1.0' in text
+
+
+async def test_a_global_limit_that_comes_later_is_said_to_have_no_redis(tmp_path: Path, guard: Guard) -> None:
+    config, log = tmp_path / "config", tmp_path / "log"
+    config.mkdir()
+    (config / "all.yaml").write_bytes(CONFIG)
+    with log.open("w") as opened:
+        one = await start(config, f"127.0.0.1:{free_port()}", guard, log=opened)
+    (config / "more.yaml").write_bytes(
+        b"apiVersion: attache.dev/v1alpha1\nkind: ModelRoute\nmetadata: {name: limited}\n"
+        b"spec: {modelName: limited, rules: [{targetModels: [{modelServerName: llama}]}],\n"
+        b"  rateLimits: [{requests: 1, unit: second, scope: Global}]}\n"
+    )
+
+    async def is_said() -> bool:
+        return "default/limited: rateLimits[0] is Global, and there is no --redis" in log.read_text()
+
+    await eventually(is_said, timeout_s=20)
+    await one.channel.close()
+    one.process.kill()
+    await one.process.wait()
+    guard.remove(one.process.pid)
 
 
 async def test_a_client_that_leaves_frees_its_place(extproc: ExtprocProcess) -> None:

@@ -147,7 +147,7 @@ def test_if_all_failed_one_is_still_picked() -> None:
 @pytest.mark.parametrize("picker", [PICKER, RoundRobin()])
 def test_without_endpoints_there_is_no_pick(picker: PrefixAware | RoundRobin) -> None:
     table = EndpointTable()
-    with pytest.raises(NoEndpoint, match="add endpoints"):
+    with pytest.raises(NoEndpoint, match="none of its endpoints is ready"):
         picker.pick(view(table, 1, cached(table), 0.0), rng=random.Random(0))
 
 

@@ -241,7 +241,7 @@ spec: {clients: Trusted, tenants: [{name: acme, models: [sql]}]}
 
 
 @pytest.mark.parametrize("duplex", [False, True])
-@pytest.mark.parametrize(("model", "status"), [(b"sql", None), (b"chat", 403), (b"none", 404)])
+@pytest.mark.parametrize(("model", "status"), [(b"sql", None), (b"chat", 403), (b"none", 403)])
 def test_a_tenant_gets_its_own_models_alone(core: Core, model: bytes, status: int | None, *, duplex: bool) -> None:
     core.apply(load({"all.yaml": RESTRICTED}), 0.0)
     metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)

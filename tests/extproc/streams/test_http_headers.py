@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import pytest
+from google.protobuf.struct_pb2 import Struct
 
-from extproc.streams.http_headers import read_head, read_served, read_status, read_subset
+from extproc.streams.http_headers import read_claims, read_head, read_served, read_status, read_subset
 from extproc.streams.messages import HttpHeaders, ProcessingRequest
 
 
@@ -70,3 +71,52 @@ def test_who_served_is_read_from_metadata() -> None:
     fields["x-gateway-destination-endpoint-served"].string_value = "10.0.0.1:1"
 
     assert read_served(message) == "10.0.0.1:1"
+
+
+TOKEN = {
+    "groups": ["ml", "ops", 7, None, ["nested"]],
+    "role": "admin",
+    "scope": "read write",
+    "suspended": True,
+    "age": 7,
+    "realm": {"roles": ["user"], "name": "lab"},
+    "https://login.example/team": "red",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("groups", {"ml", "ops"}),
+        ("role", {"admin"}),
+        ("scope", {"read", "write"}),
+        ("suspended", {"true"}),
+        ("age", set()),
+        ("realm.roles", {"user"}),
+        ("realm.name", {"lab"}),
+        ("https://login.example/team", {"red"}),
+    ],
+)
+def test_claims_are_values_whatever_form_they_have(name: str, values: set[str]) -> None:
+    message = ProcessingRequest()
+    tokens = message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].fields
+    tokens["login"].struct_value.MergeFromString(as_struct(TOKEN))
+    tokens["another"].struct_value.MergeFromString(as_struct({"unused": "x"}))
+
+    assert read_claims(message, {name}) == {name: values}
+
+
+@pytest.mark.parametrize("name", ["nobody", "realm.nobody", "role.name", "groups.ml", "realm.roles.x"])
+def test_claims_that_a_token_lacks_are_left_out(name: str) -> None:
+    message = ProcessingRequest()
+    tokens = message.metadata_context.filter_metadata["envoy.filters.http.jwt_authn"].fields
+    tokens["login"].struct_value.MergeFromString(as_struct(TOKEN))
+
+    assert read_claims(message, {name}) == {}
+    assert read_claims(ProcessingRequest(), {name}) == {}
+
+
+def as_struct(value: dict[str, object]) -> bytes:
+    found = Struct()
+    found.update(value)
+    return found.SerializeToString()

@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 
 from controller.cluster.resources import key_of
 from controller.gateway.compile.compiler import Compiler, Outcome, file_name
+from extproc.config.failure_mode import failure_mode_of
 from extproc.config.load import load
 from extproc.config.spec import object_key
+from extproc.scheduling.pickers import InstalledPlugins, picker_notes, pickers_for
 from tests.kube_objects import Object, picker_config, pod, resource, route, server
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from extproc.config.picker_config import PickerFile
     from extproc.config.snapshot import Snapshot
 
 PICKER = """\
@@ -30,7 +33,7 @@ schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}, {plugi
 
 
 def compiled(*things: Object, gateway: str | None = None) -> Outcome:
-    return feed(Compiler(gateway), things).compile()
+    return feed(Compiler(gateway, check_picker=InstalledPlugins()), things).compile()
 
 
 def feed(compiler: Compiler, things: Iterable[Object]) -> Compiler:
@@ -71,7 +74,7 @@ def test_ready_pods_of_the_namespace_with_the_labels_are_endpoints() -> None:
     )
     assert addresses(outcome) == ["10.0.0.1:8000", "10.0.0.2:8000"]
     assert condition(outcome, "ModelServer", "default/llama", "Available")[0] == "True"
-    assert outcome.statuses["ModelServer", "default/llama"].fields == {"endpoints": 2, "ready": 2}
+    assert outcome.statuses["ModelServer", "default/llama"].fields == {"endpoints": 2, "ready": 2, "draining": 0}
 
 
 def test_a_pod_that_is_deleted_or_drained_stays_until_it_is_gone_and_gets_nothing_new() -> None:
@@ -83,7 +86,53 @@ def test_a_pod_that_is_deleted_or_drained_stays_until_it_is_gone_and_gets_nothin
     )
     (found,) = snapshot(outcome).servers
     assert [one.draining for one in found.spec.endpoints] == [True, True, False]
-    assert outcome.statuses["ModelServer", "default/llama"].fields == {"endpoints": 3, "ready": 1}
+    assert outcome.statuses["ModelServer", "default/llama"].fields == {"endpoints": 3, "ready": 1, "draining": 2}
+
+
+def test_a_server_whose_endpoints_all_drain_is_available_and_says_so() -> None:
+    listed = [{"address": "10.0.0.1:8000", "draining": True}, {"address": "10.0.0.2:8000", "draining": True}]
+    things = resource("ModelServer", "listed", {"model": "m", "endpoints": listed}), server()
+    outcome = compiled(*things, pod("a", annotations={"attache.dev/drain": "true"}))
+    assert outcome.statuses["ModelServer", "default/listed"].fields == {"endpoints": 2, "ready": 0, "draining": 2}
+    for key in ("default/listed", "default/llama"):
+        assert condition(outcome, "ModelServer", key, "Available")[:2] == ("True", "AllDraining")
+
+
+def test_a_price_that_is_none_is_said() -> None:
+    outcome = compiled(
+        server(),
+        *(pod(name, f"10.0.0.{at}", annotations={"attache.dev/price": "dear\n"}) for at, name in enumerate("dcba", 1)),
+        pod("fine", "10.0.0.9", annotations={"attache.dev/price": "2"}),
+    )
+    assert condition(outcome, "ModelServer", "default/llama", "Available")[2] == (
+        "new requests go to 5 of 5 endpoints; attache.dev/price is no positive number, and not used, "
+        "on a 'dear\\n', b 'dear\\n', c 'dear\\n' and 1 more"
+    )
+
+
+def test_conditions_that_hold_say_what() -> None:
+    config = resource("GatewayConfig", "main", {})
+    outcome = compiled(config, server(), route("llama"), pod("a"), gateway="default/main")
+    assert [one for status in outcome.statuses.values() for one in status.conditions if not one.message] == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "limits", "expected"),
+    [
+        ({}, [], "Open"),
+        ({}, [{"requests": 1, "unit": "second"}], "Close"),
+        ({"failureMode": "Open"}, [{"requests": 1, "unit": "second"}], "Open"),
+    ],
+)
+def test_the_failure_mode_that_holds_is_in_the_status(
+    spec: dict[str, str], limits: list[dict[str, object]], expected: str
+) -> None:
+    limited = route("llama")
+    limited["spec"] |= {"rateLimits": limits}
+    config = resource("GatewayConfig", "main", spec)
+    outcome = compiled(config, server(), limited, gateway="default/main")
+    assert outcome.statuses["GatewayConfig", "default/main"].fields == {"failureMode": expected}
+    assert failure_mode_of(snapshot(outcome)) == expected
 
 
 def test_each_data_parallel_rank_is_an_endpoint() -> None:
@@ -166,11 +215,53 @@ def test_a_picker_is_a_config_map_of_the_servers_namespace() -> None:
     assert outcome.files["picker.default.epp.yaml"] == PICKER.encode()
 
 
-@pytest.mark.parametrize("text", ["", "kind: Other", "kind: EndpointPickerConfig\nplugins: 3"])
-def test_a_server_whose_picker_cannot_be_read_is_not_used(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "document"),
+        ("kind: Other", "kind"),
+        ("kind: EndpointPickerConfig\nplugins: 3", "line 2: plugins"),
+        (
+            PICKER.replace("queue-scorer", "queue-scorr"),
+            "line 3: plugins[0].type: there is no plugin type 'queue-scorr'",
+        ),
+        (PICKER.replace("max-score-picker}", "max-score-picker, parameters: {x: 1}}", 1), "plugins[1].parameters"),
+    ],
+)
+def test_a_server_whose_picker_is_wrong_is_served_by_the_default_one_and_says_why(text: str, said: str) -> None:
     outcome = compiled(server(pickerConfig="epp"), picker_config("epp", text))
-    assert snapshot(outcome).servers == ()
-    assert condition(outcome, "ModelServer", "default/llama", "ResolvedRefs")[:2] == ("False", "PickerConfigNotFound")
+    (found,) = snapshot(outcome).servers
+    assert found.spec.picker_config is None
+    assert not [name for name in outcome.files if name.startswith("picker.")]
+    status, reason, message = condition(outcome, "ModelServer", "default/llama", "ResolvedRefs")
+    assert (status, reason) == ("False", "PickerConfigInvalid")
+    assert said in message
+    assert picker_notes(snapshot(outcome)) == []
+
+
+def test_a_server_whose_picker_has_not_come_yet_is_served_by_the_default_one() -> None:
+    outcome = compiled(server(pickerConfig="epp"), picker_config("epp", PICKER, namespace="blue"))
+    (found,) = snapshot(outcome).servers
+    assert found.spec.picker_config is None
+    status, reason, message = condition(outcome, "ModelServer", "default/llama", "ResolvedRefs")
+    assert (status, reason) == ("False", "PickerConfigNotFound")
+    assert "attache.dev/picker-config" in message
+
+
+def test_what_has_no_effect_in_a_picker_is_said() -> None:
+    outcome = compiled(server(pickerConfig="epp"), picker_config("epp", PICKER + "dataLayer: {sources: []}\n"))
+    status, _, message = condition(outcome, "ModelServer", "default/llama", "ResolvedRefs")
+    assert (status, message) == ("True", "dataLayer: read, and not used")
+
+
+def test_a_plugin_that_fails_unforeseen_concerns_its_server_alone() -> None:
+    def check(file: PickerFile) -> list[str]:
+        raise RuntimeError(file.document.file)
+
+    compiler = Compiler(check_picker=check)
+    outcome = feed(compiler, [server(pickerConfig="epp"), picker_config("epp", PICKER), server("qwen")]).compile()
+    assert len(snapshot(outcome).servers) == 2
+    assert "RuntimeError" in condition(outcome, "ModelServer", "default/llama", "ResolvedRefs")[2]
 
 
 def test_without_its_gateway_config_nothing_is_served_anew() -> None:
@@ -246,7 +337,8 @@ def objectives(draw: st.DrawFn) -> Object:
     return {**made, "apiVersion": "inference.networking.x-k8s.io/v1alpha2"}
 
 
-PICKERS = st.builds(picker_config, NAMES, st.sampled_from([PICKER, "nonsense"]), namespace=SPACES)
+UNKNOWN_PLUGIN = PICKER.replace("queue-scorer", "queue-scorr")
+PICKERS = st.builds(picker_config, NAMES, st.sampled_from([PICKER, "nonsense", UNKNOWN_PLUGIN]), namespace=SPACES)
 MODES = st.sampled_from([{"failureMode": "Open"}, {"failureMode": "Ajar"}])
 GATEWAYS = st.builds(resource, st.just("GatewayConfig"), NAMES, MODES)
 THINGS = st.one_of(servers(), listing_servers(), routes(), pods(), PICKERS, GATEWAYS, objectives())
@@ -260,7 +352,7 @@ STEPS = st.lists(
 def test_any_history_ends_as_a_fresh_compilation_does_and_can_be_read(
     steps: list[tuple[Object, str]], gateway: str | None
 ) -> None:
-    compiler = Compiler(gateway)
+    compiler = Compiler(gateway, check_picker=InstalledPlugins())
     state: dict[tuple[str, str], Object] = {}
     for thing, verb in steps:
         kind, key = thing["kind"], key_of(thing)
@@ -277,5 +369,6 @@ def test_any_history_ends_as_a_fresh_compilation_does_and_can_be_read(
     fresh = compiled(*state.values(), gateway=gateway)
     assert outcome == fresh
     if not outcome.refused:
-        snapshot(outcome)
+        # as extproc reads it, plugins included
+        pickers_for(snapshot(outcome), {})
     assert {key for key in state if key[0] in ("ModelServer", "ModelRoute")} <= outcome.statuses.keys()

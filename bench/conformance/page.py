@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page that lists every case of every suite, as text. No network, no clock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from bench.conformance.results import Case, Outcome, SuiteResult
+
+_SIGNS: Final[Mapping[Outcome, str]] = {"passed": "passed", "failed": "**failed**", "skipped": "skipped"}
+_ORDER: Final[Sequence[Outcome]] = ("failed", "skipped", "passed")
+_HEAD: Final = """\
+# Conformance
+
+<!-- Written by `make conformance` from the suites' own reports. Do not edit; what we say of a case stands in
+bench/conformance/remarks.toml. -->
+
+The conformance suites of the [Gateway API](https://gateway-api.sigs.k8s.io/concepts/conformance/) and of its
+[Inference Extension](https://gateway-api-inference-extension.sigs.k8s.io/) run as they are published, against the
+GatewayClass of controller `attache.dev/gateway`, on the [cluster on one machine](cluster.md): a real API server, pods
+in network namespaces of their own, and the gateway as `manifests/gateway` deploys it. `make conformance` builds and
+runs them and writes this page; the suites' own reports lie in `docs/conformance/`.
+
+The suite of the Gateway API runs with the profile `GATEWAY-HTTP` and the features that our GatewayClass names in its
+status. Cases of other features are skipped by the suite itself, and each says which feature it needs.
+"""
+
+
+class Remarks(msgspec.Struct, frozen=True):
+    """What we say beside the suites' words: of each suite by its kind, of cases by their name."""
+
+    suites: dict[str, str] = {}
+    cases: dict[str, str] = {}
+
+
+def page(results: Sequence[SuiteResult], remarks: Remarks) -> str:
+    """The whole page."""
+    rows = [
+        f"| [{one.name}](#{_anchor(one.name)}) | {one.counted('passed')} | {one.counted('failed')} "
+        f"| {one.counted('skipped')} | {one.report.get('date', '')[:10]} | {one.wall_s / 60:.0f} min |"
+        for one in results
+    ]
+    table = ["| suite | passed | failed | skipped | run on | took |", "|---|---|---|---|---|---|", *rows]
+    return "\n".join([_HEAD, *table, "", *(_section(one, remarks) for one in results)])
+
+
+def unexplained(results: Sequence[SuiteResult], remarks: Remarks) -> list[str]:
+    """The failed cases of which we say nothing."""
+    return [
+        f"{result.name}: {case.name}"
+        for result in results
+        for case in result.cases
+        if case.outcome == "failed" and case.name not in remarks.cases
+    ]
+
+
+def _section(result: SuiteResult, remarks: Remarks) -> str:
+    kind = result.name.rpartition("-")[0]
+    words = [f"## {result.name}", ""]
+    if said := remarks.suites.get(kind):
+        words += [said.strip(), ""]
+    for profile in result.report.get("profiles") or ():
+        words += [f"{profile['name']}: {profile['summary']}", ""]
+        supported = (profile.get("extended") or {}).get("supportedFeatures") or ()
+        if supported:
+            words += ["Extended features: " + ", ".join(f"`{one}`" for one in supported) + ".", ""]
+    ordered = sorted(result.cases, key=lambda one: (_ORDER.index(one.outcome), one.name))
+    rows = [f"| `{one.name}` | {_SIGNS[one.outcome]} | {_why(one, remarks)} |" for one in ordered]
+    return "\n".join([*words, "| case | | why |", "|---|---|---|", *rows, ""])
+
+
+def _why(case: Case, remarks: Remarks) -> str:
+    if case.outcome == "passed":
+        return ""
+    said = [remarks.cases.get(case.name, "").strip(), case.why if case.outcome == "skipped" else _quoted(case.why)]
+    return " ".join(one for one in said if one).replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def _quoted(words: str) -> str:
+    return f"The suite says: {words}" if words else ""
+
+
+def _anchor(name: str) -> str:
+    return name.replace(".", "")

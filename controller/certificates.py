@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the content of certificate files can be used; errors say what to write, never what is in a file."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_private_key,
+)
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
+
+_CRL: Final = re.compile(rb"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----", re.DOTALL)
+
+
+class Unusable(ValueError):
+    """What is wrong with a file, and what to write instead."""
+
+
+def check_pair(chain: bytes, key: bytes) -> datetime:
+    """When the first of the certificates ends; raises Unusable if ``key`` is not its private key."""
+    leaf = _certificates(chain)[0]
+    try:
+        private = load_pem_private_key(key, password=None)
+    except TypeError:
+        raise Unusable("the private key has a password, which nobody could type; write it without one") from None
+    except (ValueError, UnsupportedAlgorithm):
+        raise Unusable("the key file has no private key; write one in PEM") from None
+    if _plain(private.public_key()) != _plain(leaf.public_key()):
+        raise Unusable("the private key is of another certificate; write the two that belong together")
+    return leaf.not_valid_after_utc
+
+
+def check_authorities(certificates: bytes, revoked: bytes | None) -> datetime:
+    """When the first of all ends; raises Unusable."""
+    ends_at = [one.not_valid_after_utc for one in _certificates(certificates)]
+    if revoked is not None:
+        ends_at += [one for one in map(_next_update, _CRL.findall(revoked)) if one is not None]
+        if not _CRL.search(revoked):
+            raise Unusable("the file of revoked certificates has no list; write one of each authority in PEM")
+    return min(ends_at)
+
+
+def _certificates(text: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(text)
+    except ValueError:
+        raise Unusable("the certificate file has no certificate, or only part of one; write it in PEM") from None
+
+
+def _next_update(text: bytes) -> datetime | None:
+    try:
+        return x509.load_pem_x509_crl(text).next_update_utc
+    except ValueError:
+        raise Unusable("a list of revoked certificates cannot be read; write it in PEM") from None
+
+
+def _plain(key: PublicKeyTypes) -> bytes:
+    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TLS on both sides of Envoy: what clients and engines are shown, and what they must show."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import TYPE_CHECKING, Final
+
+from envoy_data_plane.envoy.config.core.v3 import TransportSocket
+from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
+    CertificateValidationContext,
+    CommonTlsContext,
+    CommonTlsContextCombinedCertificateValidationContext,
+    DownstreamTlsContext,
+    SubjectAltNameMatcher,
+    SubjectAltNameMatcherSanType,
+    TlsParameters,
+    TlsParametersTlsProtocol,
+    UpstreamTlsContext,
+)
+from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
+from envoy_data_plane.google.protobuf import Any
+
+from controller.gateway.envoy.secrets import Authorities, authorities, certificate, secret_reference
+
+if TYPE_CHECKING:
+    from extproc.config.connection import EngineTls
+    from extproc.config.listeners import ListenerTls
+
+_ALPN: Final = ("h2", "http/1.1")
+_VERSIONS: Final = {"1.2": TlsParametersTlsProtocol.TLSv1_2, "1.3": TlsParametersTlsProtocol.TLSv1_3}
+
+
+def listener_socket(tls: ListenerTls, directory: str) -> TransportSocket:
+    """TLS of a listener. Of several certificates, Envoy shows the one whose names have the server name asked for."""
+    common = CommonTlsContext(
+        tls_params=TlsParameters(tls_minimum_protocol_version=_VERSIONS[tls.min_version]),
+        tls_certificate_sds_secret_configs=[secret_reference(certificate(one), directory) for one in tls.certificates],
+        alpn_protocols=list(_ALPN),
+    )
+    context = DownstreamTlsContext(common_tls_context=common)
+    asked = tls.client_certificates
+    if asked is not None:
+        common.validation_context_sds_secret_config = secret_reference(authorities(asked), directory)
+        context.require_client_certificate = asked.mode == "Require"
+        # A resumed session is not checked again: a certificate that has been revoked since would still be good.
+        context.disable_stateless_session_resumption = True
+        context.disable_stateful_session_resumption = True
+    return TransportSocket(name="envoy.transport_sockets.tls", typed_config=Any.pack(context))
+
+
+def engine_socket(tls: EngineTls, directory: str) -> TransportSocket:
+    """TLS towards engines: their certificate has the name that is asked for."""
+    common = CommonTlsContext(tls_params=TlsParameters(tls_minimum_protocol_version=_VERSIONS["1.2"]))
+    context = UpstreamTlsContext(common_tls_context=common)
+    if tls.client_certificate is not None:
+        source = certificate(tls.client_certificate)
+        common.tls_certificate_sds_secret_configs = [secret_reference(source, directory)]
+    if tls.server_name is not None and not is_ip_address(tls.server_name):
+        context.sni = tls.server_name
+    context.auto_host_sni = tls.server_name is None
+    if tls.ca_file is not None:
+        common.combined_validation_context = CommonTlsContextCombinedCertificateValidationContext(
+            default_validation_context=CertificateValidationContext(
+                match_typed_subject_alt_names=[] if tls.server_name is None else [_is_name(tls.server_name)]
+            ),
+            validation_context_sds_secret_config=secret_reference(Authorities(tls.ca_file), directory),
+        )
+        context.auto_sni_san_validation = tls.server_name is None
+    return TransportSocket(name="envoy.transport_sockets.tls", typed_config=Any.pack(context))
+
+
+def is_ip_address(text: str) -> bool:
+    """Whether ``text`` is an IP address, which is no server name."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_name(name: str) -> SubjectAltNameMatcher:
+    kind = SubjectAltNameMatcherSanType.IP_ADDRESS if is_ip_address(name) else SubjectAltNameMatcherSanType.DNS
+    return SubjectAltNameMatcher(san_type=kind, matcher=StringMatcher(exact=name))

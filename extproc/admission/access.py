@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may use which models: one decision for keys, tenants and ModelAccessPolicies.
+
+All of them are scopes. A scope denies what one of its ``Deny`` rules covers, and else allows what one of its ``Allow``
+rules covers. Which scopes a request is in depends on who asks (its key and its tenant may have lists of models) and on
+what is asked for (its namespace, listener, HTTPRoute, ModelRoute and ModelServer may have policies). It may go if each
+of its scopes allows it; a request that is in no scope may go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from extproc.admission.names import shortened
+from extproc.config.spec import namespace_of, object_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from extproc.config.access_policy import AccessCallers, AccessRule, AccessTarget
+    from extproc.config.authentication import ApiKey
+    from extproc.config.snapshot import Snapshot
+
+_Target = tuple[str, str]
+_EVERY_LISTENER: Final = ("Listener", "*")
+
+
+class Subject(msgspec.Struct, frozen=True):
+    """Who asks, as Envoy has verified it. ``api_key``: the name that Envoy has given, maybe one that this configuration
+    does not know. ``claims``: of the token, those that policies name.
+    """
+
+    tenant: str
+    user: str = ""
+    api_key: str = ""
+    claims: Mapping[str, Collection[str]] = {}
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What is asked for. ``model``: the name in the request; None: it could not be read. ``base_model``: the
+    ``modelName`` of its route, or the server's own model where no route has part. ``server``, ``route``, ``http_route``:
+    ``namespace/name``; ``route`` and ``http_route`` are empty where they have no part. ``listener``: its name.
+    """
+
+    model: str | None
+    base_model: str
+    server: str
+    route: str = ""
+    http_route: str = ""
+    listener: str = ""
+
+
+class Patterns(msgspec.Struct, frozen=True):
+    """Names, of which some begin or end with ``*``."""
+
+    exact: frozenset[str]
+    prefixes: tuple[str, ...]
+    suffixes: tuple[str, ...]
+    is_anything: bool
+
+    def __contains__(self, name: object) -> bool:
+        if self.is_anything:
+            return True
+        if not isinstance(name, str):
+            return False
+        return name in self.exact or name.startswith(self.prefixes) or name.endswith(self.suffixes)
+
+
+def patterns_of(texts: Iterable[str]) -> Patterns:
+    """``*`` stands for any text at the beginning or the end of one."""
+    given = set(texts)
+    return Patterns(
+        exact=frozenset(one for one in given if "*" not in one),
+        prefixes=tuple(sorted(one[:-1] for one in given if len(one) > 1 and one.endswith("*"))),
+        suffixes=tuple(sorted(one[1:] for one in given if len(one) > 1 and one.startswith("*"))),
+        is_anything="*" in given,
+    )
+
+
+_NOTHING: Final = patterns_of(())
+_ANYTHING: Final = patterns_of("*")
+
+
+class _Callers(msgspec.Struct, frozen=True):
+    """None: not asked for."""
+
+    tenants: frozenset[str] | None
+    users: frozenset[str] | None
+    api_keys: frozenset[str] | None
+    claims: tuple[tuple[str, frozenset[str]], ...]
+
+    def has(self, subject: Subject) -> bool:
+        return (
+            (self.tenants is None or subject.tenant in self.tenants)
+            and (self.users is None or subject.user in self.users)
+            and (self.api_keys is None or subject.api_key in self.api_keys)
+            and all(not values.isdisjoint(subject.claims.get(name, ())) for name, values in self.claims)
+        )
+
+
+class _Rule(msgspec.Struct, frozen=True):
+    """``callers``: empty for everybody."""
+
+    callers: tuple[_Callers, ...]
+    models: Patterns
+    base_models: Patterns
+    servers: Patterns
+
+    @property
+    def is_for_everything(self) -> bool:
+        return (self.models.is_anything or self.base_models.is_anything) and self.servers.is_anything
+
+    def is_about(self, subject: Subject) -> bool:
+        return not self.callers or any(one.has(subject) for one in self.callers)
+
+    def covers(self, wish: Wish, *, unread: bool) -> bool:
+        """``unread``: what to assume of a name that could not be read, unless any name would do."""
+        if wish.server not in self.servers:
+            return False
+        if wish.base_model in self.base_models or wish.model in self.models:
+            return True
+        return unread and wish.model is None and self.models != _NOTHING
+
+
+class _Scope(msgspec.Struct, frozen=True):
+    """Rules that deny and rules that allow."""
+
+    denies: tuple[_Rule, ...]
+    allows: tuple[_Rule, ...]
+
+    def admits(self, subject: Subject, wish: Wish) -> bool:
+        """Nobody gets round a rule by a body that cannot be read: it may ask for what is denied."""
+        if any(one.covers(wish, unread=True) and one.is_about(subject) for one in self.denies):
+            return False
+        return any(one.covers(wish, unread=False) and one.is_about(subject) for one in self.allows)
+
+    def admits_everything(self, subject: Subject) -> bool:
+        """Whether no request of the caller's could be refused here, whatever it asks for."""
+        if any(one.is_about(subject) for one in self.denies):
+            return False
+        return any(one.is_for_everything and one.is_about(subject) for one in self.allows)
+
+
+_NOBODY: Final = _Scope((), ())
+
+
+class Access:
+    """The decision by one configuration. ``restricts``: whether it could refuse anything. ``claims``: those that it reads."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        gateway = snapshot.gateway
+        keys = () if gateway.authentication is None else gateway.authentication.api_keys
+        self._tenants = {one.name: _listed(one.models) for one in gateway.tenants if one.models is not None}
+        self._keys = {one.name: _of_key(one) for one in keys}
+        self._targets = _scopes(snapshot)
+        self.restricts = bool(self._tenants or self._targets or any(one.models is not None for one in keys))
+        self.claims = frozenset(
+            claim.name
+            for policy in snapshot.access_policies
+            for rule in policy.spec.rules
+            for callers in rule.from_
+            for claim in callers.claims
+        )
+
+    def may_use(self, subject: Subject, wish: Wish) -> bool:
+        """Whether the request may go."""
+        if not self.restricts:
+            return True
+        return all(one.admits(subject, wish) for one in self._scopes_of(subject, wish))
+
+    def may_use_everything(self, subject: Subject) -> bool:
+        """Whether the caller is refused nothing, whatever it asks for and on whichever way: it may know what exists."""
+        if not self.restricts:
+            return True
+        scopes = [*self._scopes_of_subject(subject), *self._targets.values()]
+        return all(one.admits_everything(subject) for one in scopes)
+
+    def _scopes_of(self, subject: Subject, wish: Wish) -> Iterator[_Scope]:
+        yield from self._scopes_of_subject(subject)
+        for target in (
+            ("Namespace", namespace_of(wish.server)),
+            ("ModelServer", wish.server),
+            ("ModelRoute", wish.route),
+            ("HTTPRoute", wish.http_route),
+            ("Listener", wish.listener),
+            _EVERY_LISTENER,
+        ):
+            scope = self._targets.get(target)
+            if scope is not None:
+                yield scope
+
+    def _scopes_of_subject(self, subject: Subject) -> Iterator[_Scope]:
+        scope = self._tenants.get(subject.tenant)
+        if scope is not None:
+            yield scope
+        if subject.api_key:
+            # a key that Envoy knows and this configuration does not (yet, or any more) may use nothing
+            key = self._keys.get(subject.api_key, _NOBODY)
+            if key is not None:
+                yield key
+
+
+def _listed(models: Iterable[str]) -> _Scope:
+    return _Scope((), (_Rule((), patterns_of(models), _NOTHING, _ANYTHING),))
+
+
+def _of_key(key: ApiKey) -> _Scope | None:
+    return None if key.models is None else _listed(key.models)
+
+
+def _scopes(snapshot: Snapshot) -> dict[_Target, _Scope]:
+    """By target."""
+    rules: dict[_Target, list[AccessRule]] = {}
+    for policy in snapshot.access_policies:
+        namespace = policy.metadata.namespace
+        targets = [_target(namespace, one) for one in policy.spec.target_refs] or [("Namespace", namespace)]
+        for target in dict.fromkeys(targets):
+            rules.setdefault(target, []).extend(policy.spec.rules)
+    return {target: _scope(found) for target, found in rules.items()}
+
+
+def _target(namespace: str, one: AccessTarget) -> _Target:
+    if one.kind in {"Gateway", "GatewayConfig"}:
+        return _EVERY_LISTENER if one.section_name is None else ("Listener", one.section_name)
+    return one.kind, object_key(namespace, one.name)
+
+
+def _scope(rules: Iterable[AccessRule]) -> _Scope:
+    compiled = [(one.action, _rule(one)) for one in rules]
+    return _Scope(
+        tuple(rule for action, rule in compiled if action == "Deny"),
+        tuple(rule for action, rule in compiled if action == "Allow"),
+    )
+
+
+def _rule(one: AccessRule) -> _Rule:
+    names_none = not one.models and not one.base_models
+    return _Rule(
+        callers=tuple(_callers(callers) for callers in one.from_),
+        models=_ANYTHING if names_none else patterns_of(one.models),
+        base_models=patterns_of(one.base_models),
+        servers=patterns_of(one.servers) if one.servers else _ANYTHING,
+    )
+
+
+def _callers(one: AccessCallers) -> _Callers:
+    return _Callers(
+        tenants=_names(one.tenants),
+        users=_names(one.users),
+        api_keys=_names(one.api_keys),
+        claims=tuple((claim.name, frozenset(claim.values)) for claim in one.claims),
+    )
+
+
+def _names(given: Collection[str]) -> frozenset[str] | None:
+    """As callers' names are kept; None if none was given."""
+    return frozenset(map(shortened, given)) if given else None

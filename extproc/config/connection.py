@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections to engines: TLS, and the key that engines ask for."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from extproc.config.cel import Rule
+from extproc.config.listeners import CertificateFiles
+from extproc.config.spec import NonEmpty, Spec
+
+
+class EngineTls(Spec, frozen=True):
+    """TLS towards engines; Envoy and extproc use it alike. Both read the files, and follow them.
+
+    ``ca_file``: who signs the engines' certificates, in PEM. ``server_name``: the name that those certificates have, and
+    that is asked for (SNI); without it, the host name in an endpoint's address. ``client_certificate``: shown to the
+    engines. ``insecure_skip_verify``: accept any certificate.
+    """
+
+    CEL: ClassVar = (Rule("has(self.caFile) != self.insecureSkipVerify", "write caFile, or insecureSkipVerify: true"),)
+
+    ca_file: NonEmpty | None = None
+    server_name: NonEmpty | None = None
+    client_certificate: CertificateFiles | None = None
+    insecure_skip_verify: bool = False
+
+
+class EngineConnection(Spec, frozen=True):
+    """How engines are reached. ``tls``: without it, plain HTTP.
+
+    ``api_key_file``: a file with the key that engines ask for, ``api_key_env``: a variable of the environment with it,
+    of the bundle's writer and of extproc. It takes the place of the client's own ``authorization``.
+    """
+
+    CEL: ClassVar = (Rule("!has(self.apiKeyFile) || !has(self.apiKeyEnv)", "write apiKeyFile or apiKeyEnv, not both"),)
+
+    tls: EngineTls | None = None
+    api_key_file: NonEmpty | None = None
+    api_key_env: NonEmpty | None = None
+
+    @property
+    def has_key(self) -> bool:
+        """Whether engines ask for a key."""
+        return self.api_key_file is not None or self.api_key_env is not None

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of all cases: what it says, and that the one in the documentation is what the kept reports make."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bench.cluster.assets import versions
+from bench.conformance.kept import PAGE, keep, kept_results, remarks
+from bench.conformance.page import Remarks, page, unexplained
+from bench.conformance.results import Case, SuiteResult, check
+from bench.conformance.suites import Suite, Wishes, arguments, suites
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RESULT = SuiteResult(
+    "gateway-api-1.2.3",
+    (
+        Case("A", "passed", 1.0),
+        Case("B", "failed", 2.0, "no <answer> | none", ("part",)),
+        Case("C", "skipped", 0.0, "suite does not support Mesh"),
+    ),
+    {
+        "date": "2026-01-02T03:04:05Z",
+        "profiles": [
+            {
+                "name": "GATEWAY-HTTP",
+                "summary": "Core tests failed with 1 test failures.",
+                "core": {"failedTests": ["B"], "statistics": {"Passed": 1, "Failed": 1, "Skipped": 0}},
+                "extended": {"supportedFeatures": ["HTTPRouteCORS"]},
+            }
+        ],
+    },
+    120.0,
+)
+NAMES = [one.name for one in suites(versions())]
+
+
+def test_every_case_stands_on_the_page_and_those_that_failed_come_first() -> None:
+    text = page([RESULT], Remarks(suites={"gateway-api": "About it."}, cases={"B": "There is no such thing here."}))
+    assert "| [gateway-api-1.2.3](#gateway-api-123) | 1 | 1 | 1 | 2026-01-02 | 2 min |" in text
+    assert text.index("About it.") < text.index("GATEWAY-HTTP: Core tests failed") < text.index("`HTTPRouteCORS`")
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert rows == [
+        "| `B` | **failed** | There is no such thing here. The suite says: no &lt;answer> \\| none |",
+        "| `C` | skipped | suite does not support Mesh |",
+        "| `A` | passed |  |",
+    ]
+
+
+def test_a_failed_case_without_a_word_of_ours_is_found() -> None:
+    assert unexplained([RESULT], Remarks()) == ["gateway-api-1.2.3: B"]
+    assert unexplained([RESULT], Remarks(cases={"B": "x"})) == []
+
+
+def test_results_are_kept_as_they_are(tmp_path: Path) -> None:
+    keep(RESULT, tmp_path)
+    assert kept_results(["other", "gateway-api-1.2.3"], tmp_path) == [RESULT]
+
+
+def test_the_page_is_what_the_kept_reports_make() -> None:
+    """If this fails: ``python -m bench.conformance --rewrite``."""
+    results = kept_results(NAMES)
+    assert PAGE.read_text() == page(results, remarks())
+    for result in results:
+        check(result.cases, result.report)
+    assert unexplained(results, remarks()) == []
+
+
+def test_a_report_is_made_with_nothing_but_the_suites_own_settings(tmp_path: Path) -> None:
+    words = arguments(Suite("gateway-api", "1.2.3"), tmp_path / "r.yaml", "10.88.255.250", Wishes())
+    assert "-gateway-class=attache" in words
+    assert "-conformance-profiles=GATEWAY-HTTP" in words
+    assert "-test.run=^TestConformance$" in words
+    assert not [one for one in words if "timeout" in one or "features" in one or "skip" in one]
+    wishes = Wishes(run=("HTTPRouteWeight", "HTTPRouteCORS"), features="Gateway,HTTPRoute", quick=True)
+    wished = set(arguments(Suite("gateway-api", "1.2.3"), tmp_path / "r.yaml", "10.88.255.250", wishes)) - set(words)
+    assert {one.partition("=")[0] for one in wished} == {
+        "-test.run",
+        "-supported-features",
+        "-timeout-config-overrides",
+    }
+    assert "-test.run=^TestConformance$/^(HTTPRouteWeight|HTTPRouteCORS)$" in wished

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One InferencePool as a directory: what cannot be used changes nothing, and pods are followed all the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from controller.gateway.compile.picker_mode import LLM_D_OBJECTIVES, PickerCompiler, PickerOutcome
+from extproc.config.load import load
+from extproc.scheduling.pickers import InstalledPlugins
+from tests.controller.gateway.compile.test_pools import pool
+from tests.kube_objects import Object, picker_config, pod
+
+if TYPE_CHECKING:
+    from extproc.config.snapshot import Snapshot
+
+KEY = "team/llama"
+PICKER = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins: [{type: queue-scorer}, {type: max-score-picker}]
+schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}, {pluginRef: max-score-picker}]}]
+"""
+
+
+def compiler(*pods: str, thing: Object | None = None, picker: str | None = None) -> PickerCompiler:
+    """With the pool and ready pods at 10.0.0.1, 10.0.0.2 and so on."""
+    made = PickerCompiler(KEY, picker)
+    made.put("InferencePool", KEY, thing or pool())
+    for number, name in enumerate(pods, start=1):
+        made.put("Pod", f"team/{name}", pod(name, f"10.0.0.{number}", namespace="team"))
+    return made
+
+
+def snapshot(outcome: PickerOutcome) -> Snapshot:
+    assert outcome.files is not None
+    return load(outcome.files)
+
+
+def addresses(outcome: PickerOutcome) -> list[str]:
+    (server,) = snapshot(outcome).servers
+    assert server.metadata.key == KEY
+    return [one.address for one in server.spec.endpoints]
+
+
+def reasons(outcome: PickerOutcome) -> list[str]:
+    return [one.reason for one in outcome.problems]
+
+
+def test_the_pools_pods_are_the_endpoints_of_a_server_of_its_name() -> None:
+    outcome = compiler("a", "b").compile()
+    assert addresses(outcome) == ["10.0.0.1:8000", "10.0.0.2:8000"]
+    assert reasons(outcome) == []
+    assert (outcome.endpoints, outcome.ready) == (2, 2)
+
+
+def test_streams_are_left_as_clients_asked_for_them_unless_the_pool_says_otherwise() -> None:
+    assert snapshot(compiler("a").compile()).servers[0].spec.stream_usage == "AsRequested"
+    always = compiler("a", thing=pool(annotation="streamUsage: Always"))
+    assert snapshot(always.compile()).servers[0].spec.stream_usage == "Always"
+
+
+def test_without_a_pool_there_is_nothing_to_serve() -> None:
+    outcome = PickerCompiler(KEY).compile()
+    assert outcome.files is None
+    assert reasons(outcome) == ["PoolNotFound"]
+
+
+def test_another_pool_and_another_namespace_are_left_out() -> None:
+    made = compiler("a")
+    made.put("InferencePool", "team/other", pool("other", targetPorts=[{"number": 1}]))
+    made.put("Pod", "else/b", pod("b", "10.0.0.9", namespace="else"))
+    assert addresses(made.compile()) == ["10.0.0.1:8000"]
+
+
+def test_a_pool_that_goes_stays_in_use_and_its_pods_are_followed() -> None:
+    made = compiler("a")
+    made.compile()
+    made.put("InferencePool", KEY, None)
+    made.put("Pod", "team/b", pod("b", "10.0.0.2", namespace="team"))
+    outcome = made.compile()
+    assert reasons(outcome) == ["PoolNotFound"]
+    assert addresses(outcome) == ["10.0.0.1:8000", "10.0.0.2:8000"]
+
+
+def test_a_pool_with_a_mistake_leaves_what_was_in_use() -> None:
+    made = compiler("a")
+    made.compile()
+    made.put("InferencePool", KEY, pool(annotation="engine: nvLLM"))
+    outcome = made.compile()
+    assert reasons(outcome) == ["PoolInvalid"]
+    assert "engine" in outcome.problems[0].message
+    assert addresses(outcome) == ["10.0.0.1:8000"]
+
+
+def test_a_pool_without_pods_says_so() -> None:
+    outcome = compiler().compile()
+    assert reasons(outcome) == ["NoPods"]
+    assert addresses(outcome) == []
+
+
+def test_a_config_map_is_waited_for_and_then_kept() -> None:
+    made = compiler("a", picker="team/how")
+    assert made.compile().files is None
+    made.put("ConfigMap", "team/how", picker_config("how", PICKER, namespace="team"))
+    outcome = made.compile()
+    assert reasons(outcome) == []
+    assert snapshot(outcome).servers[0].spec.picker_config == "picker.team.how.yaml"
+    for worse in (None, picker_config("how", "kind: Nonsense", namespace="team")):
+        made.put("ConfigMap", "team/how", worse)
+        outcome = made.compile()
+        assert reasons(outcome) == ["PickerConfigNotFound"]
+        assert snapshot(outcome).servers[0].spec.picker_config == "picker.team.how.yaml"
+
+
+def test_a_pool_that_names_a_config_map_which_is_not_there_leaves_what_was_in_use() -> None:
+    made = compiler("a")
+    made.compile()
+    made.put("InferencePool", KEY, pool(annotation="pickerConfig: missing"))
+    outcome = made.compile()
+    assert reasons(outcome) == ["PickerConfigNotFound"]
+    assert snapshot(outcome).servers[0].spec.picker_config is None
+    made.put("ConfigMap", "team/missing", picker_config("missing", PICKER, namespace="team"))
+    assert snapshot(made.compile()).servers[0].spec.picker_config == "picker.team.missing.yaml"
+
+
+def test_a_config_map_with_an_unknown_plugin_changes_nothing_and_says_which() -> None:
+    made = PickerCompiler(KEY, "team/how", check_picker=InstalledPlugins())
+    made.put("InferencePool", KEY, pool())
+    unknown = picker_config("how", PICKER.replace("queue-scorer", "queue-scorr"), namespace="team")
+    made.put("ConfigMap", "team/how", unknown)
+    assert made.compile().files is None
+    made.put("ConfigMap", "team/how", picker_config("how", PICKER, namespace="team"))
+    assert snapshot(made.compile()).servers[0].spec.picker_config == "picker.team.how.yaml"
+    made.put("ConfigMap", "team/how", unknown)
+    outcome = made.compile()
+    assert snapshot(outcome).servers[0].spec.picker_config == "picker.team.how.yaml"
+    assert "there is no plugin type 'queue-scorr'" in outcome.problems[0].message
+
+
+def test_config_maps_that_nobody_names_are_not_written() -> None:
+    made = compiler("a")
+    made.put("ConfigMap", "team/other", picker_config("other", PICKER, namespace="team"))
+    outcome = made.compile()
+    assert outcome.files is not None
+    assert not [name for name in outcome.files if name.startswith("picker.")]
+
+
+def objective(priority: int, *, of: str = "llama", group: str = "inference.networking.x-k8s.io") -> Object:
+    metadata = {"name": "batch", "namespace": "team"}
+    spec = {"priority": priority, "poolRef": {"name": of}}
+    return {
+        "apiVersion": f"{group}/v1alpha2",
+        "kind": "InferenceObjective",
+        "metadata": metadata,
+        "spec": spec,
+    }
+
+
+def test_objectives_of_the_pool_are_taken_llm_ds_own_first() -> None:
+    made = compiler("a")
+    made.put("InferenceObjective", "team/batch", objective(1, of="other"))
+    assert snapshot(made.compile()).objectives == ()
+    made.put("InferenceObjective", "team/batch", objective(1))
+    assert [one.spec.priority for one in snapshot(made.compile()).objectives] == [1]
+    made.put(LLM_D_OBJECTIVES, "team/batch", objective(-1, group="llm-d.ai"))
+    assert [one.spec.priority for one in snapshot(made.compile()).objectives] == [-1]
+    made.put(LLM_D_OBJECTIVES, "team/batch", None)
+    assert [one.spec.priority for one in snapshot(made.compile()).objectives] == [1]

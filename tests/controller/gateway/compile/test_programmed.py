@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programmed is True only for what all followers use, and says why for the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from controller.gateway.compile.conditions import Wanted, WantedStatus, fails, holds, merged
+from controller.gateway.compile.programmed import Follower, is_settled, with_use
+from extproc.config.report import ConfigReport
+
+FILE = "modelserver.default.llama.json"
+NEW = {FILE: "new", "gateway.json": "g"}
+OLD = {FILE: "old", "gateway.json": "g"}
+WRITER = Follower("the gateway role", ConfigReport(files=NEW), is_writer=True)
+
+
+def status(*conditions: Wanted, kind: str = "ModelServer", generation: int = 2) -> WantedStatus:
+    shown = conditions or (holds("Accepted"), holds("Programmed"))
+    return WantedStatus(kind=kind, key="default/llama", generation=generation, conditions=shown)
+
+
+def programmed(*followers: Follower, observed: dict[str, Any] | None = None) -> tuple[str, str, str]:
+    found = with_use(status(), observed or {}, NEW, [WRITER, *followers])
+    (one,) = (one for one in found.conditions if one.type == "Programmed")
+    return one.status, one.reason, one.message
+
+
+def extproc(**report: Any) -> Follower:  # noqa: ANN401 - fields of the report
+    return Follower("extproc", ConfigReport(**report))
+
+
+def test_it_is_true_once_all_use_it() -> None:
+    envoy = Follower("Envoy", ConfigReport(files=NEW))
+    assert programmed(extproc(files=NEW), envoy) == ("True", "Programmed", "in use by extproc and Envoy")
+
+
+def test_it_is_unknown_while_somebody_has_not_taken_it() -> None:
+    assert programmed(extproc(files=NEW), Follower("Envoy", ConfigReport(files=OLD, waiting="no Envoy answers"))) == (
+        "Unknown",
+        "Pending",
+        "no Envoy answers",
+    )
+    assert programmed(Follower("extproc", None))[2] == "extproc does not answer"
+    assert programmed(extproc(files=OLD))[2] == "extproc has not taken it yet"
+
+
+def test_it_is_false_with_the_reason_if_somebody_refuses() -> None:
+    assert programmed(extproc(files=OLD, refused="a.json: wrong")) == (
+        "False",
+        "Refused",
+        "extproc does not use it: a.json: wrong",
+    )
+
+
+def test_pods_that_come_and_go_do_not_turn_it() -> None:
+    served = merged(status(holds("Programmed")), {}, "2026-11-01T00:00:00Z")
+    assert served is not None
+    assert programmed(extproc(files=OLD), observed=served) == ("True", "Programmed", "in use by extproc")
+    refused = programmed(extproc(files=OLD, refused="a.json: wrong"), observed=served)
+    assert refused == ("True", "Programmed", "in use by extproc; no change is used: a.json: wrong")
+    before = merged(status(holds("Programmed"), generation=1), {}, "2026-11-01T00:00:00Z")
+    assert programmed(extproc(files=OLD), observed=before)[0] == "Unknown", "another generation"
+
+
+def test_while_the_gateway_config_is_invalid_objects_say_that_nothing_changes() -> None:
+    refused = "GatewayConfig default/main: listen: wrong"
+    for files, expected in ((NEW, ("True", "Programmed")), (OLD, ("False", "GatewayConfigInvalid"))):
+        writer = Follower("the gateway role", ConfigReport(files=files, refused=refused), is_writer=True)
+        found = with_use(status(), {}, NEW, [writer, extproc(files=files)])
+        one = found.conditions[1]
+        assert (one.status, one.reason) == expected
+        assert refused in one.message
+
+
+def test_what_is_not_served_stays_as_it_was_said() -> None:
+    refused = status(fails("Accepted", "Invalid", "x"), fails("Programmed", "Invalid", "y"))
+    assert with_use(refused, {}, NEW, [WRITER, extproc(files=OLD)]) == refused
+
+
+def test_missing_keys_are_the_gateway_configs() -> None:
+    missing = Follower("Envoy", ConfigReport(files=NEW, missing_keys=("/keys/a: No such file or directory",)))
+    config = status(kind="GatewayConfig")
+    found = with_use(config, {}, NEW, [WRITER, missing]).conditions
+    assert [(one.type, one.status, one.reason) for one in found[1:]] == [
+        ("Programmed", "True", "Programmed"),
+        ("ResolvedRefs", "False", "KeyNotFound"),
+    ]
+    assert "/keys/a: No such file" in found[2].message
+    assert with_use(config, {}, NEW, [WRITER, extproc(files=NEW)]).conditions[2].status == "True"
+    # nobody was asked, so nothing is known
+    assert len(with_use(config, {}, NEW, [WRITER]).conditions) == 2
+
+
+def test_what_is_unknown_is_looked_at_again_soon() -> None:
+    pending = with_use(status(), {}, NEW, [WRITER, Follower("extproc", None)])
+    assert not is_settled([pending])
+    assert is_settled([with_use(status(), {}, NEW, [WRITER, extproc(files=NEW)])])

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the conformance suites of the Gateway API and the Inference Extension: ``make conformance``.
+
+Their published modules hold them as Go tests; nothing in them is changed. Beside them the suites' own server is built,
+which answers with what it was asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from bench.cluster.assets import Versions, versions
+from bench.conformance.suites import ECHO, GATEWAY_API, Suite, built_in, suites
+from tools.go_modules import build, build_tests, required, toolchain_missing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_GATEWAY_API: Final = "sigs.k8s.io/gateway-api"
+_INFERENCE: Final = "sigs.k8s.io/gateway-api-inference-extension"
+
+
+def build_all(wanted: Versions, chosen: Sequence[Suite], out: Path) -> None:
+    """Build these suites and their server into ``out``, as far as they are not there."""
+    out.mkdir(parents=True, exist_ok=True)
+    gateway_api = {_GATEWAY_API: wanted.gateway_api, f"{_GATEWAY_API}/conformance": wanted.gateway_api}
+    if not (out / ECHO).is_file():
+        _made(out / ECHO, gateway_api, f"{_GATEWAY_API}/conformance/echo-basic", is_test=False)
+    for suite in chosen:
+        modules = gateway_api if suite.kind == GATEWAY_API else {_INFERENCE: suite.version}
+        package = f"{_GATEWAY_API if suite.kind == GATEWAY_API else _INFERENCE}/conformance"
+        if not (out / suite.program).is_file():
+            _made(out / suite.program, modules, package, is_test=True)
+
+
+def _made(target: Path, modules: Mapping[str, str], package: str, *, is_test: bool) -> None:
+    """Build one program, which appears only once it is complete."""
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as directory:
+        work = Path(directory)
+        (work / "go.mod").write_text(required("conformance", modules))
+        made = work / target.name
+        if is_test:
+            build_tests(package, work, made)
+        else:
+            build([package], work, made, "-s -w")
+        made.rename(target)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 if all is there, 2 if there is no toolchain for it."""
+    wanted = versions()
+    known = {one.name: one for one in suites(wanted)}
+    made = argparse.ArgumentParser(prog="conformance_suites", description="Build conformance suites from Go modules.")
+    made.add_argument("names", nargs="*", metavar="SUITE", help=f"of {', '.join(known)} (default: all)")
+    names = made.parse_args(arguments).names
+    if unknown := set(names) - set(known):
+        made.error(f"there is no {', '.join(sorted(unknown))}")
+    chosen = [known[name] for name in names or known]
+    out = built_in(wanted)
+    if all((out / name).is_file() for name in (ECHO, *(one.program for one in chosen))):
+        return 0
+    if missing := toolchain_missing():
+        print(f"conformance: {missing}", file=sys.stderr)
+        return 2
+    began_s = time.perf_counter()
+    print(f"conformance: building {', '.join(one.name for one in chosen)}, some minutes once")
+    build_all(wanted, chosen, out)
+    print(f"conformance: {out} after {time.perf_counter() - began_s:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
