@@ -43,8 +43,8 @@ def test_a_certificate_and_its_key_become_one_secret(tmp_path: Path) -> None:
 
 
 def test_names_are_relative_to_the_folder_of_the_configuration(tmp_path: Path) -> None:
-    absolute = pair_in(tmp_path)
-    source = Certificate("one.crt", Path(absolute.key_file).name)
+    pair_in(tmp_path)
+    source = Certificate("one.crt", "one.key")
     ((_, text),) = SecretFiles({}, tmp_path).read([source], NOW).items()
     assert content(text, "tls_certificate", "private_key") == (tmp_path / "one.key").read_bytes()
 
