@@ -18,7 +18,7 @@ import yaml
 from bench.cluster.assets import ROOT, Assets, find_assets, versions
 from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, running_control_plane
 from bench.cluster.crds import apply_crds
-from bench.cluster.netns import gateway_range
+from bench.cluster.netns import gateway_range, host_address
 from bench.cluster.node.images import IMAGES
 from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
@@ -75,13 +75,12 @@ async def _cluster(out: Path, range_: str) -> AsyncIterator[ControlPlane]:
         # it answers in cases of UDPRoute alone, which we do not serve, but the suite waits for its pod
         "coredns/coredns": ("sh", "-c", "exec sleep infinity"),
     }
-    host = range_.partition("/")[0].rpartition(".")[0] + ".1"
     specs = [gpu_node(f"node-{number}") for number in range(_NODES)]
     with tempfile.TemporaryDirectory(prefix="attache-conformance-") as directory:
         where = Path(directory)
         try:
             async with (
-                running_control_plane(where, assets, ControlPlaneOptions(address=host)) as plane,
+                running_control_plane(where, assets, ControlPlaneOptions(address=host_address(range_))) as plane,
                 connect(plane.admin, manager="bench") as client,
                 running_nodes(client, specs, where / "pods", images=images, pod_range=range_),
             ):
