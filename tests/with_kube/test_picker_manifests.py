@@ -10,18 +10,28 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import pytest_asyncio
+import yaml
 
 from bench.cluster.crds import apply_crds
 from controller.cluster.client import connect
 from controller.cluster.errors import Forbidden
-from controller.cluster.resources import CONFIG_MAPS, CRDS, DEPLOYMENTS, INFERENCE_POOLS, PODS, SECRETS, Object
+from controller.cluster.resources import (
+    CONFIG_MAPS,
+    CRDS,
+    DEPLOYMENTS,
+    INFERENCE_POOLS,
+    PODS,
+    SECRETS,
+    SERVICE_ACCOUNTS,
+    Object,
+)
 from controller.roles.gateway_metrics import GatewayMetrics
 from controller.roles.picker import CONTROLLER, PickerRole, PickerSettings
 from tests.waiting import eventually
 from tests.with_kube.permissions import allowed_by, asked_for, missing, unused
 from tests.with_kube.pods import make_pod
 from tests.with_kube.test_gateway_role import IMPATIENT, addresses
-from tests.with_kube.test_manifests import MANIFESTS, kubectl
+from tests.with_kube.test_manifests import MANIFESTS, SYSTEM, kubectl
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -84,6 +94,24 @@ async def kinds(client: Client, assets: Assets, plane: ControlPlane) -> None:
 async def test_the_server_takes_every_overlay(folder: str, plane: ControlPlane, assets: Assets) -> None:
     words = ["apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-k"]
     assert await kubectl(plane, assets, *words, str(MANIFESTS / folder)) == 0
+
+
+@pytest.mark.usefixtures("kinds")
+@pytest.mark.parametrize("file", ["gateway/deployment.yaml", "picker/base/deployment.yaml"])
+async def test_pods_fit_the_restricted_standard(file: str, client: Client) -> None:
+    """The namespace enforces it, so that the server refuses a pod that does not."""
+    (deployment,) = yaml.safe_load_all((MANIFESTS / file).read_text())
+    spec = {**deployment["spec"]["template"]["spec"], "serviceAccountName": "default"}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "fits", "namespace": SYSTEM}, "spec": spec}
+
+    async def has_account() -> bool:
+        return await client.find(SERVICE_ACCOUNTS, "default", SYSTEM) is not None
+
+    await eventually(has_account)
+    await client.create(PODS, pod, dry_run=True)
+    del spec["securityContext"]
+    with pytest.raises(Forbidden, match="violates PodSecurity"):
+        await client.create(PODS, pod, dry_run=True)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
