@@ -30,6 +30,11 @@ _Identity = tuple[int, int, int, int]
 class Directory(Protocol):
     """Where a configuration is read."""
 
+    @property
+    def path(self) -> Path:
+        """The folder; files that documents name are relative to it."""
+        ...
+
     def has_changed(self) -> bool:
         """Whether ``read`` may have something else to return than before."""
         ...
