@@ -6,7 +6,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
-from controller import gateway_command
+from controller import epp_command, gateway_command
 
 if TYPE_CHECKING:
     import argparse
@@ -56,4 +56,6 @@ def _check_with_plugins() -> PickerCheck:
     return check
 
 
-PROGRAMS: Final[Mapping[str, WithPlugins]] = MappingProxyType({"gateway": WithPlugins(gateway_command)})
+PROGRAMS: Final[Mapping[str, WithPlugins]] = MappingProxyType(
+    {"epp": WithPlugins(epp_command), "gateway": WithPlugins(gateway_command)}
+)

@@ -60,6 +60,13 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
                 "attache.cluster_commands",
                 "controller",
             ),
+            Command(
+                "epp",
+                "serve an InferencePool as an endpoint picker, with llm-d's flags",
+                "attache.cluster_commands",
+                "controller",
+                passes_options=True,
+            ),
             Command("envoy", "run Envoy, or fetch it", "attache.envoy", passes_options=True),
         ),
         "Look inside": (

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,9 +34,8 @@ from controller.roles.watched import Watched
 from extproc.config.picker_config import check_shape_alone
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from controller.cluster.client import Client
+    from controller.cluster.resources import Object
     from controller.gateway.compile.picker_mode import PickerOutcome
     from controller.gateway.directory import Written
     from controller.roles.gateway_metrics import GatewayMetrics
@@ -55,7 +55,8 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``config``: the directory to write. ``pool``: the InferencePool as ``namespace/name``; ``group``: its API group.
 
     ``picker_config``: the name of a ConfigMap in the pool's namespace, or ``picker_file``: a file, which is followed;
-    neither: the pool's annotation may name a ConfigMap.
+    neither: the pool's annotation may name a ConfigMap, unless ``reads_config_maps`` is False. ``fixed_pool``: the pool
+    itself, where it is no object of the cluster. ``server_fields``: of its ModelServer, unless its annotation has them.
     """
 
     config: Path
@@ -63,6 +64,9 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True):
     group: str = INFERENCE_POOLS.group
     picker_config: str | None = None
     picker_file: Path | None = None
+    reads_config_maps: bool = True
+    fixed_pool: Mapping[str, Any] | None = None
+    server_fields: Mapping[str, Any] = {}
 
 
 class PickerRole:
@@ -82,16 +86,18 @@ class PickerRole:
         self._file_key = f"{namespace}/{_FILE}"
         self._settings = settings
         self._watched = Watched(client, _informers(client, settings, timing))
-        self._compiler = PickerCompiler(
-            settings.pool, None if named is None else f"{namespace}/{named}", check_picker=check_picker
-        )
+        picker = None if named is None else f"{namespace}/{named}"
+        self._compiler = PickerCompiler(settings.pool, picker, settings.server_fields, check_picker=check_picker)
+        if settings.fixed_pool is not None:
+            self._compiler.put(KIND, settings.pool, settings.fixed_pool)
         self._writer = DirectoryWriter(settings.config)
         self._metrics = metrics
         self._pool_metrics = PickerMetrics(metrics.registry, settings.pool)
-        self._problems = PickerProblems(
-            client, self._pool_metrics, lambda: self._watched.get(KIND, settings.pool), CONTROLLER
-        )
+        self._problems = PickerProblems(client, self._pool_metrics, self._pool, CONTROLLER)
         self.ready = asyncio.Event()
+
+    def _pool(self) -> Object | None:
+        return None if self._settings.fixed_pool is not None else self._watched.get(KIND, self._settings.pool)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -154,12 +160,13 @@ def _informers(client: Client, settings: PickerSettings, timing: InformerTiming)
     pools = INFERENCE_POOLS if settings.group == INFERENCE_POOLS.group else ALPHA_INFERENCE_POOLS
     everything, one_pool = Selection(namespace), Selection(namespace, fields=f"metadata.name={name}")
     found = {
-        KIND: Informer(client, pools, one_pool, timing=timing),
         OBJECTIVES: Informer(client, INFERENCE_OBJECTIVES, everything, timing=timing),
         LLM_D: Informer(client, LLM_D_OBJECTIVES, everything, timing=timing),
         "Pod": Informer(client, PODS, everything, timing=timing, slim=slim_pod),
     }
-    if settings.picker_file is None:
+    if settings.fixed_pool is None:
+        found[KIND] = Informer(client, pools, one_pool, timing=timing)
+    if settings.picker_file is None and settings.reads_config_maps:
         chosen = Selection(namespace, labels=LABEL)
         if settings.picker_config is not None:
             chosen = Selection(namespace, fields=f"metadata.name={settings.picker_config}")

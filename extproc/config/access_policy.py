@@ -114,7 +114,7 @@ class ModelAccessPolicySpec(Spec, frozen=True):
     any, nobody may use anything.
     """
 
-    target_refs: Annotated[tuple[AccessTarget, ...], msgspec.Meta(max_length=256)] = ()
+    target_refs: Annotated[tuple[AccessTarget, ...], msgspec.Meta(max_length=1000)] = ()
     rules: Annotated[tuple[AccessRule, ...], msgspec.Meta(max_length=1000)] = ()
 
 

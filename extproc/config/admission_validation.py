@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 from extproc.config.key_sets import has_usable_key
 
@@ -12,9 +13,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from extproc.config.admission import FlowControl, RateLimit
-    from extproc.config.authentication import ApiKey, Authentication, CertificateName, JwtIssuer, Tenant
+    from extproc.config.authentication import (
+        ApiKey,
+        Authentication,
+        CertificateName,
+        JwtIssuer,
+        RemoteJwks,
+        Tenant,
+    )
     from extproc.config.errors import Finding, Path
 
+# Key sets are fetched anew within a day.
+_LONGEST_S: Final = 86400.0
 _DIGEST: Final = re.compile("[0-9a-fA-F]{64}")
 # Of patterns of certificates' names; a brace by itself is one, too.
 _HOLE: Final = re.compile(r"\{[^{}]*\}|[{}]")
@@ -50,11 +60,12 @@ def check_flow_control(control: FlowControl) -> Iterator[Finding]:
 def check_authentication(authentication: Authentication) -> Iterator[Finding]:
     """Keys, tokens or certificates, each with a name of its own."""
     path: Path = ("spec", "authentication")
-    ways = (authentication.api_keys, authentication.jwt, authentication.client_certificates)
-    if sum(map(bool, ways)) != 1:
-        yield path, "write apiKeys, jwt or clientCertificates, one of the three"
+    keys = authentication.api_keys or authentication.api_key_secrets
+    if sum(map(bool, (keys, authentication.jwt, authentication.client_certificates))) != 1:
+        yield path, "write apiKeys (or apiKeySecrets), jwt or clientCertificates, one of the three"
     for field, names in (
         ("apiKeys", [one.name for one in authentication.api_keys]),
+        ("apiKeySecrets", [one.name for one in authentication.api_key_secrets]),
         ("jwt", [one.name for one in authentication.jwt]),
         ("clientCertificates", [one.name for one in authentication.client_certificates]),
     ):
@@ -106,9 +117,25 @@ def _check_certificate_name(named: CertificateName, path: Path) -> Iterator[Find
 
 
 def _check_issuer(issuer: JwtIssuer, path: Path) -> Iterator[Finding]:
-    if (issuer.jwks is None) == (issuer.jwks_file is None):
-        yield path, "write jwksFile or jwks, one of the two"
+    given = (issuer.jwks, issuer.jwks_file, issuer.jwks_secret, issuer.remote_jwks)
+    if sum(one is not None for one in given) != 1:
+        yield path, "write one of jwks, jwksFile, jwksSecret and remoteJwks"
     if issuer.jwks is not None and not has_usable_key(issuer.jwks):
         yield (*path, "jwks"), "is no JSON Web Key Set with an RSA, EC, OKP or oct key; copy what the issuer publishes"
+    if issuer.remote_jwks is not None:
+        yield from _check_remote(issuer.remote_jwks, (*path, "remoteJwks"))
     if bool(issuer.audiences) == issuer.any_audience:
         yield path, "write audiences, or anyAudience: true to accept tokens made out to other services, too"
+
+
+def _check_remote(remote: RemoteJwks, path: Path) -> Iterator[Finding]:
+    try:
+        parts = urlsplit(remote.uri)
+        is_address = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        yield (*path, "uri"), "has no host, or no port from 1 to 65535; write https://HOST/PATH"
+    for name, value, least_s in (("cacheDuration", remote.cache_duration, 1.0), ("timeout", remote.timeout, 0.001)):
+        if not least_s <= value <= _LONGEST_S:
+            yield (*path, name), f"Envoy takes no {value} here; write a time from {least_s:g}s to {_LONGEST_S:g}s"

@@ -23,6 +23,9 @@ ISOLATION: Final = r"^(Tenant|User|Shared|Header:[0-9A-Za-z!#$%&'*+.^`|~-]+)\Z"
 CLAIM: Final = r"^[^\x00-\x1f\x7f.]+(\.[^\x00-\x1f\x7f.]+)*\Z"
 # A name, or the beginning or the end of names.
 WILDCARD: Final = r"^(\*|[^*\x00-\x1f\x7f]+\*?|\*[^*\x00-\x1f\x7f]+)\Z"
+HTTPS_URL: Final = (
+    r"^https://([0-9A-Za-z]([-.0-9A-Za-z]*[0-9A-Za-z])?|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[!-\"$-~]*)?\Z"
+)
 
 ADVICE: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -34,6 +37,7 @@ ADVICE: Final[Mapping[str, str]] = MappingProxyType(
         HEADER: "is no name of a header; write letters, digits and '-'",
         ISOLATION: "is not a choice; write Tenant, User, Shared or Header:NAME",
         WILDCARD: "is no name; '*' stands at its beginning or at its end, and control characters nowhere",
+        HTTPS_URL: "is no address of TLS; write https://HOST/PATH, without a user and without '#'",
         CLAIM: "is no claim; write a name, or names joined by single dots, such as realm.tenant",
     }
 )

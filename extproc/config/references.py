@@ -64,6 +64,8 @@ def check_references(found: Found) -> Iterator[Mistake]:
     for document, http_route in found.http_routes:
         yield from document.mistakes(_missing_backends(http_route, servers, backends))
         yield from document.mistakes(_missing_listeners(http_route.spec.parent_refs, found.listeners))
+    for document, gateway in found.gateways:
+        yield from document.mistakes(_secrets(gateway))
 
 
 def check_policies(found: Found) -> Iterator[Mistake]:
@@ -119,6 +121,19 @@ def _of_server(server: ModelServer, pickers: Collection[str]) -> Iterator[Findin
     file = server.spec.picker_config
     if file is not None and file not in pickers:
         yield ("spec", "pickerConfig"), f"no file '{file}' holds an EndpointPickerConfig; {suggest(file, pickers)}"
+
+
+def _secrets(gateway: GatewayConfig) -> Iterator[Finding]:
+    """The gateway role puts what Secrets hold in their place."""
+    given = gateway.spec.authentication
+    if given is None:
+        return
+    path, said = ("spec", "authentication"), "is in a Secret, which a directory has none of"
+    if given.api_key_secrets:
+        yield (*path, "apiKeySecrets"), f"{said}; write apiKeys, or apply it to a cluster"
+    for index, issuer in enumerate(given.jwt):
+        if issuer.jwks_secret is not None:
+            yield (*path, "jwt", index, "jwksSecret"), f"{said}; write jwksFile, or apply it to a cluster"
 
 
 def _missing_servers(route: ModelRoute, keys: Collection[str]) -> Iterator[Finding]:

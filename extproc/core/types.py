@@ -20,9 +20,9 @@ _NO_CLAIMS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
 class Head(msgspec.Struct, frozen=True):
     """A request's headers. Names are lower-case; ``path`` is without its query.
 
-    ``is_trusted``: what the headers say about the caller was written by a gateway, not by the client. ``claims``: those
-    of the caller's verified token that policies name, each with its values. ``listener``, ``http_route``: where the
-    request came in and which HTTPRoute took it, if the gateway says so.
+    ``is_trusted``: what the headers say about the caller was written by a gateway, not by the client. ``listener``: the
+    name of the listener that was asked, ``http_route``: ``namespace/name`` of the HTTPRoute that took the request; empty
+    where the gateway does not say. ``claims``: those of the caller's verified token that policies name, with their values.
     """
 
     method: str
@@ -30,9 +30,9 @@ class Head(msgspec.Struct, frozen=True):
     headers: Mapping[str, str]
     has_body: bool
     is_trusted: bool = False
-    claims: Mapping[str, Collection[str]] = _NO_CLAIMS
     listener: str = ""
     http_route: str = ""
+    claims: Mapping[str, Collection[str]] = _NO_CLAIMS
 
 
 class Attachment(msgspec.Struct, frozen=True):

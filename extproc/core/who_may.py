@@ -59,7 +59,7 @@ class Visit(msgspec.Struct, frozen=True):
 
     def may_list(self, model: str) -> bool:
         """Whether some request for ``model`` may go: it is listed, and its name is no secret."""
-        return any(self.may(model, one) for one in self.routing.destinations(model))
+        return any(self.may(model, one) for one in self.routing.destinations(model, self.head.listener))
 
     def may_know(self, model: str) -> bool:
         """Whether the caller may be told that ``model`` does not exist.

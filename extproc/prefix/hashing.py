@@ -10,7 +10,8 @@ vLLM's automatic prefix caching, and starts from the model or adapter, as these 
 
 from __future__ import annotations
 
-from struct import iter_unpack
+from functools import lru_cache
+from struct import Struct, iter_unpack
 from typing import TYPE_CHECKING, Final
 
 import xxhash
@@ -36,18 +37,24 @@ def hash_blocks(prompt: bytes, seed: str, first_block_bytes: int = FIRST_BLOCK_B
     for size_class in range(_CLASSES):
         size = first_block_bytes << size_class
         end = start + size * _BLOCKS_PER_CLASS
-        texts = _cut(prompt, size, start, min(end, len(prompt)))
-        blocks += [parent := digest(text, parent) for (text,) in texts]
-        if end >= len(prompt):
+        # cut in C; the copies cost less than views
+        if end > len(prompt):
+            blocks += [parent := digest(text, parent) for (text,) in _rest(prompt, size, start)]
             break
+        blocks += [parent := digest(text, parent) for text in _whole_class(size).unpack_from(prompt, start)]
         start = end
     return blocks
 
 
-def _cut(prompt: bytes, size: int, start: int, end: int) -> Iterator[tuple[bytes]]:
-    """The whole blocks of ``size`` bytes between ``start`` and ``end``."""
-    whole = (end - start) // size * size
-    # in C; the copies cost less than views
+@lru_cache(maxsize=2 * _CLASSES)
+def _whole_class(size: int) -> Struct:
+    """Cuts all blocks of one size at once."""
+    return Struct(f"{size}s" * _BLOCKS_PER_CLASS)
+
+
+def _rest(prompt: bytes, size: int, start: int) -> Iterator[tuple[bytes]]:
+    """The whole blocks of ``size`` bytes from ``start`` to the end of ``prompt``."""
+    whole = (len(prompt) - start) // size * size
     return iter_unpack(f"{size}s", memoryview(prompt)[start : start + whole])
 
 

@@ -17,7 +17,6 @@ everything used no later than the missing block is gone, too.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Final
 
 import msgspec
@@ -81,7 +80,14 @@ class PrefixIndex:
             holders = holders_of(chain[start], 0)
             if not holders:
                 break
-            start = bisect_left(chain, True, start + 1, key=lambda block: holders_of(block, 0) != holders)
+            # a binary search written out: calls of a key function cost more than all else here
+            start, end = start + 1, len(chain)
+            while start < end:
+                middle = (start + end) // 2
+                if holders_of(chain[middle], 0) == holders:
+                    start = middle + 1
+                else:
+                    end = middle
             found.append(Match(start, holders))
         return found
 

@@ -31,6 +31,7 @@ MOST_OTHER_BYTES: Final = 4 * 2**20
 # No shorter body can have more: ``{},`` is the shortest object in a list, ``"":0,`` the shortest member. The shortest text is
 # ``"",``, the shortest value ``1,``.
 _SHORT_BYTES: Final = 3 * MOST_OBJECTS
+_SHORT_OF_MEMBERS: Final = 5 * MOST_MEMBERS
 _CHUNK_BYTES: Final = 1 << 20
 _QUOTE, _BRACE, _COLON, _COMMA, _BACKSLASH = b'"{:,\\'
 # Bits at even places.
@@ -73,7 +74,7 @@ def check_bounds(body: bytes) -> None:
     # those that the body is long enough to have too many of; a fifth of the time of bytes.count
     marks = (
         _BRACE,
-        _COLON,
+        _COLON if len(body) > _SHORT_OF_MEMBERS else None,
         _COMMA if len(body) > 2 * MOST_COMMAS else None,
         _QUOTE if len(body) > 3 * MOST_STRINGS else None,
     )

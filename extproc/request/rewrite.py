@@ -67,8 +67,7 @@ def span_of(body: bytes, first: msgspec.Raw, last: msgspec.Raw) -> Span | None:
 
 
 def _address(data: bytes | msgspec.Raw) -> int:
-    address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
-    return address
+    return np.frombuffer(data, np.uint8).ctypes.data
 
 
 def _changed(body: bytes, changes: dict[str, object], without: Collection[str]) -> bytes:

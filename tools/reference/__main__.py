@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tools.reference import commands, kinds, plugins
+from tools.reference import commands, kinds, llm_d_flags, plugins
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +17,8 @@ FOLDER: Final = Path(__file__).parents[2] / "docs" / "reference"
 def pages() -> Mapping[str, str]:
     """Every page by the name of its file."""
     found = {f"{name}.md": kinds.page(cls) for name, cls in kinds.KINDS.items()}
-    return {**found, "plugins.md": plugins.page(), "commands.md": commands.page()}
+    others = {"plugins.md": plugins.page(), "commands.md": commands.page(), "llm-d-flags.md": llm_d_flags.page()}
+    return {**found, **others}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ pods are followed by them, because the gateway goes on sending requests.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -49,13 +50,20 @@ class PickerCompiler:
     """``put`` takes what changed, ``compile`` gives the outcome.
 
     ``pool`` and ``picker_config`` (of a ConfigMap; None: the pool's annotation may name one): as ``namespace/name``.
-    The ModelServer has the name of the pool. ``check_picker``: that of the extproc that reads the directory.
+    ``fields``: of the ModelServer's spec, unless the pool's annotation has them. The ModelServer has the name of the pool.
+    ``check_picker``: that of the extproc that reads the directory.
     """
 
     def __init__(
-        self, pool: str, picker_config: str | None = None, *, check_picker: PickerCheck = check_shape_alone
+        self,
+        pool: str,
+        picker_config: str | None = None,
+        fields: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        check_picker: PickerCheck = check_shape_alone,
     ) -> None:
         self._pool = pool
+        self._fields = fields
         self._picker_config = picker_config
         self._check_picker = check_picker
         self._compiler = Compiler(check_picker=check_picker)
@@ -120,7 +128,7 @@ class PickerCompiler:
             self._pool_problem = Problem("PoolNotFound", f"there is no InferencePool {self._pool}{kept}")
             return
         named = None if self._picker_config is None else self._picker_config.partition("/")[2]
-        found = server_of(pool, prefix="", picker_config=named)
+        found = server_of(pool, prefix="", picker_config=named, fields=self._fields)
         complaint = found.complaint if found.server is None else source_of(found.server).complaint()
         if found.server is None or complaint:
             self._pool_problem = Problem("PoolInvalid", complaint)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -36,12 +37,18 @@ def server_key(pool_key: str) -> str:
     return object_key(namespace, PREFIX + pool_key.removeprefix(f"{namespace}/"))
 
 
-def server_of(pool: Mapping[str, Any], *, prefix: str = PREFIX, picker_config: str | None = None) -> PoolServer:
+def server_of(
+    pool: Mapping[str, Any],
+    *,
+    prefix: str = PREFIX,
+    picker_config: str | None = None,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+) -> PoolServer:
     """The ModelServer whose endpoints are the ports of the pool's pods.
 
     ``pool``: an InferencePool, ``inference.networking.k8s.io/v1`` or ``inference.networking.x-k8s.io/v1alpha2``.
     ``prefix``: of the ModelServer's name; empty where pools alone are served. ``picker_config``: the name of a ConfigMap
-    of its namespace; it has precedence over the pool's annotation.
+    of its namespace; it has precedence over the pool's annotation. ``fields``: of the spec, unless the annotation has them.
     """
     metadata, spec = pool["metadata"], pool.get("spec") or {}
     settings = _settings((metadata.get("annotations") or {}).get(SETTINGS, ""))
@@ -57,6 +64,7 @@ def server_of(pool: Mapping[str, Any], *, prefix: str = PREFIX, picker_config: s
     content = {
         # what engines call the model; requests keep the name that the client wrote
         "model": metadata["name"],
+        **fields,
         **settings,
         "workloadSelector": {"matchLabels": labels},
         "workloadPort": {"port": ports[0], "rankPorts": ports[1:]},

@@ -15,7 +15,7 @@ from extproc.config.errors import Mistake
 from extproc.config.spec import object_key
 
 # Whose objects are documents of the directory, too.
-DOCUMENT_KINDS: Final = ("GatewayConfig", "ModelServer", "ModelRoute", "InferenceObjective")
+DOCUMENT_KINDS: Final = ("GatewayConfig", "ModelServer", "ModelRoute", "ModelAccessPolicy", "InferenceObjective")
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):

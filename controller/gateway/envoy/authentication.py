@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""API keys or signed tokens, checked by Envoy before any other filter.
+"""API keys, signed tokens or client certificates, checked by Envoy before any other filter.
 
 These filters lie in files of their own, which Envoy follows: a change holds from the next request on. A change of the listener
 would leave connections that are open with the old filters for minutes.
@@ -41,7 +41,9 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
 from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.envoy.bootstrap import file_source
+from controller.gateway.envoy.client_certificates import known_certificates, named_by_certificates
 from controller.gateway.envoy.envoy_json import http_filter, resources_file, to_resource, typed
+from controller.gateway.envoy.key_sets import remote_key_set
 from controller.gateway.envoy.keys import identified_callers, known_keys
 from extproc.protocol import TENANT, TOKENS_NAMESPACE, USER
 
@@ -55,7 +57,8 @@ if TYPE_CHECKING:
 KEYS_FILE: Final = "keys.json"
 TOKENS_FILE: Final = "tokens.json"
 CALLERS_FILE: Final = "callers.json"
-AUTHENTICATION_FILES: Final = (KEYS_FILE, TOKENS_FILE, CALLERS_FILE)
+CERTIFICATES_FILE: Final = "certificates.json"
+AUTHENTICATION_FILES: Final = (KEYS_FILE, TOKENS_FILE, CALLERS_FILE, CERTIFICATES_FILE)
 
 # Of a claim that names a tenant or a user.
 _NAME: Final = r"[^\x00-\x1f\x7f]+"
@@ -63,7 +66,7 @@ _JWT_FILTER: Final = TOKENS_NAMESPACE
 
 
 def authentication_filters(authentication: Authentication | None, directory: str) -> list[HttpFilter]:
-    """The first filters of the chain. Without a valid key or token: 401; with a token that does not say whose: 403."""
+    """The first filters of the chain. Without a valid key, token or certificate: 401; if that does not say whose: 403."""
     if authentication is None:
         return []
     followed = [
@@ -77,14 +80,14 @@ def authentication_filters(authentication: Authentication | None, directory: str
     ]
     if authentication.jwt:
         return followed
+    if authentication.client_certificates:
+        return [*followed, http_filter("attache.identified", known_certificates())]
     return [*followed, http_filter("attache.identified", identified_callers())]
 
 
 def unused_files(authentication: Authentication | None) -> set[str]:
     """Those of AUTHENTICATION_FILES that a bundle with this authentication does not have."""
-    if authentication is None:
-        return set(AUTHENTICATION_FILES)
-    return {TOKENS_FILE, CALLERS_FILE} if not authentication.jwt else {KEYS_FILE}
+    return set(AUTHENTICATION_FILES) - (set() if authentication is None else _followed(authentication).keys())
 
 
 def authentication_files(authentication: Authentication | None) -> Mapping[str, str]:
@@ -99,6 +102,9 @@ def authentication_files(authentication: Authentication | None) -> Mapping[str, 
 
 def _followed(authentication: Authentication) -> Mapping[str, tuple[str, Message]]:
     """By file, the filter's name and configuration, in the order of the chain."""
+    if authentication.client_certificates:
+        script = named_by_certificates(authentication.client_certificates)
+        return {CERTIFICATES_FILE: ("attache.certificates", script)}
     if not authentication.jwt:
         return {KEYS_FILE: ("attache.keys", known_keys(authentication.api_keys))}
     return {
@@ -122,7 +128,8 @@ def _provider(one: JwtIssuer) -> JwtProvider:
         issuer=one.issuer,
         audiences=list(one.audiences),
         require_expiration=one.require_expiration,
-        local_jwks=DataSource(inline_string=one.jwks or ""),
+        local_jwks=DataSource(inline_string=one.jwks or "") if one.remote_jwks is None else None,
+        remote_jwks=None if one.remote_jwks is None else remote_key_set(one.name, one.remote_jwks),
         # Said here, or Envoy takes tokens from the query string as well, which lands in logs. What follows the first
         # space is the token: schemes are case-insensitive, and Envoy's prefixes are not.
         from_headers=[JwtHeader(name="authorization", value_prefix=" ")],

@@ -17,6 +17,7 @@ from envoy_data_plane.google.protobuf import Any, NullValue, Struct, Value
 from extproc.protocol import DETAILS_PREFIX
 
 if TYPE_CHECKING:
+    from extproc.config.authentication import Authentication
     from extproc.config.gateway_config import GatewayConfigSpec
 
 
@@ -28,14 +29,27 @@ _NO_JWT: Final = (
 )
 
 
+_NO_CERTIFICATE: Final = "The connection has no client certificate, by which this gateway knows callers; show one."
+_NO_NAME: Final = "The token does not say as text whose it is; ask its issuer for one with the claims of this gateway."
+_NO_TENANT: Final = "The client certificate has no name by which this gateway knows tenants; ask for one that has."
+
+
+def _about_callers(authentication: Authentication | None) -> tuple[str, str]:
+    """What callers without a key and such are told, and those who are nobody's."""
+    if authentication is None or authentication.api_keys:
+        return _NO_KEY, _NO_NAME
+    if authentication.client_certificates:
+        return _NO_CERTIFICATE, _NO_TENANT
+    return _NO_JWT if authentication.jwt else _NO_KEY, _NO_NAME
+
+
 def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
     """The first condition that holds decides. Answers of extproc and of the bundle itself are sent unchanged."""
     too_large = (
         f"The request body is larger than the gateway takes ({gateway.max_body_size}); "
         "send a shorter prompt or ask for a higher maxBodySize."
     )
-    no_key = _NO_JWT if gateway.authentication and gateway.authentication.jwt else _NO_KEY
-    no_name = "The token does not say as text whose it is; ask its issuer for one with the claims of this gateway."
+    no_key, no_name = _about_callers(gateway.authentication)
     no_path = "The path has an escaped slash or backslash, or cannot be normalized; write it plainly."
     no_route = "No model, or none that is served, was asked for; GET /v1/models lists those that are."
     no_picker = "The gateway cannot choose an engine at the moment; try again soon."

@@ -173,7 +173,7 @@ spec: {priority: high}
         "spec.rateLimits[1]: per: Header and the field 'header' go together",
         "spec.rateLimits[2].withoutRedis: has no effect on a Local limit",
         "spec.rules[0].ttftTarget: 'later' is not a duration",
-        "spec.authentication: write apiKeys, jwt or clientCertificates",
+        "spec.authentication: write apiKeys (or apiKeySecrets), jwt or clientCertificates",
         "spec.authentication.apiKeys[1].name: 'a' is there already",
         "spec.authentication.apiKeys[1].key: another name has this key",
         "spec.tenants[1].name: 't' is there already",

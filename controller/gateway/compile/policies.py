@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ModelAccessPolicies to documents of the directory, and to statuses.
+
+Nothing that goes wrong opens anything. A policy that is invalid denies everybody what it is attached to, or its whole
+namespace if that cannot be told. A target that is not there is not served, and so cannot be reached either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from controller.gateway.compile.conditions import Wanted, WantedStatus, fails, holds
+from extproc.config.access_policy import TARGET_GROUPS, AccessTarget, ModelAccessPolicy
+from extproc.config.failure_mode import who_may
+from extproc.config.spec import API_VERSION, object_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from controller.gateway.compile.sources import Source
+    from extproc.config.gateway_config import GatewayConfigSpec
+
+_CONFIG_GROUP: Final = API_VERSION.partition("/")[0]
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """What policies can be attached to, as it is in the directory.
+
+    ``model_routes``, ``model_servers``, ``http_routes``: by ``namespace/name``. ``listeners``: of each Gateway by
+    ``namespace/name``, the directory's names of its listeners by ``sectionName``. ``config``: the GatewayConfig in
+    effect; None: the defaults. ``config_listeners``: names of the listeners that it has itself.
+    """
+
+    model_routes: Collection[str] = ()
+    model_servers: Collection[str] = ()
+    http_routes: Collection[str] = ()
+    listeners: Mapping[str, Mapping[str, str]] = {}
+    config: str | None = None
+    config_listeners: Collection[str] = ()
+
+
+class PolicyResult(msgspec.Struct, frozen=True):
+    """``document``: None if nothing that is served is concerned."""
+
+    document: bytes | None
+    status: WantedStatus
+
+
+def compile_policies(policies: Iterable[Source], served: Served) -> dict[str, PolicyResult]:
+    """Every policy by its key."""
+    return {source.key: _compile(source, served) for source in policies}
+
+
+def failure_mode(spec: Mapping[str, Any], decoded: GatewayConfigSpec, *, has_policies: bool) -> tuple[str | None, str]:
+    """The failure mode to serve, and why it is another than the one that was asked for; empty if it is not.
+
+    Envoy by itself cannot say who may use which models. So Close is served where somebody may not.
+    """
+    asked = spec.get("failureMode")
+    restricted = who_may(decoded, ())
+    if has_policies:
+        restricted.append("ModelAccessPolicies")
+    if asked != "Open" or not restricted:
+        return asked, ""
+    return "Close", f"failureMode Open would let requests get round {', '.join(restricted)}, so Close is served"
+
+
+def _compile(source: Source, served: Served) -> PolicyResult:
+    targets = _targets(source)
+    found: list[AccessTarget] = []
+    missing: list[str] = []
+    for one in targets or ():
+        refs = _resolved(one, source.namespace, served)
+        found.extend(refs)
+        if not refs:
+            missing.append(f"{one.kind} {one.name}" + (f" listener {one.section_name}" if one.section_name else ""))
+    accepted, rules = holds("Accepted"), source.spec.get("rules", [])
+    if source.mistakes:
+        what = "its targets" if targets else f"any model of the namespace {source.namespace}"
+        accepted = fails("Accepted", "Invalid", f"{source.complaint()}; until it is mended, nobody may use {what}")
+        rules = []
+    resolved, programmed = holds("ResolvedRefs"), holds("Programmed")
+    if missing:
+        said = f"{', '.join(missing)} is not there, or not served by this gateway"
+        resolved = fails("ResolvedRefs", "TargetNotFound", said)
+    if targets and not found:
+        programmed = fails("Programmed", "TargetNotFound", "nothing that it is attached to is served by this gateway")
+        return _result(source, None, (accepted, resolved, programmed))
+    attached = [_plain(one) for one in dict.fromkeys(found)]
+    document = source.document({**({"targetRefs": attached} if attached else {}), "rules": rules})
+    return _result(source, document, (accepted, resolved, programmed))
+
+
+def _targets(source: Source) -> tuple[AccessTarget, ...] | None:
+    """None: the whole namespace."""
+    if isinstance(source.decoded, ModelAccessPolicy):
+        return source.decoded.spec.target_refs or None
+    try:
+        # of another shape elsewhere: what it is attached to may be readable all the same
+        return msgspec.convert(source.spec.get("targetRefs"), tuple[AccessTarget, ...]) or None
+    except msgspec.ValidationError:
+        return None
+
+
+def _resolved(one: AccessTarget, namespace: str, served: Served) -> list[AccessTarget]:
+    """What the directory has for ``one``. By its kind, for a policy with the wrong group must not protect nothing."""
+    key = object_key(namespace, one.name)
+    keys: Collection[str] = ()
+    match one.kind:
+        case "Gateway":
+            sections = served.listeners.get(key, {})
+            wanted = sections.values() if one.section_name is None else [sections.get(one.section_name)]
+            return [_listener(one, name) for name in wanted if name is not None]
+        case "GatewayConfig":
+            if key != served.config:
+                return []
+            is_known = one.section_name is None or one.section_name in served.config_listeners
+            return [_listener(one, one.section_name)] if is_known else []
+        case "HTTPRoute":
+            keys = served.http_routes
+        case "ModelRoute":
+            keys = served.model_routes
+        case "ModelServer":
+            keys = served.model_servers
+    return [msgspec.structs.replace(one, group=TARGET_GROUPS[one.kind], section_name=None)] if key in keys else []
+
+
+def _listener(one: AccessTarget, name: str | None) -> AccessTarget:
+    """In a directory, listeners are the GatewayConfig's."""
+    return msgspec.structs.replace(one, kind="GatewayConfig", group=_CONFIG_GROUP, section_name=name)
+
+
+def _plain(one: AccessTarget) -> dict[str, Any]:
+    plain = {"kind": one.kind, "group": one.group, "name": one.name}
+    return plain if one.section_name is None else {**plain, "sectionName": one.section_name}
+
+
+def _result(source: Source, document: bytes | None, conditions: tuple[Wanted, ...]) -> PolicyResult:
+    status = WantedStatus(kind=source.kind, key=source.key, generation=source.generation, conditions=conditions)
+    return PolicyResult(document, status)
