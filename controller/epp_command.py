@@ -112,7 +112,7 @@ async def _run(planned: Plan, access: Access, folder: Path, check_picker: Picker
     config = folder / "config"
     config.mkdir()
     words = [sys.executable, "-m", "attache", "extproc", "--config", str(config), *planned.extproc]
-    extproc = await asyncio.create_subprocess_exec(*words, start_new_session=True)
+    extproc = await asyncio.create_subprocess_exec(*words)
     is_stopping = False
 
     def stop() -> None:

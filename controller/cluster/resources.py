@@ -77,6 +77,7 @@ CRDS: Final = Resource(
 )
 MODEL_SERVERS: Final = Resource("attache.dev", "v1alpha1", "modelservers", "ModelServer")
 MODEL_ROUTES: Final = Resource("attache.dev", "v1alpha1", "modelroutes", "ModelRoute")
+MODEL_ACCESS_POLICIES: Final = Resource("attache.dev", "v1alpha1", "modelaccesspolicies", "ModelAccessPolicy")
 GATEWAY_CONFIGS: Final = Resource("attache.dev", "v1alpha1", "gatewayconfigs", "GatewayConfig")
 INFERENCE_OBJECTIVES: Final = Resource(
     "inference.networking.x-k8s.io", "v1alpha2", "inferenceobjectives", "InferenceObjective"

@@ -21,6 +21,7 @@ _OURS: Final = (
     "gateway.",
     "httproute.",
     "inferenceobjective.",
+    "modelaccesspolicy.",
     "modelroute.",
     "modelserver.",
     "picker.",

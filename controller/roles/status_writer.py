@@ -15,6 +15,7 @@ from controller.cluster.resources import (
     GATEWAYS,
     HTTP_ROUTES,
     INFERENCE_POOLS,
+    MODEL_ACCESS_POLICIES,
     MODEL_ROUTES,
     MODEL_SERVERS,
     Object,
@@ -36,6 +37,7 @@ _KINDS: Final = (
     GATEWAYS,
     HTTP_ROUTES,
     INFERENCE_POOLS,
+    MODEL_ACCESS_POLICIES,
     MODEL_ROUTES,
     MODEL_SERVERS,
 )

@@ -168,12 +168,13 @@ class Stand(msgspec.Struct, frozen=True):
         self,
         path: str,
         *,
+        port: str = "main",
         method: str = "GET",
         headers: Mapping[str, str] | None = None,
         content: bytes | str | None = None,
     ) -> Told:
         """What reached a server, of a request that must reach one."""
-        answer = await self.ask(path, method=method, headers=headers, content=content)
+        answer = await self.ask(path, port=port, method=method, headers=headers, content=content)
         assert answer.status_code == 200, answer.text
         return msgspec.convert(answer.json(), Told)
 

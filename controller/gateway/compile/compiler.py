@@ -12,21 +12,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, WantedStatus, fails, holds
+from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
 from controller.gateway.compile.gateway_api.gateway_api import GatewayApi
 from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+from controller.gateway.compile.gateway_document import GatewayDocument, GatewayDocuments
+from controller.gateway.compile.policies import PolicyResult, Served, compile_policies
 from controller.gateway.compile.routes import RouteResult, compile_routes
 from controller.gateway.compile.secrets import Pointer
 from controller.gateway.compile.server_set import ServerSet
 from controller.gateway.compile.servers import empty_server
-from controller.gateway.compile.sources import DOCUMENT_KINDS, Source, source_of, to_bytes
+from controller.gateway.compile.sources import DOCUMENT_KINDS, Source, source_of
 from extproc.config.failure_mode import failure_mode_of
 from extproc.config.gateway_config import GatewayConfig
 from extproc.config.model_route import ModelRoute
 from extproc.config.picker_config import check_shape_alone
 from extproc.config.snapshot import Snapshot
-from extproc.config.spec import API_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from extproc.config.picker_config import PickerCheck
 
 GATEWAY_FILE: Final = "gateway.json"
-_DEFAULT: Final = {"apiVersion": API_VERSION, "kind": "GatewayConfig", "metadata": {"name": "default"}}
-_DEFAULT_GATEWAY: Final = to_bytes({**_DEFAULT, "spec": {}})
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -71,7 +70,9 @@ class Compiler:
         self._usable: frozenset[str] = frozenset()
         self._routes: Mapping[str, RouteResult] = {}
         self._routes_stale = True
+        self._policies: Mapping[str, PolicyResult] = {}
         self._api = GatewayApi(settings, gateway, self._config_problem)
+        self._documents = GatewayDocuments(self._api.pointed)
 
     def put(self, kind: str, key: str, thing: Mapping[str, Any] | None) -> None:
         """An object as it is now; None: it is gone."""
@@ -94,9 +95,17 @@ class Compiler:
         if self._routes_stale or usable != self._usable:
             self._routes = compile_routes(self._sources["ModelRoute"].values(), usable, self._api.listeners)
             self._routes_stale, self._usable = False, usable
-        files = dict(self._files())
-        statuses = {(one.kind, one.key): one for one in self._statuses()}
-        return Outcome(files, statuses, self._refusal(), self._api.pointers())
+        policies = self._sources["ModelAccessPolicy"]
+        self._policies = compile_policies(policies.values(), self._served()) if policies else {}
+        gateway = self._documents.make(
+            self._sources["GatewayConfig"].get(self._api.parameters.config or ""),
+            self._api.listener_documents(),
+            has_policies=bool(policies),
+        )
+        files = dict(self._files(gateway))
+        statuses = {(one.kind, one.key): one for one in self._statuses(gateway)}
+        pointers = self._api.pointers() | gateway.pointers
+        return Outcome(files, statuses, self._refusal(gateway), pointers)
 
     def _put_source(self, kind: str, key: str, source: Source | None) -> None:
         if kind == "ModelServer":
@@ -112,15 +121,18 @@ class Compiler:
         elif kind == "GatewayConfig":
             self._api.gateway_configs_changed()
 
-    def _files(self) -> Iterator[tuple[str, bytes]]:
+    def _files(self, gateway: GatewayDocument) -> Iterator[tuple[str, bytes]]:
         """In writing order: what is referred to comes before what refers to it."""
         yield from self._api.files().items()
         yield from self._servers.picker_files()
-        yield GATEWAY_FILE, self._gateway_document()
+        yield GATEWAY_FILE, gateway.content
         for objective in self._sources["InferenceObjective"].values():
             if not objective.mistakes:
                 yield file_name(objective.kind, objective.key), objective.document()
         yield from self._backends()
+        for key, policy in self._policies.items():
+            if policy.document is not None:
+                yield file_name("ModelAccessPolicy", key), policy.document
         for key, route in self._routes.items():
             if route.document is not None:
                 yield file_name("ModelRoute", key), route.document
@@ -129,36 +141,46 @@ class Compiler:
 
     def _backends(self) -> Iterator[tuple[str, bytes]]:
         """What routes name."""
-        named = {key for route in self._routes.values() for key in route.servers}
-        for key, document in self._servers.documents(named.union(self._api.named_servers())):
+        for key, document in self._server_documents():
             yield file_name("ModelServer", key), document
         for kind, key, document in self._api.documents():
             yield file_name(kind, key), document
         for key in {key for route in self._routes.values() for key in route.missing}:
             yield file_name("ModelServer", key), empty_server(key)
 
-    def _gateway_document(self) -> bytes:
-        """The GatewayConfig in effect, with the listeners of Gateways in place of its own."""
-        found = self._sources["GatewayConfig"].get(self._api.parameters.config or "")
-        if self._api.listeners is None:
-            return _DEFAULT_GATEWAY if found is None else found.document()
-        listeners = self._api.listener_documents()
-        if found is None:
-            return to_bytes({**_DEFAULT, "spec": {"listeners": listeners}})
-        return found.document({**found.spec, "listeners": listeners})
+    def _served(self) -> Served:
+        """What policies can be attached to."""
+        config = self._sources["GatewayConfig"].get(self._api.parameters.config or "")
+        own = config.decoded.spec.listeners if config and isinstance(config.decoded, GatewayConfig) else ()
+        return Served(
+            model_routes={key for key, one in self._routes.items() if one.document is not None},
+            model_servers={key for key, _ in self._server_documents()},
+            http_routes={key for key, _ in self._api.routes()},
+            listeners=self._api.listener_names(),
+            config=self._api.parameters.config,
+            config_listeners=[one.name for one in own] if self._api.listeners is None else (),
+        )
 
-    def _statuses(self) -> Iterator[WantedStatus]:
+    def _server_documents(self) -> Iterator[tuple[str, bytes]]:
+        named = {key for route in self._routes.values() for key in route.servers}
+        return self._servers.documents(named.union(self._api.named_servers()))
+
+    def _statuses(self, gateway: GatewayDocument) -> Iterator[WantedStatus]:
         yield from self._servers.statuses()
         yield from (one.status for one in self._routes.values())
+        yield from (one.status for one in self._policies.values())
         yield from self._api.statuses(one.attached for one in self._routes.values())
         parameters = self._api.parameters
         for key in {parameters.config, *parameters.named}:
             config = self._sources["GatewayConfig"].get(key or "")
             if config is not None:
-                yield self._config_status(config)
+                yield self._config_status(config, gateway)
 
-    def _config_status(self, config: Source) -> WantedStatus:
-        conditions = holds("Accepted", NO_MISTAKE), holds("Programmed", IN_DIRECTORY)
+    def _config_status(self, config: Source, gateway: GatewayDocument) -> WantedStatus:
+        conditions: tuple[Wanted, ...] = (
+            holds("Accepted", gateway.note or NO_MISTAKE),
+            holds("Programmed", IN_DIRECTORY),
+        )
         if config.mistakes:
             stays = "nothing is changed until it is corrected; what is served stays"
             said = stays if config.key == self._gateway else "the Gateways that refer to it are not served"
@@ -166,6 +188,8 @@ class Compiler:
         elif config.key != self._api.parameters.config:
             said = f"GatewayConfig {self._api.parameters.config} is in effect"
             conditions = holds("Accepted", NO_MISTAKE), fails("Programmed", "Conflict", said)
+        elif gateway.missing:
+            conditions = (*conditions, fails("ResolvedRefs", "SecretNotFound", "; ".join(gateway.missing)))
         return WantedStatus(
             kind=config.kind,
             key=config.key,
@@ -196,14 +220,17 @@ class Compiler:
             return config.complaint()
         return ""
 
-    def _refusal(self) -> str:
+    def _refusal(self, document: GatewayDocument) -> str:
         """Without its GatewayConfig a gateway would serve without the authentication that it asks for."""
-        if self._gateway is None:
-            return ""
-        gateway = self._sources["GatewayConfig"].get(self._gateway)
-        if gateway is None:
-            return f"there is no GatewayConfig {self._gateway}"
-        return f"GatewayConfig {self._gateway}: {gateway.complaint()}" if gateway.mistakes else ""
+        if self._gateway is not None:
+            gateway = self._sources["GatewayConfig"].get(self._gateway)
+            if gateway is None:
+                return f"there is no GatewayConfig {self._gateway}"
+            if gateway.mistakes:
+                return f"GatewayConfig {self._gateway}: {gateway.complaint()}"
+        if document.refused:
+            return f"GatewayConfig {self._api.parameters.config} with what it refers to: {document.refused}"
+        return ""
 
 
 def file_name(kind: str, key: str) -> str:
