@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
+from controller.gateway.envoy.backends import backend_cluster_name, backend_endpoints_file
 from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER, LISTENERS_FILE
 from controller.gateway.envoy.clusters import endpoints_file, server_cluster_name
 from controller.gateway.envoy.listener_groups import listener_groups, routes_files
@@ -51,6 +52,7 @@ def versions_of(out: Path, snapshot: Snapshot) -> dict[str, str]:
     names = [
         CLUSTERS_FILE,
         *(endpoints_file(one.metadata.key) for one in snapshot.servers),
+        *(backend_endpoints_file(one.metadata.key) for one in snapshot.backends),
         *routes_files(snapshot.gateway),
         LISTENERS_FILE,
     ]
@@ -60,10 +62,12 @@ def versions_of(out: Path, snapshot: Snapshot) -> dict[str, str]:
 def subscriptions_of(snapshot: Snapshot) -> dict[str, str]:
     """By file, how Envoy's statistics call who reads it."""
     servers = [one.metadata.key for one in snapshot.servers]
+    backends = [one.metadata.key for one in snapshot.backends]
     groups = listener_groups(snapshot.gateway)
     return {
         CLUSTERS_FILE: "cluster_manager.cds",
         **{endpoints_file(one): f"cluster.{server_cluster_name(one)}" for one in servers},
+        **{backend_endpoints_file(one): f"cluster.{backend_cluster_name(one)}" for one in backends},
         **{one.routes_file: f"http.attache.rds.{_in_statistics(one.route_config_name)}" for one in groups},
         LISTENERS_FILE: "listener_manager.lds",
     }

@@ -70,6 +70,12 @@ RATE_LIMIT_HEADERS: Final = tuple(
 # sent. Clients cannot write it, because gRPC metadata are not HTTP request headers.
 BUNDLE_MARK: Final = "x-attache-bundle"
 
+# More of it, on streams of our bundle: the HTTPRoute that took the request, the ModelServer that it has chosen, and the
+# listener that was asked.
+HTTP_ROUTE_KEY: Final = "x-attache-http-route"
+SERVER_KEY: Final = "x-attache-server-key"
+LISTENER_KEY: Final = "x-attache-listener"
+
 # Envoy waits no longer than this for an answer of extproc, whatever either is told.
 LONGEST_MESSAGE_TIMEOUT_S: Final = 3600
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -63,11 +64,13 @@ async def _cluster(out: Path, range_: str) -> AsyncIterator[ControlPlane]:
     """A cluster with CustomResourceDefinitions and our gateway, whose logs go to ``out``."""
     assets = find_assets()
     echo = (str(built_in(versions()) / ECHO),)
-    images = {
+    images: dict[str, Sequence[str]] = {
         **IMAGES,
         "envoyproxy/envoy": (envoy_binary(),),
         "gateway-api/echo-basic": echo,
         "k8s-staging-gateway-api/echo-basic": echo,
+        # the suite of the Inference Extension waits for its pickers; this one takes their place and their flags
+        "gateway-api-inference-extension/epp": (sys.executable, "-m", "attache", "epp", "--conformance"),
         # it answers in cases of UDPRoute alone, which we do not serve, but the suite waits for its pod
         "coredns/coredns": ("sh", "-c", "exec sleep infinity"),
     }

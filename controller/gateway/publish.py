@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.gateway.envoy.authentication import AUTHENTICATION_FILES, unused_files
+from controller.gateway.envoy.backends import backend_endpoints_file
 from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
-from controller.gateway.envoy.bundle import with_servers
+from controller.gateway.envoy.bundle import with_clusters_of, with_servers
 from controller.gateway.envoy.clusters import endpoints_file
 from controller.gateway.envoy.listener_groups import ROUTES_FOLDER, routes_files
 from controller.gateway.envoy.secrets import SECRETS_FOLDER
@@ -46,7 +47,7 @@ def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> lis
     final = writer.build(after)
     if before is None:
         return [Step(0.0, final)]
-    both = writer.build(with_servers(after, before.servers))
+    both = writer.build(with_clusters_of(after, before))
     clusters = {name: text for name, text in both.items() if _comes_first(name)}
     others = {name: text for name, text in final.items() if not _comes_first(name)}
     planned = [Step(0.0, clusters), Step(_TAKEN_UP_S, others)]
@@ -120,7 +121,11 @@ def remove_orphans(out: Path, snapshot: Snapshot) -> None:
     """Files of servers, listeners and keys that are no more, left behind by an earlier writer."""
     for name in unused_files(snapshot.gateway.authentication):
         (out / name).unlink(missing_ok=True)
-    kept = [*(endpoints_file(server.metadata.key) for server in snapshot.servers), *routes_files(snapshot.gateway)]
+    kept = [
+        *(endpoints_file(server.metadata.key) for server in snapshot.servers),
+        *(backend_endpoints_file(backend.metadata.key) for backend in snapshot.backends),
+        *routes_files(snapshot.gateway),
+    ]
     known = {out / name for name in kept}
     for folder in (ENDPOINTS_FOLDER, ROUTES_FOLDER):
         for file in (out / folder).rglob("*.json"):

@@ -71,6 +71,8 @@ class Core:
         self.intake: Intake
         # whether anything depends on who asks
         self.asks_who = False
+        # whether anything depends on what our bundle says of a stream
+        self.asks_origin = False
         self._make_picker = make_picker or PickerMaker()
         self._pickers: dict[str, MadePicker] = {}
         self._rng = rng
@@ -116,6 +118,7 @@ class Core:
             or access.restricts
         )
         self.claims = access.claims
+        self.asks_origin = bool(snapshot.http_routes or snapshot.gateway.listeners)
         who_may = WhoMay(access, identities, routing)
         self.intake = Intake(routing, identities, isolation, who_may, pools, self.admission, self._rng)
         self._waiting.move(gates, pools, now, out)

@@ -57,9 +57,9 @@ class Intake:
         return self._routing.models
 
     def models_for(self, head: Head) -> list[ListedModel]:
-        """Those of them that the caller may use."""
-        visit = self._who_may.visit(head)
-        return self.models if visit is None else [model for model in self.models if visit.may_list(model.name)]
+        """Those of the listener's models that the caller may use."""
+        listed, visit = self._routing.models_on(head.listener), self._who_may.visit(head)
+        return listed if visit is None else [model for model in listed if visit.may_list(model.name)]
 
     @property
     def has_limits(self) -> bool:
@@ -91,6 +91,24 @@ class Intake:
         request = InferenceRequest(Api.UNKNOWN, "", b"", is_streamed=False, stream_options={}, max_output_tokens=None)
         return self._direct(request, server, head, body)
 
+    def receive_chosen(self, server: str, head: Head, body: bytes) -> Arrival:
+        """A request for which an HTTPRoute has chosen ``server``, whatever its path and body; raises a Refusal.
+
+        The model stays as the client wrote it. If a ModelRoute of the listener serves that model, its limits hold here,
+        too: no request gets round them by another path.
+        """
+        api = _api_of(head)
+        if api is None:
+            return self.receive_unread(server, head, body)
+        try:
+            request = parse(api, body)
+        except BadRequest:
+            # engines know more APIs and fields than we do, and say best what is wrong
+            if self.has_limits:
+                raise
+            return self.receive_unread(server, head, body)
+        return self._direct(request, server, head, body)
+
     def receive_for(self, server: str, api: Api, head: Head, body: bytes) -> Arrival:
         """Parse, and route to ``server`` unless a ModelRoute knows the model; raises a Refusal."""
         request = parse(api, body)
@@ -101,10 +119,12 @@ class Intake:
     def _routed(self, model: str, head: Head, visit: Visit | None) -> Destination:
         """By the ModelRoutes, among what is open to the caller; raises a Refusal."""
         if visit is None:
-            return self._routing.resolve(model, head.headers, head.path, self._rng)
+            return self._routing.resolve(model, head.headers, head.path, self._rng, listener=head.listener)
         may = partial(visit.may, model)
         try:
-            found = self._routing.resolve_among(model, head.headers, head.path, self._rng, may=may)
+            found = self._routing.resolve_among(
+                model, head.headers, head.path, self._rng, may=may, listener=head.listener
+            )
         except UnknownModel:
             if visit.may_know(model):
                 raise
@@ -114,9 +134,15 @@ class Intake:
         return found
 
     def _direct(self, request: InferenceRequest, server: str, head: Head, body: bytes) -> Arrival:
-        """To the ModelServer that the gateway asks for, under the name that the client asks for; raises a Refusal."""
+        """To the ModelServer that the gateway asks for, under the name that the client asks for; raises a Refusal.
+
+        If a ModelRoute of the listener serves that name, its limits and policies hold here, too.
+        """
         pool, visit = self._pools.get(server), self._who_may.visit(head)
-        destination = Destination(server, request.model, base_model="" if pool is None else pool.spec.model)
+        route, base_model = self._routing.route_of(request.model, head.listener)
+        if not route and pool is not None:
+            base_model = pool.spec.model
+        destination = Destination(server, request.model, route, base_model=base_model)
         model = None if request.api is Api.UNKNOWN else request.model
         if visit is not None and not visit.may(model, destination):
             raise not_allowed(model)
@@ -130,7 +156,7 @@ class Intake:
         if pool is None:
             raise NoEndpoint(
                 f"The ModelServer '{destination.server}' is not configured any more; "
-                "add it, or start with another --pool."
+                "add it, or send the request elsewhere."
             )
         refuse_steering(request, pool.spec)
         caller = ANONYMOUS_CALLER
@@ -145,3 +171,13 @@ class Intake:
             )
         salt = self._isolation.salt(request, pool.spec, caller, head.headers)
         return Arrival(request, destination, pool, head, body, caller, salt)
+
+
+def _api_of(head: Head) -> Api | None:
+    """The API of a request whose path Envoy may still change: ``/team/v1/chat/completions`` is one of chat."""
+    if head.method != "POST":
+        return None
+    found = INFERENCE_PATHS.get(head.path)
+    if found is None:
+        found = next((api for path, api in INFERENCE_PATHS.items() if head.path.endswith(path)), None)
+    return found

@@ -21,7 +21,7 @@ class Head(msgspec.Struct, frozen=True):
     """A request's headers. Names are lower-case; ``path`` is without its query.
 
     ``is_trusted``: what the headers say about the caller was written by a gateway, not by the client. ``listener``: the
-    name of the listener that was asked, ``http_route``: ``namespace/name`` of the HTTPRoute that took the request; None
+    name of the listener that was asked, ``http_route``: ``namespace/name`` of the HTTPRoute that took the request; empty
     where the gateway does not say. ``claims``: those of the caller's verified token that policies name, with their values.
     """
 
@@ -30,8 +30,8 @@ class Head(msgspec.Struct, frozen=True):
     headers: Mapping[str, str]
     has_body: bool
     is_trusted: bool = False
-    listener: str | None = None
-    http_route: str | None = None
+    listener: str = ""
+    http_route: str = ""
     claims: Mapping[str, Collection[str]] = _NO_CLAIMS
 
 

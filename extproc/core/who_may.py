@@ -52,14 +52,14 @@ class Visit(msgspec.Struct, frozen=True):
             base_model=destination.base_model,
             server=destination.server,
             route=destination.route,
-            http_route=self.head.http_route or "",
-            listener=self.head.listener or "",
+            http_route=self.head.http_route,
+            listener=self.head.listener,
         )
         return self.access.may_use(self.subject, wish)
 
     def may_list(self, model: str) -> bool:
         """Whether some request for ``model`` may go: it is listed, and its name is no secret."""
-        return any(self.may(model, one) for one in self.routing.destinations(model))
+        return any(self.may(model, one) for one in self.routing.destinations(model, self.head.listener))
 
     def may_know(self, model: str) -> bool:
         """Whether the caller may be told that ``model`` does not exist.

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from extproc.config.attachment import is_attached
 from extproc.errors import UnknownModel
 from extproc.routing.match import Condition, compile_match
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from extproc.config.model_route import ModelRoute, RouteRule
     from extproc.config.snapshot import Snapshot
@@ -51,7 +52,18 @@ class _Rule(msgspec.Struct, frozen=True):
 
 class _Route(msgspec.Struct, frozen=True):
     name: str
+    base_model: str
     rules: tuple[_Rule, ...]
+
+
+class _Served(msgspec.Struct, frozen=True):
+    """What one listener serves: routes by the names that clients ask for, and these names."""
+
+    routes: dict[str, _Route]
+    models: list[ListedModel]
+
+
+_NOTHING = _Served({}, [])
 
 
 class RoutingTable:
@@ -59,38 +71,53 @@ class RoutingTable:
 
     def __init__(self, snapshot: Snapshot) -> None:
         served = {server.metadata.key: server.spec.model for server in snapshot.servers}
-        self._routes: dict[str, _Route] = {}
-        self.models: list[ListedModel] = []
-        for route in snapshot.routes:
-            base = route.spec.model_name
-            if base is not None:
-                self._routes[base] = _compile(route, served, adapter=None)
-                self.models.append(ListedModel(base, None))
-            for adapter in route.spec.lora_adapters:
-                self._routes[adapter] = _compile(route, served, adapter=adapter)
-                self.models.append(ListedModel(adapter, base))
+        compiled = [(route, _compile_all(route, served)) for route in snapshot.routes]
+        # by listener; "": of all listeners, of which the first route for a name counts
+        self._served = {"": _serve(found for _, found in compiled)}
+        for one in snapshot.gateway.listeners:
+            self._served[one.name] = _serve(
+                found for route, found in compiled if is_attached(route.spec.parent_refs, one.name)
+            )
         self._adapters: dict[str, frozenset[str]] = {}
         for route in snapshot.routes:
             for server in {route.server_key(target) for rule in route.spec.rules for target in rule.target_models}:
                 self._adapters[server] = self._adapters.get(server, frozenset()) | set(route.spec.lora_adapters)
 
+    @property
+    def models(self) -> list[ListedModel]:
+        """The names that clients can ask for."""
+        return self._served[""].models
+
+    def models_on(self, listener: str) -> list[ListedModel]:
+        """The same of one listener; an empty name: of all."""
+        return self._of(listener).models
+
     def knows(self, model: str) -> bool:
         """Whether a route serves that name."""
-        return model in self._routes
+        return model in self._served[""].routes
+
+    def route_of(self, model: str, listener: str) -> tuple[str, str]:
+        """The ModelRoute that serves that name on ``listener``, and its base model; two empty strings if none does."""
+        route = self._of(listener).routes.get(model)
+        return ("", "") if route is None else (route.name, route.base_model)
 
     def adapters_of(self, server: str) -> frozenset[str]:
         """The adapters for which requests may reach ``server``."""
         return self._adapters.get(server, frozenset())
 
-    def destinations(self, model: str) -> Iterator[Destination]:
+    def destinations(self, model: str, listener: str = "") -> Iterator[Destination]:
         """All that requests for ``model`` can come to, whatever their headers and paths."""
-        route = self._routes.get(model)
+        route = self._of(listener).routes.get(model)
         for rule in () if route is None else route.rules:
             yield from rule.destinations
 
-    def resolve(self, model: str, headers: Mapping[str, str], path: str, rng: random.Random) -> Destination:
-        """The destination that the first matching rule's weights choose; raises UnknownModel."""
-        return _choose(self._rule(model, headers, path), rng)
+    def resolve(
+        self, model: str, headers: Mapping[str, str], path: str, rng: random.Random, *, listener: str = ""
+    ) -> Destination:
+        """The destination that the first matching rule's weights choose; raises UnknownModel. ``listener``: that was
+        asked; an empty name: the routes of all.
+        """
+        return _choose(self._rule(model, headers, path, listener), rng)
 
     def resolve_among(
         self,
@@ -100,12 +127,13 @@ class RoutingTable:
         rng: random.Random,
         *,
         may: Callable[[Destination], bool],
+        listener: str = "",
     ) -> Destination | None:
         """The same among the destinations that ``may`` lets the caller use; None if there are none of them.
 
         A rule decides for everybody alike; only its weights are shared out anew.
         """
-        rule = self._rule(model, headers, path)
+        rule = self._rule(model, headers, path, listener)
         are_open = [may(one) for one in rule.destinations]
         if all(are_open):
             return _choose(rule, rng)
@@ -121,8 +149,8 @@ class RoutingTable:
         left = tuple(accumulate(weight for _, weight in found))
         return _choose(_Rule(rule.holds, tuple(one for one, _ in found), left), rng)
 
-    def _rule(self, model: str, headers: Mapping[str, str], path: str) -> _Rule:
-        route = self._routes.get(model)
+    def _rule(self, model: str, headers: Mapping[str, str], path: str, listener: str) -> _Rule:
+        route = self._of(listener).routes.get(model)
         if route is None:
             shown = model if len(model) <= _SHOWN_CHARACTERS else model[:_SHOWN_CHARACTERS] + "..."
             message = f"The model '{shown}' does not exist; GET /v1/models lists those that do."
@@ -131,6 +159,10 @@ class RoutingTable:
             if rule.holds is None or rule.holds(headers, path):
                 return rule
         raise UnknownModel(f"No rule of the route '{route.name}' takes this request's headers and path.", param="model")
+
+    def _of(self, listener: str) -> _Served:
+        """A listener that is not configured any more serves nothing."""
+        return self._served.get(listener, _NOTHING)
 
 
 def _choose(rule: _Rule, rng: random.Random) -> Destination:
@@ -144,9 +176,28 @@ def _choose(rule: _Rule, rng: random.Random) -> Destination:
     )
 
 
+def _compile_all(route: ModelRoute, served: Mapping[str, str]) -> list[tuple[ListedModel, _Route]]:
+    """All names of ``route``."""
+    base = route.spec.model_name
+    found = [] if base is None else [(ListedModel(base, None), _compile(route, served, adapter=None))]
+    found.extend(
+        (ListedModel(adapter, base), _compile(route, served, adapter=adapter)) for adapter in route.spec.lora_adapters
+    )
+    return found
+
+
+def _serve(found: Iterable[list[tuple[ListedModel, _Route]]]) -> _Served:
+    served = _Served({}, [])
+    for listed, route in chain.from_iterable(found):
+        if listed.name not in served.routes:
+            served.routes[listed.name] = route
+            served.models.append(listed)
+    return served
+
+
 def _compile(route: ModelRoute, served: Mapping[str, str], *, adapter: str | None) -> _Route:
     rules = tuple(_compile_rule(route, rule, served, adapter) for rule in route.spec.rules)
-    return _Route(route.metadata.key, rules)
+    return _Route(route.metadata.key, route.spec.model_name or "", rules)
 
 
 def _compile_rule(route: ModelRoute, rule: RouteRule, served: Mapping[str, str], adapter: str | None) -> _Rule:

@@ -118,7 +118,7 @@ class App:
         streams = StreamContext(core, metrics, clock, performer.perform, int(wall_clock()), settings.gateway)
         self._server = GrpcServer(
             streams,
-            new_exchange=lambda is_trusted: Exchange(streams, Duplex, is_trusted=is_trusted),
+            new_exchange=lambda is_trusted, origin: Exchange(streams, Duplex, is_trusted=is_trusted, origin=origin),
             answer_to=performer.answer_to,
         )
         self._health_port = HealthPort(self._server.health)

@@ -14,11 +14,13 @@ from extproc.errors import MethodNotAllowed, UnknownModel
 from extproc.metrics.registry import Metrics
 from extproc.protocol import MODELS_PATH
 from extproc.streams.http_headers import read_claims, read_head
+from extproc.streams.origin import UNKNOWN
 from extproc.streams.responses import model_answer, models_answer
 
 if TYPE_CHECKING:
     from extproc.core.types import Head
     from extproc.streams.messages import ProcessingRequest
+    from extproc.streams.origin import Origin
 
 
 class GatewayOptions(msgspec.Struct, frozen=True):
@@ -49,9 +51,9 @@ class StreamContext(msgspec.Struct, frozen=True):
     started_s: int
     options: GatewayOptions = GatewayOptions()
 
-    def read_head(self, message: ProcessingRequest, is_trusted: Callable[[], bool]) -> Head:
+    def read_head(self, message: ProcessingRequest, is_trusted: Callable[[], bool], origin: Origin = UNKNOWN) -> Head:
         """A request's headers; ``is_trusted`` takes a while, so it is asked only where anything depends on it."""
-        head = read_head(message.request_headers, is_trusted=self.core.asks_who and is_trusted())
+        head = read_head(message.request_headers, is_trusted=self.core.asks_who and is_trusted(), origin=origin)
         if not head.is_trusted or not self.core.claims:
             return head
         return msgspec.structs.replace(head, claims=read_claims(message, self.core.claims))

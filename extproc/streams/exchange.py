@@ -15,15 +15,23 @@ from extproc.core.states import IllegalEvent
 from extproc.core.types import Attachment
 from extproc.errors import InternalError, Refusal
 from extproc.streams.http_headers import read_subset
+from extproc.streams.origin import UNKNOWN, Origin
 from extproc.streams.request import StreamRequest
-from extproc.streams.responses import CONTINUE_HEADERS, FULL_DUPLEX, decision_answer, longer_wait_answer, refusal_answer
+from extproc.streams.responses import (
+    CONTINUE_HEADERS,
+    FULL_DUPLEX,
+    chosen_decision_answer,
+    decision_answer,
+    longer_wait_answer,
+    refusal_answer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from extproc.core.effects import Pending
     from extproc.core.entering import Answer
-    from extproc.core.types import Head
+    from extproc.core.types import Arrival, Head
     from extproc.request.model import Api
     from extproc.streams.context import StreamContext
     from extproc.streams.messages import HttpBody, ProcessingRequest
@@ -59,10 +67,13 @@ class Exchange:
         new_duplex: Callable[[StreamContext, Callable[[], bool]], Conversation],
         *,
         is_trusted: Callable[[], bool],
+        origin: Callable[[], Origin] = Origin,
     ) -> None:
+        """``origin``: where the stream comes from."""
         self._context = context
         self._new_duplex = new_duplex
         self._is_trusted = is_trusted
+        self._origin = origin
         self._opened_at_s = context.clock()
         self._conversation: Conversation | None = None
         context.metrics.stream_opened()
@@ -88,8 +99,11 @@ class Exchange:
         conversation = self._conversation
         if conversation is None:
             is_duplex = message.protocol_config.request_body_mode == FULL_DUPLEX
-            new = self._new_duplex if is_duplex else Buffered
-            conversation = self._conversation = new(self._context, self._is_trusted)
+            if is_duplex:
+                conversation = self._new_duplex(self._context, self._is_trusted)
+            else:
+                conversation = Buffered(self._context, self._is_trusted, self._origin)
+            self._conversation = conversation
         try:
             return conversation.receive(message, message.WhichOneof("request") or "nothing")
         except Refusal as refusal:
@@ -138,10 +152,16 @@ _ADVICE: Final = "set request_header_mode SEND, request_body_mode BUFFERED, all 
 class Buffered:
     """Headers, then the whole body."""
 
-    def __init__(self, context: StreamContext, is_trusted: Callable[[], bool]) -> None:
+    def __init__(
+        self, context: StreamContext, is_trusted: Callable[[], bool], origin: Callable[[], Origin] = Origin
+    ) -> None:
         self._context = context
         self._is_trusted = is_trusted
+        self._origin = origin
         self._admitted: tuple[Api, Head] | None = None
+        # the ModelServer that an HTTPRoute has chosen, with the request's head
+        self._chosen: tuple[str, Head] | None = None
+        self._decides_headers = False
         self._attachment = Attachment(context.options.buffered_choices)
         self._awaits = _AWAITS_HEADERS
         self.request: StreamRequest | None = None
@@ -157,8 +177,10 @@ class Buffered:
         return self._receive_body(message.request_body)
 
     def decided(self, decision: Decision) -> list[bytes]:
-        """The answer to the body."""
-        return [decision_answer(decision)]
+        """The answer to the body, or to the headers of a request without one."""
+        if self._chosen is None:
+            return [decision_answer(decision)]
+        return [chosen_decision_answer(decision, on_headers=self._decides_headers)]
 
     def close(self) -> None:
         """The end of the stream is the end of the request."""
@@ -166,26 +188,42 @@ class Buffered:
             self.request.close()
 
     def _receive_headers(self, message: ProcessingRequest) -> list[bytes]:
-        head = self._context.read_head(message, self._is_trusted)
+        # read only where anything depends on it, as it takes a while
+        origin = self._origin() if self._context.core.asks_origin else UNKNOWN
+        head = self._context.read_head(message, self._is_trusted, origin)
+        if message.HasField("metadata_context"):
+            self._attachment = Attachment(self._context.options.buffered_choices, read_subset(message))
+        if origin.server:
+            self._chosen = origin.server, head
+            if not head.has_body:
+                self._decides_headers = True
+                return self._begin(self._context.core.intake.receive_chosen(origin.server, head, b""))
+            self._awaits = _AWAITS_BODY
+            return [CONTINUE_HEADERS]
         models = self._context.list_models(head)
         if models is not None:
             return [models]
-        if message.HasField("metadata_context"):
-            self._attachment = Attachment(self._context.options.buffered_choices, read_subset(message))
         self._admitted = self._context.core.intake.admit(head), head
         self._awaits = _AWAITS_BODY
         return [CONTINUE_HEADERS]
 
     def _receive_body(self, message: HttpBody) -> list[bytes]:
         # a body that trailers follow is whole, too, and does not say that it ends the stream
+        began_s = self._context.clock()
+        pool, intake = self._context.options.pool, self._context.core.intake
+        if self._chosen is not None:
+            server, head = self._chosen
+            return self._begin(intake.receive_chosen(server, head, message.body), began_s)
         if self._admitted is None:
             return []
         api, head = self._admitted
-        context, began_s = self._context, self._context.clock()
-        pool, intake = context.options.pool, context.core.intake
         if pool is None:
             arrival = intake.receive(api, head, message.body)
         else:
             arrival = intake.receive_for(pool, api, head, message.body)
-        self.request = StreamRequest(context)
+        return self._begin(arrival, began_s)
+
+    def _begin(self, arrival: Arrival, began_s: float | None = None) -> list[bytes]:
+        self.request = StreamRequest(self._context)
+        began_s = self._context.clock() if began_s is None else began_s
         return answers_to(self, self.request.begin(arrival, self._attachment, began_s))

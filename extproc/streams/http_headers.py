@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.core.types import Head
 from extproc.protocol import LB_NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE, TOKENS_NAMESPACE
+from extproc.streams.origin import UNKNOWN, Origin
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _WORDS: Final = frozenset({"scope", "scp"})
 
 
-def read_head(message: HttpHeaders, *, is_trusted: bool = False) -> Head:
+def read_head(message: HttpHeaders, *, is_trusted: bool = False, origin: Origin = UNKNOWN) -> Head:
     """A request's method, path and headers. ``is_trusted``: a gateway wrote what they say of the caller."""
     method = path = ""
     for header in message.headers.headers:
@@ -34,7 +35,15 @@ def read_head(message: HttpHeaders, *, is_trusted: bool = False) -> Head:
         # both are among the first, and reading a header costs as much as reading a field of the body
         if method and path:
             break
-    return Head(method, path, _Headers(message), not message.end_of_stream, is_trusted)
+    return Head(
+        method,
+        path,
+        _Headers(message),
+        not message.end_of_stream,
+        is_trusted,
+        listener=origin.listener,
+        http_route=origin.http_route,
+    )
 
 
 def read_status(message: HttpHeaders) -> int:

@@ -129,14 +129,26 @@ _BODY_TAG: Final = tag(BodyMutation, "body")
 
 def decision_answer(decision: Decision) -> bytes:
     """Answer a whole body: endpoints in order as header and ``envoy.lb`` metadata, server, ticket, and the changed body."""
+    return _decision_answer(decision, _CLEAR_ROUTE_CACHE, _REQUEST_BODY_TAG, _RESPONSE_TAG)
+
+
+def chosen_decision_answer(decision: Decision, *, on_headers: bool) -> bytes:
+    """The same where Envoy has chosen the server: its route stays. ``on_headers``: the request has no body."""
+    if on_headers:
+        return _decision_answer(decision, b"", _REQUEST_HEADERS_TAG, _HEADERS_RESPONSE_TAG)
+    return _decision_answer(decision, b"", _REQUEST_BODY_TAG, _RESPONSE_TAG)
+
+
+def _decision_answer(decision: Decision, common: bytes, answer_tag: bytes, response_tag: bytes) -> bytes:
+    """``common``: what the CommonResponse begins with. The tags: of the answer and of its response."""
     destination, body = ",".join(decision.assignment.addresses).encode(), decision.body
     headers = b"".join((*_SERVER.filled(decision.server.encode()), *_routing_headers(decision, destination)))
-    common = _CLEAR_ROUTE_CACHE + field(_HEADER_MUTATION_TAG, headers)
+    common += field(_HEADER_MUTATION_TAG, headers)
     size = 0
     if body is not None:
         size = len(body)
         common += field(_BODY_MUTATION_TAG, field(_BODY_TAG, b"", more=size), more=size)
-    answer = field(_REQUEST_BODY_TAG, field(_RESPONSE_TAG, common, more=size), more=size)
+    answer = field(answer_tag, field(response_tag, common, more=size), more=size)
     # the body comes last, and is copied once
     return b"".join((_metadata(decision, destination), answer, body or b""))
 

@@ -16,6 +16,7 @@ from extproc.streams.access_log import receive_entries
 from extproc.streams.failures import FailureLog
 from extproc.streams.health import EXTERNAL_PROCESSOR, Health, listen
 from extproc.streams.messages import ProcessingRequest, StreamAccessLogsMessage
+from extproc.streams.origin import read_origin
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from extproc.core.entering import Answer
     from extproc.streams.context import StreamContext
     from extproc.streams.exchange import Exchange
+    from extproc.streams.origin import Origin
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +52,11 @@ class GrpcServer:
         self,
         context: StreamContext,
         *,
-        new_exchange: Callable[[Callable[[], bool]], Exchange],
+        new_exchange: Callable[[Callable[[], bool], Callable[[], Origin]], Exchange],
         answer_to: Callable[[Pending, Callable[[], Awaitable[None]]], Awaitable[Answer | Decision | Refused]],
     ) -> None:
-        """``new_exchange``: takes a function that says whether headers are trusted. ``answer_to``: awaits a Pending.
+        """``new_exchange``: takes two functions, whether headers are trusted, and where the stream comes from.
+        ``answer_to``: awaits a Pending.
 
         It first awaits its second argument if the request is held: the gateway must know.
         """
@@ -107,7 +110,10 @@ class GrpcServer:
         return grpc.method_handlers_generic_handler(ACCESS_LOG, {"StreamAccessLogs": handler})
 
     async def _process(self, _: object, context: grpc.aio.ServicerContext[ProcessingRequest, bytes]) -> None:
-        exchange = self._new_exchange(lambda: self._streams.options.trusts_headers or _is_bundle(context))
+        exchange = self._new_exchange(
+            lambda: self._streams.options.trusts_headers or _is_bundle(context),
+            lambda: read_origin(context.invocation_metadata() or ()),
+        )
         self._open += 1
         self._is_idle.clear()
         try:

@@ -63,7 +63,7 @@ def test_bundles_by_a_writer_that_knows_earlier_ones_are_the_same() -> None:
 
 def test_endpoints_are_what_envoys_schema_would_write() -> None:
     for text in ("10.0.0.1:8000", "[fd00::2]:65535"):
-        assert clusters._plain_endpoint(text) == to_plain(LbEndpoint(endpoint=Endpoint(address=address(text))))
+        assert clusters.plain_endpoint(text) == to_plain(LbEndpoint(endpoint=Endpoint(address=address(text))))
 
 
 def test_a_change_of_endpoints_alone_writes_anew_the_files_of_their_server_and_nothing_else() -> None:

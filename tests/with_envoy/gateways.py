@@ -72,7 +72,7 @@ async def engines(count: int) -> AsyncIterator[list[str]]:
             await runner.cleanup()
 
 
-def _cluster(kind: str, addresses: Sequence[str]) -> dict[str, Any]:
+def pool_cluster(kind: str, addresses: Sequence[str]) -> dict[str, Any]:
     """``original_dst`` reads the header as one address; ``override_host`` the metadata as a list, as Istio does."""
     if kind == "original_dst":
         return {
@@ -120,16 +120,17 @@ def bootstrap(
     cluster: dict[str, Any],
     mode_override: bool = False,
     tls: dict[str, Any] | None = None,
+    host: str = "127.0.0.1",
 ) -> dict[str, Any]:
     """An Envoy as the inference extension's gateways set it up. ``listeners``: a port and the subset hint given there.
 
-    ``tls``: the common TLS context towards the picker; None: plain text.
+    ``host`` and ``extproc``: where the picker is. ``tls``: the common TLS context towards it; None: plain text.
     """
     http2: dict[str, Any] = {
         "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
     }
-    at = {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": extproc}}}}
+    at = {"endpoint": {"address": {"socket_address": {"address": host, "port_value": extproc}}}}
     picker = {
         "name": "extproc",
         "type": "STATIC",
@@ -256,7 +257,7 @@ async def gateway(
         listeners=list(zip(listen, hints, strict=True)),
         admin=admin,
         extproc=extproc,
-        cluster=_cluster(kind, addresses),
+        cluster=pool_cluster(kind, addresses),
         mode_override=mode_override,
         tls=tls,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -14,12 +15,14 @@ import yaml
 
 from bench.processes import free_ports
 from bench.stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
+from tests.certificates import Authority, client_context
 from tests.waiting import eventually
 from tests.with_envoy.issuer import AUDIENCE, ISSUER, Issuer, SigningKey
 from tests.with_envoy.test_admission import edit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
+    from pathlib import Path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -65,6 +68,7 @@ def policy_for(identity: str) -> dict[str, object]:
     """Acme may use some models on the small server, and root everything."""
     who = {
         "key": {"acme": {"tenants": ["acme"]}, "root": {"apiKeys": ["root"]}},
+        "certificate": {"acme": {"tenants": ["acme"], "users": ["alice"]}, "root": {"tenants": ["root"]}},
         "token": {
             "acme": {"tenants": ["acme"], "users": ["alice"], "claims": [{"name": "groups", "values": ["ml"]}]},
             "root": {"claims": [{"name": "groups", "values": ["admins"]}]},
@@ -81,16 +85,16 @@ def policy_for(identity: str) -> dict[str, object]:
 
 
 class Scene:
-    """A stack, its callers, and where its two servers are."""
+    """A stack, its callers, each with a client of its own, and where its two servers are."""
 
-    def __init__(self, stack: Stack, callers: Mapping[str, Mapping[str, str]]) -> None:
+    def __init__(self, stack: Stack, callers: Mapping[str, httpx.AsyncClient]) -> None:
         self.stack = stack
         self.callers = callers
         self.small, self.large = (url.removeprefix("http://") for url in stack.engines)
-        self._http = httpx.AsyncClient(base_url=stack.url, timeout=30)
 
     async def close(self) -> None:
-        await self._http.aclose()
+        for one in self.callers.values():
+            await one.aclose()
 
     async def ask(
         self,
@@ -105,10 +109,10 @@ class Scene:
         if path.startswith("/v1/completions"):
             prompt = {"prompt": "hello"}
         text = json.dumps({"model": model, "max_tokens": 1, **prompt}) if content is None else content
-        return await self._http.post(path, content=text, headers={**self.callers[caller], **(headers or {})})
+        return await self.callers[caller].post(path, content=text, headers=headers)
 
     async def get(self, caller: str, path: str) -> httpx.Response:
-        return await self._http.get(path, headers=self.callers[caller])
+        return await self.callers[caller].get(path)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +124,31 @@ def issuer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Issuer]:
     one.stop()
 
 
+class Certificates:
+    """A listener that asks for certificates, and those of its clients."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._servers, self._clients = Authority("servers"), Authority("clients")
+        (self._port,) = free_ports(1)
+
+    def listener(self) -> dict[str, object]:
+        authorities = self._folder / "clients.pem"
+        authorities.write_bytes(self._clients.cert)
+        shown = self._servers.issue(ips=["127.0.0.1"]).write(self._folder, "server")
+        tls = {"certificates": [shown], "clientCertificates": {"caFile": str(authorities)}}
+        return {"name": "https", "address": f"127.0.0.1:{self._port}", "tls": tls}
+
+    def client(self, tenant: str) -> httpx.AsyncClient:
+        pair = self._clients.issue(uris=[f"spiffe://example.com/{tenant}/alice"])
+        context = client_context(self._servers, pair, self._folder)
+        return httpx.AsyncClient(base_url=f"https://127.0.0.1:{self._port}", verify=context, timeout=30)
+
+
 def authentication(identity: str, issuer: Issuer) -> dict[str, object]:
+    if identity == "certificate":
+        names = {"name": "spiffe", "field": "URI", "pattern": "spiffe://example.com/{tenant}/{user}"}
+        return {"clientCertificates": [names]}
     if identity == "key":
         return {"apiKeys": [{"name": name, "key": key, "tenant": name} for name, key in KEYS.items()]}
     remote = {"uri": issuer.uri, "caFile": str(issuer.ca_file), "cacheDuration": "1s", "timeout": "2s"}
@@ -136,21 +164,36 @@ def credentials(identity: str, issuer: Issuer) -> dict[str, dict[str, str]]:
     }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["key", "token"])
+def clients(url: str, headers: Mapping[str, dict[str, str]]) -> dict[str, httpx.AsyncClient]:
+    """A client for each caller, by what it sends."""
+    return {name: httpx.AsyncClient(base_url=url, headers=one, timeout=30) for name, one in headers.items()}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["key", "token", "certificate"])
 async def scene(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, issuer: Issuer
 ) -> AsyncIterator[Scene]:
-    """Two engines, a server on each, and a policy for callers with keys or with tokens."""
+    """Two engines, a server on each, and a policy for callers with keys, with tokens or with certificates."""
     identity: str = request.param
-    callers = credentials(identity, issuer)
+    folder = tmp_path_factory.mktemp(identity)
+    shows_certificates = identity == "certificate"
+    # the listener that asks for certificates comes later: whether the stack is up, is asked without one
+    given = {} if shows_certificates else {"authentication": authentication(identity, issuer)}
+    sent = {} if shows_certificates else credentials(identity, issuer)
     async with running_stack(
-        tmp_path_factory.mktemp(identity) / "stack",
+        folder / "stack",
         EngineFlags(count=2, speed=20.0, adapters=("sql", "law")),
-        gateway={"authentication": authentication(identity, issuer), "servedHeader": "x-served"},
-        headers=callers["root"],
+        gateway={**given, "servedHeader": "x-served"},
+        headers=sent.get("root"),
         watch=True,
     ) as stack:
-        one = Scene(stack, callers)
+        if shows_certificates:
+            certificates = Certificates(folder)
+            more = {"listeners": [certificates.listener()], "authentication": authentication(identity, issuer)}
+            edit(stack, "GatewayConfig", **more)
+            one = Scene(stack, {name: certificates.client(name) for name in KEYS})
+        else:
+            one = Scene(stack, clients(stack.url, sent))
         # of the small server's two addresses nobody listens on the first: requests fall back to the second
         (dead,) = free_ports(1)
         edit(stack, "ModelServer", endpoints=[{"address": f"127.0.0.1:{dead}"}, {"address": one.small}])
@@ -159,7 +202,10 @@ async def scene(
         new.rename(stack.config / "models.yaml")
 
         async def is_followed() -> bool:
-            served, refused = await one.ask("root", "secret"), await one.ask("nobody")
+            try:
+                served, refused = await one.ask("root", "secret"), await one.ask("nobody")
+            except httpx.ConnectError:
+                return False
             return (served.status_code, refused.status_code) == (200, 403)
 
         await eventually(is_followed, timeout_s=20)
@@ -270,6 +316,12 @@ async def test_what_is_hidden_and_what_is_not_there_are_answered_alike(scene: Sc
 
 
 async def test_requests_without_a_credential_get_nothing(scene: Scene) -> None:
+    if scene.callers["acme"].base_url.scheme == "https":
+        with pytest.raises((httpx.TransportError, ssl.SSLError)):
+            # the server is not looked at: it is the server who asks for a certificate
+            async with httpx.AsyncClient(verify=False) as nobody:  # noqa: S501
+                await nobody.get(f"{scene.callers['acme'].base_url}/v1/models")
+        return
     assert (await scene.ask("acme", headers={"authorization": ""})).status_code == 401
     assert (await scene.ask("acme", headers=bearer("sk-another-0123"))).status_code == 401
 
@@ -296,6 +348,10 @@ async def _is(status: Any, expected: int) -> bool:  # noqa: ANN401 - a coroutine
     return bool(await status() == expected)
 
 
+async def _are(count: Any, least: int) -> bool:  # noqa: ANN401 - a coroutine function
+    return bool(await count() >= least)
+
+
 # Tokens, with a key set that Envoy fetches.
 
 
@@ -313,7 +369,7 @@ async def tokens(tmp_path_factory: pytest.TempPathFactory, issuer: Issuer) -> As
         gateway={"authentication": {"jwt": issuers}},
         headers=callers["acme"],
     ) as stack:
-        one = Scene(stack, callers)
+        one = Scene(stack, clients(stack.url, callers))
         yield one
         await one.close()
 
@@ -360,6 +416,14 @@ async def test_keys_are_followed_and_hold_while_the_issuer_is_away(tokens: Scene
     async def status(key: SigningKey) -> int:
         return (await tokens.ask("acme", headers=bearer(key.token()))).status_code
 
+    async def fetches() -> int:
+        async with httpx.AsyncClient() as admin:
+            stats = (await admin.get(f"{tokens.stack.admin}/stats", params={"filter": "jwks_fetch_success"})).text
+        return int(stats.split(":")[1])
+
+    # a set that a request has waited for holds for cacheDuration; those that are fetched beside requests, without an end
+    first = await fetches()
+    await eventually(lambda: _are(fetches, first + 2), timeout_s=20)
     issuer.stop()
     fetched = issuer.fetches
     # three times as long as a set is kept

@@ -3,29 +3,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
 from controller.gateway.envoy.authentication import authentication_files
+from controller.gateway.envoy.backends import backend_cluster, backend_endpoints, backend_endpoints_file
 from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, bootstrap
 from controller.gateway.envoy.clusters import endpoints_file, extproc_cluster, server_cluster, server_endpoints
 from controller.gateway.envoy.envoy_json import resources_file, to_json, to_resource
+from controller.gateway.envoy.filters import Needs
+from controller.gateway.envoy.http_routes import needs_of
 from controller.gateway.envoy.key_sets import key_set_clusters
 from controller.gateway.envoy.listener import listener_resources
 from controller.gateway.envoy.listener_groups import listener_groups
 from controller.gateway.envoy.memo import Memo
-from controller.gateway.envoy.routes import route_resource
+from controller.gateway.envoy.route_configurations import route_configuration
 from extproc.config.failure_mode import failure_mode_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from extproc.config.backend import Backend
     from extproc.config.gateway_config import GatewayConfigSpec
     from extproc.config.model_server import ModelServer
     from extproc.config.snapshot import Snapshot
 
 BOOTSTRAP_FILE = "bootstrap.json"
+
+T = TypeVar("T", bound="ModelServer | Backend")
 
 
 class BundleWriter:
@@ -39,6 +45,7 @@ class BundleWriter:
         self._directory = directory
         self._endpoints, self._memo = Memo(), Memo()
         self._without_endpoints: Mapping[str, ModelServer] = {}
+        self._without_servers: Mapping[str, Backend] = {}
         # the last snapshot without endpoints, and what it came to
         self._frame: tuple[Snapshot, Mapping[str, str]] | None = None
 
@@ -51,12 +58,23 @@ class BundleWriter:
         files = {
             endpoints_file(server.metadata.key): self._endpoints.get(_endpoints, server) for server in snapshot.servers
         }
+        files.update(
+            {backend_endpoints_file(one.metadata.key): self._endpoints.get(_servers, one) for one in snapshot.backends}
+        )
         self._without_endpoints = {
             server.metadata.key: _without_endpoints(server, self._without_endpoints.get(server.metadata.key))
             for server in snapshot.servers
         }
+        self._without_servers = {
+            backend.metadata.key: _without_servers(backend, self._without_servers.get(backend.metadata.key))
+            for backend in snapshot.backends
+        }
         frame = msgspec.structs.replace(
-            snapshot, servers=tuple(self._without_endpoints.values()), version="", digests={}
+            snapshot,
+            servers=tuple(self._without_endpoints.values()),
+            backends=tuple(self._without_servers.values()),
+            version="",
+            digests={},
         )
         if self._frame is None or self._frame[0] != frame:
             self._frame = frame, self._files_of(frame)
@@ -72,21 +90,30 @@ class BundleWriter:
             )
         gateway = snapshot.gateway
         clusters = [memo.get(self._cluster, server) for server in snapshot.servers]
-        routes = route_resource(snapshot, memo)
-        named = {one.routes_file: {**routes, "name": one.route_config_name} for one in listener_groups(gateway)}
+        clusters.extend(memo.get(self._backend, one) for one in snapshot.backends)
         return {
             CLUSTERS_FILE: resources_file([memo.get(_extproc, gateway), *memo.get(_key_sets, gateway), *clusters]),
-            **{file: resources_file([resource]) for file, resource in named.items()},
+            **{
+                group.routes_file: resources_file([route_configuration(group, snapshot, memo)])
+                for group in listener_groups(gateway)
+            },
             **memo.get(_authentication, gateway),
-            LISTENERS_FILE: memo.get(self._listener, gateway, longest_wait_s(snapshot)),
+            LISTENERS_FILE: memo.get(
+                self._listener, gateway, longest_wait_s(snapshot), *needs_of(snapshot.http_routes)
+            ),
             BOOTSTRAP_FILE: memo.get(self._bootstrap, gateway),
         }
 
     def _cluster(self, server: ModelServer) -> dict[str, object]:
         return to_resource(server_cluster(server, self._directory))
 
-    def _listener(self, gateway: GatewayConfigSpec, longest_wait_s: float) -> str:
-        return resources_file(listener_resources(gateway, self._directory, longest_wait_s=longest_wait_s))
+    def _backend(self, backend: Backend) -> dict[str, object]:
+        return to_resource(backend_cluster(backend, self._directory))
+
+    def _listener(self, gateway: GatewayConfigSpec, longest_wait_s: float, *needs: bool) -> str:
+        return resources_file(
+            listener_resources(gateway, self._directory, longest_wait_s=longest_wait_s, needs=Needs(*needs))
+        )
 
     def _bootstrap(self, gateway: GatewayConfigSpec) -> str:
         return to_json(bootstrap(gateway, self._directory))
@@ -95,6 +122,12 @@ class BundleWriter:
 def _without_endpoints(server: ModelServer, before: ModelServer | None) -> ModelServer:
     """``before`` if that is the same: what was made from it is kept."""
     fresh = msgspec.structs.replace(server, spec=msgspec.structs.replace(server.spec, listed=()))
+    return before if before == fresh and before is not None else fresh
+
+
+def _without_servers(backend: Backend, before: Backend | None) -> Backend:
+    """The same of a Backend."""
+    fresh = msgspec.structs.replace(backend, spec=msgspec.structs.replace(backend.spec, endpoints=()))
     return before if before == fresh and before is not None else fresh
 
 
@@ -119,6 +152,10 @@ def _key_sets(gateway: GatewayConfigSpec) -> list[dict[str, object]]:
     return key_set_clusters(gateway.authentication)
 
 
+def _servers(backend: Backend) -> str:
+    return resources_file([backend_endpoints(backend)])
+
+
 def _extproc(gateway: GatewayConfigSpec) -> dict[str, object]:
     return to_resource(extproc_cluster(gateway))
 
@@ -129,8 +166,18 @@ def longest_wait_s(snapshot: Snapshot) -> float:
     return max((control.longest_wait_s for control in controls if control is not None), default=0.0)
 
 
+def with_clusters_of(snapshot: Snapshot, before: Snapshot) -> Snapshot:
+    """``snapshot`` plus the ModelServers and Backends of ``before`` that it lacks; no rule sends new requests to them."""
+    return msgspec.structs.replace(
+        with_servers(snapshot, before.servers), backends=_with(snapshot.backends, before.backends)
+    )
+
+
 def with_servers(snapshot: Snapshot, more: Iterable[ModelServer]) -> Snapshot:
     """``snapshot`` plus those of ``more`` that it lacks; no rule sends new requests to them."""
-    names = {server.metadata.key for server in snapshot.servers}
-    added = tuple(server for server in more if server.metadata.key not in names)
-    return msgspec.structs.replace(snapshot, servers=(*snapshot.servers, *added)) if added else snapshot
+    return msgspec.structs.replace(snapshot, servers=_with(snapshot.servers, more))
+
+
+def _with(own: tuple[T, ...], more: Iterable[T]) -> tuple[T, ...]:
+    names = {one.metadata.key for one in own}
+    return (*own, *(one for one in more if one.metadata.key not in names))

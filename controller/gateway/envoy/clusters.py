@@ -62,14 +62,14 @@ if TYPE_CHECKING:
     from extproc.config.model_server import OutlierDetection as OutlierPolicy
 
 EXTPROC_CLUSTER: Final = "attache-extproc"
-_UPSTREAM_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+UPSTREAM_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 
 # Streams live as long as answers do: Envoy's defaults of 1,024 would cut requests off long before engines are full.
 # What limits load is the engines' own queue and, before it, extproc.
 _UNLIMITED: Final = 1_000_000
 
 # vLLM's server closes idle connections after 5 s; a request sent at that moment would meet a reset.
-_ENGINE_IDLE_S: Final = 4.0
+IDLE_S: Final = 4.0
 
 # File systems take names of 255 bytes; drafts of a file have a longer name.
 _LONGEST_FILE_NAME: Final = 200
@@ -82,10 +82,15 @@ def server_cluster_name(server: str) -> str:
 
 def endpoints_file(server: str) -> str:
     """Where the endpoints of ModelServer ``namespace/name`` are: Envoy takes one cluster from an EDS file."""
-    namespace, _, name = server.partition("/")
+    return f"{ENDPOINTS_FOLDER}/{file_name(server)}"
+
+
+def file_name(key: str) -> str:
+    """A file for the object ``namespace/name``."""
+    namespace, _, name = key.partition("/")
     if len(name) > _LONGEST_FILE_NAME:
         name = f"{name[:_LONGEST_FILE_NAME]}-{xxhash.xxh3_64_hexdigest(name.encode())}"
-    return f"{ENDPOINTS_FOLDER}/{namespace}/{name}.json"
+    return f"{namespace}/{name}.json"
 
 
 def server_cluster(server: ModelServer, directory: str) -> Cluster:
@@ -103,12 +108,12 @@ def server_cluster(server: ModelServer, directory: str) -> Cluster:
         # Ejected engines get requests only when all are ejected.
         common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=1.0)),
         outlier_detection=_outlier_detection(policy.outlier_detection),
-        circuit_breakers=_circuit_breakers(),
-        upstream_connection_options=_keepalive(),
+        circuit_breakers=unlimited(),
+        upstream_connection_options=keepalive(),
         typed_extension_protocol_options={
-            _UPSTREAM_OPTIONS: Any.pack(
+            UPSTREAM_OPTIONS: Any.pack(
                 UpstreamOptions(
-                    common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(_ENGINE_IDLE_S)),
+                    common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(IDLE_S)),
                     explicit_http_config=ExplicitHttp(http_protocol_options=Http1ProtocolOptions()),
                 )
             )
@@ -121,9 +126,9 @@ def server_endpoints(server: ModelServer) -> dict[str, object]:
 
     The classes of Envoy's schema need 2 ms to turn one endpoint into JSON, so they make the frame alone.
     """
-    resource = to_resource(_assignment(server_cluster_name(server.metadata.key), []))
+    resource = to_resource(assignment(server_cluster_name(server.metadata.key), []))
     if server.spec.endpoints:
-        resource["endpoints"] = [{"lb_endpoints": [_plain_endpoint(one.address) for one in server.spec.endpoints]}]
+        resource["endpoints"] = [{"lb_endpoints": [plain_endpoint(one.address) for one in server.spec.endpoints]}]
     return resource
 
 
@@ -132,9 +137,9 @@ def extproc_cluster(gateway: GatewayConfigSpec) -> Cluster:
     return Cluster(
         name=EXTPROC_CLUSTER,
         type=ClusterDiscoveryType.STATIC,
-        load_assignment=_assignment(EXTPROC_CLUSTER, worker_addresses(gateway.extproc, gateway.extproc_workers)),
+        load_assignment=assignment(EXTPROC_CLUSTER, worker_addresses(gateway.extproc, gateway.extproc_workers)),
         connect_timeout=seconds(1),
-        circuit_breakers=_circuit_breakers(),
+        circuit_breakers=unlimited(),
         # Never send to an unready extproc: the failure mode decides what happens then.
         common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0)),
         health_checks=[
@@ -148,7 +153,7 @@ def extproc_cluster(gateway: GatewayConfigSpec) -> Cluster:
             )
         ],
         typed_extension_protocol_options={
-            _UPSTREAM_OPTIONS: Any.pack(
+            UPSTREAM_OPTIONS: Any.pack(
                 UpstreamOptions(
                     explicit_http_config=ExplicitHttp(
                         http2_protocol_options=Http2ProtocolOptions(
@@ -166,18 +171,19 @@ def _override_host() -> LoadBalancingPolicy:
     def key(namespace: str, name: str) -> MetadataKey:
         return MetadataKey(key=namespace, path=[MetadataKeyPathSegment(key=name)])
 
-    return _policy(
+    return balancing_policy(
         "envoy.load_balancing_policies.override_host",
         OverrideHost(
             # Metadata only: a header could be a client's.
             override_host_sources=[OverrideHostOverrideHostSource(metadata=key(LB_NAMESPACE, DESTINATION))],
             selected_host_key=key(SERVED_NAMESPACE, SERVED_HOST),
-            fallback_policy=_policy("envoy.load_balancing_policies.least_request", LeastRequest()),
+            fallback_policy=balancing_policy("envoy.load_balancing_policies.least_request", LeastRequest()),
         ),
     )
 
 
-def _policy(name: str, message: Message) -> LoadBalancingPolicy:
+def balancing_policy(name: str, message: Message) -> LoadBalancingPolicy:
+    """The policy of that name, alone."""
     return LoadBalancingPolicy(policies=[LoadBalancingPolicyPolicy(typed_extension_config=typed(name, message))])
 
 
@@ -201,7 +207,8 @@ def _outlier_detection(policy: OutlierPolicy) -> OutlierDetection:
     )
 
 
-def _circuit_breakers() -> CircuitBreakers:
+def unlimited() -> CircuitBreakers:
+    """Envoy's circuit breakers hold back retries in a storm, and nothing else."""
     return CircuitBreakers(
         thresholds=[
             CircuitBreakersThresholds(
@@ -218,20 +225,21 @@ def _circuit_breakers() -> CircuitBreakers:
     )
 
 
-def _keepalive() -> UpstreamConnectionOptions:
+def keepalive() -> UpstreamConnectionOptions:
     """A probe after 30 s of silence and three more every 10 s: a vanished machine is noticed within a minute."""
     return UpstreamConnectionOptions(
         tcp_keepalive=TcpKeepalive(keepalive_time=30, keepalive_interval=10, keepalive_probes=3)
     )
 
 
-def _plain_endpoint(text: str) -> dict[str, object]:
+def plain_endpoint(text: str) -> dict[str, object]:
     """What ``to_plain`` makes of an LbEndpoint at ``ip:port``; a test compares the two."""
     ip, port = parse_address(text)
     return {"endpoint": {"address": {"socket_address": {"address": ip, "port_value": port}}}}
 
 
-def _assignment(cluster: str, addresses: list[str]) -> ClusterLoadAssignment:
+def assignment(cluster: str, addresses: list[str]) -> ClusterLoadAssignment:
+    """The endpoints of a cluster, all of one locality and weight."""
     return ClusterLoadAssignment(
         cluster_name=cluster,
         endpoints=[

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRules
 from envoy_data_plane.envoy.config.core.v3 import (
     GrpcService,
@@ -15,6 +16,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
 from envoy_data_plane.envoy.extensions.common.matching.v3 import ExtensionWithMatcher
 from envoy_data_plane.envoy.extensions.content_parsers.json.v3 import JsonContentParser, JsonContentParserRuleConfig
 from envoy_data_plane.envoy.extensions.filters.common.matcher.action.v3 import SkipFilter
+from envoy_data_plane.envoy.extensions.filters.http.cors.v3 import Cors
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ExternalProcessor,
     MetadataOptions,
@@ -52,6 +54,7 @@ from envoy_data_plane.xds.type.matcher.v3 import (
 
 from controller.gateway.envoy.authentication import authentication_filters
 from controller.gateway.envoy.clusters import EXTPROC_CLUSTER
+from controller.gateway.envoy.cors import CORS_FILTER
 from controller.gateway.envoy.envoy_json import http_filter, seconds, typed
 from controller.gateway.envoy.responses_usage import responses_usage
 from controller.gateway.envoy.stream_usage import stream_usage
@@ -81,12 +84,29 @@ if TYPE_CHECKING:
 
     from extproc.config.gateway_config import GatewayConfigSpec
 
+# Names of filters, by which routes and virtual hosts configure or disable them.
+EXTPROC_FILTER: Final = "envoy.filters.http.ext_proc"
+_BODY_FILTER: Final = "attache.body_without_extproc"
+_USAGE_FILTER: Final = "attache.usage"
+_RESPONSES_FILTER: Final = "attache.usage_of_responses"
+_STREAMED_RESPONSES_FILTER: Final = "attache.usage_of_streamed_responses"
+# Those that read bodies of requests to engines, and their answers.
+INFERENCE_FILTERS: Final = (
+    _BODY_FILTER,
+    CHANGES_FILTER,
+    _USAGE_FILTER,
+    _RESPONSES_FILTER,
+    _STREAMED_RESPONSES_FILTER,
+)
+
 # The last event of the responses API repeats the whole answer beside its usage.
 _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 
 # The responses API and the others: its answers repeat what clients sent, and have other names for usage.
 _RESPONSES_PATHS: Final = f"{RESPONSES_PATH}(\\?.*)?"
 _OTHER_PATHS: Final = f"({CHAT_PATH}|{COMPLETIONS_PATH}|{EMBEDDINGS_PATH})(\\?.*)?"
+# Where an HTTPRoute may cut a prefix off.
+_ANY_PREFIX: Final = "[^?]*"
 
 _USAGE_PATHS: Final = (
     (PROMPT_TOKENS, ("response", "usage", "input_tokens")),
@@ -95,22 +115,39 @@ _USAGE_PATHS: Final = (
 )
 
 
-def http_filters(gateway: GatewayConfigSpec, directory: str) -> list[HttpFilter]:
+class Needs(msgspec.Struct, frozen=True):
+    """What routes need of the filters. ``cors``: some have policies for other origins. ``prefixes``: paths of inference may
+    have something in front of them, which a route cuts off.
+    """
+
+    cors: bool = False
+    prefixes: bool = False
+
+
+NO_NEEDS: Final = Needs()
+
+
+def http_filters(gateway: GatewayConfigSpec, directory: str, needs: Needs = NO_NEEDS) -> list[HttpFilter]:
     """The chain of the HTTP connection manager."""
+    prefix = _ANY_PREFIX if needs.prefixes else ""
     chain = [
+        # browsers ask without credentials
+        *([http_filter(CORS_FILTER, Cors())] if needs.cors else []),
         *authentication_filters(gateway.authentication, directory),
-        http_filter("envoy.filters.http.ext_proc", _ask_extproc(gateway)),
+        http_filter(EXTPROC_FILTER, _ask_extproc(gateway)),
     ]
     if gateway.failure_mode == "Open":
         # not where extproc has said which server the request goes to
-        read = _skipped_if(SERVER_HEADER, ".+", typed("envoy.filters.http.lua", reads_body()))
-        chain.append(http_filter("attache.body_without_extproc", read))
+        read = _skipped_if(
+            SERVER_HEADER, ".+", typed("envoy.filters.http.lua", reads_body(with_prefixes=needs.prefixes))
+        )
+        chain.append(http_filter(_BODY_FILTER, read))
         chain.append(http_filter(CHANGES_FILTER, changes_body()))
     hides = gateway.cached_tokens == "Hidden"
-    chain.append(_read_usage("attache.usage", _RESPONSES_PATHS, stream_usage(hides_counts=hides)))
+    chain.append(_read_usage(_USAGE_FILTER, prefix + _RESPONSES_PATHS, stream_usage(hides_counts=hides)))
     # answers come the other way: what is hidden here has been read below
-    chain.append(_read_usage("attache.usage_of_responses", _OTHER_PATHS, responses_usage(hides_counts=hides)))
-    chain.append(http_filter("attache.usage_of_streamed_responses", _read_usage_of_streamed_responses()))
+    chain.append(_read_usage(_RESPONSES_FILTER, prefix + _OTHER_PATHS, responses_usage(hides_counts=hides)))
+    chain.append(http_filter(_STREAMED_RESPONSES_FILTER, _read_usage_of_streamed_responses(prefix)))
     chain.append(http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
     return chain
 
@@ -155,7 +192,7 @@ def _read_usage(name: str, other_paths: str, script: Lua) -> HttpFilter:
     return http_filter(name, _skipped_if(":path", other_paths, typed("envoy.filters.http.lua", script)))
 
 
-def _read_usage_of_streamed_responses() -> ExtensionWithMatcher:
+def _read_usage_of_streamed_responses(prefix: str) -> ExtensionWithMatcher:
     """Usage of streams of the responses API, whose last event repeats what the client sent: only a parser finds it there."""
     parser = JsonContentParser(rules=[JsonContentParserRuleConfig(rule=rule) for rule in _usage_rules()])
     reads = SseToMetadata(
@@ -163,7 +200,7 @@ def _read_usage_of_streamed_responses() -> ExtensionWithMatcher:
             content_parser=typed("envoy.content_parsers.json", parser), max_event_size=_MAX_EVENT_BYTES
         )
     )
-    return _skipped_if(":path", _OTHER_PATHS, typed("envoy.filters.http.sse_to_metadata", reads))
+    return _skipped_if(":path", prefix + _OTHER_PATHS, typed("envoy.filters.http.sse_to_metadata", reads))
 
 
 def _usage_rules() -> Iterator[JsonToMetadataRule]:

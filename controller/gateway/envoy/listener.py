@@ -42,7 +42,7 @@ from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.envoy.bootstrap import file_source
 from controller.gateway.envoy.envoy_json import address, seconds, to_plain, to_resource, typed
-from controller.gateway.envoy.filters import extproc_service, http_filters
+from controller.gateway.envoy.filters import NO_NEEDS, Needs, extproc_service, http_filters
 from controller.gateway.envoy.listener_groups import DEFAULT_ROUTES, listener_groups
 from controller.gateway.envoy.local_replies import local_replies
 from controller.gateway.envoy.tls import listener_socket
@@ -77,14 +77,15 @@ _MANAGER: Final = "envoy.filters.network.http_connection_manager"
 
 
 def listener_resources(
-    gateway: GatewayConfigSpec, directory: str, *, longest_wait_s: float = 0.0
+    gateway: GatewayConfigSpec, directory: str, *, longest_wait_s: float = 0.0, needs: Needs = NO_NEEDS
 ) -> list[dict[str, object]]:
     """Where clients connect, as resources of xDS: one for each address. ``longest_wait_s``: how long extproc may hold a request.
+    ``needs``: of its routes.
 
     All connection managers are alike but for their routes. The classes of Envoy's schema turn it into JSON once.
     """
     groups = listener_groups(gateway)
-    manager = _connection_manager(gateway, directory, longest_wait_s)
+    manager = _connection_manager(gateway, directory, longest_wait_s, needs)
     manager.rds = _routes_of(groups[0], directory)
     plain = to_resource(manager)
     by_address: dict[str, list[ListenerGroup]] = {}
@@ -138,11 +139,13 @@ def _reads_server_name() -> ListenerFilter:
     return ListenerFilter(name="envoy.filters.listener.tls_inspector", typed_config=Any.pack(TlsInspector()))
 
 
-def _connection_manager(gateway: GatewayConfigSpec, directory: str, longest_wait_s: float) -> HttpConnectionManager:
+def _connection_manager(
+    gateway: GatewayConfigSpec, directory: str, longest_wait_s: float, needs: Needs
+) -> HttpConnectionManager:
     return HttpConnectionManager(
         stat_prefix="attache",
         early_header_mutation_extensions=[_strip_reserved_headers(gateway)],
-        http_filters=http_filters(gateway, directory),
+        http_filters=http_filters(gateway, directory, needs),
         local_reply_config=local_replies(gateway),
         access_log=[_access_log(gateway)],
         use_remote_address=True,

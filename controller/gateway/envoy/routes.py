@@ -11,7 +11,6 @@ from envoy_data_plane.envoy.config.core.v3 import (
     DataSource,
     HeaderValue,
     HeaderValueOption,
-    HeaderValueOptionHeaderAppendAction,
 )
 from envoy_data_plane.envoy.config.route.v3 import (
     DirectResponseAction,
@@ -21,9 +20,7 @@ from envoy_data_plane.envoy.config.route.v3 import (
     RetryPolicyRetryHostPredicate,
     Route,
     RouteAction,
-    RouteConfiguration,
     RouteMatch,
-    VirtualHost,
     WeightedCluster,
     WeightedClusterClusterWeight,
 )
@@ -39,7 +36,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
 from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.envoy.clusters import server_cluster_name
-from controller.gateway.envoy.envoy_json import seconds, to_plain, to_resource
+from controller.gateway.envoy.envoy_json import seconds, to_plain
 from controller.gateway.envoy.without_extproc import (
     CHANGES_FILTER,
     FALLBACK_MODEL,
@@ -48,85 +45,25 @@ from controller.gateway.envoy.without_extproc import (
     change_for,
 )
 from extproc.protocol import (
-    BODY_HEADERS,
-    CLIENT,
-    DESTINATION,
-    ENGINE_HEADERS,
     MODELS_PATH,
-    NAMESPACE,
-    RATE_LIMIT_HEADERS,
-    SERVED_HOST,
-    SERVED_NAMESPACE,
     SERVER_HEADER,
-    TENANT,
-    USER,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from controller.gateway.envoy.memo import Memo
-    from extproc.config.gateway_config import GatewayConfigSpec
     from extproc.config.model_route import ModelMatch, ModelRoute, RouteRule, StringMatch
     from extproc.config.model_server import ModelServer
     from extproc.config.snapshot import Snapshot
-
-ROUTES_NAME: Final = "attache"
 
 # ``reset`` covers an engine that dies while a request waits for its first byte; after that byte Envoy retries nothing.
 _RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes"
 
 
-def route_resource(snapshot: Snapshot, memo: Memo) -> dict[str, object]:
-    """The route configuration: first what extproc decided; the rest is only reached when it did not."""
-    routes = [memo.get(_to_server, server) for server in snapshot.servers]
-    if snapshot.gateway.failure_mode == "Open":
-        routes.extend(_routes_without_extproc(snapshot, memo))
-    # routes are many, and kept one by one: the messages around them are made with a placeholder in their place
-    virtual_host = VirtualHost(
-        name="attache",
-        domains=["*"],
-        routes=[Route(name="placeholder")],
-        # extproc may read a session's token; engines must read none of these
-        request_headers_to_remove=[
-            *(DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER, *BODY_HEADERS, *ENGINE_HEADERS),
-            # nothing can be hidden in what is compressed
-            *(["accept-encoding"] if snapshot.gateway.cached_tokens == "Hidden" else []),
-        ],
-        response_headers_to_add=[*_rate_limit_headers(snapshot), *_served_header(snapshot.gateway)],
-        request_body_buffer_limit=snapshot.gateway.max_body_size,
-    )
-    host = to_plain(virtual_host)
-    host["routes"] = routes
-    resource = to_resource(RouteConfiguration(name=ROUTES_NAME, virtual_hosts=[VirtualHost(name="placeholder")]))
-    resource["virtual_hosts"] = [host]
-    return resource
-
-
-def _rate_limit_headers(snapshot: Snapshot) -> list[HeaderValueOption]:
-    """The state of the caller's limits, which extproc writes into metadata."""
-    if not any(route.spec.rate_limits for route in snapshot.routes):
-        return []
-    return [
-        HeaderValueOption(
-            header=HeaderValue(key=name, value=f"%DYNAMIC_METADATA({NAMESPACE}:{name})%"),
-            append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
-        )
-        for name in RATE_LIMIT_HEADERS
-    ]
-
-
-def _served_header(gateway: GatewayConfigSpec) -> list[HeaderValueOption]:
-    """Which engine answered, if clients are to know."""
-    if gateway.served_header is None:
-        return []
-    value = f"%DYNAMIC_METADATA({SERVED_NAMESPACE}:{SERVED_HOST})%"
-    return [
-        HeaderValueOption(
-            header=HeaderValue(key=gateway.served_header.lower(), value=value),
-            append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
-        )
-    ]
+def server_routes(snapshot: Snapshot, memo: Memo) -> list[dict[str, object]]:
+    """By extproc's decision."""
+    return [memo.get(_to_server, server) for server in snapshot.servers]
 
 
 def _to_server(server: ModelServer) -> dict[str, object]:
@@ -135,11 +72,14 @@ def _to_server(server: ModelServer) -> dict[str, object]:
     return to_plain(Route(name=f"server/{name}", match=match, route=_action([(server, 1)])))
 
 
-def _routes_without_extproc(snapshot: Snapshot, memo: Memo) -> Iterator[dict[str, object]]:
-    """Balancing by model name, with the rules and weights that extproc applies, and the same renaming."""
+def routes_without_extproc(snapshot: Snapshot, routes: Iterable[ModelRoute], memo: Memo) -> Iterator[dict[str, object]]:
+    """Balancing by model name, with the rules and weights that extproc applies, and the same renaming.
+
+    ``routes``: those of ``snapshot`` that are served here.
+    """
     servers = {server.metadata.key: server for server in snapshot.servers}
-    yield to_plain(_models_list(snapshot))
-    for route in snapshot.routes:
+    yield to_plain(_models_list(routes))
+    for route in routes:
         named = [servers[route.server_key(target)] for rule in route.spec.rules for target in rule.target_models]
         yield from memo.get(_of_route, route, *named)
 
@@ -191,7 +131,7 @@ def _action(targets: list[tuple[ModelServer, int]]) -> RouteAction:
         timeout=seconds(policy.timeout),
         # A prompt may wait long for its first token: only the time limit of the whole ends it.
         idle_timeout=seconds(policy.timeout),
-        retry_policy=_retries(policy.retry.attempts),
+        retry_policy=retries(policy.retry.attempts),
     )
     if len(targets) == 1:
         action.cluster = server_cluster_name(targets[0][0].metadata.key)
@@ -205,7 +145,8 @@ def _action(targets: list[tuple[ModelServer, int]]) -> RouteAction:
     return action
 
 
-def _retries(attempts: int) -> RetryPolicy | None:
+def retries(attempts: int) -> RetryPolicy | None:
+    """The policy of requests to engines; None: no retries."""
     if attempts == 0:
         return None
     return RetryPolicy(
@@ -271,13 +212,10 @@ def _asks_for(names: list[str]) -> MetadataMatcher:
     )
 
 
-def _models_list(snapshot: Snapshot) -> Route:
+def _models_list(routes: Iterable[ModelRoute]) -> Route:
     """GET /v1/models, as extproc would list them."""
     names = [
-        name
-        for route in snapshot.routes
-        for name in [route.spec.model_name, *route.spec.lora_adapters]
-        if name is not None
+        name for route in routes for name in [route.spec.model_name, *route.spec.lora_adapters] if name is not None
     ]
     models = [{"id": name, "object": "model", "created": 0, "owned_by": "attache"} for name in sorted(names)]
     return Route(

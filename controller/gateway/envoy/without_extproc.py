@@ -77,7 +77,7 @@ end
 function envoy_on_request(handle)
   local headers = handle:headers()
   local path = match(headers:get(":path") or "", "^[^?]*")
-  if headers:get(":method") ~= "POST" or not PATHS[path] then return end
+  if headers:get(":method") ~= "POST" or not @IS_INFERENCE@ then return end
   local body = handle:body()
   local size = body and body:length() or 0
   local fine, name, members = pcall(read, size > 0 and body:getBytes(0, size) or "")
@@ -121,6 +121,8 @@ end
 
 local function change(handle)
   local read = handle:streamInfo():dynamicMetadata():get("@NAMESPACE@")
+  -- an HTTPRoute sends other bodies here, too
+  if not read then return end
   local kept, refused = changes(read["@MEMBERS@"], handle:filterContext())
   if refused then
     return refuse_request(handle, refused, "The field '" .. refused .. "' is for gateways, not for clients; leave it out.")
@@ -153,10 +155,15 @@ end
 """
 
 
-def reads_body() -> Lua:
-    """The filter that reads the model's name and where the members stand; refuses what is ambiguous."""
+def reads_body(*, with_prefixes: bool = False) -> Lua:
+    """The filter that reads the model's name and where the members stand; refuses what is ambiguous.
+
+    ``with_prefixes``: the paths of inference may have something in front of them.
+    """
+    is_inference = 'PATHS[match(path, "^.*(/v1/.*)$")]' if with_prefixes else "PATHS[path]"
     marks = {
         "@PATHS@": ", ".join(f'["{path}"] = true' for path in INFERENCE_PATHS),
+        "@IS_INFERENCE@": is_inference,
         "@KNOWN@": ", ".join(f"{name} = true" for name in ("model", *_INTERNAL_FIELDS)),
         "@MOST_MODEL@": str(_MOST_MODEL_BYTES),
     }

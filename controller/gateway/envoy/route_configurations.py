@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Route configurations: for each group of listeners, the hosts that it serves and the routes of each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from envoy_data_plane.envoy.config.core.v3 import (
+    HeaderValue,
+    HeaderValueOption,
+    HeaderValueOptionHeaderAppendAction,
+)
+from envoy_data_plane.envoy.config.route.v3 import Route, RouteConfiguration, RouteMatch, VirtualHost
+from envoy_data_plane.google.protobuf import Any
+
+from controller.gateway.envoy.direct_answers import error_answer
+from controller.gateway.envoy.envoy_json import to_plain, to_resource
+from controller.gateway.envoy.filters import EXTPROC_FILTER
+from controller.gateway.envoy.hosts import ANY_HOST, domain_of, hosts_of
+from controller.gateway.envoy.http_routes import Backends, Place, for_extproc, http_routes, without_inference
+from controller.gateway.envoy.listener_groups import listener_groups
+from controller.gateway.envoy.routes import routes_without_extproc, server_routes
+from extproc.config.attachment import is_attached
+from extproc.config.validation import parse_address
+from extproc.protocol import (
+    BODY_HEADERS,
+    CLIENT,
+    DESTINATION,
+    ENGINE_HEADERS,
+    NAMESPACE,
+    RATE_LIMIT_HEADERS,
+    SERVED_HOST,
+    SERVED_NAMESPACE,
+    SERVER_HEADER,
+    TENANT,
+    USER,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from controller.gateway.envoy.hosts import Host
+    from controller.gateway.envoy.listener_groups import ListenerGroup
+    from controller.gateway.envoy.memo import Memo
+    from extproc.config.gateway_config import GatewayConfigSpec
+    from extproc.config.model_route import ModelRoute
+    from extproc.config.snapshot import Snapshot
+
+# The gateway's own words, which no server is to read.
+_OWN_HEADERS: Final = (DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER)
+_INVALID: Final = "invalid_request_error"
+_NO_MODEL: Final = "No model, or none that is served, was asked for; GET /v1/models lists those that are."
+_NO_ROUTE: Final = "Nothing is served under this host and path."
+_OTHER_LISTENER: Final = "Another listener serves this host; connect to it under its own name."
+
+
+def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) -> dict[str, object]:
+    """The route configuration of ``group``, as a resource of xDS."""
+    if snapshot.gateway.listeners or snapshot.http_routes:
+        return _Group(group, snapshot, memo).configuration()
+    # models alone, for every host: what no route takes is answered 404
+    host = _virtual_host(snapshot, "attache", ANY_HOST, removed=(*_OWN_HEADERS, *_engines_read_no(snapshot.gateway)))
+    host["routes"] = _model_routes(snapshot, snapshot.routes, memo)
+    return _configuration(group.route_config_name, [host])
+
+
+class _Group:
+    """A group of listeners with HTTPRoutes or several hosts."""
+
+    def __init__(self, group: ListenerGroup, snapshot: Snapshot, memo: Memo) -> None:
+        self._group = group
+        self._snapshot = snapshot
+        self._memo = memo
+        self._backends = Backends(snapshot)
+        self._are_named = bool(snapshot.gateway.listeners)
+
+    def configuration(self) -> dict[str, object]:
+        hosts = hosts_of(self._group.listeners, self._snapshot.http_routes, are_named=self._are_named)
+        served = {host.domain for host in hosts}
+        found = [self._host(host) for host in hosts]
+        found.extend(self._misdirected(served))
+        if ANY_HOST not in served:
+            found.append(self._refusing(ANY_HOST, 404, _NO_ROUTE, "not_found"))
+        # the port is not part of a host's name
+        return {**_configuration(self._group.route_config_name, found), "ignore_port_in_host_matching": True}
+
+    def _host(self, host: Host) -> dict[str, object]:
+        """First what HTTPRoutes match, then models; the rest is answered 404."""
+        snapshot, name = self._snapshot, host.listener.name if self._are_named else None
+        removed = _engines_read_no(snapshot.gateway)
+        place = Place(
+            domain=host.domain,
+            listener=name,
+            port=parse_address(self._group.address)[1],
+            is_tls=self._group.tls is not None,
+            is_open=snapshot.gateway.failure_mode == "Open",
+            engines_read_no=removed,
+        )
+        attached = [one for one in snapshot.routes if name is None or is_attached(one.spec.parent_refs, name)]
+        found = _virtual_host(snapshot, host.domain, host.domain, removed=_OWN_HEADERS)
+        routes = list(http_routes(host, place, self._backends, self._memo))
+        if attached:
+            models = _model_routes(snapshot, attached, self._memo)
+            routes.extend({**one, "request_headers_to_remove": list(removed)} for one in models)
+            told = for_extproc(listener=name) if name is not None else None
+            if told is not None:
+                found["typed_per_filter_config"] = to_plain(
+                    VirtualHost(typed_per_filter_config={EXTPROC_FILTER: Any.pack(told)})
+                )["typed_per_filter_config"]
+            routes.append(_refusal(404, _NO_MODEL, "model_not_found", is_for_models=True))
+        else:
+            routes.append(_refusal(404, _NO_ROUTE, "not_found"))
+        found["routes"] = routes
+        return found
+
+    def _misdirected(self, served: set[str]) -> Iterator[dict[str, object]]:
+        """Hosts of other HTTPS listeners of the address: a client that reuses this connection for them must not."""
+        if self._group.tls is None:
+            return
+        for other in listener_groups(self._snapshot.gateway):
+            if other.address != self._group.address or other.tls is None:
+                continue
+            domain = domain_of(other.listeners[0])
+            if domain not in served and domain != ANY_HOST:
+                yield self._refusing(domain, 421, _OTHER_LISTENER, "misdirected_request")
+
+    def _refusing(self, domain: str, status: int, message: str, code: str) -> dict[str, object]:
+        found = _virtual_host(self._snapshot, domain, domain, removed=_OWN_HEADERS)
+        found["routes"] = [_refusal(status, message, code)]
+        return found
+
+
+def _model_routes(snapshot: Snapshot, routes: Sequence[ModelRoute], memo: Memo) -> list[dict[str, object]]:
+    """First what extproc decided; the rest is only reached when it did not."""
+    found = server_routes(snapshot, memo)
+    if snapshot.gateway.failure_mode == "Open":
+        found.extend(routes_without_extproc(snapshot, routes, memo))
+    return found
+
+
+def _refusal(status: int, message: str, code: str, *, is_for_models: bool = False) -> dict[str, object]:
+    """The last route of a host. ``is_for_models``: extproc is asked before it, and decides otherwise."""
+    return to_plain(
+        Route(
+            name=code,
+            match=RouteMatch(prefix="/"),
+            direct_response=error_answer(status, message, _INVALID, code),
+            typed_per_filter_config={} if is_for_models else without_inference(),
+        )
+    )
+
+
+def _engines_read_no(gateway: GatewayConfigSpec) -> tuple[str, ...]:
+    """Headers that engines do not get."""
+    # extproc may read a session's token; nothing can be hidden in what is compressed
+    hidden = ("accept-encoding",) if gateway.cached_tokens == "Hidden" else ()
+    return (*BODY_HEADERS, *ENGINE_HEADERS, *hidden)
+
+
+# routes are many, and kept one by one: the messages around them are made with a placeholder in their place
+def _virtual_host(snapshot: Snapshot, name: str, domain: str, *, removed: Sequence[str]) -> dict[str, object]:
+    """A virtual host without its routes."""
+    return to_plain(
+        VirtualHost(
+            name=name,
+            domains=[domain],
+            routes=[Route(name="placeholder")],
+            request_headers_to_remove=list(removed),
+            response_headers_to_add=[*_rate_limit_headers(snapshot), *_served_header(snapshot.gateway)],
+            request_body_buffer_limit=snapshot.gateway.max_body_size,
+        )
+    )
+
+
+def _configuration(name: str, hosts: list[dict[str, object]]) -> dict[str, object]:
+    resource = to_resource(RouteConfiguration(name=name, virtual_hosts=[VirtualHost(name="placeholder")]))
+    resource["virtual_hosts"] = hosts
+    return resource
+
+
+def _rate_limit_headers(snapshot: Snapshot) -> list[HeaderValueOption]:
+    """The state of the caller's limits, which extproc writes into metadata."""
+    if not any(route.spec.rate_limits for route in snapshot.routes):
+        return []
+    return [
+        HeaderValueOption(
+            header=HeaderValue(key=name, value=f"%DYNAMIC_METADATA({NAMESPACE}:{name})%"),
+            append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+        )
+        for name in RATE_LIMIT_HEADERS
+    ]
+
+
+def _served_header(gateway: GatewayConfigSpec) -> list[HeaderValueOption]:
+    """Which engine answered, if clients are to know."""
+    if gateway.served_header is None:
+        return []
+    value = f"%DYNAMIC_METADATA({SERVED_NAMESPACE}:{SERVED_HOST})%"
+    return [
+        HeaderValueOption(
+            header=HeaderValue(key=gateway.served_header.lower(), value=value),
+            append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+        )
+    ]
