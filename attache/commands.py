@@ -67,10 +67,14 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
                 "controller",
                 passes_options=True,
             ),
+            Command(
+                "manager", "check objects when they are applied to a cluster", "attache.cluster_commands", "controller"
+            ),
             Command("envoy", "run Envoy, or fetch it", "attache.envoy", passes_options=True),
         ),
         "Look inside": (
             Command("check", "report every mistake in a configuration directory", "extproc.cli.check"),
+            Command("render", "print what a cluster's objects compile to", "attache.cluster_commands", "controller"),
             Command("explain", "explain where a request would go", "extproc.cli.explain"),
             Command("top", "show engines, queues and tenants live", "extproc.cli.top"),
         ),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from controller.epp.flags import FLAGS, FlagInvalid, read_flags
-from controller.epp.plan import plan
+from controller.epp.plan import for_conformance, plan
 
 if TYPE_CHECKING:
     from controller.cluster.access import Access
@@ -65,6 +65,11 @@ def _add_own(made: argparse.ArgumentParser) -> None:
         default="true",
         help="believe headers that say who asks, as llm-d does; the gateway must then write them (default: %(default)s)",
     )
+    made.add_argument(
+        "--conformance",
+        action="store_true",
+        help="for the conformance suite alone: obey the header test-epp-endpoint-selection, and read no plugins",
+    )
 
 
 def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
@@ -82,6 +87,8 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
         given = read_flags(theirs)
         namespace, trusts = os.environ.get("NAMESPACE", ""), options.trust_headers == "true"
         planned = plan(given, namespace=namespace, address=options.bind_address, trusts_headers=trusts)
+        if options.conformance:
+            planned = for_conformance(planned)
     except FlagInvalid as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
@@ -105,7 +112,7 @@ async def _run(planned: Plan, access: Access, folder: Path, check_picker: Picker
     config = folder / "config"
     config.mkdir()
     words = [sys.executable, "-m", "attache", "extproc", "--config", str(config), *planned.extproc]
-    extproc = await asyncio.create_subprocess_exec(*words, start_new_session=True)
+    extproc = await asyncio.create_subprocess_exec(*words)
     is_stopping = False
 
     def stop() -> None:

@@ -183,6 +183,7 @@ def _api_server(assets: Assets, files: _Files, port: int, etcd: int, options: Co
         f"--service-account-key-file={files.account_public}",
         f"--service-account-signing-key-file={files.account_key}",
         "--allow-privileged=true",
+        "--kubelet-preferred-address-types=InternalIP",  # the names of nodes are in no DNS
         *without,
     ]
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,12 +18,12 @@ import yaml
 from bench.cluster.assets import ROOT, Assets, find_assets, versions
 from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, running_control_plane
 from bench.cluster.crds import apply_crds
-from bench.cluster.netns import gateway_range
+from bench.cluster.netns import gateway_range, host_address
 from bench.cluster.node.images import IMAGES
 from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
 from bench.conformance.results import SuiteResult, cases, check
-from bench.conformance.suites import ECHO, Suite, Wishes, arguments, built_in
+from bench.conformance.suites import ECHO, GATEWAY_CLASS, Suite, Wishes, arguments, built_in
 from bench.processes import StartFailed
 from bench.stack import envoy_binary
 from controller.cluster.client import connect
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _MANIFESTS: Final = ROOT / "bench" / "conformance" / "manifests"
 _NODES: Final = 2
+_TAKEN_S: Final = 120
 _SUITE: Final = "suite"
 
 
@@ -63,21 +65,22 @@ async def _cluster(out: Path, range_: str) -> AsyncIterator[ControlPlane]:
     """A cluster with CustomResourceDefinitions and our gateway, whose logs go to ``out``."""
     assets = find_assets()
     echo = (str(built_in(versions()) / ECHO),)
-    images = {
+    images: dict[str, Sequence[str]] = {
         **IMAGES,
         "envoyproxy/envoy": (envoy_binary(),),
         "gateway-api/echo-basic": echo,
         "k8s-staging-gateway-api/echo-basic": echo,
+        # the suite of the Inference Extension waits for its pickers; this one takes their place and their flags
+        "gateway-api-inference-extension/epp": (sys.executable, "-m", "attache", "epp", "--conformance"),
         # it answers in cases of UDPRoute alone, which we do not serve, but the suite waits for its pod
         "coredns/coredns": ("sh", "-c", "exec sleep infinity"),
     }
-    host = range_.partition("/")[0].rpartition(".")[0] + ".1"
     specs = [gpu_node(f"node-{number}") for number in range(_NODES)]
     with tempfile.TemporaryDirectory(prefix="attache-conformance-") as directory:
         where = Path(directory)
         try:
             async with (
-                running_control_plane(where, assets, ControlPlaneOptions(address=host)) as plane,
+                running_control_plane(where, assets, ControlPlaneOptions(address=host_address(range_))) as plane,
                 connect(plane.admin, manager="bench") as client,
                 running_nodes(client, specs, where / "pods", images=images, pod_range=range_),
             ):
@@ -89,10 +92,13 @@ async def _cluster(out: Path, range_: str) -> AsyncIterator[ControlPlane]:
 
 
 async def _apply(plane: ControlPlane, assets: Assets, addresses: str) -> None:
-    """Apply our gateway with kubectl; raises StartFailed."""
+    """Apply our gateway with kubectl and wait until it has taken its GatewayClass; raises StartFailed."""
     kubectl = [str(assets.binary("kubectl")), "--kubeconfig", str(plane.kubeconfig)]
     made = await _said([*kubectl, "kustomize", str(_MANIFESTS)], b"")
     await _said([*kubectl, "apply", "-f", "-"], made.replace(b"GATEWAY_ADDRESSES", addresses.encode()))
+    # the suite asks it which features there are
+    taken = ["--for=condition=Accepted", f"gatewayclass/{GATEWAY_CLASS}", f"--timeout={_TAKEN_S}s"]
+    await _said([*kubectl, "wait", *taken], b"")
 
 
 async def _said(words: Sequence[str], given: bytes) -> bytes:

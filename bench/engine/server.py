@@ -134,11 +134,11 @@ class EngineServer:
                 job = to_job(decoder.decode(await http.read()))
             except msgspec.DecodeError as error:
                 return _error(400, str(error), "BadRequestError")
-            refused = self._refuse(job)
-            if refused is not None:
+            if (refused := self._refuse(job)) is not None:
                 return refused
             request = self._driver.new_request(job.prompt, self._answer_length(job), model=job.model)
-            form = new_format(secrets.token_hex(8), int(_wall_clock()), job.model)
+            # identifiers rise in the order in which requests came
+            form = new_format(f"{secrets.token_hex(4)}{request.key:08x}", int(_wall_clock()), job.model)
             if job.is_streamed:
                 return await self._stream(http, request, form, wants_usage=job.wants_usage)
             return await self._answer_whole(http, request, form)

@@ -79,6 +79,13 @@ def plan(given: Given, *, namespace: str, address: str, trusts_headers: bool) ->
     )
 
 
+def for_conformance(planned: Plan) -> Plan:
+    """The same for the conformance suite, whose only plugin picks what a header says: extproc does so on request."""
+    return msgspec.structs.replace(
+        planned, picker_file=None, picker_text="", extproc=(*planned.extproc, "--conformance")
+    )
+
+
 def _extproc(values: Mapping[str, str], pool: str, address: str) -> tuple[str, ...]:
     words = ["--pool", pool, "--wait-for-pool", "--settle", "0s"]
     for option, flag in (("--listen", "grpc-port"), ("--health", "grpc-health-port"), ("--metrics", "metrics-port")):

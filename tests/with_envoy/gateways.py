@@ -72,8 +72,10 @@ async def engines(count: int) -> AsyncIterator[list[str]]:
             await runner.cleanup()
 
 
-def _cluster(kind: str, addresses: Sequence[str]) -> dict[str, Any]:
-    """``original_dst`` reads the header as one address; ``override_host`` the metadata as a list, as Istio does."""
+def pool_cluster(kind: str, addresses: Sequence[str]) -> dict[str, Any]:
+    """How the gateway reads the pick: ``original_dst``: the header, as one address. ``override_host``: the metadata, as a
+    list, as Istio does. ``override_header``: the header, as a list, as Envoy Gateway's endpointOverride does.
+    """
     if kind == "original_dst":
         return {
             "name": "pool",
@@ -93,9 +95,10 @@ def _cluster(kind: str, addresses: Sequence[str]) -> dict[str, Any]:
             "@type": "type.googleapis.com/envoy.extensions.load_balancing_policies.round_robin.v3.RoundRobin"
         },
     }
+    source = {"header": key} if kind == "override_header" else {"metadata": {"key": "envoy.lb", "path": [{"key": key}]}}
     override = {
         "@type": "type.googleapis.com/envoy.extensions.load_balancing_policies.override_host.v3.OverrideHost",
-        "override_host_sources": [{"metadata": {"key": "envoy.lb", "path": [{"key": key}]}}],
+        "override_host_sources": [source],
         "selected_host_key": {"key": "envoy.lb", "path": [{"key": f"{key}-served"}]},
         "fallback_policy": {"policies": [{"typed_extension_config": round_robin}]},
     }
@@ -120,16 +123,17 @@ def bootstrap(
     cluster: dict[str, Any],
     mode_override: bool = False,
     tls: dict[str, Any] | None = None,
+    host: str = "127.0.0.1",
 ) -> dict[str, Any]:
     """An Envoy as the inference extension's gateways set it up. ``listeners``: a port and the subset hint given there.
 
-    ``tls``: the common TLS context towards the picker; None: plain text.
+    ``host`` and ``extproc``: where the picker is. ``tls``: the common TLS context towards it; None: plain text.
     """
     http2: dict[str, Any] = {
         "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
     }
-    at = {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": extproc}}}}
+    at = {"endpoint": {"address": {"socket_address": {"address": host, "port_value": extproc}}}}
     picker = {
         "name": "extproc",
         "type": "STATIC",
@@ -256,7 +260,7 @@ async def gateway(
         listeners=list(zip(listen, hints, strict=True)),
         admin=admin,
         extproc=extproc,
-        cluster=_cluster(kind, addresses),
+        cluster=pool_cluster(kind, addresses),
         mode_override=mode_override,
         tls=tls,
     )

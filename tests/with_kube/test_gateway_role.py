@@ -13,6 +13,8 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from attache.__main__ import main
+from bench.cluster.kubeconfig import write_kubeconfig
 from controller.cluster.client import connect
 from controller.cluster.errors import ClusterError
 from controller.cluster.informer import InformerTiming
@@ -237,6 +239,20 @@ async def test_programmed_is_what_extproc_uses(client: Client, namespace: str, t
         events = await client.list(EVENTS, namespace)
         found = [one["message"] for one in events.items if one["involvedObject"]["name"] == "qwen"]
         assert "extproc does not use it: modelserver.x.json: a mistake" in found
+
+
+async def test_render_shows_what_the_role_writes(
+    client: Client, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", client.access)))
+    await create(client, server(namespace=namespace), route(namespace=namespace))
+    await make_pod(client, namespace, "a", "127.0.1.1")
+    async with serving(client, namespace, tmp_path / "role"):
+        await eventually(lambda: addresses(tmp_path / "role") == ["127.0.1.1:8000"])
+        words = ["render", "--cluster", "--namespace", namespace, "--out", str(tmp_path / "out")]
+        status = await asyncio.to_thread(main, words)
+        assert contents(tmp_path / "out" / "config") == contents(tmp_path / "role")
+    assert status == 0
 
 
 async def until_said(

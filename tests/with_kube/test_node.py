@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+from subprocess import PIPE, STDOUT
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
+    from bench.cluster.assets import Assets
+    from bench.cluster.control_plane import ControlPlane
     from controller.cluster.resources import Object
     from tests.with_kube.kubes import Kube
 
@@ -405,3 +409,27 @@ async def test_a_deployment_replaces_what_is_deleted(place: Place) -> None:
 
 async def gone(place: Place, name: str) -> bool:
     return await place.client.find(PODS, name, place.namespace) is None
+
+
+@REAL
+async def test_kubectl_prints_what_a_container_says(place: Place, plane: ControlPlane, assets: Assets) -> None:
+    await place.create(place.pod(containers=[shell("for i in 1 2 3; do echo line $i; done; sleep 60")]))
+    await place.until(is_ready)
+    command = [
+        str(assets.binary("kubectl")),
+        "--kubeconfig",
+        str(plane.kubeconfig),
+        "-n",
+        place.namespace,
+        "logs",
+        "one",
+    ]
+
+    async def said(*words: str) -> list[str]:
+        process = await asyncio.create_subprocess_exec(*command, *words, stdout=PIPE, stderr=STDOUT)
+        output, _ = await process.communicate()
+        return output.decode().splitlines()
+
+    assert await said() == ["line 1", "line 2", "line 3"]
+    assert await said("--tail", "1") == ["line 3"]
+    assert "is not valid" in (await said("-c", "other"))[0]

@@ -17,6 +17,7 @@ from bench.cluster.node.container_machine import NodeTiming
 from bench.cluster.node.environment import Missing
 from bench.cluster.node.faults import NodeFaults
 from bench.cluster.node.images import IMAGES
+from bench.cluster.node.log_server import serving_logs
 from bench.cluster.node.node_status import Heartbeat, NodeSpec
 from bench.cluster.node.pod_files import PodFiles
 from bench.cluster.node.pod_spec import pod_spec
@@ -81,7 +82,11 @@ class Node:
                 timing=self._timing,
                 start_delay_s=self.faults.start_delay_s,
             )
-            async with self._all_ended(), asyncio.TaskGroup() as tasks:
+            async with (
+                self._all_ended(),
+                serving_logs(self._network.host_ip, self.log_of) as self._heartbeat.port,
+                asyncio.TaskGroup() as tasks,
+            ):
                 tasks.create_task(self._heartbeat.run())
                 tasks.create_task(self.pods.run())
                 tasks.create_task(self._refresh())
@@ -121,6 +126,11 @@ class Node:
     def kill(self, key: str, container: str | None = None) -> None:
         """Kill the process of a container of the pod ``namespace/name``, or of all its containers."""
         self.workers[key].kill(container)
+
+    def log_of(self, key: str, container: str) -> Path | None:
+        """The file with what a container of the pod ``namespace/name`` says, if the pod is here."""
+        worker = self.workers.get(key)
+        return None if worker is None else worker.log_of(container)
 
     def _sync(self, key: str, tools: Tools) -> None:
         if self._is_lost:

@@ -60,8 +60,10 @@ def node_object(spec: NodeSpec) -> Object:
     return node
 
 
-def node_status(spec: NodeSpec, wall: datetime, *, ready: str = "True", host_ip: str = "127.0.0.1") -> dict[str, Any]:
-    """Its status. ``ready``: True, False or Unknown."""
+def node_status(
+    spec: NodeSpec, wall: datetime, *, ready: str = "True", host_ip: str = "127.0.0.1", port: int = 0
+) -> dict[str, Any]:
+    """Its status. ``ready``: True, False or Unknown; ``port``: where its logs are asked for."""
     now = wall.strftime("%Y-%m-%dT%H:%M:%SZ")
     reason = "KubeletReady" if ready == "True" else "NodeStatusUnknown"
     message = "processes are run" if ready == "True" else "Kubelet stopped posting node status."
@@ -70,6 +72,7 @@ def node_status(spec: NodeSpec, wall: datetime, *, ready: str = "True", host_ip:
         "capacity": spec.capacity,
         "allocatable": spec.capacity,
         "addresses": [{"type": "InternalIP", "address": host_ip}, {"type": "Hostname", "address": spec.name}],
+        "daemonEndpoints": {"kubeletEndpoint": {"Port": port}},
         "nodeInfo": _INFO,
         "conditions": [{**condition, "lastHeartbeatTime": now, "lastTransitionTime": now}],
     }
@@ -80,6 +83,7 @@ class Heartbeat:
 
     def __init__(self, client: Client, spec: NodeSpec, period_s: float, host_ip: str) -> None:
         self.silent = False
+        self.port = 0
         self.registered = asyncio.Event()
         self._client = client
         self._spec = spec
@@ -131,7 +135,7 @@ class Heartbeat:
             "apiVersion": "v1",
             "kind": "Node",
             "metadata": {"name": self._spec.name},
-            "status": node_status(self._spec, datetime.now(UTC), ready=ready, host_ip=self._host_ip),
+            "status": node_status(self._spec, datetime.now(UTC), ready=ready, host_ip=self._host_ip, port=self.port),
         }
         await self._client.apply(NODES, thing, subresource="status", manager=_MANAGER, force=True)
 

@@ -102,8 +102,12 @@ class PodFiles:
             command=[*self._entered, *(rewritten(expanded(word, given), places, self._listen_ip) for word in words)],
             environment=self._environments[container.name],
             directory=self.directory,
-            log=self.directory / f"{container.name}.log",
+            log=self.log_of(container.name),
         )
+
+    def log_of(self, container: str) -> Path:
+        """The file with what a container says."""
+        return self.directory / f"{container}.log"
 
     async def refresh(self, pod: Object) -> None:
         """Bring the files of ConfigMaps and Secrets up to date; raises Missing and ClusterError."""

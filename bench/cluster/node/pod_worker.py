@@ -26,6 +26,8 @@ from controller.cluster.errors import ClusterError, Conflict, NotFound
 from controller.cluster.resources import PODS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bench.cluster.node.pod_files import PodFiles
     from bench.cluster.node.pod_machine import Action
     from bench.cluster.node.pod_spec import PodSpec, ProbeKind
@@ -111,6 +113,10 @@ class PodWorker:
     def pid(self, container: str) -> int:
         """The process id of a running container."""
         return self._processes[container].pid
+
+    def log_of(self, container: str) -> Path:
+        """The file with what a container says."""
+        return self._files.log_of(container)
 
     async def refresh(self) -> None:
         """Bring the files of ConfigMaps and Secrets up to date; raises Missing and ClusterError."""

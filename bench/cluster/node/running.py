@@ -48,8 +48,7 @@ async def running_nodes(
         if schedules:
             running.append(asyncio.create_task(Scheduler(client).run(), name="scheduler"))
         try:
-            for node in nodes.values():
-                await node.registered()
+            await _all_registered(nodes, running)
             yield nodes
         finally:
             for task in running:
@@ -60,3 +59,13 @@ async def running_nodes(
             for task in running:
                 if not task.cancelled() and (error := task.exception()):
                     raise error
+
+
+async def _all_registered(nodes: Mapping[str, Node], running: Sequence[asyncio.Task[None]]) -> None:
+    """Until all nodes are in the cluster, or one of the tasks has ended, whose error is then raised on the way out."""
+    for node in nodes.values():
+        registered = asyncio.create_task(node.registered())
+        await asyncio.wait([registered, *running], return_when=asyncio.FIRST_COMPLETED)
+        if not registered.done():
+            registered.cancel()
+            raise RuntimeError("a node has ended before it was in the cluster")

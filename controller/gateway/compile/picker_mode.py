@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 OBJECTIVES: Final = "InferenceObjective"
 # Objectives of the group llm-d.ai, which have precedence over those of the older group.
 LLM_D_OBJECTIVES: Final = "InferenceObjective.llm-d.ai"
+# Asking for usage adds a chunk to streams, which our own bundle keeps from clients that did not ask; other gateways do not.
+_FIELDS: Final = MappingProxyType({"streamUsage": "AsRequested"})
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -63,7 +65,7 @@ class PickerCompiler:
         check_picker: PickerCheck = check_shape_alone,
     ) -> None:
         self._pool = pool
-        self._fields = fields
+        self._fields = {**_FIELDS, **fields}
         self._picker_config = picker_config
         self._check_picker = check_picker
         self._compiler = Compiler(check_picker=check_picker)

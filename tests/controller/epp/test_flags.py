@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from controller.epp.flags import FLAGS, FlagInvalid, read_flags
-from controller.epp.plan import Plan, plan
+from controller.epp.plan import Plan, for_conformance, plan
 from controller.gateway.compile.pools import server_of
 from extproc.cli.serve import parser
 
@@ -117,3 +117,9 @@ def test_a_refused_flag_may_ask_for_nothing() -> None:
     for flag in FLAGS:
         if flag.harmless:
             read_flags([f"--{flag.name}={flag.harmless}"])
+
+
+def test_for_the_conformance_suite_extproc_obeys_a_header_and_reads_no_plugins() -> None:
+    found = for_conformance(planned(*CHART))
+    assert found.picker_file is None
+    assert parser().parse_args(["--config", "x", *found.extproc]).conformance

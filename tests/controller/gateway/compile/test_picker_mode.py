@@ -54,6 +54,12 @@ def test_the_pools_pods_are_the_endpoints_of_a_server_of_its_name() -> None:
     assert (outcome.endpoints, outcome.ready) == (2, 2)
 
 
+def test_streams_are_left_as_clients_asked_for_them_unless_the_pool_says_otherwise() -> None:
+    assert snapshot(compiler("a").compile()).servers[0].spec.stream_usage == "AsRequested"
+    always = compiler("a", thing=pool(annotation="streamUsage: Always"))
+    assert snapshot(always.compile()).servers[0].spec.stream_usage == "Always"
+
+
 def test_without_a_pool_there_is_nothing_to_serve() -> None:
     outcome = PickerCompiler(KEY).compile()
     assert outcome.files is None

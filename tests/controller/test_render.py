@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What objects compile to is printed, and the exit status says whether all of them are used."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from attache.__main__ import main
+from extproc.config.directory import load_directory
+from tests.kube_objects import picker_config, resource, route, server
+from tests.kube_objects import pod as make_pod
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PICKER = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: queue-scorr}]\n"
+
+
+def written(folder: Path, *things: dict[str, Any]) -> Path:
+    """As people write them: without what the API server adds, several in a file, and Lists."""
+    for thing in things:
+        for field in ("generation", "creationTimestamp"):
+            thing["metadata"].pop(field, None)
+    folder.mkdir(exist_ok=True)
+    (folder / "all.yaml").write_text(yaml.safe_dump_all(things[1:]))
+    (folder / "first.json").write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": things[:1]}))
+    return folder
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(capsys.readouterr().out))
+
+
+def condition(documents: list[dict[str, Any]], kind: str, type_: str) -> tuple[str, str]:
+    (status,) = (one["status"] for one in documents if one["kind"] == kind and "status" in one)
+    (found,) = (one for one in status["conditions"] if one["type"] == type_)
+    return found["status"], found["reason"]
+
+
+def test_files_are_printed_with_what_objects_would_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written(tmp_path / "in", server(), route(), make_pod("a"))
+    assert main(["render", str(folder)]) == 0
+    documents = shown(capsys)
+    (found,) = (one for one in documents if one["kind"] == "ModelServer" and "spec" in one)
+    assert [one["address"] for one in found["spec"]["endpoints"]] == ["10.0.0.1:8000"]
+    assert condition(documents, "ModelRoute", "ResolvedRefs")[0] == "True"
+
+
+def test_an_object_that_is_not_used_as_it_is_written_is_exit_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path / "in", server(pickerConfig="epp"), picker_config("epp", PICKER), make_pod("a"))
+    assert main(["render", str(folder)]) == 1
+    assert condition(shown(capsys), "ModelServer", "ResolvedRefs") == ("False", "PickerConfigInvalid")
+
+
+def test_files_are_written_that_extproc_and_envoy_can_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = resource("GatewayConfig", "main", {"listen": "127.0.0.1:1234"})
+    folder = written(tmp_path / "in", server(), route(), config, make_pod("a"))
+    words = ["render", str(folder), "--gateway-config", "default/main", "--bundle", "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    snapshot = load_directory(tmp_path / "out" / "config")
+    assert snapshot.gateway.listen == "127.0.0.1:1234"
+    endpoints = (tmp_path / "out" / "bundle" / "eds" / "default" / "llama.json").read_text()
+    assert "10.0.0.1" in endpoints
+    assert {one["kind"] for one in shown(capsys)} == {"GatewayConfig", "ModelRoute", "ModelServer"}
+
+
+def test_a_gateway_config_that_is_not_there_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written(tmp_path / "in", server(), resource("GatewayConfig", "other", {}))
+    assert main(["render", str(folder), "--gateway-config", "default/main"]) == 1
+    said = capsys.readouterr().err
+    assert "nothing would be changed: there is no GatewayConfig default/main" in said
+    assert "GatewayConfig default/other is not served" in said
+
+
+def test_other_kinds_are_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written(tmp_path / "in", server(), make_pod("a"), {"apiVersion": "v1", "kind": "Secret", "metadata": {}})
+    assert main(["render", str(folder)]) == 0
+    assert "a gateway does not look at them: Secret" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- 1\n", "is no object"),
+        ("apiVersion: attache.dev/v1alpha1\nkind: ModelServer\nspec: {}\n", "has no metadata.name"),
+        ("kind: [", "not YAML"),
+        ("apiVersion: v1\nkind: Pod\nmetadata: {name: a, name: b}\n", "name"),
+    ],
+)
+def test_a_file_that_holds_no_objects_is_a_mistake(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "all.yaml").write_text(text)
+    assert main(["render", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--cluster", "x"], ["x", "--gateway-config", "x"]])
+def test_options_that_do_not_fit_are_told(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["render", *words])
+    assert ended.value.code == 2
+
+
+def test_no_cluster_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    assert main(["render", "--cluster"]) == 2
+    assert capsys.readouterr().err
