@@ -112,7 +112,7 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
             follower.run(stop)
         else:
             snapshot = directory.read()
-            write_once(snapshot, options.out, path)
+            write_once(snapshot, options.out, path, options.config)
             if uptake is not None and wait_s is not None:
                 return 0 if wait_until_taken(snapshot, options.out, uptake, wait_s) else 1
     except ConfigInvalid as error:

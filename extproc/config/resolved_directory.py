@@ -11,6 +11,7 @@ from extproc.config.host_names import KnownNames, names_in, with_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from extproc.config.directory import ConfigDirectory
     from extproc.config.host_names import Addresses, Patience
@@ -54,6 +55,11 @@ class ResolvedDirectory:
         self._pending: set[str] = set()
         self._said: dict[str, str] = {}
         self._threads = 0
+
+    @property
+    def path(self) -> Path:
+        """That of the directory with the names."""
+        return self._directory.path
 
     def has_changed(self) -> bool:
         """Whether files or addresses have changed since ``read``."""
