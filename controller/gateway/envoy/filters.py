@@ -132,7 +132,7 @@ def http_filters(gateway: GatewayConfigSpec, directory: str, needs: Needs = NO_N
     prefix = _ANY_PREFIX if needs.prefixes else ""
     chain = [
         # browsers ask without credentials
-        *([http_filter(CORS_FILTER, Cors())] if needs.cors else []),
+        *([http_filter(CORS_FILTER, Cors())] if needs.cors or gateway.cors is not None else []),
         *authentication_filters(gateway.authentication, directory),
         http_filter(EXTPROC_FILTER, _ask_extproc(gateway)),
     ]

@@ -10,9 +10,17 @@ from envoy_data_plane.envoy.config.core.v3 import (
     HeaderValueOption,
     HeaderValueOptionHeaderAppendAction,
 )
-from envoy_data_plane.envoy.config.route.v3 import Route, RouteConfiguration, RouteMatch, VirtualHost
+from envoy_data_plane.envoy.config.route.v3 import (
+    Route,
+    RouteAction,
+    RouteActionClusterNotFoundResponseCode,
+    RouteConfiguration,
+    RouteMatch,
+    VirtualHost,
+)
 from envoy_data_plane.google.protobuf import Any
 
+from controller.gateway.envoy.cors import CORS_FILTER, cors_policy
 from controller.gateway.envoy.direct_answers import error_answer
 from controller.gateway.envoy.envoy_json import to_plain, to_resource
 from controller.gateway.envoy.filters import EXTPROC_FILTER
@@ -48,6 +56,8 @@ if TYPE_CHECKING:
 
 # The gateway's own words, which no server is to read.
 _OWN_HEADERS: Final = (DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER)
+# There is no such cluster.
+_NOWHERE: Final = "attache-nowhere"
 _INVALID: Final = "invalid_request_error"
 _NO_MODEL: Final = "No model, or none that is served, was asked for; GET /v1/models lists those that are."
 _NO_ROUTE: Final = "Nothing is served under this host and path."
@@ -56,7 +66,8 @@ _OTHER_LISTENER: Final = "Another listener serves this host; connect to it under
 
 def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) -> dict[str, object]:
     """The route configuration of ``group``, as a resource of xDS."""
-    if snapshot.gateway.listeners or snapshot.http_routes:
+    # CORS is decided before extproc is asked: there must be a route for every request
+    if snapshot.gateway.listeners or snapshot.http_routes or snapshot.gateway.cors is not None:
         return _Group(group, snapshot, memo).configuration()
     # models alone, for every host: what no route takes is answered 404
     host = _virtual_host(snapshot, "attache", ANY_HOST, removed=(*_OWN_HEADERS, *_engines_read_no(snapshot.gateway)))
@@ -114,10 +125,9 @@ class _Group:
             routes.extend({**one, "request_headers_to_remove": list(removed)} for one in models)
             told = for_extproc(listener=name) if name is not None else None
             if told is not None:
-                found["typed_per_filter_config"] = to_plain(
-                    VirtualHost(typed_per_filter_config={EXTPROC_FILTER: Any.pack(told)})
-                )["typed_per_filter_config"]
-            routes.append(_refusal(404, _NO_MODEL, "model_not_found", is_for_models=True))
+                found["typed_per_filter_config"] = _filter_configs(snapshot, {EXTPROC_FILTER: Any.pack(told)})
+            last = _refusal(404, _NO_MODEL, "model_not_found", is_for_models=True)
+            routes.append(last if snapshot.gateway.cors is None else _no_model())
         else:
             routes.append(_refusal(404, _NO_ROUTE, "not_found"))
         found["routes"] = routes
@@ -160,6 +170,14 @@ def _refusal(status: int, message: str, code: str, *, is_for_models: bool = Fals
     )
 
 
+def _no_model() -> dict[str, object]:
+    """The same refusal by a route that leads nowhere: for one that answers by itself, Envoy has no policy of other origins."""
+    nowhere = RouteAction(
+        cluster=_NOWHERE, cluster_not_found_response_code=RouteActionClusterNotFoundResponseCode.NOT_FOUND
+    )
+    return to_plain(Route(name="model_not_found", match=RouteMatch(prefix="/"), route=nowhere))
+
+
 def _engines_read_no(gateway: GatewayConfigSpec) -> tuple[str, ...]:
     """Headers that engines do not get."""
     # extproc may read a session's token; nothing can be hidden in what is compressed
@@ -178,8 +196,19 @@ def _virtual_host(snapshot: Snapshot, name: str, domain: str, *, removed: Sequen
             request_headers_to_remove=list(removed),
             response_headers_to_add=[*_rate_limit_headers(snapshot), *_served_header(snapshot.gateway)],
             request_body_buffer_limit=snapshot.gateway.max_body_size,
+            typed_per_filter_config=_cors(snapshot.gateway),
         )
     )
+
+
+def _cors(gateway: GatewayConfigSpec) -> dict[str, Any]:
+    """The gateway's policy; routes may have their own."""
+    return {} if gateway.cors is None else {CORS_FILTER: Any.pack(cors_policy(gateway.cors))}
+
+
+def _filter_configs(snapshot: Snapshot, more: dict[str, Any]) -> object:
+    """Of a virtual host, as plain data."""
+    return to_plain(VirtualHost(typed_per_filter_config={**_cors(snapshot.gateway), **more}))["typed_per_filter_config"]
 
 
 def _configuration(name: str, hosts: list[dict[str, object]]) -> dict[str, object]:
