@@ -52,7 +52,10 @@ spec:
             "  - {name: a, address: 0.0.0.0:80, hostname: 'a.*.example'}",
             "gateway.yaml:6: spec.listeners[0].hostname: 'a.*.example' is no host name; write a name such as",
         ),
-        ("  - {name: A/b, address: 0.0.0.0:80}", "gateway.yaml:6: spec.listeners[0].name: 'A/b' is not a name"),
+        (
+            "  - {name: A/b, address: 0.0.0.0:80}",
+            "gateway.yaml:6: spec.listeners[0].name: 'A/b' is no name of a listener",
+        ),
         ("  - {name: a, address: 0.0.0.0:80, tls: {certificates: []}}", "spec.listeners[0].tls.certificates"),
     ],
 )
