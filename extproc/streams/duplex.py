@@ -153,7 +153,8 @@ class Duplex:
             return intake.receive_unread(pool, head, body)
 
     def _enter(self, arrival: Arrival) -> list[bytes]:
-        attachment = Attachment(self._context.options.duplex_choices, self._allowed(arrival.head))
+        choices, subset = self._context.options.duplex_choices, self._allowed(arrival.head)
+        attachment = Attachment(choices, subset, passes_usage=True)
         self.request = StreamRequest(self._context)
         return answers_to(self, self.request.begin(arrival, attachment, self._context.clock()))
 
