@@ -9,10 +9,13 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
+from controller.gateway.compile.gateway_api.settings import ANY, GatewayApiSettings, parse_addresses
 from extproc.config.validation import parse_address
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ DESCRIPTION: Final = (
     "extproc reads. It runs beside extproc, with a service account or a kubeconfig."
 )
 _LEASE: Final = "attache-gateway"
+_HIGHEST_PORT: Final = 65535
 POOL_GROUPS: Final = ("inference.networking.k8s.io", "inference.networking.x-k8s.io")
 
 log = logging.getLogger(__name__)
@@ -51,7 +55,11 @@ def parser(prog: str = "attache gateway") -> argparse.ArgumentParser:
     add = made.add_argument
     add("--config", type=Path, metavar="DIR", required=True, help="the configuration directory to write")
     add("--namespace", metavar="NAME", help="serve the objects of this namespace alone; default: of all namespaces")
-    add("--gateway-config", metavar="NAMESPACE/NAME", help="the GatewayConfig to serve; default: one without settings")
+    add(
+        "--gateway-config",
+        metavar="NAMESPACE/NAME",
+        help="the GatewayConfig to serve; default: the one that Gateways refer to, or one without settings",
+    )
     add(
         "--lease-namespace",
         metavar="NAME",
@@ -65,9 +73,30 @@ def parser(prog: str = "attache gateway") -> argparse.ArgumentParser:
         help="IP:PORT of extproc's --metrics, to see whether it uses what is written; once for each of its processes",
     )
     add("--bundle", metavar="ADDRESS", help="IP:PORT of the --metrics of 'attache bundle', to see whether Envoy does")
+    add("--lease-name", metavar="NAME", help=f"its name; default: {_LEASE}")
     add("--metrics", metavar="ADDRESS", default="127.0.0.1:9004", help="metrics and health; default: %(default)s")
+    _add_gateways(made)
     _add_picker_mode(made)
     return made
+
+
+def _add_gateways(made: argparse.ArgumentParser) -> None:
+    add = made.add_argument_group(
+        "Gateways", "Of the Gateway API, whose GatewayClass has the controllerName attache.dev/gateway."
+    ).add_argument
+    add("--gateway", metavar="NAMESPACE/NAME", help="serve this Gateway alone; default: all of these classes")
+    add(
+        "--address",
+        metavar="IP[,IP...]",
+        help="where Envoy listens, or a range such as 127.0.2.0/24; with several, each Gateway gets one of its own while "
+        f"there are enough; default: {ANY}",
+    )
+    add(
+        "--advertise",
+        metavar="IP|HOSTNAME|service/NAME",
+        help="what Gateways say of their addresses; default: --address, or the pod's own where that is 0.0.0.0",
+    )
+    add("--port-offset", type=int, metavar="N", help="Envoy listens on the ports of Gateways plus this; default: 0")
 
 
 def _add_picker_mode(made: argparse.ArgumentParser) -> None:
@@ -116,11 +145,15 @@ def _followers(options: argparse.Namespace) -> dict[str, str]:
 
 def _mistake(options: argparse.Namespace) -> str:
     """What is wrong with the options; empty if nothing is."""
-    for name, value in (("--gateway-config", options.gateway_config), ("--pool", options.pool)):
+    named = ("gateway_config", "gateway", "pool")
+    for name, value in ((f"--{one.replace('_', '-')}", getattr(options, one)) for one in named):
         if value is not None and (value.count("/") != 1 or not all(value.split("/"))):
             return f"{name}: write NAMESPACE/NAME"
     of_pools = ("pool_group", "picker_config", "picker_config_file")
-    of_gateways = ("namespace", "gateway_config", "lease_namespace", "extproc", "bundle")
+    of_gateways = (
+        *("namespace", "gateway_config", "lease_namespace", "lease_name", "extproc", "bundle"),
+        *("gateway", "address", "advertise", "port_offset"),
+    )
     misplaced = of_gateways if options.pool is not None else of_pools
     for field in misplaced:
         if getattr(options, field):
@@ -131,11 +164,36 @@ def _mistake(options: argparse.Namespace) -> str:
     if options.pool_group not in {None, *POOL_GROUPS}:
         return f"--pool-group: write {' or '.join(POOL_GROUPS)}"
     try:
+        parse_addresses(options.address or ANY)
+        if not 0 <= (options.port_offset or 0) < _HIGHEST_PORT:
+            raise ValueError(f"--port-offset: write a number from 0 to {_HIGHEST_PORT - 1}")
         for address in _followers(options).values():
             parse_address(address)
     except ValueError as error:
         return str(error)
     return ""
+
+
+def gateway_api_settings(options: argparse.Namespace, namespace: str, own: str) -> GatewayApiSettings:
+    """What the options say of Gateways. ``namespace``: ours. ``own``: the address of this machine, empty if not known."""
+    bind = parse_addresses(options.address or ANY)
+    advertise: str = options.advertise or ""
+    kind, _, name = advertise.partition("/")
+    if kind == "service" and "/" not in name:
+        advertise = f"service/{namespace}/{name}"
+    if not advertise and all(ip_address(one).is_unspecified for one in bind):
+        advertise = own
+    return GatewayApiSettings(
+        gateway=options.gateway, bind=bind, advertise=advertise, port_offset=options.port_offset or 0
+    )
+
+
+def _own_address() -> str:
+    """In a pod, the name of the host is in /etc/hosts with the pod's address."""
+    try:
+        return os.environ.get("POD_IP") or socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
 
 
 async def _run(options: argparse.Namespace, access: Access, check_picker: PickerCheck) -> None:
@@ -161,12 +219,13 @@ def _gateway_role(
         config=options.config,
         namespace=options.namespace,
         gateway_config=options.gateway_config,
+        gateway_api=gateway_api_settings(options, client.access.namespace, _own_address()),
         followers=_followers(options),
     )
     election = LeaderElection(
         client,
         namespace=options.lease_namespace or client.access.namespace,
-        name=_LEASE,
+        name=options.lease_name or _LEASE,
         identity=f"{os.environ.get('HOSTNAME', 'gateway')}-{secrets.token_hex(4)}",
     )
     return GatewayRole(client, settings, metrics, election=election, check_picker=check_picker)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from controller.cluster.backoff import Backoff
-from controller.cluster.errors import ClusterError, Expired
+from controller.cluster.errors import ClusterError, Expired, Forbidden, NotFound
 from controller.cluster.store import Slim, Store
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ class InformerTiming(msgspec.Struct, frozen=True):
 
 
 class Informer:
-    """``run`` does the work; ``objects`` is the copy; ``synced`` is set once the first list is in."""
+    """``run`` does the work; ``objects`` is the copy; ``synced`` is set once the first list is in. ``answered`` is set then,
+    too, or once the server has said that it does not serve this kind, or not to us.
+    """
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class Informer:
     ) -> None:
         self.resource = resource
         self.synced = asyncio.Event()
+        self.answered = asyncio.Event()
         self.lists = 0
         self._client = client
         self._selection = selection
@@ -129,6 +132,7 @@ class Informer:
         self._heard()
         self._tell(self._store.replace(listed.items))
         self.synced.set()
+        self.answered.set()
         return listed.resource_version
 
     async def _watch(self, version: str) -> str:
@@ -167,6 +171,8 @@ class Informer:
         self._heard_at_s = asyncio.get_running_loop().time()
 
     async def _pause(self, error: ClusterError | None) -> None:
+        if isinstance(error, Forbidden | NotFound):
+            self.answered.set()
         wait_s = self._backoff.failed(error)
         log.warning("%s: %s; again in %.1f s", self.resource.plural, error or "the watch ended at once", wait_s)
         await asyncio.sleep(wait_s)

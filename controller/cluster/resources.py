@@ -77,6 +77,7 @@ CRDS: Final = Resource(
 )
 MODEL_SERVERS: Final = Resource("attache.dev", "v1alpha1", "modelservers", "ModelServer")
 MODEL_ROUTES: Final = Resource("attache.dev", "v1alpha1", "modelroutes", "ModelRoute")
+MODEL_ACCESS_POLICIES: Final = Resource("attache.dev", "v1alpha1", "modelaccesspolicies", "ModelAccessPolicy")
 GATEWAY_CONFIGS: Final = Resource("attache.dev", "v1alpha1", "gatewayconfigs", "GatewayConfig")
 INFERENCE_OBJECTIVES: Final = Resource(
     "inference.networking.x-k8s.io", "v1alpha2", "inferenceobjectives", "InferenceObjective"
@@ -84,6 +85,11 @@ INFERENCE_OBJECTIVES: Final = Resource(
 # llm-d's own copy of the kind.
 LLM_D_OBJECTIVES: Final = Resource("llm-d.ai", "v1alpha2", "inferenceobjectives", "InferenceObjective")
 INFERENCE_POOLS: Final = Resource("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
+GATEWAY_CLASSES: Final = Resource("gateway.networking.k8s.io", "v1", "gatewayclasses", "GatewayClass", namespaced=False)
+GATEWAYS: Final = Resource("gateway.networking.k8s.io", "v1", "gateways", "Gateway")
+HTTP_ROUTES: Final = Resource("gateway.networking.k8s.io", "v1", "httproutes", "HTTPRoute")
+# v1 came with release 1.5 of the Gateway API; every release serves v1beta1
+REFERENCE_GRANTS: Final = Resource("gateway.networking.k8s.io", "v1beta1", "referencegrants", "ReferenceGrant")
 ALPHA_INFERENCE_POOLS: Final = Resource("inference.networking.x-k8s.io", "v1alpha2", "inferencepools", "InferencePool")
 AUTOSCALING_POLICIES: Final = Resource("attache.dev", "v1alpha1", "autoscalingpolicies", "AutoscalingPolicy")
 AUTOSCALING_POLICY_BINDINGS: Final = Resource(

@@ -14,7 +14,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # What this writer makes begins so; other files of the directory are somebody else's and stay.
-_OURS: Final = ("gateway.", "modelserver.", "modelroute.", "inferenceobjective.", "picker.")
+_OURS: Final = (
+    "backend.",
+    "clientca.",
+    "configmap.",
+    "gateway.",
+    "httproute.",
+    "inferenceobjective.",
+    "modelaccesspolicy.",
+    "modelroute.",
+    "modelserver.",
+    "picker.",
+    "secret.",
+)
+_ROUTES: Final = ("httproute.", "modelroute.")
 # Names and settings may be secret: for the owner alone.
 _MODE: Final = 0o600
 
@@ -54,5 +67,5 @@ class DirectoryWriter:
 
 
 def _removal_order(name: str) -> tuple[bool, str]:
-    """Routes go before the servers that they name."""
-    return not name.startswith("modelroute."), name
+    """Routes go before the servers and backends that they name."""
+    return not name.startswith(_ROUTES), name

@@ -17,15 +17,17 @@ def event_of(
 ) -> Object:
     """An Event of ``thing``, to be created."""
     metadata, written = thing["metadata"], now()
+    namespace = metadata.get("namespace", "")
     return {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"generateName": f"{metadata['name']}.", "namespace": metadata["namespace"]},
+        # the API asks for this namespace where the object has none
+        "metadata": {"generateName": f"{metadata['name']}.", "namespace": namespace or "default"},
         "involvedObject": {
             "apiVersion": thing["apiVersion"],
             "kind": thing["kind"],
             "name": metadata["name"],
-            "namespace": metadata["namespace"],
+            "namespace": namespace,
             "uid": metadata.get("uid", ""),
         },
         "type": type_,

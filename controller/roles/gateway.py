@@ -14,17 +14,22 @@ import msgspec
 
 from controller.cluster.informer import InformerTiming
 from controller.gateway.compile.compiler import Compiler
+from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
 from controller.gateway.compile.programmed import Follower, is_settled, with_use
 from controller.gateway.directory import DirectoryWriter
 from controller.roles.in_use import InUse
+from controller.roles.pointed import POINTED_KINDS, PointedObjects
 from controller.roles.status_writer import StatusWriter
 from controller.roles.watched import Watched
 from extproc.config.picker_config import check_shape_alone
 from extproc.config.report import ConfigReport, content_digest
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from controller.cluster.client import Client
     from controller.cluster.lease import LeaderElection
+    from controller.cluster.resources import Object
     from controller.gateway.compile.compiler import Outcome
     from controller.gateway.directory import Written
     from controller.roles.gateway_metrics import GatewayMetrics
@@ -35,19 +40,24 @@ log = logging.getLogger(__name__)
 # Changes that come together, such as a rollout's pods, are compiled together.
 _TOGETHER_S: Final = 0.03
 _RETRY_S: Final = 1.0
+# The longest wait for Secrets and ConfigMaps that are pointed to for the first time.
+_POINTED_S: Final = 5.0
 CONTROLLER: Final = "attache-gateway"
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """``config``: the directory to write. ``namespace``: whose objects are served; None: all namespaces'.
-    ``gateway_config``: the GatewayConfig to serve, as ``namespace/name``; None: the defaults. ``followers``: addresses, by
-    name, where those who use the directory say what of it they use.
+    ``gateway_config``: the GatewayConfig to serve, as ``namespace/name``; None: that of the Gateways, or else the
+    defaults. ``gateway_api``: which Gateways are served, and where. ``followers``: addresses, by name, where those who use
+    the directory say what of it they use. ``look_again_s``: how often kinds are looked for that the cluster lacks.
     """
 
     config: Path
     namespace: str | None = None
     gateway_config: str | None = None
+    gateway_api: GatewayApiSettings = GatewayApiSettings()
     followers: Mapping[str, str] = {}
+    look_again_s: float = 30.0
 
 
 class GatewayRole:
@@ -66,8 +76,14 @@ class GatewayRole:
         check_picker: PickerCheck = check_shape_alone,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
     ) -> None:
-        self._watched = Watched(client, Watched.by_a_gateway(client, settings.namespace, timing))
-        self._compiler = Compiler(settings.gateway_config, check_picker=check_picker)
+        self._watched = Watched(
+            client,
+            Watched.by_a_gateway(client, settings.namespace, timing),
+            optional=Watched.OPTIONAL,
+            look_again_s=settings.look_again_s,
+        )
+        self._pointed = PointedObjects(client, timing, self._watched.note)
+        self._compiler = Compiler(settings.gateway_config, settings.gateway_api, check_picker=check_picker)
         self._writer = DirectoryWriter(settings.config)
         self._statuses = StatusWriter(client, self._watched.get, CONTROLLER)
         self._election = election
@@ -89,6 +105,7 @@ class GatewayRole:
         """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watched.run(), name="informers")
+            tasks.create_task(self._pointed.run(), name="informers of what is pointed to")
             tasks.create_task(self._follow(), name="compile and write")
             tasks.create_task(self._in_use.run(), name="what is in use")
             tasks.create_task(self._election.run(self._statuses.run), name="statuses")
@@ -96,17 +113,26 @@ class GatewayRole:
     async def _follow(self) -> None:
         await self._watched.synced()
         while True:
-            changed = await self._watched.changes(_TOGETHER_S)
-            for kind, key in changed:
-                self._compiler.put(kind, key, self._watched.get(kind, key))
-                self._statuses.look_at((kind, key))
-            began_s = time.perf_counter()
-            outcome = self._compiler.compile()
-            self._metrics.compiled(len(changed), time.perf_counter() - began_s)
+            outcome = self._compile(await self._watched.changes(_TOGETHER_S))
+            # without its certificates a listener would be taken away and come back
+            while await self._pointed.follow(outcome.pointers, _POINTED_S):
+                outcome = self._compile(self._watched.take_changes())
             self._digests = {name: content_digest(content) for name, content in outcome.files.items()}
             await self._publish(outcome)
             self._outcome = outcome
             self._say()
+
+    def _compile(self, changed: Collection[tuple[str, str]]) -> Outcome:
+        for kind, key in changed:
+            self._compiler.put(kind, key, self._object(kind, key))
+            self._statuses.look_at((kind, key))
+        began_s = time.perf_counter()
+        outcome = self._compiler.compile()
+        self._metrics.compiled(len(changed), time.perf_counter() - began_s)
+        return outcome
+
+    def _object(self, kind: str, key: str) -> Object | None:
+        return self._pointed.get(kind, key) if kind in POINTED_KINDS else self._watched.get(kind, key)
 
     def _say(self) -> None:
         """What objects' statuses should be by now."""

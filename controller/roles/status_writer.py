@@ -7,8 +7,20 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from controller.cluster.errors import ClusterError, NotFound
-from controller.cluster.resources import EVENTS, GATEWAY_CONFIGS, MODEL_ROUTES, MODEL_SERVERS, Object, split_key
+from controller.cluster.errors import ClusterError, Conflict, NotFound
+from controller.cluster.resources import (
+    EVENTS,
+    GATEWAY_CLASSES,
+    GATEWAY_CONFIGS,
+    GATEWAYS,
+    HTTP_ROUTES,
+    INFERENCE_POOLS,
+    MODEL_ACCESS_POLICIES,
+    MODEL_ROUTES,
+    MODEL_SERVERS,
+    Object,
+    split_key,
+)
 from controller.gateway.compile.conditions import WantedStatus, merged, transitions
 from controller.roles.events import event_of, now
 
@@ -19,7 +31,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_RESOURCES: Final = {one.kind: one for one in (GATEWAY_CONFIGS, MODEL_ROUTES, MODEL_SERVERS)}
+_KINDS: Final = (
+    GATEWAY_CLASSES,
+    GATEWAY_CONFIGS,
+    GATEWAYS,
+    HTTP_ROUTES,
+    INFERENCE_POOLS,
+    MODEL_ACCESS_POLICIES,
+    MODEL_ROUTES,
+    MODEL_SERVERS,
+)
+_RESOURCES: Final = {one.kind: one for one in _KINDS}
+_BAD_WHEN_TRUE: Final = ("Conflicted",)
 _RETRY_S: Final = 2.0
 
 Key = tuple[str, str]
@@ -77,28 +100,38 @@ class StatusWriter:
         status = merged(wanted, before, now())
         if status is None:
             return True
-        resource = _RESOURCES[wanted.kind]
-        namespace, name = split_key(wanted.key)
-        applied = {
-            "apiVersion": resource.api_version,
-            "kind": resource.kind,
-            "metadata": {"name": name, "namespace": namespace},
-            "status": status,
-        }
         try:
-            await self._client.apply(resource, applied, subresource="status", force=True)
+            await self._send(wanted, thing, status)
             self.writes += 1
             for condition in transitions(status, before):
                 await self._client.create(EVENTS, self._event(thing, condition))
-        except NotFound:
+        except (NotFound, Conflict):
+            # it is gone, or somebody else wrote it, of which we shall hear
             return True
         except ClusterError as error:
             log.warning("the status of %s %s cannot be written, tried again: %s", *key, error)
             return False
         return True
 
+    async def _send(self, wanted: WantedStatus, thing: Object, status: Mapping[str, Any]) -> None:
+        """Raises Conflict if somebody else has written a list that we share with them."""
+        resource = _RESOURCES[wanted.kind]
+        namespace, name = split_key(wanted.key)
+        if wanted.is_shared:
+            # such lists are replaced as a whole, others' items included
+            patch = {"metadata": {"resourceVersion": thing["metadata"]["resourceVersion"]}, "status": status}
+            await self._client.merge_patch(resource, name, namespace, patch, subresource="status")
+            return
+        applied = {
+            "apiVersion": resource.api_version,
+            "kind": resource.kind,
+            "metadata": {"name": name} if namespace is None else {"name": name, "namespace": namespace},
+            "status": status,
+        }
+        await self._client.apply(resource, applied, subresource="status", force=True)
+
     def _event(self, thing: Object, condition: Mapping[str, Any]) -> Object:
-        is_good = condition["status"] == "True"
+        is_good = (condition["status"] == "True") != (condition["type"] in _BAD_WHEN_TRUE)
         message = condition["message"] or f"{condition['type']} is {condition['status']}"
         type_: Literal["Normal", "Warning"] = "Normal" if is_good else "Warning"
         return event_of(thing, type_, reason=condition["reason"], message=message, component=self._controller)

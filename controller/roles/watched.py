@@ -5,23 +5,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from controller.cluster.errors import ClusterError
 from controller.cluster.informer import Informer, Listener, Selection
 from controller.cluster.resources import (
     CONFIG_MAPS,
+    ENDPOINT_SLICES,
+    GATEWAY_CLASSES,
     GATEWAY_CONFIGS,
+    GATEWAYS,
+    HTTP_ROUTES,
     INFERENCE_OBJECTIVES,
+    INFERENCE_POOLS,
+    MODEL_ACCESS_POLICIES,
     MODEL_ROUTES,
     MODEL_SERVERS,
+    NAMESPACES,
     PODS,
+    REFERENCE_GRANTS,
+    SERVICES,
 )
+from controller.gateway.compile.gateway_api.services import slim_slice
 from controller.gateway.compile.pickers import LABEL
 from controller.gateway.compile.pods import slim_pod
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from controller.cluster.client import Client
     from controller.cluster.informer import InformerTiming
@@ -29,32 +39,51 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A cluster may lack these kinds: they are looked for again and again, and nothing waits for them.
-_OPTIONAL: Final = frozenset({INFERENCE_OBJECTIVES.kind})
-_LOOK_AGAIN_S: Final = 30.0
+_OBJECTIVES: Final = frozenset({INFERENCE_OBJECTIVES.kind})
+_GATEWAY_API: Final = (GATEWAY_CLASSES, GATEWAYS, HTTP_ROUTES, REFERENCE_GRANTS, INFERENCE_POOLS)
+_OURS: Final = (GATEWAY_CONFIGS, MODEL_SERVERS, MODEL_ROUTES, MODEL_ACCESS_POLICIES)
+_PLAIN: Final = (*_OURS, INFERENCE_OBJECTIVES, SERVICES, *_GATEWAY_API)
 
 
 class Watched:
-    """``run`` follows all of ``informers``, which are by kind."""
+    """``run`` follows all of ``informers``, which are by kind.
+
+    ``optional``: kinds that a cluster may lack, or not show: they are looked for again every ``look_again_s``, and
+    nothing waits for them then.
+    """
+
+    OPTIONAL: ClassVar[Collection[str]] = _OBJECTIVES.union(
+        {one.kind for one in _GATEWAY_API}, {NAMESPACES.kind, SERVICES.kind, ENDPOINT_SLICES.kind}
+    )
 
     @staticmethod
     def by_a_gateway(client: Client, namespace: str | None, timing: InformerTiming) -> dict[str, Informer]:
         """What the gateway role follows in ``namespace`` (None: in all namespaces)."""
-        picker_configs = Selection(namespace, labels=LABEL)
         everything = Selection(namespace)
         informers = [
-            Informer(client, GATEWAY_CONFIGS, everything, timing=timing),
-            Informer(client, MODEL_SERVERS, everything, timing=timing),
-            Informer(client, MODEL_ROUTES, everything, timing=timing),
-            Informer(client, INFERENCE_OBJECTIVES, everything, timing=timing),
-            Informer(client, CONFIG_MAPS, picker_configs, timing=timing),
+            Informer(client, one, everything if one.namespaced else Selection(), timing=timing)
+            for one in (*_PLAIN, NAMESPACES)
+        ]
+        informers += [
+            Informer(client, CONFIG_MAPS, Selection(namespace, labels=LABEL), timing=timing),
             Informer(client, PODS, everything, timing=timing, slim=slim_pod),
+            Informer(client, ENDPOINT_SLICES, everything, timing=timing, slim=slim_slice),
         ]
         return {one.resource.kind: one for one in informers}
 
-    def __init__(self, client: Client, informers: Mapping[str, Informer]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        informers: Mapping[str, Informer],
+        *,
+        optional: Collection[str] = _OBJECTIVES,
+        look_again_s: float = 30.0,
+    ) -> None:
         self._client = client
         self._informers = informers
+        self._look_again_s = look_again_s
+        # set once the cluster is known to lack the kind
+        self._missing = {kind: asyncio.Event() for kind, one in informers.items() if one.resource.kind in optional}
         self._changed: set[tuple[str, str]] = set()
         self._wake = asyncio.Event()
         for kind, informer in informers.items():
@@ -64,12 +93,14 @@ class Watched:
         """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for kind, informer in self._informers.items():
-                tasks.create_task(self._run_one(informer), name=f"informer of {kind}")
+                tasks.create_task(self._run_one(kind, informer), name=f"informer of {kind}")
 
     async def synced(self) -> None:
-        """Returns once all that must be there has been listed."""
-        for informer in self._informers.values():
-            if informer.resource.kind not in _OPTIONAL:
+        """Returns once all that must be there has been listed, and so has what may be there if it is."""
+        for kind, informer in self._informers.items():
+            if kind in self._missing:
+                await _first(informer.answered, self._missing[kind])
+            else:
                 await informer.synced.wait()
         # even where there is nothing, that is something to write
         self._wake.set()
@@ -82,6 +113,10 @@ class Watched:
         """Kinds and keys of what changed, once something has; what comes within ``within_s`` is taken with it."""
         await self._wake.wait()
         await asyncio.sleep(within_s)
+        return self.take_changes()
+
+    def take_changes(self) -> list[tuple[str, str]]:
+        """What has changed until now, without waiting."""
         self._wake.clear()
         found, self._changed = self._changed, set()
         return sorted(found)
@@ -97,16 +132,26 @@ class Watched:
 
         return changed
 
-    async def _run_one(self, informer: Informer) -> None:
-        if informer.resource.kind in _OPTIONAL:
-            await self._until_served(informer)
+    async def _run_one(self, kind: str, informer: Informer) -> None:
+        if kind in self._missing:
+            await self._until_served(kind, informer)
         await informer.run()
 
-    async def _until_served(self, informer: Informer) -> None:
+    async def _until_served(self, kind: str, informer: Informer) -> None:
         while True:
             try:
                 if await self._client.serves(informer.resource):
                     return
+                self._missing[kind].set()
             except ClusterError as error:
                 log.info("%s cannot be looked for: %s", informer.resource.kind, error)
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await asyncio.sleep(self._look_again_s)
+
+
+async def _first(one: asyncio.Event, other: asyncio.Event) -> None:
+    """Returns once either is set."""
+    async with asyncio.TaskGroup() as tasks:
+        waiting = [tasks.create_task(event.wait()) for event in (one, other)]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()

@@ -156,6 +156,8 @@ class Access:
         self._tenants = {one.name: _listed(one.models) for one in gateway.tenants if one.models is not None}
         self._keys = {one.name: _of_key(one) for one in keys}
         self._targets = _scopes(snapshot)
+        # by server, the scopes of the ModelRoutes that lead to it
+        self._leading_to = _leading_to(snapshot, self._targets)
         self.restricts = bool(self._tenants or self._targets or any(one.models is not None for one in keys))
         self.claims = frozenset(
             claim.name
@@ -180,17 +182,13 @@ class Access:
 
     def _scopes_of(self, subject: Subject, wish: Wish) -> Iterator[_Scope]:
         yield from self._scopes_of_subject(subject)
-        for target in (
-            ("Namespace", namespace_of(wish.server)),
-            ("ModelServer", wish.server),
-            ("ModelRoute", wish.route),
-            ("HTTPRoute", wish.http_route),
-            ("Listener", wish.listener),
-            _EVERY_LISTENER,
-        ):
+        for target in _targets_of(wish):
             scope = self._targets.get(target)
             if scope is not None:
                 yield scope
+        if wish.model is None:
+            # it may ask the engines for what any of their routes serves
+            yield from self._leading_to.get(wish.server, ())
 
     def _scopes_of_subject(self, subject: Subject) -> Iterator[_Scope]:
         scope = self._tenants.get(subject.tenant)
@@ -201,6 +199,20 @@ class Access:
             key = self._keys.get(subject.api_key, _NOBODY)
             if key is not None:
                 yield key
+
+
+def _targets_of(wish: Wish) -> Iterator[_Target]:
+    yield "Namespace", namespace_of(wish.server)
+    yield "ModelServer", wish.server
+    if wish.route:
+        yield "ModelRoute", wish.route
+        if namespace_of(wish.route) != namespace_of(wish.server):
+            yield "Namespace", namespace_of(wish.route)
+    if wish.http_route:
+        yield "HTTPRoute", wish.http_route
+    if wish.listener:
+        yield "Listener", wish.listener
+    yield _EVERY_LISTENER
 
 
 def _listed(models: Iterable[str]) -> _Scope:
@@ -220,6 +232,16 @@ def _scopes(snapshot: Snapshot) -> dict[_Target, _Scope]:
         for target in dict.fromkeys(targets):
             rules.setdefault(target, []).extend(policy.spec.rules)
     return {target: _scope(found) for target, found in rules.items()}
+
+
+def _leading_to(snapshot: Snapshot, targets: Mapping[_Target, _Scope]) -> dict[str, list[_Scope]]:
+    found: dict[str, list[_Scope]] = {}
+    for route in snapshot.routes:
+        scope = targets.get(("ModelRoute", route.metadata.key))
+        if scope is not None:
+            for server in {route.server_key(target) for rule in route.spec.rules for target in rule.target_models}:
+                found.setdefault(server, []).append(scope)
+    return found
 
 
 def _target(namespace: str, one: AccessTarget) -> _Target:

@@ -7,8 +7,9 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from extproc.config import patterns
 from extproc.config.cel import Rule
-from extproc.config.spec import Name, NonEmpty, Spec
+from extproc.config.spec import NonEmpty, Spec
 
 
 class CertificateFiles(Spec, frozen=True):
@@ -44,13 +45,13 @@ class ListenerTls(Spec, frozen=True):
 class Listener(Spec, frozen=True):
     """One listener. Several may share an address if their ``hostname`` differ.
 
-    ``name``: routes attach to it by this name (``sectionName``). ``address``: ``ip:port``. ``hostname``: only requests
+    ``name``: routes attach to it by this name (``sectionName``); in a cluster ``namespace/gateway/listener``. ``address``: ``ip:port``. ``hostname``: only requests
     to this host, which may begin with ``*.``. ``tls``: without it, plain HTTP.
     """
 
     CEL: ClassVar[tuple[Rule, ...]] = ()
 
-    name: Name
+    name: Annotated[str, msgspec.Meta(pattern=patterns.LISTENER, max_length=200)]
     address: NonEmpty
     hostname: NonEmpty | None = None
     tls: ListenerTls | None = None

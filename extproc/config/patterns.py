@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 # ``\Z``, as ``$`` would also match before a line break at the end.
 NAME: Final = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?\Z"
 NAMESPACE: Final = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z"
+# With the namespace and name of its Gateway in front, if it is one's: ``default/web/https``.
+LISTENER: Final = r"^[a-z0-9]([-a-z0-9./]{0,198}[a-z0-9])?\Z"
 NO_CONTROL: Final = r"^[^\x00-\x1f\x7f]*\Z"
 # What a client can send as a token of the header ``authorization``.
 KEY: Final = r"^[\x21-\x7e]*\Z"
@@ -29,6 +31,7 @@ ADVICE: Final[Mapping[str, str]] = MappingProxyType(
     {
         NAME: "is not a name; write lower-case letters, digits, '-' and '.' (at most 253)",
         NAMESPACE: "is not a namespace; write lower-case letters, digits and '-' (at most 63)",
+        LISTENER: "is no name of a listener; write lower-case letters, digits, '-', '.' and '/' (at most 200)",
         NO_CONTROL: "has a control character, such as a line break; leave it out",
         KEY: "has a character that no client can send in a header; write ASCII letters, digits and signs, no spaces",
         HEADER: "is no name of a header; write letters, digits and '-'",

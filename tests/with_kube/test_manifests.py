@@ -12,23 +12,28 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from bench.cluster.crds import apply_crds
 from controller.cluster.client import connect
-from controller.cluster.errors import Forbidden, NotFound
+from controller.cluster.errors import AlreadyExists, Forbidden, NotFound
 from controller.cluster.lease import LeaderElection
 from controller.cluster.resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
     GATEWAY_CONFIGS,
+    GATEWAYS,
     LEASES,
     MODEL_SERVERS,
     PODS,
     SECRETS,
 )
+from controller.gateway.compile.gateway_api.settings import GatewayApiSettings, parse_addresses
 from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
 from controller.roles.gateway_metrics import GatewayMetrics
+from tests.gateway_objects import gateway, gateway_class, https, tls_secret
 from tests.kube_objects import Object, server
 from tests.waiting import eventually
 from tests.with_kube.pods import make_pod
+from tests.with_kube.test_gateway_api import create as create_plainly
 from tests.with_kube.test_gateway_role import IMPATIENT, addresses, conditions, create
 
 if TYPE_CHECKING:
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 SYSTEM = "attache-system"
+ADDRESSES = GatewayApiSettings(bind=parse_addresses("127.0.9.0/25"))
 
 
 @pytest.fixture(params=["real"])
@@ -85,12 +91,21 @@ async def test_the_server_takes_them_as_they_are(client: Client, plane: ControlP
 
 
 async def test_the_role_works_with_its_own_account(
-    client: Client, account: Client, namespace: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    client: Client,
+    account: Client,
+    assets: Assets,
+    namespace: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    await apply_crds(client, [assets.crds])
+    with contextlib.suppress(AlreadyExists):
+        await create_plainly(client, "", gateway_class())
+    await create_plainly(client, SYSTEM, gateway(namespace, https("https", 443, namespace)), tls_secret(namespace))
     # a name of its own: this role serves all namespaces, those of other tests too
     await create(client, server(namespace, namespace=namespace))
     election = LeaderElection(account, namespace=SYSTEM, name="attache-gateway", identity="test")
-    settings = GatewaySettings(config=tmp_path, gateway_config=f"{SYSTEM}/gateway")
+    settings = GatewaySettings(config=tmp_path, gateway_config=f"{SYSTEM}/gateway", gateway_api=ADDRESSES)
     role = GatewayRole(account, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
     task = asyncio.create_task(role.run())
     try:
@@ -103,11 +118,20 @@ async def test_the_role_works_with_its_own_account(
             return found.get("Programmed") == ("True", "Programmed")
 
         await eventually(is_written)
+
+        async def is_programmed() -> bool:
+            found = (await client.get(GATEWAYS, namespace, SYSTEM)).get("status") or {}
+            return any(one["type"] == "Programmed" and one["status"] == "True" for one in found["conditions"])
+
+        await eventually(is_programmed)
     finally:
+        await client.delete(GATEWAYS, namespace, SYSTEM)
+        await client.delete(SECRETS, namespace, SYSTEM)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-    assert "403" not in caplog.text
+    # other tests' Gateways point to Secrets in namespaces in which this account may read none
+    assert [one for one in caplog.messages if "403" in one and not one.startswith("secrets:")] == []
 
 
 async def test_the_account_may_do_nothing_more(client: Client, account: Client, namespace: str) -> None:
@@ -115,7 +139,11 @@ async def test_the_account_may_do_nothing_more(client: Client, account: Client, 
     await make_pod(client, namespace, "a", "127.0.1.1")
     labelled = {"metadata": {"labels": {"a": "b"}}}
     with pytest.raises(Forbidden):
-        await account.list(SECRETS, SYSTEM)
+        await account.list(SECRETS)
+    with pytest.raises(Forbidden):
+        await account.get(SECRETS, "cert", namespace)
+    with pytest.raises(Forbidden):
+        await account.create(SECRETS, {**tls_secret(), "metadata": {"name": "cert", "namespace": SYSTEM}})
     with pytest.raises(Forbidden):
         await account.delete(PODS, "a", namespace)
     with pytest.raises(Forbidden):

@@ -12,201 +12,244 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, WantedStatus, fails, holds
-from controller.gateway.compile.pickers import Picker, picker_of
-from controller.gateway.compile.pods import Pod, pod_of
+from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
+from controller.gateway.compile.gateway_api.gateway_api import GatewayApi
+from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
+from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+from controller.gateway.compile.gateway_document import GatewayDocument, GatewayDocuments
+from controller.gateway.compile.policies import PolicyResult, PolicySet, Served
 from controller.gateway.compile.routes import RouteResult, compile_routes
-from controller.gateway.compile.servers import ServerResult, compile_server, empty_server
-from controller.gateway.compile.sources import DOCUMENT_KINDS, Source, source_of, to_bytes
+from controller.gateway.compile.secrets import Pointer
+from controller.gateway.compile.server_set import ServerSet
+from controller.gateway.compile.servers import empty_server
+from controller.gateway.compile.sources import DOCUMENT_KINDS, Source, source_of
 from extproc.config.failure_mode import failure_mode_of
 from extproc.config.gateway_config import GatewayConfig
 from extproc.config.model_route import ModelRoute
-from extproc.config.model_server import ModelServer
 from extproc.config.picker_config import check_shape_alone
 from extproc.config.snapshot import Snapshot
-from extproc.config.spec import API_VERSION, namespace_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from extproc.config.listeners import Listener
     from extproc.config.picker_config import PickerCheck
 
 GATEWAY_FILE: Final = "gateway.json"
-_DEFAULT_GATEWAY: Final = to_bytes(
-    {"apiVersion": API_VERSION, "kind": "GatewayConfig", "metadata": {"name": "default"}, "spec": {}}
-)
 
 
 class Outcome(msgspec.Struct, frozen=True):
     """``files``: the whole directory, by name. ``statuses``: of all objects, by kind and key. ``refused``: why nothing of
-    this must be served, empty if it may be: what is served already stays.
+    this must be served, empty if it may be: what is served already stays. ``pointers``: Secrets and ConfigMaps that
+    must be known for this to be complete.
     """
 
     files: Mapping[str, bytes]
     statuses: Mapping[tuple[str, str], WantedStatus]
     refused: str = ""
+    pointers: frozenset[Pointer] = frozenset()
 
 
 class Compiler:
     """``put`` takes what changed, ``compile`` gives the outcome.
 
-    ``gateway``: the GatewayConfig to serve, as ``namespace/name``; None: the defaults. ``check_picker``: that of the
-    extproc that reads the directory, or a mistake in one ConfigMap makes it refuse the whole.
+    ``gateway``: the GatewayConfig to serve, as ``namespace/name``; None: that of the Gateways, or else the defaults.
+    ``check_picker``: that of the extproc that reads the directory, or a mistake in one ConfigMap makes it refuse the
+    whole.
     """
 
-    def __init__(self, gateway: str | None = None, *, check_picker: PickerCheck = check_shape_alone) -> None:
+    def __init__(
+        self,
+        gateway: str | None = None,
+        settings: GatewayApiSettings = GatewayApiSettings(),  # noqa: B008 - frozen
+        *,
+        check_picker: PickerCheck = check_shape_alone,
+    ) -> None:
         self._gateway = gateway
-        self._check_picker = check_picker
         self._sources: dict[str, dict[str, Source]] = {kind: {} for kind in DOCUMENT_KINDS}
-        self._pods: dict[str, Pod] = {}
-        # keys of pods by namespace, and by the server that selects them
-        self._pods_of: dict[str, dict[str, Pod]] = {}
-        self._pickers: dict[str, Picker] = {}
-        self._servers: dict[str, ServerResult] = {}
-        self._stale_servers: set[str] = set()
+        self._servers = ServerSet(check_picker)
+        self._usable: frozenset[str] = frozenset()
         self._routes: Mapping[str, RouteResult] = {}
         self._routes_stale = True
+        self._policy_set = PolicySet()
+        self._policies: Mapping[str, PolicyResult] = {}
+        self._api = GatewayApi(settings, gateway, self._config_problem)
+        self._documents = GatewayDocuments(self._api.pointed)
 
     def put(self, kind: str, key: str, thing: Mapping[str, Any] | None) -> None:
         """An object as it is now; None: it is gone."""
         if kind == "Pod":
-            self._put_pod(key, None if thing is None else pod_of(thing))
+            self._servers.put_pod(key, thing)
         elif kind == "ConfigMap":
-            self._put_picker(key, thing)
+            self._servers.put_picker(key, thing)
+        elif kind in GATEWAY_API_KINDS:
+            self._api.put(kind, key, thing)
+            if kind == "InferencePool":
+                self._servers.put_pool(key, thing)
         else:
             self._put_source(kind, key, None if thing is None else source_of(thing))
 
     def compile(self) -> Outcome:
         """What the objects come to."""
-        usable = {key for key, one in self._servers.items() if one.document is not None}
-        for key in self._stale_servers:
-            self._compile_server(key)
-        self._stale_servers.clear()
-        now_usable = {key for key, one in self._servers.items() if one.document is not None}
-        if self._routes_stale or now_usable != usable:
-            self._routes = compile_routes(self._sources["ModelRoute"].values(), now_usable)
-            self._routes_stale = False
-        files = dict(self._files())
-        statuses = {(one.kind, one.key): one for one in self._statuses()}
-        return Outcome(files, statuses, self._refusal())
+        self._servers.compile()
+        usable = self._servers.usable
+        self._routes_stale |= self._api.compile(usable, self._servers.pool_problems)
+        if self._routes_stale or usable != self._usable:
+            self._routes = compile_routes(self._sources["ModelRoute"].values(), usable, self._api.listeners)
+            self._routes_stale, self._usable = False, usable
+        documents = dict(self._routing())
+        self._policies = self._policy_set.compile(self._served(documents))
+        has_policies = any(one.document is not None for one in self._policies.values())
+        gateway = self._documents.make(
+            self._config_in_effect(), self._api.listener_documents(), has_policies=has_policies
+        )
+        files = dict(self._files(gateway, documents))
+        statuses = {(one.kind, one.key): one for one in self._statuses(gateway, has_policies=has_policies)}
+        return Outcome(files, statuses, self._refusal(gateway), self._api.pointers() | gateway.pointers)
 
     def _put_source(self, kind: str, key: str, source: Source | None) -> None:
+        if kind == "ModelServer":
+            self._servers.put_server(key, source)
+            return
+        if kind == "ModelAccessPolicy":
+            self._policy_set.put(key, source)
+            return
         known = self._sources[kind]
         if source is None:
             known.pop(key, None)
         else:
             known[key] = source
-        if kind == "ModelServer":
-            self._select_pods(key, source)
-            self._stale_servers.add(key)
-        elif kind == "ModelRoute":
+        if kind == "ModelRoute":
             self._routes_stale = True
+        elif kind == "GatewayConfig":
+            self._api.gateway_configs_changed()
 
-    def _select_pods(self, key: str, source: Source | None) -> None:
-        if source is None or not isinstance(source.decoded, ModelServer):
-            self._pods_of.pop(key, None)
-            return
-        selected = self._pods_of[key] = {}
-        for pod in self._pods.values():
-            if _selects(source, pod):
-                selected[pod.key] = pod
-
-    def _put_pod(self, key: str, pod: Pod | None) -> None:
-        if self._pods.get(key) == pod:
-            return
-        if pod is None:
-            del self._pods[key]
-        else:
-            self._pods[key] = pod
-        for server, selected in self._pods_of.items():
-            if namespace_of(server) != namespace_of(key):
-                continue
-            if pod is not None and _selects(self._sources["ModelServer"][server], pod):
-                selected[key] = pod
-            elif selected.pop(key, None) is None:
-                continue
-            self._stale_servers.add(server)
-
-    def _put_picker(self, key: str, thing: Mapping[str, Any] | None) -> None:
-        self._pickers.pop(key, None)
-        if thing is not None:
-            self._pickers[key] = picker_of(key, thing, self._check_picker)
-        namespace = namespace_of(key)
-        self._stale_servers |= {server for server in self._pods_of if namespace_of(server) == namespace}
-
-    def _compile_server(self, key: str) -> None:
-        source = self._sources["ModelServer"].get(key)
-        if source is None:
-            self._servers.pop(key, None)
-            return
-        self._servers[key] = compile_server(source, self._pods_of.get(key, {}).values(), self._pickers)
-
-    def _files(self) -> Iterator[tuple[str, bytes]]:
+    def _files(
+        self, gateway: GatewayDocument, documents: Mapping[tuple[str, str], bytes]
+    ) -> Iterator[tuple[str, bytes]]:
         """In writing order: what is referred to comes before what refers to it."""
-        yield from ((one.file, one.content) for one in self._pickers.values() if not one.problem)
-        gateway = self._sources["GatewayConfig"].get(self._gateway or "")
-        yield GATEWAY_FILE, _DEFAULT_GATEWAY if gateway is None else gateway.document()
+        yield from self._api.files().items()
+        yield from self._servers.picker_files()
+        yield GATEWAY_FILE, gateway.content
         for objective in self._sources["InferenceObjective"].values():
             if not objective.mistakes:
                 yield file_name(objective.kind, objective.key), objective.document()
-        missing: set[str] = set()
-        for route in self._routes.values():
-            missing |= route.missing
-        for key, server in self._servers.items():
-            if server.document is not None:
-                yield file_name("ModelServer", key), server.document
-        for key in missing:
-            yield file_name("ModelServer", key), empty_server(key)
+        # before what they protect, which must not be served without them: until it is there, readers use nothing of this
+        for key, policy in self._policies.items():
+            if policy.document is not None:
+                yield file_name("ModelAccessPolicy", key), policy.document
+        for (kind, key), document in documents.items():
+            yield file_name(kind, key), document
+
+    def _routing(self) -> Iterator[tuple[tuple[str, str], bytes]]:
+        """Routes and what they name, by kind and key."""
+        yield from self._backends()
         for key, route in self._routes.items():
             if route.document is not None:
-                yield file_name("ModelRoute", key), route.document
+                yield ("ModelRoute", key), route.document
+        for key, document in self._api.routes():
+            yield ("HTTPRoute", key), document
 
-    def _statuses(self) -> Iterator[WantedStatus]:
-        yield from (one.status for one in self._servers.values())
+    def _served(self, documents: Iterable[tuple[str, str]]) -> Served:
+        """What policies can be attached to."""
+        keys: dict[str, set[str]] = {}
+        for kind, key in documents:
+            keys.setdefault(kind, set()).add(key)
+        config = self._config_in_effect()
+        own: tuple[Listener, ...] = ()
+        if config is not None and self._api.listeners is None and isinstance(config.decoded, GatewayConfig):
+            own = config.decoded.spec.listeners
+        return Served(
+            model_routes=keys.get("ModelRoute", set()),
+            model_servers=keys.get("ModelServer", set()),
+            http_routes=keys.get("HTTPRoute", set()),
+            listeners=self._api.listener_names(),
+            config=None if config is None else config.key,
+            config_listeners={one.name for one in own},
+        )
+
+    def _backends(self) -> Iterator[tuple[tuple[str, str], bytes]]:
+        """What routes name."""
+        named = {key for route in self._routes.values() for key in route.servers}
+        for key, document in self._servers.documents(named.union(self._api.named_servers())):
+            yield ("ModelServer", key), document
+        for kind, key, document in self._api.documents():
+            yield (kind, key), document
+        for key in {key for route in self._routes.values() for key in route.missing}:
+            yield ("ModelServer", key), empty_server(key)
+
+    def _config_in_effect(self) -> Source | None:
+        return self._sources["GatewayConfig"].get(self._api.parameters.config or "")
+
+    def _statuses(self, gateway: GatewayDocument, *, has_policies: bool) -> Iterator[WantedStatus]:
+        yield from self._servers.statuses()
         yield from (one.status for one in self._routes.values())
-        gateway = self._sources["GatewayConfig"].get(self._gateway or "")
-        if gateway is not None:
-            problem = fails("Accepted", "Invalid", gateway.complaint())
-            stays = fails("Programmed", "Invalid", "nothing is changed until it is corrected; what is served stays")
-            good = (holds("Accepted", NO_MISTAKE), holds("Programmed", IN_DIRECTORY))
-            yield WantedStatus(
-                kind=gateway.kind,
-                key=gateway.key,
-                generation=gateway.generation,
-                conditions=(problem, stays) if gateway.mistakes else good,
-                fields=self._failure_mode(gateway),
-            )
+        yield from (one.status for one in self._policies.values())
+        yield from self._api.statuses(one.attached for one in self._routes.values())
+        parameters = self._api.parameters
+        for key in {parameters.config, *parameters.named}:
+            config = self._sources["GatewayConfig"].get(key or "")
+            if config is not None:
+                yield self._config_status(config, gateway, has_policies=has_policies)
 
-    def _failure_mode(self, gateway: Source) -> Mapping[str, str]:
+    def _config_status(self, config: Source, gateway: GatewayDocument, *, has_policies: bool) -> WantedStatus:
+        conditions: tuple[Wanted, ...] = (
+            holds("Accepted", gateway.note or NO_MISTAKE),
+            *([fails("ResolvedRefs", "SecretNotUsable", "; ".join(gateway.missing))] if gateway.missing else []),
+            holds("Programmed", IN_DIRECTORY),
+        )
+        if config.mistakes:
+            stays = "nothing is changed until it is corrected; what is served stays"
+            said = stays if config.key == self._gateway else "the Gateways that refer to it are not served"
+            conditions = fails("Accepted", "Invalid", config.complaint()), fails("Programmed", "Invalid", said)
+        elif config.key != self._api.parameters.config:
+            said = f"GatewayConfig {self._api.parameters.config} is in effect"
+            conditions = holds("Accepted", NO_MISTAKE), fails("Programmed", "Conflict", said)
+        return WantedStatus(
+            kind=config.kind,
+            key=config.key,
+            generation=config.generation,
+            conditions=conditions,
+            fields=self._failure_mode(config, is_closed=bool(gateway.note) or has_policies),
+        )
+
+    def _failure_mode(self, config: Source, *, is_closed: bool) -> Mapping[str, str]:
         """What Envoy does without extproc, for the status."""
-        if gateway.mistakes or not isinstance(gateway.decoded, GatewayConfig):
+        if config.mistakes or not isinstance(config.decoded, GatewayConfig):
             return {}
+        if is_closed:
+            return {"failureMode": "Close"}
         served = [self._sources["ModelRoute"][key].decoded for key, one in self._routes.items() if one.document]
-        servers = [self._sources["ModelServer"][key].decoded for key, one in self._servers.items() if one.document]
         snapshot = Snapshot(
             version="",
             routes=tuple(one for one in served if isinstance(one, ModelRoute)),
-            servers=tuple(one for one in servers if isinstance(one, ModelServer)),
-            gateway=gateway.decoded.spec,
+            servers=tuple(self._servers.decoded()),
+            gateway=config.decoded.spec,
         )
         return {"failureMode": failure_mode_of(snapshot)}
 
-    def _refusal(self) -> str:
+    def _config_problem(self, key: str) -> str:
+        """Why a GatewayConfig cannot be used; empty if it can."""
+        config = self._sources["GatewayConfig"].get(key)
+        if config is None:
+            return "there is no such GatewayConfig"
+        if config.mistakes or not isinstance(config.decoded, GatewayConfig):
+            return config.complaint()
+        return ""
+
+    def _refusal(self, document: GatewayDocument) -> str:
         """Without its GatewayConfig a gateway would serve without the authentication that it asks for."""
-        if self._gateway is None:
-            return ""
-        gateway = self._sources["GatewayConfig"].get(self._gateway)
-        if gateway is None:
-            return f"there is no GatewayConfig {self._gateway}"
-        return f"GatewayConfig {self._gateway}: {gateway.complaint()}" if gateway.mistakes else ""
+        if self._gateway is not None:
+            gateway = self._sources["GatewayConfig"].get(self._gateway)
+            if gateway is None:
+                return f"there is no GatewayConfig {self._gateway}"
+            if gateway.mistakes:
+                return f"GatewayConfig {self._gateway}: {gateway.complaint()}"
+        if document.refused:
+            return f"GatewayConfig {self._api.parameters.config} with what it refers to: {document.refused}"
+        return ""
 
 
 def file_name(kind: str, key: str) -> str:
     """Of an object's document in the directory. Namespaces have no dots, so no two objects share a file."""
     return f"{kind.lower()}.{key.replace('/', '.', 1)}.json"
-
-
-def _selects(source: Source, pod: Pod) -> bool:
-    if not isinstance(source.decoded, ModelServer) or source.decoded.spec.workload_selector is None:
-        return False
-    return source.namespace == pod.namespace and pod.has(source.decoded.spec.workload_selector.match_labels)

@@ -13,9 +13,7 @@ import msgspec
 from extproc.config.spec import object_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from extproc.config.workload import WorkloadPort
+    from collections.abc import Iterable, Iterator, Sequence
 
 PRICE: Final = "attache.dev/price"
 DRAIN: Final = "attache.dev/drain"
@@ -50,12 +48,12 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
         """Whether all of ``labels`` are the pod's."""
         return all(self.labels.get(name) == value for name, value in labels.items())
 
-    def endpoints(self, port: WorkloadPort) -> Iterator[Mapping[str, Any]]:
+    def endpoints(self, ports: Sequence[int]) -> Iterator[Mapping[str, Any]]:
         """What requests can be sent to: a ready pod's ports, as documents have endpoints."""
         if not self.ip or not self.is_ready:
             return
         host = f"[{self.ip}]" if ":" in self.ip else self.ip
-        for number in port.ports:
+        for number in ports:
             endpoint: dict[str, Any] = {
                 "address": f"{host}:{number}",
                 "labels": {**self.labels, POD_LABEL: self.name},
@@ -84,6 +82,16 @@ def pod_of(thing: Mapping[str, Any]) -> Pod:
         price=price,
         wrong_price=wrong_price,
     )
+
+
+def pod_endpoints(ports: Sequence[int], pods: Iterable[Pod]) -> list[Mapping[str, Any]]:
+    """Sorted, so that equal pods give equal files. Pods in a node's own network may share an address: one of them counts."""
+    found = {
+        one["address"]: one
+        for pod in sorted(pods, key=lambda pod: pod.name, reverse=True)
+        for one in pod.endpoints(ports)
+    }
+    return [found[address] for address in sorted(found)]
 
 
 def slim_pod(thing: Mapping[str, Any]) -> dict[str, Any]:

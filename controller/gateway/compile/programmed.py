@@ -61,7 +61,7 @@ def with_use(
         return wanted
     programmed = _programmed(file, digest, followers, was_used=_was_used(observed, wanted.generation))
     conditions = [programmed if one.type == PROGRAMMED else one for one in wanted.conditions]
-    if wanted.kind == "GatewayConfig":
+    if wanted.kind == "GatewayConfig" and not any(one.type == "ResolvedRefs" for one in conditions):
         conditions.extend(_keys(followers))
     return msgspec.structs.replace(wanted, conditions=tuple(conditions))
 

@@ -7,28 +7,46 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
+from controller.gateway.compile.conditions import (
+    IN_DIRECTORY,
+    NO_MISTAKE,
+    Wanted,
+    WantedEntry,
+    WantedList,
+    WantedStatus,
+    fails,
+    holds,
+)
+from controller.gateway.compile.gateway_api.attachment import Attaching
+from controller.gateway.compile.gateway_api.listeners import MODEL_ROUTE
+from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME, ParentRef
 from extproc.config.model_route import ModelRoute
 from extproc.config.spec import object_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+    from controller.gateway.compile.gateway_api.attachment import Listeners, ParentResult
     from controller.gateway.compile.sources import Source
 
 
 class RouteResult(msgspec.Struct, frozen=True):
     """``document``: None if the route is not served. ``missing``: servers, by key, that a rule has no substitute for:
-    requests of that rule are answered 503.
+    requests of that rule are answered 503. ``servers``: all that it names. ``attached``: names of listeners.
     """
 
     document: bytes | None
     missing: frozenset[str]
     status: WantedStatus
+    servers: frozenset[str] = frozenset()
+    attached: frozenset[str] = frozenset()
 
 
-def compile_routes(routes: Iterable[Source], servers: Collection[str]) -> dict[str, RouteResult]:
-    """Every route by its key. ``servers``: keys of the ModelServers that can be used.
+def compile_routes(
+    routes: Iterable[Source], servers: Collection[str], listeners: Listeners | None = None
+) -> dict[str, RouteResult]:
+    """Every route by its key. ``servers``: keys of the ModelServers that can be used. ``listeners``: of Gateways; None
+    if there is no Gateway of ours, and then ``parentRefs`` have no effect.
 
     Of two routes with one model name, the older one has it, as in the Gateway API. The other is not served at all: it
     would be served in part otherwise.
@@ -45,7 +63,7 @@ def compile_routes(routes: Iterable[Source], servers: Collection[str]) -> dict[s
             advice = "which is older; use another name, or delete that route"
             results[source.key] = _refused(source, "Conflict", f"{claims}, {advice}")
         else:
-            results[source.key] = _compile(source, servers)
+            results[source.key] = _compile(source, servers, listeners)
             owners.update(dict.fromkeys(_names(source), source.key))
     return results
 
@@ -64,7 +82,7 @@ def _repeated(source: Source) -> str:
     return f"{', '.join(repeated)} is there twice among modelName and loraAdapters" if repeated else ""
 
 
-def _compile(source: Source, servers: Collection[str]) -> RouteResult:
+def _compile(source: Source, servers: Collection[str], listeners: Listeners | None) -> RouteResult:
     missing: set[str] = set()
     absent: list[str] = []
     rules = [_rule(source, rule, servers, missing, absent) for rule in source.spec["rules"]]
@@ -73,10 +91,57 @@ def _compile(source: Source, servers: Collection[str]) -> RouteResult:
         said = f"no usable ModelServer {', '.join(dict.fromkeys(absent))}"
         share = "rules without another target are answered 503" if missing else "the other targets serve its requests"
         resolved = fails("ResolvedRefs", "BackendNotFound", f"{said}; {share}")
-    document = source.document({**source.spec, "rules": rules})
-    return _result(
-        source, document, (holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY)), missing
+    spec = {name: value for name, value in source.spec.items() if name != "parentRefs"} | {"rules": rules}
+    named = frozenset(
+        object_key(source.namespace, target["modelServerName"]) for rule in rules for target in rule["targetModels"]
     )
+    if listeners is None:
+        return _result(
+            source,
+            source.document(spec),
+            (holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY)),
+            missing,
+            named,
+        )
+    parents, attached, served = _attach(source, listeners)
+    statuses = _parents(parents, resolved)
+    if not served:
+        programmed = _not_served(parents)
+        return _result(source, None, (holds("Accepted", NO_MISTAKE), resolved, programmed), (), (), attached, statuses)
+    spec["parentRefs"] = [{"name": "gateway", "sectionName": name} for name in served]
+    conditions = holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY)
+    return _result(source, source.document(spec), conditions, missing, named, attached, statuses)
+
+
+def _attach(source: Source, listeners: Listeners) -> tuple[list[ParentResult], list[str], list[str]]:
+    """What became of its references, and names of the listeners that it is attached to and of those that are served."""
+    asking = Attaching(kind=MODEL_ROUTE, namespace=source.namespace)
+    references = source.decoded.spec.parent_refs if isinstance(source.decoded, ModelRoute) else ()
+    if not references:
+        found = listeners.open_to(asking)
+        return [], found, found
+    refs = [ParentRef(one.name, one.group, one.kind, one.namespace, one.section_name, one.port) for one in references]
+    parents = listeners.attach(asking, refs)
+    attached = sorted({name for one in parents for name in one.attached})
+    return parents, attached, sorted({name for one in parents for name in one.served})
+
+
+def _parents(parents: Iterable[ParentResult], resolved: Wanted) -> WantedList:
+    entries = tuple(
+        WantedEntry(
+            identity={"parentRef": one.reference(), "controllerName": CONTROLLER_NAME},
+            conditions=(one.accepted, resolved),
+        )
+        for one in parents
+    )
+    return WantedList(name="parents", entries=entries)
+
+
+def _not_served(parents: Iterable[ParentResult]) -> Wanted:
+    refused = next((one.accepted for one in parents if one.accepted.status != "True"), None)
+    if refused is not None:
+        return fails("Programmed", refused.reason, refused.message)
+    return fails("Programmed", "NoMatchingParent", "no served listener of a Gateway takes it; look at its parentRefs")
 
 
 def _rule(
@@ -99,7 +164,19 @@ def _refused(source: Source, reason: str, message: str) -> RouteResult:
 
 
 def _result(
-    source: Source, document: bytes | None, conditions: tuple[Wanted, ...], missing: Collection[str] = ()
+    source: Source,
+    document: bytes | None,
+    conditions: tuple[Wanted, ...],
+    missing: Collection[str] = (),
+    servers: Collection[str] = (),
+    attached: Collection[str] = (),
+    parents: WantedList | None = None,
 ) -> RouteResult:
-    status = WantedStatus(kind=source.kind, key=source.key, generation=source.generation, conditions=conditions)
-    return RouteResult(document, frozenset(missing), status)
+    status = WantedStatus(
+        kind=source.kind,
+        key=source.key,
+        generation=source.generation,
+        conditions=conditions,
+        lists=(parents or WantedList(name="parents", entries=()),),
+    )
+    return RouteResult(document, frozenset(missing), status, frozenset(servers), frozenset(attached))

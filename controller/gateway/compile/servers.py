@@ -9,7 +9,7 @@ import msgspec
 
 from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
 from controller.gateway.compile.pickers import LABEL
-from controller.gateway.compile.pods import PRICE
+from controller.gateway.compile.pods import PRICE, pod_endpoints
 from controller.gateway.compile.sources import Source, to_bytes
 from extproc.config.model_server import ModelServer, ModelServerSpec
 from extproc.config.spec import API_VERSION, namespace_of, object_key
@@ -39,8 +39,7 @@ def compile_server(source: Source, pods: Iterable[Pod], pickers: Mapping[str, Pi
     harms less than no answer. The last good configuration would depend on what a replica has seen.
     """
     if not isinstance(source.decoded, ModelServer) or source.mistakes:
-        problem = fails("Accepted", "Invalid", source.complaint())
-        return _result(source, None, (problem, fails("Programmed", "Invalid", "the server is not used")))
+        return refused_server(source, source.complaint())
     spec = source.decoded.spec
     content = dict(source.spec)
     resolved = holds("ResolvedRefs", "it names no other object")
@@ -54,7 +53,7 @@ def compile_server(source: Source, pods: Iterable[Pod], pickers: Mapping[str, Pi
     endpoints: Collection[Mapping[str, Any]] = content.get("endpoints", ())
     if spec.workload_selector is not None:
         counted = len(pods)
-        endpoints = _endpoints(spec, pods)
+        endpoints = [] if spec.workload_port is None else pod_endpoints(spec.workload_port.ports, pods)
         content = {name: value for name, value in content.items() if name not in _PORT_FIELDS}
         content["endpoints"] = endpoints
     draining = sum(bool(one.get("draining")) for one in endpoints)
@@ -80,6 +79,12 @@ def _resolved(name: str, picker: Picker | None) -> Wanted:
     return holds("ResolvedRefs", "; ".join(picker.notes) or f"the ConfigMap '{name}' is used")
 
 
+def refused_server(source: Source, problem: str) -> ServerResult:
+    """A ModelServer that is not used, because of ``problem``."""
+    conditions = fails("Accepted", "Invalid", problem), fails("Programmed", "Invalid", "the server is not used")
+    return _result(source, None, conditions)
+
+
 def empty_server(key: str) -> bytes:
     """The document of a server that a rule names and that is not there: its requests are answered 503."""
     namespace = namespace_of(key)
@@ -87,18 +92,6 @@ def empty_server(key: str) -> bytes:
     metadata = {"name": name, "namespace": namespace}
     spec = {"model": name, "endpoints": []}
     return to_bytes({"apiVersion": API_VERSION, "kind": "ModelServer", "metadata": metadata, "spec": spec})
-
-
-def _endpoints(spec: ModelServerSpec, pods: Collection[Pod]) -> list[Mapping[str, Any]]:
-    """Sorted, so that equal pods give equal files. Pods in a node's own network may share an address: one of them counts."""
-    if spec.workload_port is None:
-        return []
-    found = {
-        one["address"]: one
-        for pod in sorted(pods, key=lambda pod: pod.name, reverse=True)
-        for one in pod.endpoints(spec.workload_port)
-    }
-    return [found[address] for address in sorted(found)]
 
 
 def _available(spec: ModelServerSpec, ready: int, draining: int, counted: int) -> Wanted:

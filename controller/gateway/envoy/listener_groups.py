@@ -39,8 +39,9 @@ class ListenerGroup(msgspec.Struct, frozen=True, kw_only=True):
         """Where its route configuration is: Envoy takes one from an RDS file."""
         if self.route_config_name == DEFAULT_ROUTES:
             return "rds.json"
-        name = self.route_config_name.removeprefix(f"{DEFAULT_ROUTES}/").replace("/", "-").replace(":", "_")
-        return f"{ROUTES_FOLDER}/{name}.json"
+        protocol, _, name = self.route_config_name.removeprefix(f"{DEFAULT_ROUTES}/").partition("/")
+        # names have no underscore, so no two share a file
+        return f"{ROUTES_FOLDER}/{protocol}-{name.replace('/', '_').replace(':', '_')}.json"
 
 
 def routes_files(gateway: GatewayConfigSpec) -> tuple[str, ...]:

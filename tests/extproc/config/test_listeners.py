@@ -52,7 +52,10 @@ spec:
             "  - {name: a, address: 0.0.0.0:80, hostname: 'a.*.example'}",
             "gateway.yaml:6: spec.listeners[0].hostname: 'a.*.example' is no host name; write a name such as",
         ),
-        ("  - {name: A/b, address: 0.0.0.0:80}", "gateway.yaml:6: spec.listeners[0].name: 'A/b' is not a name"),
+        (
+            "  - {name: A/b, address: 0.0.0.0:80}",
+            "gateway.yaml:6: spec.listeners[0].name: 'A/b' is no name of a listener",
+        ),
         ("  - {name: a, address: 0.0.0.0:80, tls: {certificates: []}}", "spec.listeners[0].tls.certificates"),
     ],
 )
@@ -82,3 +85,9 @@ def test_callers_known_by_certificate_need_listeners_that_ask_for_one() -> None:
 def test_patterns_of_certificates_say_who_the_tenant_is(named: str, said: str) -> None:
     authentication = f"  authentication: {{clientCertificates: [{{name: a, field: URI, {named}}}]}}"
     assert said in refusals("    []", authentication)
+
+
+def test_origins_that_no_browser_sends_are_refused() -> None:
+    assert "spec.cors.allowOrigins[0]: 'app.example.com' is no origin" in refusals(
+        "    []", "  cors: {allowOrigins: [app.example.com]}"
+    )

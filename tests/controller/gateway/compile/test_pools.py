@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from controller.gateway.compile.compiler import Compiler, file_name
+from controller.cluster.resources import key_of
 from controller.gateway.compile.pools import SETTINGS, server_key, server_of
+from controller.gateway.compile.server_set import ServerSet
+from extproc.config.picker_config import check_shape_alone
 from tests.kube_objects import Object, pod
 
 
@@ -29,16 +31,16 @@ def pool(name: str = "llama", *, annotation: str = "", **spec: object) -> Object
 
 
 def compiled(thing: Object, *pods: Object) -> tuple[dict[str, Any] | None, str]:
-    """The spec in the directory, and what the ModelServer's Accepted condition says."""
+    """The spec in the directory, and why there is none."""
     found = server_of(thing)
     assert found.server is not None, found.complaint
-    compiler, key = Compiler(), server_key("team/llama")
-    compiler.put("ModelServer", key, found.server)
+    servers = ServerSet(check_shape_alone)
+    servers.put_pool("team/llama", thing)
     for one in pods:
-        compiler.put("Pod", f"team/{one['metadata']['name']}", one)
-    outcome = compiler.compile()
-    text = outcome.files.get(file_name("ModelServer", key))
-    return (json.loads(text)["spec"] if text else None), outcome.statuses["ModelServer", key].conditions[0].message
+        servers.put_pod(key_of(one), one)
+    servers.compile()
+    text = servers.results[server_key("team/llama")].document
+    return (json.loads(text)["spec"] if text else None), servers.pool_problems.get("team/llama", "")
 
 
 def test_every_port_of_every_ready_pod_is_an_endpoint() -> None:

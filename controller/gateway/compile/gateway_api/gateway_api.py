@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gateways, HTTPRoutes and their backends to documents, files and statuses; only what changed is compiled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from controller.gateway.compile.gateway_api.addresses import advertised
+from controller.gateway.compile.gateway_api.attachment import Listeners
+from controller.gateway.compile.gateway_api.gateways import (
+    GatewayResult,
+    class_status,
+    compile_gateways,
+    listener_documents,
+)
+from controller.gateway.compile.gateway_api.grants import Grants
+from controller.gateway.compile.gateway_api.http_routes import HttpRouteResult, compile_http_route
+from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME
+from controller.gateway.compile.gateway_api.observed import Observed, Stale
+from controller.gateway.compile.gateway_api.parameters import Parameters, choose_parameters, class_problem
+from controller.gateway.compile.gateway_api.pool_status import pool_status
+from controller.gateway.compile.gateway_api.references import UNRESOLVED, References
+from controller.gateway.compile.gateway_api.services import backend_document, backend_name, unresolved_document
+from controller.gateway.compile.gateway_api.tls import TlsCompiler
+from extproc.config.spec import namespace_of, object_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+    from controller.gateway.compile.conditions import WantedStatus
+    from controller.gateway.compile.gateway_api.attachment import ParentResult
+    from controller.gateway.compile.gateway_api.listeners import ListenerResult
+    from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+    from controller.gateway.compile.secrets import Pointed, Pointer
+
+
+class GatewayApi:
+    """``put`` takes what changed, ``compile`` brings everything else up to date.
+
+    ``config``: the GatewayConfig that the role was told to serve. ``problem_of``: why a GatewayConfig cannot be used,
+    empty if it can.
+    """
+
+    def __init__(self, settings: GatewayApiSettings, config: str | None, problem_of: Callable[[str], str]) -> None:
+        self._settings = settings
+        self._config = config
+        self._problem_of = problem_of
+        self._observed = Observed()
+        self._stale = Stale()
+        self._servers: frozenset[str] = frozenset()
+        self._grants = Grants()
+        self._gateways: Mapping[str, GatewayResult] = {}
+        self._routes: dict[str, HttpRouteResult] = {}
+        self._backends = BackendDocuments(self._observed)
+        self._pool_problems: Mapping[str, str] = {}
+        self.parameters = Parameters(config=config)
+        # None while there is no Gateway of ours
+        self.listeners: Listeners | None = None
+
+    def put(self, kind: str, key: str, thing: Mapping[str, Any] | None) -> None:
+        """An object as it is now; None: it is gone."""
+        self._observed.put(kind, key, thing, self._stale)
+        if kind == "Service" and key == self._settings.advertised_service:
+            self._stale.gateways = True
+
+    def gateway_configs_changed(self) -> None:
+        """A GatewayConfig has come, changed or gone."""
+        self._stale.gateways = True
+
+    def compile(self, servers: frozenset[str], pool_problems: Mapping[str, str]) -> bool:
+        """Gateways and routes. ``servers``: keys of usable ModelServers, those of pools included. ``pool_problems``: why
+        other pools cannot be used, by their keys. Whether listeners may take other routes now.
+        """
+        stale, self._stale = self._stale, Stale(gateways=False)
+        stale.changed |= {("ModelServer", key) for key in servers ^ self._servers}
+        self._servers, self._pool_problems = servers, pool_problems
+        if stale.all_routes or stale.gateways:
+            self._grants = Grants(self._observed.grants.values())
+        if stale.gateways:
+            stale.all_routes |= self._compile_gateways()
+        changed = self._compile_routes(stale)
+        needed = None
+        if changed:
+            needed = {one.service for found in self._routes.values() for one in found.resolutions if one.service}
+        self._backends.compile(needed, stale.services)
+        return stale.all_routes
+
+    def named_servers(self) -> Iterator[str]:
+        """Keys of the ModelServers that HTTPRoutes go to."""
+        for found in self._routes.values():
+            for one in found.resolutions:
+                if one.kind == "ModelServer":
+                    yield object_key(one.namespace, one.name)
+
+    def pointers(self) -> frozenset[Pointer]:
+        """The Secrets and ConfigMaps that must be read."""
+        return frozenset(one for found in self._listeners() for one in found.pointers)
+
+    def files(self) -> Mapping[str, bytes]:
+        """Files of certificates."""
+        return {name: content for found in self._listeners() for name, content in found.files.items()}
+
+    def listener_documents(self) -> list[Mapping[str, Any]] | None:
+        """The ``listeners`` of the GatewayConfig; None if there is no Gateway of ours."""
+        return None if self.listeners is None else listener_documents(self._gateways)
+
+    def listener_names(self) -> Mapping[str, Mapping[str, str]]:
+        """By Gateway and by ``sectionName``, what the directory calls the listeners that are served."""
+        return {
+            key: {one.spec.name: one.name for one in result.listeners if one.document is not None}
+            for key, result in self._gateways.items()
+        }
+
+    def documents(self) -> Iterator[tuple[str, str, bytes]]:
+        """Kind, key and content of what routes name."""
+        for key, document in self._backends.documents.items():
+            yield "Backend", key, document
+        unresolved = {key.partition("/")[0] for key, found in self._routes.items() if found.needs_unresolved}
+        for namespace in sorted(unresolved):
+            yield "Backend", f"{namespace}/{UNRESOLVED}", unresolved_document(namespace, UNRESOLVED)
+
+    def routes(self) -> Iterator[tuple[str, bytes]]:
+        """Key and content of the HTTPRoutes that are served."""
+        for key, found in self._routes.items():
+            if found.document is not None:
+                yield key, found.document
+
+    def statuses(self, model_routes: Iterable[Collection[str]]) -> Iterator[WantedStatus]:
+        """``model_routes``: the names of the listeners that each ModelRoute is attached to."""
+        for one in self._observed.classes.values():
+            if one.spec.controller_name == CONTROLLER_NAME:
+                yield class_status(one, class_problem(one, self._problem_of))
+        attached = Counter(name for found in self._routes.values() for name in found.attached)
+        for names in model_routes:
+            attached.update(names)
+        for result in self._gateways.values():
+            yield result.status(attached)
+        for found in self._routes.values():
+            yield found.status
+        yield from self._pool_statuses()
+
+    def _compile_gateways(self) -> bool:
+        """Whether their listeners are others now."""
+        served = self._observed.served(self._settings.gateway)
+        self.parameters = choose_parameters(served, self._observed.classes, self._config, self._problem_of)
+        service = self._observed.services.get(self._settings.advertised_service)
+        published = advertised(self._settings, service.addresses if service else ())
+        tls = TlsCompiler(self._grants, self.pointed)
+        before = self._gateways
+        self._gateways = compile_gateways(served, self._settings, published, self.parameters.problems, tls)
+        listeners = {key: one.listeners for key, one in self._gateways.items()}
+        if listeners == {key: one.listeners for key, one in before.items()} and (self.listeners or not listeners):
+            return False
+        self.listeners = Listeners(listeners, self._observed.namespaces) if listeners else None
+        return True
+
+    def _compile_routes(self, stale: Stale) -> bool:
+        """Whether any was compiled or is gone."""
+        routes = self._observed.routes
+        keys = set(routes) if stale.all_routes else stale.routes & routes.keys()
+        if stale.changed and not stale.all_routes:
+            keys |= {key for key, found in self._routes.items() if found.looked_at & stale.changed} & routes.keys()
+        gone = self._routes.keys() - routes.keys()
+        for key in gone:
+            del self._routes[key]
+        listeners = self.listeners or Listeners({}, {})
+        references = References(
+            services=self._observed.services, pools=self._observed.pools, servers=self._servers, grants=self._grants
+        )
+        for key in keys:
+            self._routes[key] = compile_http_route(routes[key], listeners, references, self._settings.gateway)
+        return bool(keys or gone)
+
+    def _pool_statuses(self) -> Iterator[WantedStatus]:
+        parents: dict[str, list[ParentResult]] = {}
+        for found in self._routes.values():
+            for key in {one.pool for one in found.resolutions if one.pool}:
+                parents.setdefault(key, []).extend(found.parents)
+        references = References(
+            services=self._observed.services, pools=self._observed.pools, servers=self._servers, grants=self._grants
+        )
+        for key, pool in self._observed.pools.items():
+            yield pool_status(
+                pool,
+                parents.get(key, []),
+                problem=self._pool_problems.get(key, ""),
+                picker_problem=references.picker_problem(pool),
+                gateway=self._settings.gateway,
+            )
+
+    def pointed(self, pointer: Pointer) -> Pointed | None:
+        """What ``pointer`` points to; None if it is not there, or not known yet."""
+        return self._observed.pointed.get((pointer.watched_as, pointer.key))
+
+    def _listeners(self) -> Iterator[ListenerResult]:
+        for result in self._gateways.values():
+            yield from result.listeners
+
+
+class BackendDocuments:
+    """The Backend documents of the Services that routes refer to."""
+
+    def __init__(self, observed: Observed) -> None:
+        self._observed = observed
+        self._ports: dict[str, set[int]] = {}
+        self.documents: dict[str, bytes] = {}
+
+    def compile(self, needed: Collection[tuple[str, int]] | None, stale: Collection[str]) -> None:
+        """``needed``: Services and ports, None for those of before. ``stale``: Services that changed."""
+        fresh: set[tuple[str, int]] = set()
+        if needed is not None:
+            fresh = {one for one in needed if _backend_key(*one) not in self.documents}
+            gone = self.documents.keys() - {_backend_key(*one) for one in needed}
+            for key in gone:
+                del self.documents[key]
+            self._ports = {}
+            for service, port in needed:
+                self._ports.setdefault(service, set()).add(port)
+        fresh |= {(service, port) for service in stale for port in self._ports.get(service, ())}
+        for service, port in sorted(fresh):
+            found = self._observed.services[service]
+            self.documents[_backend_key(service, port)] = backend_document(
+                found, port, self._observed.slices_of(service)
+            )
+
+
+def _backend_key(service: str, port: int) -> str:
+    namespace = namespace_of(service)
+    return object_key(namespace, backend_name(service.removeprefix(f"{namespace}/"), port))

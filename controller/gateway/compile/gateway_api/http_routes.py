@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An HTTPRoute to its document and to what it says of each of its Gateways."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from controller.gateway.compile.conditions import Wanted, WantedEntry, WantedList, WantedStatus, fails, holds
+from controller.gateway.compile.gateway_api.attachment import Attaching, ParentResult
+from controller.gateway.compile.gateway_api.gateway_spec import GROUP
+from controller.gateway.compile.gateway_api.listeners import HTTP_ROUTE
+from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME
+from controller.gateway.compile.gateway_api.references import Resolution
+from controller.gateway.compile.sources import to_bytes
+from extproc.config.decode import decode
+from extproc.config.documents import Document
+from extproc.config.http_route import ATTACHE_GROUP
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from controller.gateway.compile.gateway_api.attachment import Listeners
+    from controller.gateway.compile.gateway_api.objects import Route
+    from controller.gateway.compile.gateway_api.references import References
+
+# Fields of rules that have no effect here; everything else that is not known is refused.
+_WITHOUT_EFFECT: Final = ("retry", "sessionPersistence")
+
+
+class HttpRouteResult(msgspec.Struct, frozen=True, kw_only=True):
+    """``document``: None if it is not served. ``attached``: names of listeners. ``resolutions``: of all its references."""
+
+    document: bytes | None
+    attached: frozenset[str]
+    parents: tuple[ParentResult, ...]
+    resolutions: tuple[Resolution, ...]
+    status: WantedStatus
+
+    @property
+    def needs_unresolved(self) -> bool:
+        """Whether its document names the Backend that stands for references that cannot be resolved."""
+        return self.document is not None and any(one.problem is not None for one in self.resolutions)
+
+    @property
+    def looked_at(self) -> frozenset[tuple[str, str]]:
+        """Kinds and keys of the objects on which it depends."""
+        return frozenset(one for found in self.resolutions for one in found.looked_at)
+
+
+def compile_http_route(
+    route: Route, listeners: Listeners, references: References, gateway: str | None
+) -> HttpRouteResult:
+    """``gateway``: the one Gateway that is served, None if all of our classes are."""
+    identity = route.identity
+    asking = Attaching(kind=HTTP_ROUTE, namespace=identity.namespace, hostnames=route.hostnames)
+    parents = listeners.attach(asking, route.parents)
+    resolutions: list[Resolution] = []
+    rules = [_rule(rule, identity.namespace, references, resolutions) for rule in route.spec.get("rules") or ()]
+    served = sorted({name for one in parents for name in one.served})
+    content = _content(route, rules, served)
+    problem = _problem(content)
+    if problem:
+        refused = fails("Accepted", "UnsupportedValue", problem)
+        parents = [_refuse(one, refused) for one in parents]
+    resolved = next((one.problem for one in resolutions if one.problem is not None), holds("ResolvedRefs"))
+    note = _note(route.spec)
+    entries = [_entry(one, resolved, note) for one in _each_once(parents)]
+    status = WantedStatus(
+        kind="HTTPRoute",
+        key=identity.key,
+        generation=identity.generation,
+        conditions=(),
+        lists=(WantedList(name="parents", entries=tuple(entries), controller=CONTROLLER_NAME, gateway=gateway or ""),),
+        is_plain=True,
+    )
+    return HttpRouteResult(
+        document=to_bytes(content) if served and not problem else None,
+        attached=frozenset(name for one in parents for name in one.attached),
+        parents=tuple(parents),
+        resolutions=tuple(resolutions),
+        status=status,
+    )
+
+
+def _content(route: Route, rules: list[Mapping[str, Any]], served: list[str]) -> Mapping[str, Any]:
+    identity = route.identity
+    metadata = {"name": identity.name, "namespace": identity.namespace}
+    if identity.created:
+        metadata["creationTimestamp"] = identity.created
+    spec: dict[str, Any] = {"parentRefs": [{"name": "gateway", "sectionName": one} for one in served]}
+    if route.hostnames:
+        spec["hostnames"] = list(route.hostnames)
+    if rules:
+        spec["rules"] = rules
+    return {"apiVersion": f"{GROUP}/v1", "kind": "HTTPRoute", "metadata": metadata, "spec": spec}
+
+
+def _problem(content: Mapping[str, Any]) -> str:
+    """What of the route cannot be served; empty if all of it can."""
+    _, mistakes = decode(Document("", to_bytes(content).decode(), is_json=True))
+    return "; ".join(f"{one.path}: {one.message}" if one.path else one.message for one in mistakes)
+
+
+def _rule(
+    rule: Mapping[str, Any], namespace: str, references: References, resolutions: list[Resolution]
+) -> Mapping[str, Any]:
+    made = {name: value for name, value in rule.items() if name not in (*_WITHOUT_EFFECT, "filters", "backendRefs")}
+    if rule.get("filters"):
+        made["filters"] = [_filter(one, namespace, references, resolutions) for one in rule["filters"]]
+    if rule.get("backendRefs"):
+        made["backendRefs"] = [_backend(one, namespace, references, resolutions) for one in rule["backendRefs"]]
+    return made
+
+
+def _backend(
+    reference: Mapping[str, Any], namespace: str, references: References, resolutions: list[Resolution]
+) -> Mapping[str, Any]:
+    made = dict(_reference(reference, namespace, references, resolutions))
+    if "weight" in reference:
+        made["weight"] = reference["weight"]
+    if reference.get("filters"):
+        made["filters"] = [_filter(one, namespace, references, resolutions) for one in reference["filters"]]
+    return made
+
+
+def _filter(
+    given: Mapping[str, Any], namespace: str, references: References, resolutions: list[Resolution]
+) -> Mapping[str, Any]:
+    mirror = given.get("requestMirror")
+    if not mirror or "backendRef" not in mirror:
+        return given
+    reference = _reference(mirror["backendRef"], namespace, references, resolutions)
+    return {**given, "requestMirror": {**mirror, "backendRef": reference}}
+
+
+def _reference(
+    reference: Mapping[str, Any], namespace: str, references: References, resolutions: list[Resolution]
+) -> Mapping[str, Any]:
+    found = references.resolve(namespace, reference)
+    resolutions.append(found)
+    return {"group": ATTACHE_GROUP, "kind": found.kind, "name": found.name, "namespace": found.namespace}
+
+
+def _refuse(parent: ParentResult, refused: Wanted) -> ParentResult:
+    if parent.accepted.status != "True":
+        return parent
+    return msgspec.structs.replace(parent, accepted=refused, attached=(), served=())
+
+
+def _each_once(parents: Iterable[ParentResult]) -> list[ParentResult]:
+    """A status has one item for each reference; of the same reference twice, the first counts."""
+    return list({msgspec.json.encode(one.reference()): one for one in reversed(list(parents))}.values())[::-1]
+
+
+def _entry(parent: ParentResult, resolved: Wanted, note: str) -> WantedEntry:
+    accepted = parent.accepted
+    if accepted.status == "True" and note:
+        accepted = holds("Accepted", note)
+    return WantedEntry(
+        identity={"parentRef": parent.reference(), "controllerName": CONTROLLER_NAME}, conditions=(accepted, resolved)
+    )
+
+
+def _note(spec: Mapping[str, Any]) -> str:
+    found = {name for rule in spec.get("rules") or () for name in _WITHOUT_EFFECT if name in rule}
+    return f"{', '.join(sorted(found))} of rules is not supported and has no effect" if found else ""

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The listeners of a Gateway: which of them can be served, and why the others cannot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from controller.gateway.compile.conditions import Wanted, WantedEntry, fails, holds
+from controller.gateway.compile.gateway_api.gateway_spec import GROUP, ListenerSpec, RouteKind
+from controller.gateway.compile.gateway_api.tls import TlsResult
+from controller.gateway.compile.secrets import Pointer
+from extproc.config.spec import API_VERSION
+
+if TYPE_CHECKING:
+    from controller.gateway.compile.gateway_api.objects import Gateway
+    from controller.gateway.compile.gateway_api.tls import TlsCompiler
+
+HTTP_ROUTE: Final = RouteKind("HTTPRoute")
+MODEL_ROUTE: Final = RouteKind("ModelRoute", API_VERSION.partition("/")[0])
+_KINDS: Final = (HTTP_ROUTE, MODEL_ROUTE)
+_PROTOCOLS: Final = ("HTTP", "HTTPS")
+_HIGHEST_PORT: Final = 65535
+# Of a listener in the directory; it is part of the name of a file.
+_LONGEST_NAME: Final = 200
+
+
+class ListenerResult(msgspec.Struct, frozen=True, kw_only=True):
+    """``name``: unique over all Gateways. ``kinds``: of routes that may attach. ``accepted``, ``resolved``,
+    ``conflicted``: its conditions. ``document``: None if it is not served. ``files``: what the document names.
+    """
+
+    name: str
+    spec: ListenerSpec
+    kinds: tuple[RouteKind, ...]
+    accepted: Wanted
+    resolved: Wanted
+    conflicted: Wanted
+    document: Mapping[str, Any] | None = None
+    files: Mapping[str, bytes] = {}
+    pointers: frozenset[Pointer] = frozenset()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether routes can attach to it."""
+        return self.accepted.status == "True"
+
+    def entry(self, attached: int, why_not: str) -> WantedEntry:
+        """Its part of the Gateway's status. ``attached``: how many routes are. ``why_not``: why it is not served."""
+        programmed = holds("Programmed") if self.document else fails("Programmed", "Invalid", why_not)
+        kinds = [{"group": one.group, "kind": one.kind} for one in self.kinds]
+        return WantedEntry(
+            identity={"name": self.spec.name},
+            fields={"attachedRoutes": attached, "supportedKinds": kinds},
+            conditions=(self.accepted, programmed, self.resolved, self.conflicted),
+        )
+
+
+class Claims:
+    """Which ports and hosts of addresses are taken, by older Gateways that share an address."""
+
+    def __init__(self) -> None:
+        self._protocols: dict[tuple[str, int], tuple[str, str]] = {}
+        self._hosts: dict[tuple[str, int, str], str] = {}
+
+    def conflict(self, address: str, listener: ListenerSpec) -> Wanted | None:
+        """The conflict of ``listener`` with an older Gateway's, if there is one."""
+        protocol, owner = self._protocols.get((address, listener.port), (listener.protocol, ""))
+        if protocol != listener.protocol:
+            said = f"port {listener.port} of {address} speaks {protocol} for the older {owner}"
+            return Wanted("Conflicted", "True", "ProtocolConflict", said)
+        holder = self._hosts.get((address, listener.port, _host(listener)))
+        if holder is not None:
+            host = listener.hostname or "every host"
+            said = f"{host} on port {listener.port} of {address} belongs to the older {holder}"
+            return Wanted("Conflicted", "True", "HostnameConflict", said)
+        return None
+
+    def take(self, address: str, listener: ListenerSpec, name: str) -> None:
+        """``listener`` is served."""
+        self._protocols.setdefault((address, listener.port), (listener.protocol, name))
+        self._hosts[address, listener.port, _host(listener)] = name
+
+
+def compile_listeners(
+    gateway: Gateway, address: str, offset: int, tls: TlsCompiler, claims: Claims
+) -> tuple[ListenerResult, ...]:
+    """In the order of the Gateway. ``address``: where they are bound; empty: nowhere. ``offset``: added to ports."""
+    served = [one for one in gateway.spec.listeners if one.protocol in _PROTOCOLS]
+    protocols: dict[int, set[str]] = {}
+    for one in served:
+        protocols.setdefault(one.port, set()).add(one.protocol)
+    hosts = Counter((one.port, _host(one)) for one in served)
+    results = []
+    for one in gateway.spec.listeners:
+        conflict = None
+        if one.protocol in _PROTOCOLS:
+            if len(protocols[one.port]) > 1:
+                said = f"port {one.port} has listeners of several protocols"
+                conflict = Wanted("Conflicted", "True", "ProtocolConflict", said)
+            elif hosts[one.port, _host(one)] > 1:
+                said = f"port {one.port} has another listener of this hostname"
+                conflict = Wanted("Conflicted", "True", "HostnameConflict", said)
+            elif address:
+                conflict = claims.conflict(address, one)
+        results.append(_compile(gateway, one, address, offset, tls, conflict))
+    for result in results:
+        if result.document is not None:
+            claims.take(address, result.spec, result.name)
+    return tuple(results)
+
+
+def _compile(
+    gateway: Gateway, listener: ListenerSpec, address: str, offset: int, tls: TlsCompiler, conflict: Wanted | None
+) -> ListenerResult:
+    name = f"{gateway.identity.key}/{listener.name}"
+    is_known = listener.protocol in _PROTOCOLS
+    kinds, resolved = _kinds(listener) if is_known else ((), holds("ResolvedRefs"))
+    found = tls.compile(gateway, listener) if listener.protocol == "HTTPS" else TlsResult()
+    accepted = _refusal(name, listener, offset, conflict) or found.accepted or holds("Accepted")
+    document: dict[str, Any] | None = None
+    if address and accepted.status == "True" and kinds and (listener.protocol == "HTTP" or found.document):
+        host = f"[{address}]" if ":" in address else address
+        document = {"name": name, "address": f"{host}:{listener.port + offset}"}
+        if listener.hostname:
+            document["hostname"] = listener.hostname
+        if found.document:
+            document["tls"] = found.document
+    return ListenerResult(
+        name=name,
+        spec=listener,
+        kinds=kinds,
+        accepted=accepted,
+        resolved=found.resolved or resolved,
+        conflicted=conflict or Wanted("Conflicted", "False", "NoConflicts"),
+        document=document,
+        files=found.files if document else {},
+        pointers=found.pointers,
+    )
+
+
+def _refusal(name: str, listener: ListenerSpec, offset: int, conflict: Wanted | None) -> Wanted | None:
+    if listener.protocol not in _PROTOCOLS:
+        said = f"the protocol {listener.protocol} is not supported; write HTTP or HTTPS"
+        return fails("Accepted", "UnsupportedProtocol", said)
+    if len(name) > _LONGEST_NAME:
+        said = f"{name} has more than {_LONGEST_NAME} characters; give the Gateway or the listener a shorter name"
+        return fails("Accepted", "UnsupportedValue", said)
+    if listener.port + offset > _HIGHEST_PORT:
+        said = f"port {listener.port} plus the port offset {offset} is no port"
+        return fails("Accepted", "PortUnavailable", said)
+    return None if conflict is None else fails("Accepted", conflict.reason, conflict.message)
+
+
+def _kinds(listener: ListenerSpec) -> tuple[tuple[RouteKind, ...], Wanted]:
+    asked = listener.allowed_routes.kinds
+    if not asked:
+        return _KINDS, holds("ResolvedRefs")
+    strange = [f"{one.group}/{one.kind}" for one in asked if one not in _KINDS]
+    kinds = tuple(one for one in _KINDS if one in asked)
+    if not strange:
+        return kinds, holds("ResolvedRefs")
+    said = f"{', '.join(strange)} cannot attach here; {GROUP}/HTTPRoute and {MODEL_ROUTE.group}/ModelRoute can"
+    return kinds, fails("ResolvedRefs", "InvalidRouteKinds", said)
+
+
+def _host(listener: ListenerSpec) -> str:
+    return (listener.hostname or "").lower()

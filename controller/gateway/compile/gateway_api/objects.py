@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects of the Gateway API, as far as they are used; unknown fields are ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from controller.gateway.compile.gateway_api.gateway_spec import GROUP, Address, GatewaySpec, Read, Reference
+from extproc.config.spec import object_key
+
+CONTROLLER_NAME: Final = "attache.dev/gateway"
+# The label that every namespace has of itself.
+NAME_LABEL: Final = "kubernetes.io/metadata.name"
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Which object it is. ``created``: RFC 3339, so that text sorts by time. ``namespace``: empty if it has none."""
+
+    name: str
+    namespace: str = ""
+    created: str = ""
+    generation: int = 0
+
+    @property
+    def key(self) -> str:
+        """``namespace/name``, or the name alone."""
+        return object_key(self.namespace, self.name) if self.namespace else self.name
+
+    @property
+    def age(self) -> tuple[str, str]:
+        """Sorts by age; of two that were made in one second, the first by name counts as older."""
+        return self.created, self.key
+
+
+class ParentRef(Read, frozen=True):
+    """A Gateway that a route asks to be attached to."""
+
+    name: str
+    group: str = GROUP
+    kind: str = "Gateway"
+    namespace: str | None = None
+    section_name: str | None = None
+    port: int | None = None
+
+
+class _AddressStatus(Read, frozen=True):
+    addresses: tuple[Address, ...] = ()
+
+
+class Gateway(msgspec.Struct, frozen=True):
+    """A Gateway. ``assigned``: the addresses in its status."""
+
+    identity: Identity
+    spec: GatewaySpec
+    assigned: tuple[str, ...] = ()
+
+
+class ClassSpec(Read, frozen=True):
+    """What a GatewayClass says."""
+
+    controller_name: str
+    parameters_ref: Reference | None = None
+
+
+class GatewayClass(msgspec.Struct, frozen=True):
+    """A GatewayClass."""
+
+    identity: Identity
+    spec: ClassSpec
+
+
+class Route(msgspec.Struct, frozen=True):
+    """An HTTPRoute. ``spec``: as it was written."""
+
+    identity: Identity
+    parents: tuple[ParentRef, ...]
+    hostnames: tuple[str, ...]
+    spec: Mapping[str, Any]
+
+
+class _RouteSpec(Read, frozen=True):
+    parent_refs: tuple[ParentRef, ...] = ()
+    hostnames: tuple[str, ...] = ()
+
+
+class Pool(msgspec.Struct, frozen=True, kw_only=True):
+    """An InferencePool, beyond its pods. ``picker``: the Service of its own endpoint picker, as ``namespace/name``; empty if
+    it names something else. ``fails_open``: it is used without its picker, too.
+    """
+
+    identity: Identity
+    picker: str = ""
+    fails_open: bool = False
+
+
+class GrantEnd(Read, frozen=True):
+    """Who may refer (``namespace``), or to what (``name``; empty: to all of the kind)."""
+
+    group: str = ""
+    kind: str = ""
+    namespace: str | None = None
+    name: str = ""
+
+
+class _GrantSpec(Read, frozen=True):
+    source: tuple[GrantEnd, ...] = msgspec.field(default=(), name="from")
+    to: tuple[GrantEnd, ...] = ()
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """A ReferenceGrant."""
+
+    identity: Identity
+    source: tuple[GrantEnd, ...]
+    to: tuple[GrantEnd, ...]
+
+
+T = TypeVar("T")
+
+
+def identity_of(thing: Mapping[str, Any]) -> Identity:
+    """Which object ``thing`` is."""
+    metadata = thing["metadata"]
+    return Identity(
+        name=metadata["name"],
+        namespace=metadata.get("namespace", ""),
+        created=metadata.get("creationTimestamp") or "",
+        generation=metadata.get("generation", 0),
+    )
+
+
+def gateway_class_of(thing: Mapping[str, Any]) -> GatewayClass | None:
+    """A GatewayClass; None if it has another shape."""
+    spec = _convert(thing.get("spec"), ClassSpec)
+    return None if spec is None else GatewayClass(identity_of(thing), spec)
+
+
+def gateway_of(thing: Mapping[str, Any]) -> Gateway | None:
+    """A Gateway; None if it has another shape."""
+    spec = _convert(thing.get("spec"), GatewaySpec)
+    if spec is None:
+        return None
+    status = _convert(thing.get("status"), _AddressStatus) or _AddressStatus()
+    return Gateway(identity_of(thing), spec, tuple(one.value for one in status.addresses))
+
+
+def route_of(thing: Mapping[str, Any]) -> Route | None:
+    """An HTTPRoute; None if it has another shape."""
+    spec = _convert(thing.get("spec"), _RouteSpec)
+    if spec is None:
+        return None
+    return Route(identity_of(thing), spec.parent_refs, spec.hostnames, thing.get("spec") or {})
+
+
+def grant_of(thing: Mapping[str, Any]) -> Grant | None:
+    """A ReferenceGrant; None if it has another shape."""
+    spec = _convert(thing.get("spec"), _GrantSpec)
+    return None if spec is None else Grant(identity_of(thing), spec.source, spec.to)
+
+
+def pool_of(thing: Mapping[str, Any]) -> Pool:
+    """An InferencePool as the API server has it."""
+    identity = identity_of(thing)
+    picker = (thing.get("spec") or {}).get("endpointPickerRef") or {}
+    is_service = not picker.get("group") and picker.get("kind", "Service") == "Service" and picker.get("name")
+    return Pool(
+        identity=identity,
+        picker=object_key(identity.namespace, picker["name"]) if is_service else "",
+        fails_open=picker.get("failureMode") == "FailOpen",
+    )
+
+
+def labels_of(thing: Mapping[str, Any]) -> Mapping[str, str]:
+    """The labels of an object."""
+    return thing["metadata"].get("labels") or {}
+
+
+def _convert(value: object, type_: type[T]) -> T | None:
+    try:
+        return msgspec.convert(value or {}, type_)
+    except msgspec.ValidationError:
+        return None

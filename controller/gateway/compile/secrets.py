@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Secrets and ConfigMaps that other objects point to, as files of the directory.
+
+Only what is pointed to is read from the cluster. A compiler says what that is (``Outcome.pointers``), gets it by ``put``
+under the pointer's ``watched_as``, and makes files of it with ``file_of``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import msgspec
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# Directories read *.json and *.yaml as documents: whoever may write a Secret must not be able to write a document.
+_SUFFIX: Final = "data"
+
+
+class Pointer(msgspec.Struct, frozen=True, order=True):
+    """A Secret or ConfigMap that something points to. ``key``: ``namespace/name``."""
+
+    kind: Literal["Secret", "ConfigMap"]
+    key: str
+
+    @property
+    def watched_as(self) -> str:
+        """The kind under which a compiler gets it; ``ConfigMap`` alone are those that hold picker configurations."""
+        return self.kind if self.kind == "Secret" else "PointedConfigMap"
+
+
+class Pointed(msgspec.Struct, frozen=True):
+    """What is in it. ``data``: bytes by key, decoded. ``annotations``: of the object."""
+
+    data: Mapping[str, bytes]
+    annotations: Mapping[str, str] = {}
+
+
+def pointed_of(thing: Mapping[str, Any]) -> Pointed:
+    """A Secret or ConfigMap as the API server has it; values that are no base64 where they must be are left out."""
+    is_secret = thing.get("kind") == "Secret"
+    data = {} if is_secret else {name: text.encode() for name, text in (thing.get("data") or {}).items()}
+    for name, text in ((thing.get("data") if is_secret else thing.get("binaryData")) or {}).items():
+        try:
+            data[name] = base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError):
+            continue
+    return Pointed(data, thing["metadata"].get("annotations") or {})
+
+
+def file_of(pointer: Pointer, name: str) -> str:
+    """The file of the value called ``name``. Names of objects have no underscore, so no two values share a file."""
+    return f"{pointer.kind.lower()}.{pointer.key.replace('/', '.', 1)}_{name}.{_SUFFIX}"
+
+
+def files_of(pointer: Pointer, pointed: Pointed, names: Iterable[str]) -> dict[str, bytes]:
+    """The files of those values called ``names`` that are there."""
+    return {file_of(pointer, name): pointed.data[name] for name in names if name in pointed.data}
+
+
+def certificate_problem(pointed: Pointed) -> str:
+    """Why ``tls.crt`` and ``tls.key`` cannot be used as a server's certificate; empty if they can."""
+    missing = [name for name in ("tls.crt", "tls.key") if not pointed.data.get(name)]
+    if missing:
+        return f"it has no {' and no '.join(missing)}"
+    try:
+        chain = x509.load_pem_x509_certificates(pointed.data["tls.crt"])
+    except ValueError:
+        return "tls.crt is not a certificate in PEM"
+    try:
+        key = serialization.load_pem_private_key(pointed.data["tls.key"], None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        return "tls.key is not a private key in PEM without a password"
+    return "" if key.public_key() == chain[0].public_key() else "tls.key is not the key of tls.crt"
+
+
+def authorities_problem(pointed: Pointed) -> str:
+    """Why ``ca.crt`` cannot be used to check certificates; empty if it can."""
+    if not pointed.data.get("ca.crt"):
+        return "it has no ca.crt"
+    try:
+        x509.load_pem_x509_certificates(pointed.data["ca.crt"])
+    except ValueError:
+        return "ca.crt has no certificate in PEM"
+    return ""
