@@ -44,6 +44,12 @@ class EngineConnection(Spec, frozen=True):
         return endpoint_name or (None if self.tls is None else self.tls.server_name)
 
     @property
+    def names_files(self) -> bool:
+        """Whether it names files or variables of the machine that Envoy and extproc run on."""
+        tls = self.tls
+        return self.has_key or (tls is not None and (tls.ca_file is not None or tls.client_certificate is not None))
+
+    @property
     def has_key(self) -> bool:
         """Whether engines ask for a key."""
         return self.api_key_file is not None or self.api_key_env is not None
