@@ -90,14 +90,9 @@ _BODY_FILTER: Final = "attache.body_without_extproc"
 _USAGE_FILTER: Final = "attache.usage"
 _RESPONSES_FILTER: Final = "attache.usage_of_responses"
 _STREAMED_RESPONSES_FILTER: Final = "attache.usage_of_streamed_responses"
-# Those that read bodies of requests to engines, and their answers.
-INFERENCE_FILTERS: Final = (
-    _BODY_FILTER,
-    CHANGES_FILTER,
-    _USAGE_FILTER,
-    _RESPONSES_FILTER,
-    _STREAMED_RESPONSES_FILTER,
-)
+# Those that read bodies of requests without extproc, and those that read answers of engines.
+BODY_FILTERS: Final = (_BODY_FILTER,)
+USAGE_FILTERS: Final = (_USAGE_FILTER, _RESPONSES_FILTER, _STREAMED_RESPONSES_FILTER)
 
 # The last event of the responses API repeats the whole answer beside its usage.
 _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024

@@ -23,7 +23,6 @@ from envoy_data_plane.google.protobuf import Any
 from controller.gateway.envoy.cors import CORS_FILTER, cors_policy
 from controller.gateway.envoy.direct_answers import error_answer
 from controller.gateway.envoy.envoy_json import to_plain, to_resource
-from controller.gateway.envoy.filters import EXTPROC_FILTER
 from controller.gateway.envoy.hosts import ANY_HOST, covers, domain_of, hosts_of, is_more_specific
 from controller.gateway.envoy.http_routes import Backends, Place, for_extproc, http_routes, without_inference
 from controller.gateway.envoy.listener_groups import listener_groups
@@ -84,6 +83,8 @@ class _Group:
         self._memo = memo
         self._backends = Backends(snapshot)
         self._are_named = bool(snapshot.gateway.listeners)
+        # hosts differ in their names, domains and routes
+        self._frame = _virtual_host(snapshot, "frame", ANY_HOST, removed=_OWN_HEADERS)
 
     def configuration(self) -> dict[str, object]:
         others = self._other_domains()
@@ -118,18 +119,19 @@ class _Group:
             engines_read_no=removed,
         )
         attached = [one for one in snapshot.routes if name is None or is_attached(one.spec.parent_refs, name)]
-        found = _virtual_host(snapshot, host.domain, host.domain, removed=_OWN_HEADERS)
+        found = self._virtual_host(host.domain)
         routes = list(http_routes(host, place, self._backends, self._memo))
         if attached:
             models = _model_routes(snapshot, attached, self._memo)
             routes.extend({**one, "request_headers_to_remove": list(removed)} for one in models)
-            told = for_extproc(listener=name) if name is not None else None
-            if told is not None:
-                found["typed_per_filter_config"] = _filter_configs(snapshot, {EXTPROC_FILTER: Any.pack(told)})
-            last = _refusal(404, _NO_MODEL, "model_not_found", is_for_models=True)
+            if name is not None:
+                told = self._memo.get(for_extproc, name)
+                found["typed_per_filter_config"] = {**_cors_config(snapshot.gateway), **told}
+            # extproc is asked before this, and decides otherwise
+            last = self._memo.get(_refusal, 404, _NO_MODEL, "model_not_found")
             routes.append(last if snapshot.gateway.cors is None else _no_model())
         else:
-            routes.append(_refusal(404, _NO_ROUTE, "not_found"))
+            routes.append(self._refusal(404, _NO_ROUTE, "not_found"))
         found["routes"] = routes
         return found
 
@@ -145,9 +147,14 @@ class _Group:
         ]
 
     def _refusing(self, domain: str, status: int, message: str, code: str) -> dict[str, object]:
-        found = _virtual_host(self._snapshot, domain, domain, removed=_OWN_HEADERS)
-        found["routes"] = [_refusal(status, message, code)]
-        return found
+        return {**self._virtual_host(domain), "routes": [self._refusal(status, message, code)]}
+
+    def _refusal(self, status: int, message: str, code: str) -> dict[str, object]:
+        off = self._memo.get(without_inference, self._snapshot.gateway.failure_mode == "Open")
+        return {**self._memo.get(_refusal, status, message, code), "typed_per_filter_config": off}
+
+    def _virtual_host(self, domain: str) -> dict[str, object]:
+        return {**self._frame, "name": domain, "domains": [domain]}
 
 
 def _model_routes(snapshot: Snapshot, routes: Sequence[ModelRoute], memo: Memo) -> list[dict[str, object]]:
@@ -158,16 +165,10 @@ def _model_routes(snapshot: Snapshot, routes: Sequence[ModelRoute], memo: Memo) 
     return found
 
 
-def _refusal(status: int, message: str, code: str, *, is_for_models: bool = False) -> dict[str, object]:
-    """The last route of a host. ``is_for_models``: extproc is asked before it, and decides otherwise."""
-    return to_plain(
-        Route(
-            name=code,
-            match=RouteMatch(prefix="/"),
-            direct_response=error_answer(status, message, _INVALID, code),
-            typed_per_filter_config={} if is_for_models else without_inference(),
-        )
-    )
+def _refusal(status: int, message: str, code: str) -> dict[str, object]:
+    """The last route of a host."""
+    answer = error_answer(status, message, _INVALID, code)
+    return to_plain(Route(name=code, match=RouteMatch(prefix="/"), direct_response=answer))
 
 
 def _no_model() -> dict[str, object]:
@@ -206,9 +207,9 @@ def _cors(gateway: GatewayConfigSpec) -> dict[str, Any]:
     return {} if gateway.cors is None else {CORS_FILTER: Any.pack(cors_policy(gateway.cors))}
 
 
-def _filter_configs(snapshot: Snapshot, more: dict[str, Any]) -> object:
-    """Of a virtual host, as plain data."""
-    return to_plain(VirtualHost(typed_per_filter_config={**_cors(snapshot.gateway), **more}))["typed_per_filter_config"]
+def _cors_config(gateway: GatewayConfigSpec) -> dict[str, object]:
+    """The same as plain data."""
+    return {} if gateway.cors is None else {CORS_FILTER: to_resource(cors_policy(gateway.cors))}
 
 
 def _configuration(name: str, hosts: list[dict[str, object]]) -> dict[str, object]:
