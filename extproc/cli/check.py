@@ -47,7 +47,8 @@ def main(words: list[str], prog: str = "extproc check") -> int:
     directory, listens = options.directory, _listens(made, options)
     try:
         snapshot = load_directory(directory)
-        notes = [*_undone_by_open(snapshot), *_too_long(snapshot), *_unknown_models(snapshot), *_notes(snapshot)]
+        notes = [*_undone_by_open(snapshot), *_too_long(snapshot), *_unknown_models(snapshot)]
+        notes += [*_missing_files(snapshot, directory), *_notes(snapshot)]
     except ConfigInvalid as error:
         return report(error)
     for note in notes:
@@ -118,6 +119,18 @@ def _fits(pattern: str, name: str) -> bool:
     if pattern.startswith("*"):
         return name.endswith(pattern[1:])
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+
+
+def _missing_files(snapshot: Snapshot, directory: Path) -> list[str]:
+    """Files of certificates and keys. They may be elsewhere than where this command runs, so they are no mistake."""
+    named = [(f"listener {one.name}", file) for one in snapshot.gateway.listeners for file in one.files]
+    servers = [(f"ModelServer {one.metadata.key}", one.spec.connection) for one in snapshot.servers]
+    named += [(who, file) for who, connection in servers for file in connection.files]
+    return [
+        f"{who}: there is no file '{directory / file}' here; without it the bundle's writer refuses the configuration"
+        for who, file in dict.fromkeys(named)
+        if not (directory / file).is_file()
+    ]
 
 
 def _notes(snapshot: Snapshot) -> list[str]:
