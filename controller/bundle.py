@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -30,10 +31,9 @@ from extproc.config.report import ConfigReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from controller.uptake import Uptake
-    from extproc.config.directory import ConfigDirectory
+    from extproc.config.directory import Directory
     from extproc.config.errors import Mistake
     from extproc.config.snapshot import Snapshot
 
@@ -48,11 +48,14 @@ _LINGER_S: Final = 10.0
 GOLDEN_PATH: Final = "/etc/attache/envoy"
 
 
-def write_once(snapshot: Snapshot, out: Path, path: str) -> None:
-    """Write the bundle of ``snapshot`` into ``out``. ``path``: where Envoy will find it. Raises ConfigInvalid."""
+def write_once(snapshot: Snapshot, out: Path, path: str, folder: Path = Path()) -> None:
+    """Write the bundle of ``snapshot``, which was read from ``folder``, into ``out``; raises ConfigInvalid.
+
+    ``path``: where Envoy will find it.
+    """
     now = datetime.now(UTC)
     filled = KeyFiles(os.environ).fill(snapshot, now)
-    secrets = SecretFiles(os.environ).read(secret_sources(filled), now)
+    secrets = SecretFiles(os.environ, folder).read(secret_sources(filled), now)
     _write_first(filled, secrets, out, BundleWriter(path))
 
 
@@ -65,7 +68,7 @@ class Follower:
     one by one. ``uptake``: None, if nobody looks.
     """
 
-    def __init__(self, config: ConfigDirectory, out: Path, path: str, uptake: Uptake | None = None) -> None:
+    def __init__(self, config: Directory, out: Path, path: str, uptake: Uptake | None = None) -> None:
         """``path``: where Envoy will find the bundle."""
         self.is_valid = True
         self.missing_keys: tuple[Mistake, ...] = ()
@@ -74,7 +77,7 @@ class Follower:
         self._config = config
         self._out = out
         self._keys = KeyFiles(os.environ)
-        self.secrets = SecretFiles(os.environ)
+        self.secrets = SecretFiles(os.environ, config.path)
         self._lingering, self._writer = Lingering(_LINGER_S), BundleWriter(path)
         # what is in the bundle, and what could not be written last: a configuration, and secrets by file
         self._failed: tuple[Snapshot, Mapping[str, str]] | None = None

@@ -8,6 +8,7 @@ import logging
 import os
 import stat
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -40,13 +41,14 @@ class SecretFiles:
     """Reads what a configuration names, again and again.
 
     Content that cannot be used, such as a certificate whose private key has not been replaced yet, is said once, and what
-    was there before stays. ``stale``: how many secrets are so. ``ends_at``: by the first file of each secret, when it ends.
+    was there before stays. ``folder``: what names of files are relative to. ``stale``: how many secrets are so. ``ends_at``: by the first file of each secret, when it ends.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], folder: Path = Path()) -> None:
         self.stale = 0
         self.ends_at: Mapping[str, datetime] = {}
         self._environment = environment
+        self._folder = folder
         self._last: dict[SecretSource, _Secret] = {}
         # the content that was refused last, so that it is checked and said once
         self._refused: dict[SecretSource, tuple[object, str]] = {}
@@ -97,17 +99,21 @@ class SecretFiles:
     def _content(self, source: SecretSource) -> tuple[bytes | None, ...]:
         match source:
             case Certificate():
-                return _read_file(source.cert_file), _read_file(source.key_file)
+                return self._read_file(source.cert_file), self._read_file(source.key_file)
             case Authorities():
-                return _read_file(source.ca_file), None if source.crl_file is None else _read_file(source.crl_file)
+                crl_file = source.crl_file
+                return self._read_file(source.ca_file), None if crl_file is None else self._read_file(crl_file)
             case EngineKey(variable=None):
-                return (_read_file(source.file_name or ""),)
+                return (self._read_file(source.file_name or ""),)
             case EngineKey(variable=str(name)):
                 text = self._environment.get(name)
                 if text is None:
                     raise Unusable("is not set; set it where the bundle's writer and extproc run")
                 return (text.encode(errors="surrogateescape"),)
         raise TypeError(type(source).__name__)
+
+    def _read_file(self, name: str) -> bytes:
+        return _read_file(os.fspath(self._folder / name))
 
     def _warn(self, now: datetime) -> None:
         for name, ends_at in self.ends_at.items():

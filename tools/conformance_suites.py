@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from bench.cluster.assets import Versions, versions
-from bench.conformance.suites import ECHO, GATEWAY_API, Suite, built_in, suites
+from bench.conformance.suites import ECHO, GATEWAY_API, Suite, built_in, chosen, suites
 from tools.go_modules import build, build_tests, required, toolchain_missing
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ _GATEWAY_API: Final = "sigs.k8s.io/gateway-api"
 _INFERENCE: Final = "sigs.k8s.io/gateway-api-inference-extension"
 
 
-def build_all(wanted: Versions, chosen: Sequence[Suite], out: Path) -> None:
+def build_all(wanted: Versions, wished: Sequence[Suite], out: Path) -> None:
     """Build these suites and their server into ``out``, as far as they are not there."""
     out.mkdir(parents=True, exist_ok=True)
     gateway_api = {_GATEWAY_API: wanted.gateway_api, f"{_GATEWAY_API}/conformance": wanted.gateway_api}
     if not (out / ECHO).is_file():
         _made(out / ECHO, gateway_api, f"{_GATEWAY_API}/conformance/echo-basic", is_test=False)
-    for suite in chosen:
+    for suite in wished:
         modules = gateway_api if suite.kind == GATEWAY_API else {_INFERENCE: suite.version}
         package = f"{_GATEWAY_API if suite.kind == GATEWAY_API else _INFERENCE}/conformance"
         if not (out / suite.program).is_file():
@@ -54,22 +54,24 @@ def _made(target: Path, modules: Mapping[str, str], package: str, *, is_test: bo
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 if all is there, 2 if there is no toolchain for it."""
     wanted = versions()
-    known = {one.name: one for one in suites(wanted)}
+    known = suites(wanted)
     made = argparse.ArgumentParser(prog="conformance_suites", description="Build conformance suites from Go modules.")
-    made.add_argument("names", nargs="*", metavar="SUITE", help=f"of {', '.join(known)} (default: all)")
-    names = made.parse_args(arguments).names
-    if unknown := set(names) - set(known):
-        made.error(f"there is no {', '.join(sorted(unknown))}")
-    chosen = [known[name] for name in names or known]
+    made.add_argument(
+        "names", nargs="*", metavar="SUITE", help=f"of {', '.join(one.name for one in known)} (default: all)"
+    )
+    try:
+        wished = chosen(made.parse_args(arguments).names, known)
+    except KeyError as unknown:
+        made.error(f"there is no suite {unknown}")
     out = built_in(wanted)
-    if all((out / name).is_file() for name in (ECHO, *(one.program for one in chosen))):
+    if all((out / name).is_file() for name in (ECHO, *(one.program for one in wished))):
         return 0
     if missing := toolchain_missing():
         print(f"conformance: {missing}", file=sys.stderr)
         return 2
     began_s = time.perf_counter()
-    print(f"conformance: building {', '.join(one.name for one in chosen)}, some minutes once")
-    build_all(wanted, chosen, out)
+    print(f"conformance: building {', '.join(one.name for one in wished)}, some minutes once")
+    build_all(wanted, wished, out)
     print(f"conformance: {out} after {time.perf_counter() - began_s:.0f} s")
     return 0
 

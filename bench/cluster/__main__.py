@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -17,8 +18,9 @@ import uvloop
 from rich.console import Console
 
 from bench.cluster.assets import ROOT, Assets, AssetsMissing, find_assets
-from bench.cluster.control_plane import ControlPlane, running_control_plane
+from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, running_control_plane
 from bench.cluster.crds import apply_crds
+from bench.cluster.netns import NoNamespace, enter, host_address, pod_range
 from bench.cluster.node.images import IMAGES
 from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 
 _MANIFESTS: Final = ROOT / "manifests"
 _URL: Final = "http://127.0.0.1:8080"
+_INSIDE: Final = """
+All of it is in a network of its own. In another terminal enter that first:
+
+  nsenter --user --net --preserve-credentials -t {pid} -- bash"""
 
 
 def parser(prog: str = "bench.cluster") -> argparse.ArgumentParser:
@@ -47,16 +53,27 @@ def parser(prog: str = "bench.cluster") -> argparse.ArgumentParser:
     add("--gpus", type=int, default=8, metavar="N", help="GPUs of each node (default: %(default)s)")
     add("--bare", action="store_true", help="a cluster alone, without our gateway and the samples")
     add("--crds", type=Path, default=ROOT / "manifests" / "crds", metavar="DIR", help="CRDs to apply, if DIR exists")
+    add(
+        "--own-network", action="store_true", help="in a network namespace, where Services have endpoints; needs --bare"
+    )
     return made
 
 
 def main(arguments: list[str] | None = None, prog: str = "bench.cluster") -> int:
     """Exit status: 0 after Ctrl-C or SIGTERM, 2 if something did not start."""
-    options = parser(prog).parse_args(arguments)
+    made = parser(prog)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = made.parse_args(given)
+    if options.own_network and not options.bare:
+        made.error(
+            "--own-network: write --bare too; the samples' gateway listens on 127.0.0.1, which nobody would reach"
+        )
     console = Console(highlight=False)
     try:
+        if options.own_network and pod_range() is None:
+            enter([sys.executable, "-m", "bench.cluster", *given])
         uvloop.run(_stay(find_assets(), options, console))
-    except (AssetsMissing, EnvoyMissing, StartFailed, ClusterError) as error:
+    except (AssetsMissing, EnvoyMissing, StartFailed, ClusterError, NoNamespace) as error:
         console.print(str(error), style="red", markup=False)
         return 2
     except KeyboardInterrupt:
@@ -69,23 +86,31 @@ async def _stay(assets: Assets, options: argparse.Namespace, console: Console) -
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
     labels = {"attache.dev/gpu": "h100"}
+    range_ = pod_range() if options.own_network else None
     specs = [gpu_node(f"node-{number}", options.gpus, labels) for number in range(options.nodes)]
     images = IMAGES if options.bare else {**IMAGES, "envoyproxy/envoy": (str(envoy_binary()),)}
     with tempfile.TemporaryDirectory(prefix="attache-kube-") as directory, contextlib.suppress(asyncio.CancelledError):
         where = Path(directory)
         async with (
-            running_control_plane(where, assets) as plane,
+            running_control_plane(where, assets, ControlPlaneOptions(address=_address(range_))) as plane,
             connect(plane.admin, manager="bench") as client,
-            running_nodes(client, specs, where / "pods", images=images),
+            running_nodes(client, specs, where / "pods", images=images, pod_range=range_),
         ):
             await apply_crds(client, [assets.crds, options.crds])
             if not options.bare:
                 await _apply(plane, assets, _MANIFESTS / "local")
             console.print(_welcome(plane, assets, [one.name for one in specs]), markup=False, soft_wrap=True)
+            if options.own_network:
+                console.print(_INSIDE.format(pid=os.getpid()), markup=False, soft_wrap=True)
             if not options.bare:
                 console.print(_try(), markup=False, soft_wrap=True)
             await asyncio.Event().wait()
     console.print("all processes are ended")
+
+
+def _address(range_: str | None) -> str:
+    """Where the API server listens, so that pods reach it."""
+    return "127.0.0.1" if range_ is None else host_address(range_)
 
 
 async def _apply(plane: ControlPlane, assets: Assets, folder: Path) -> None:

@@ -38,6 +38,11 @@ def pod_range(environment: Mapping[str, str] = os.environ) -> str | None:
     return environment.get(_VARIABLE) or None
 
 
+def host_address(range_: str) -> str:
+    """The address of the bridge, which is that of the nodes: the first of the range."""
+    return str(ipaddress.IPv4Network(range_)[1])
+
+
 def gateway_range(range_: str) -> str:
     """The addresses for Gateways: the last 256 of the range."""
     return str(list(ipaddress.IPv4Network(range_).subnets(new_prefix=24))[-1])

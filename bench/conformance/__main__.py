@@ -18,7 +18,7 @@ from bench.cluster.netns import NoNamespace, enter, pod_range
 from bench.conformance.kept import PAGE, REPORTS, keep, write_page
 from bench.conformance.results import Disagreement
 from bench.conformance.running import run_suite
-from bench.conformance.suites import Suite, Wishes, built_in, suites
+from bench.conformance.suites import Suite, Wishes, built_in, chosen, suites
 from bench.processes import StartFailed
 from bench.stack import EnvoyMissing
 from controller.cluster.errors import ClusterError
@@ -31,7 +31,8 @@ _OUT: Final = ROOT / "bench" / "out" / "conformance"
 
 def parser(prog: str = "bench.conformance") -> argparse.ArgumentParser:
     """The options of the command."""
-    names = [one.name for one in suites(versions())]
+    known = suites(versions())
+    names = [*(one.name for one in known), *dict.fromkeys(one.kind for one in known)]
     made = argparse.ArgumentParser(
         prog=prog,
         description="Run the conformance suites of the Gateway API and the Inference Extension against our GatewayClass, on "
@@ -39,7 +40,7 @@ def parser(prog: str = "bench.conformance") -> argparse.ArgumentParser:
         epilog="Exit status: 0 if no case failed, 1 if some did, 2 if a suite could not be run.",
     )
     add = made.add_argument
-    add("--suite", action="append", choices=names, help="this suite alone; may be given again (default: all)")
+    add("--suite", action="append", choices=names, help="this suite; may be given again (default: all)")
     add(
         "--run",
         action="append",
@@ -79,9 +80,9 @@ def main(arguments: list[str] | None = None, prog: str = "bench.conformance") ->
     if options.rewrite:
         write_page([one.name for one in suites(versions())])
         return 0
-    chosen = [one for one in suites(versions()) if not options.suite or one.name in options.suite]
+    wished = chosen(options.suite or (), suites(versions()))
     try:
-        missing = [one.program for one in chosen if not (built_in(versions()) / one.program).is_file()]
+        missing = [one.program for one in wished if not (built_in(versions()) / one.program).is_file()]
         if missing:
             raise StartFailed(
                 f"{', '.join(missing)} not built: run `python -m tools.conformance_suites`, which needs Go"
@@ -90,7 +91,7 @@ def main(arguments: list[str] | None = None, prog: str = "bench.conformance") ->
         if range_ is None:
             enter([sys.executable, "-m", "bench.conformance", *given])
         assert range_ is not None
-        return uvloop.run(_run(chosen, range_, options, console))
+        return uvloop.run(_run(wished, range_, options, console))
     except (AssetsMissing, EnvoyMissing, StartFailed, ClusterError, NoNamespace, Disagreement) as error:
         console.print(f"NO CONFORMANCE RUN: {error}", style="red", markup=False)
         return 2
@@ -98,10 +99,10 @@ def main(arguments: list[str] | None = None, prog: str = "bench.conformance") ->
         return 2
 
 
-async def _run(chosen: Sequence[Suite], range_: str, options: argparse.Namespace, console: Console) -> int:
+async def _run(wished: Sequence[Suite], range_: str, options: argparse.Namespace, console: Console) -> int:
     wishes = Wishes(run=tuple(options.run), features=options.features, quick=options.quick)
     failed = 0
-    for suite in chosen:
+    for suite in wished:
         result = await run_suite(suite, options.out / suite.name, range_, wishes)
         outcomes = [one.outcome for one in result.cases]
         counted = ", ".join(f"{outcomes.count(what)} {what}" for what in ("passed", "failed", "skipped"))

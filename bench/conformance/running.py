@@ -18,12 +18,12 @@ import yaml
 from bench.cluster.assets import ROOT, Assets, find_assets, versions
 from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, running_control_plane
 from bench.cluster.crds import apply_crds
-from bench.cluster.netns import gateway_range
+from bench.cluster.netns import gateway_range, host_address
 from bench.cluster.node.images import IMAGES
 from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
 from bench.conformance.results import SuiteResult, cases, check
-from bench.conformance.suites import ECHO, Suite, Wishes, arguments, built_in
+from bench.conformance.suites import ECHO, GATEWAY_CLASS, Suite, Wishes, arguments, built_in
 from bench.processes import StartFailed
 from bench.stack import envoy_binary
 from controller.cluster.client import connect
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _MANIFESTS: Final = ROOT / "bench" / "conformance" / "manifests"
 _NODES: Final = 2
+_TAKEN_S: Final = 120
 _SUITE: Final = "suite"
 
 
@@ -74,13 +75,12 @@ async def _cluster(out: Path, range_: str) -> AsyncIterator[ControlPlane]:
         # it answers in cases of UDPRoute alone, which we do not serve, but the suite waits for its pod
         "coredns/coredns": ("sh", "-c", "exec sleep infinity"),
     }
-    host = range_.partition("/")[0].rpartition(".")[0] + ".1"
     specs = [gpu_node(f"node-{number}") for number in range(_NODES)]
     with tempfile.TemporaryDirectory(prefix="attache-conformance-") as directory:
         where = Path(directory)
         try:
             async with (
-                running_control_plane(where, assets, ControlPlaneOptions(address=host)) as plane,
+                running_control_plane(where, assets, ControlPlaneOptions(address=host_address(range_))) as plane,
                 connect(plane.admin, manager="bench") as client,
                 running_nodes(client, specs, where / "pods", images=images, pod_range=range_),
             ):
@@ -92,10 +92,13 @@ async def _cluster(out: Path, range_: str) -> AsyncIterator[ControlPlane]:
 
 
 async def _apply(plane: ControlPlane, assets: Assets, addresses: str) -> None:
-    """Apply our gateway with kubectl; raises StartFailed."""
+    """Apply our gateway with kubectl and wait until it has taken its GatewayClass; raises StartFailed."""
     kubectl = [str(assets.binary("kubectl")), "--kubeconfig", str(plane.kubeconfig)]
     made = await _said([*kubectl, "kustomize", str(_MANIFESTS)], b"")
     await _said([*kubectl, "apply", "-f", "-"], made.replace(b"GATEWAY_ADDRESSES", addresses.encode()))
+    # the suite asks it which features there are
+    taken = ["--for=condition=Accepted", f"gatewayclass/{GATEWAY_CLASS}", f"--timeout={_TAKEN_S}s"]
+    await _said([*kubectl, "wait", *taken], b"")
 
 
 async def _said(words: Sequence[str], given: bytes) -> bytes:

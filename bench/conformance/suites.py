@@ -49,6 +49,14 @@ def suites(wanted: Versions) -> list[Suite]:
     return [Suite(GATEWAY_API, wanted.gateway_api), *inference]
 
 
+def chosen(names: Sequence[str], among: Sequence[Suite]) -> list[Suite]:
+    """The suites of these names or kinds, all without any; raises KeyError for a name of none."""
+    for name in names:
+        if not any(name in (one.name, one.kind) for one in among):
+            raise KeyError(name)
+    return [one for one in among if not names or one.name in names or one.kind in names]
+
+
 def built_in(wanted: Versions, root: Path = ROOT) -> Path:
     """Where the suites are built; it has all of them in it, each under a name with its version."""
     return root / ".tools" / f"conformance-{wanted.gateway_api}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.load import Loader, unforeseen
@@ -27,11 +27,28 @@ MAX_DIRECTORY_BYTES: Final = 64 * 1024 * 1024
 _Identity = tuple[int, int, int, int]
 
 
+class Directory(Protocol):
+    """Where a configuration is read."""
+
+    @property
+    def path(self) -> Path:
+        """The folder; files that documents name are relative to it."""
+        ...
+
+    def has_changed(self) -> bool:
+        """Whether ``read`` may have something else to return than before."""
+        ...
+
+    def read(self) -> Snapshot:
+        """The snapshot of what is there now; raises ConfigInvalid."""
+        ...
+
+
 class ConfigDirectory:
     """The YAML and JSON files of a directory, without hidden files and folders (Kubernetes has its own there)."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._loader = Loader()
         # what was there when it was last read; None: no directory
         self._seen: Mapping[str, _Identity] | None = None
@@ -75,19 +92,19 @@ class ConfigDirectory:
             self._young = set()
             return self._refusal("is not a directory that can be read; name one that holds YAML or JSON files")
         try:
-            _check_sizes(self._path, self._seen)
+            _check_sizes(self.path, self._seen)
             snapshot = self._loader.load(self._read_files(self._seen))
         except ConfigInvalid as error:
             return error
         except Exception as error:  # noqa: BLE001 - whatever files do to their reader, they must not end the process
-            return ConfigInvalid([unforeseen(str(self._path), error)])
+            return ConfigInvalid([unforeseen(str(self.path), error)])
         if self._loader.is_empty:
             advice = "holds no ModelServer and no ModelRoute, nor another document of ours"
             return self._refusal(f"{advice}; write some in files that end in {', '.join(SUFFIXES)}")
         return snapshot
 
     def _refusal(self, message: str) -> ConfigInvalid:
-        return ConfigInvalid([Mistake(str(self._path), 0, "", message)])
+        return ConfigInvalid([Mistake(str(self.path), 0, "", message)])
 
     def _read_files(self, seen: Mapping[str, _Identity]) -> dict[str, bytes]:
         """Raises ConfigInvalid."""
@@ -111,7 +128,7 @@ class ConfigDirectory:
 
     def _read_file(self, name: str) -> bytes:
         """Raises OSError. A file that grows while it is read is cut off here, and read again as changed."""
-        with (self._path / name).open("rb") as file:
+        with (self.path / name).open("rb") as file:
             return file.read(_limit(name))
 
     def _content_of(self, name: str) -> bytes | None:
@@ -122,7 +139,7 @@ class ConfigDirectory:
 
     def _scan(self) -> Mapping[str, _Identity] | None:
         try:
-            with os.scandir(self._path) as entries:
+            with os.scandir(self.path) as entries:
                 found = [(entry.name, _identity(entry)) for entry in entries if _is_ours(entry.name)]
         except OSError:
             return None

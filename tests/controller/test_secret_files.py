@@ -42,6 +42,13 @@ def test_a_certificate_and_its_key_become_one_secret(tmp_path: Path) -> None:
     assert json.loads(file[1])["resources"][0]["name"] == source.name
 
 
+def test_names_are_relative_to_the_folder_of_the_configuration(tmp_path: Path) -> None:
+    pair_in(tmp_path)
+    source = Certificate("one.crt", "one.key")
+    ((_, text),) = SecretFiles({}, tmp_path).read([source], NOW).items()
+    assert content(text, "tls_certificate", "private_key") == (tmp_path / "one.key").read_bytes()
+
+
 def test_half_of_a_new_pair_leaves_the_last_one_in_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = pair_in(tmp_path)
     secrets = SecretFiles({})

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from bench.cluster.assets import versions
 from bench.conformance.kept import PAGE, keep, kept_results, remarks
 from bench.conformance.page import Remarks, page, unexplained
 from bench.conformance.results import Case, SuiteResult, check
-from bench.conformance.suites import Suite, Wishes, arguments, suites
+from bench.conformance.suites import Suite, Wishes, arguments, chosen, suites
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,3 +84,12 @@ def test_a_report_is_made_with_nothing_but_the_suites_own_settings(tmp_path: Pat
         "-timeout-config-overrides",
     }
     assert "-test.run=^TestConformance$/^(HTTPRouteWeight|HTTPRouteCORS)$" in wished
+
+
+def test_suites_are_chosen_by_name_or_by_kind() -> None:
+    known = [Suite("gateway-api", "1"), Suite("inference-extension", "2"), Suite("inference-extension", "3")]
+    assert chosen([], known) == known
+    assert chosen(["inference-extension"], known) == known[1:]
+    assert chosen(["gateway-api-1", "inference-extension-3"], known) == [known[0], known[2]]
+    with pytest.raises(KeyError):
+        chosen(["gateway-api-2"], known)
