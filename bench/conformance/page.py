@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _SIGNS: Final[Mapping[Outcome, str]] = {"passed": "passed", "failed": "**failed**", "skipped": "skipped"}
 _ORDER: Final[Sequence[Outcome]] = ("failed", "skipped", "passed")
+_WIDTH: Final = 118
 _UNSUPPORTED: Final = re.compile(r"does not support (\w+)$")
 _HEAD: Final = """\
 # Conformance
@@ -71,7 +73,8 @@ def _section(result: SuiteResult, remarks: Remarks) -> str:
         words += [f"{profile['name']}: {profile['summary']}", ""]
         supported = (profile.get("extended") or {}).get("supportedFeatures") or ()
         if supported:
-            words += ["Extended features: " + ", ".join(f"`{one}`" for one in supported) + ".", ""]
+            named = "Extended features: " + ", ".join(f"`{one}`" for one in supported) + "."
+            words += [textwrap.fill(named, _WIDTH, break_long_words=False, break_on_hyphens=False), ""]
     ordered = sorted(result.cases, key=lambda one: (_ORDER.index(one.outcome), one.name))
     rows = [f"| `{one.name}` | {_SIGNS[one.outcome]} | {_why(one, remarks)} |" for one in ordered]
     return "\n".join([*words, "| case | | why |", "|---|---|---|", *rows, ""])
