@@ -171,7 +171,7 @@ class HTTPRouteSpec(Spec, frozen=True):
     these hosts, which may begin with ``*.``. ``rules``: what is done with them.
     """
 
-    parent_refs: Annotated[tuple[ParentReference, ...], msgspec.Meta(max_length=32)] = ()
+    parent_refs: Annotated[tuple[ParentReference, ...], msgspec.Meta(max_length=256)] = ()
     hostnames: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=16)] = ()
     rules: Annotated[tuple[HTTPRouteRule, ...], msgspec.Meta(max_length=16)] = (HTTPRouteRule(),)
 
