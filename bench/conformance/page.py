@@ -77,7 +77,7 @@ def _section(result: SuiteResult, remarks: Remarks) -> str:
             words += [textwrap.fill(named, _WIDTH, break_long_words=False, break_on_hyphens=False), ""]
     ordered = sorted(result.cases, key=lambda one: (_ORDER.index(one.outcome), one.name))
     rows = [f"| `{one.name}` | {_SIGNS[one.outcome]} | {_why(one, remarks)} |" for one in ordered]
-    return "\n".join([*words, "| case | | why |", "|---|---|---|", *rows, ""])
+    return "\n".join([*words, "| case | outcome | why |", "|---|---|---|", *rows, ""])
 
 
 def _why(case: Case, remarks: Remarks) -> str:
