@@ -89,12 +89,13 @@ lab: $(VENV)/ready ## endpoint-picking policies side by side on real traces, in 
 manifests: $(VENV)/ready ## write the CustomResourceDefinitions anew, under manifests/crds
 	$(RUN) -m controller.crds
 
-generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles, reference pages
+generate: $(VENV)/ready ## write anew what is derived: message types, golden bundles, reference pages, the dashboard
 	$(RUN) -m tools.envoy_messages
 	$(RUN) -m controller.crds
 	$(RUN) -m controller bundle --golden
 	$(RUN) -m tools.architecture_tree
 	$(RUN) -m tools.reference
+	$(RUN) -m tools.dashboard
 
 docs: $(DOCS)/ready ## the documentation as a site, under .site/
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet

@@ -6,7 +6,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
-from controller import epp_command, gateway_command, render_command
+from controller import epp_command, gateway_command, manager_command, render_command
 
 if TYPE_CHECKING:
     import argparse
@@ -60,6 +60,7 @@ PROGRAMS: Final[Mapping[str, WithPlugins]] = MappingProxyType(
     {
         "epp": WithPlugins(epp_command),
         "gateway": WithPlugins(gateway_command),
+        "manager": WithPlugins(manager_command),
         "render": WithPlugins(render_command),
     }
 )

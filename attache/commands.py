@@ -67,6 +67,9 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
                 "controller",
                 passes_options=True,
             ),
+            Command(
+                "manager", "check objects when they are applied to a cluster", "attache.cluster_commands", "controller"
+            ),
             Command("envoy", "run Envoy, or fetch it", "attache.envoy", passes_options=True),
         ),
         "Look inside": (

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from controller.uptake import Uptake
-    from extproc.config.directory import ConfigDirectory
+    from extproc.config.directory import Directory
     from extproc.config.errors import Mistake
     from extproc.config.snapshot import Snapshot
 
@@ -68,7 +68,7 @@ class Follower:
     one by one. ``uptake``: None, if nobody looks.
     """
 
-    def __init__(self, config: ConfigDirectory, out: Path, path: str, uptake: Uptake | None = None) -> None:
+    def __init__(self, config: Directory, out: Path, path: str, uptake: Uptake | None = None) -> None:
         """``path``: where Envoy will find the bundle."""
         self.is_valid = True
         self.missing_keys: tuple[Mistake, ...] = ()

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from extproc.cli.lookup import resolved_directory
 from extproc.cli.mistakes import report
-from extproc.config.directory import ConfigDirectory
 from extproc.config.errors import ConfigInvalid
+from extproc.config.host_names import Patience
 from extproc.config.quantities import Duration
 from extproc.config.validation import parse_address
 
@@ -23,6 +24,10 @@ DESCRIPTION: Final = (
     "Write a configuration directory as Envoy's configuration: a bootstrap.json to start Envoy with, and the files that "
     "Envoy then watches."
 )
+
+
+# Of engines' names: Envoy has a new address before extproc uses it, and an old one after extproc has left it.
+_PATIENCE: Final = Patience(keep_s=30.0, settle_s=0.0)
 
 
 def parser(prog: str = "controller bundle") -> argparse.ArgumentParser:
@@ -93,7 +98,7 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
         if options.config is None or options.out is None:
             made.error("write --config DIR and --out DIR")
         path = options.path or str(options.out.resolve())
-        directory = ConfigDirectory(options.config)
+        directory = resolved_directory(options.config, _PATIENCE)
         uptake, wait_s, metrics = _looks(options, made, path)
         if options.watch:
             # as a container's first process it would not see SIGTERM otherwise

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 from tests.rule_cases import API_VERSION
@@ -65,3 +66,12 @@ def picker_config(name: str, text: str, *, namespace: str = "default") -> Object
     labels = {"attache.dev/picker-config": ""}
     metadata = {"name": name, "namespace": namespace, "labels": labels}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"config.yaml": text}}
+
+
+def secret(
+    name: str, data: dict[str, str], *, namespace: str = "default", annotations: dict[str, str] | None = None
+) -> Object:
+    """A Secret with these texts."""
+    encoded = {key: base64.b64encode(value.encode()).decode() for key, value in data.items()}
+    metadata = {"name": name, "namespace": namespace, "annotations": annotations or {}}
+    return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": encoded}

@@ -22,6 +22,7 @@ from bench.stack import documents
 from extproc.config.load import load
 from extproc.core.core import Core
 from extproc.endpoints.metrics_text import NAMES, MetricsReader
+from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.engines import EngineScraper
 from extproc.metrics.registry import Metrics
 
@@ -75,7 +76,12 @@ async def _ask_with_ours(ports: list[int], seconds: float) -> int:
     clock = asyncio.get_running_loop().time
     metrics = Metrics(core.pools.values, lambda: 0.0, clock)
     scraper = EngineScraper(
-        core, metrics, clock=clock, rng=random.Random(0), deliver=lambda event: core.take_report(event, clock())
+        core,
+        metrics,
+        access=EngineAccess({}, clock),
+        clock=clock,
+        rng=random.Random(0),
+        deliver=lambda event: core.take_report(event, clock()),
     )
     task = asyncio.create_task(scraper.run())
     await asyncio.sleep(seconds)

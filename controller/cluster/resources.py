@@ -91,3 +91,7 @@ HTTP_ROUTES: Final = Resource("gateway.networking.k8s.io", "v1", "httproutes", "
 # v1 came with release 1.5 of the Gateway API; every release serves v1beta1
 REFERENCE_GRANTS: Final = Resource("gateway.networking.k8s.io", "v1beta1", "referencegrants", "ReferenceGrant")
 ALPHA_INFERENCE_POOLS: Final = Resource("inference.networking.x-k8s.io", "v1alpha2", "inferencepools", "InferencePool")
+AUTOSCALING_POLICIES: Final = Resource("attache.dev", "v1alpha1", "autoscalingpolicies", "AutoscalingPolicy")
+AUTOSCALING_POLICY_BINDINGS: Final = Resource(
+    "attache.dev", "v1alpha1", "autoscalingpolicybindings", "AutoscalingPolicyBinding"
+)

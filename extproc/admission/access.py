@@ -156,6 +156,7 @@ class Access:
         self._tenants = {one.name: _listed(one.models) for one in gateway.tenants if one.models is not None}
         self._keys = {one.name: _of_key(one) for one in keys}
         self._targets = _scopes(snapshot)
+        self._of_models = [scope for (kind, _), scope in self._targets.items() if kind in {"Namespace", "ModelRoute"}]
         self.restricts = bool(self._tenants or self._targets or any(one.models is not None for one in keys))
         self.claims = frozenset(
             claim.name
@@ -180,17 +181,13 @@ class Access:
 
     def _scopes_of(self, subject: Subject, wish: Wish) -> Iterator[_Scope]:
         yield from self._scopes_of_subject(subject)
-        for target in (
-            ("Namespace", namespace_of(wish.server)),
-            ("ModelServer", wish.server),
-            ("ModelRoute", wish.route),
-            ("HTTPRoute", wish.http_route),
-            ("Listener", wish.listener),
-            _EVERY_LISTENER,
-        ):
+        for target in _targets_of(wish):
             scope = self._targets.get(target)
             if scope is not None:
                 yield scope
+        if wish.model is None:
+            # it may ask for the model of any route
+            yield from self._of_models
 
     def _scopes_of_subject(self, subject: Subject) -> Iterator[_Scope]:
         scope = self._tenants.get(subject.tenant)
@@ -201,6 +198,20 @@ class Access:
             key = self._keys.get(subject.api_key, _NOBODY)
             if key is not None:
                 yield key
+
+
+def _targets_of(wish: Wish) -> Iterator[_Target]:
+    yield "Namespace", namespace_of(wish.server)
+    yield "ModelServer", wish.server
+    if wish.route:
+        yield "ModelRoute", wish.route
+        if namespace_of(wish.route) != namespace_of(wish.server):
+            yield "Namespace", namespace_of(wish.route)
+    if wish.http_route:
+        yield "HTTPRoute", wish.http_route
+    if wish.listener:
+        yield "Listener", wish.listener
+    yield _EVERY_LISTENER
 
 
 def _listed(models: Iterable[str]) -> _Scope:

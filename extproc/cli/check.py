@@ -18,6 +18,8 @@ from extproc.config.validation import parse_address, worker_addresses
 from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from extproc.config.snapshot import Snapshot
 
 
@@ -89,19 +91,33 @@ def _too_long(snapshot: Snapshot) -> list[str]:
 
 
 def _unknown_models(snapshot: Snapshot) -> list[str]:
-    """Models of tenants and keys that no route serves: maybe misspelt, maybe yet to come."""
+    """Models of tenants, keys and policies that no route serves: maybe misspelt, maybe yet to come."""
     known = {name for route in snapshot.routes for name in (route.spec.model_name, *route.spec.lora_adapters)}
     names = sorted(name for name in known if name is not None)
+    return [
+        f"no ModelRoute serves '{model}' of the {whose}; {suggest(model, names)}"
+        for whose, model in _named_models(snapshot)
+        if not any(_fits(model, name) for name in names)
+    ]
+
+
+def _named_models(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     authentication = snapshot.gateway.authentication
     keys = () if authentication is None else authentication.api_keys
-    found = []
-    for what, holders in (("tenant", snapshot.gateway.tenants), ("key", keys)):
-        for one in holders:
-            unknown = [name for name in one.models or () if name not in known]
-            found += [
-                f"no ModelRoute serves '{name}' of the {what} '{one.name}'; {suggest(name, names)}" for name in unknown
-            ]
-    return found
+    for tenant in snapshot.gateway.tenants:
+        yield from ((f"tenant '{tenant.name}'", model) for model in tenant.models or ())
+    for key in keys:
+        yield from ((f"key '{key.name}'", model) for model in key.models or ())
+    for policy in snapshot.access_policies:
+        models = dict.fromkeys(model for rule in policy.spec.rules for model in (*rule.models, *rule.base_models))
+        yield from ((f"ModelAccessPolicy '{policy.metadata.key}'", model) for model in models)
+
+
+def _fits(pattern: str, name: str) -> bool:
+    """A star stands at the beginning or at the end."""
+    if pattern.startswith("*"):
+        return name.endswith(pattern[1:])
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 
 def _notes(snapshot: Snapshot) -> list[str]:
@@ -122,6 +138,8 @@ def _summary(snapshot: Snapshot) -> str:
     ]
     if snapshot.objectives:
         parts.append(counted(len(snapshot.objectives), "InferenceObjective"))
+    if snapshot.access_policies:
+        parts.append(counted(len(snapshot.access_policies), "ModelAccessPolicy"))
     if snapshot.picker_files:
         parts.append(counted(len(snapshot.picker_files), "EndpointPickerConfig"))
     return ", ".join(parts)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from extproc.config.directory import ConfigDirectory
+    from extproc.config.directory import Directory
     from extproc.config.snapshot import Snapshot
 
 
@@ -36,7 +36,7 @@ def supervise(words: Sequence[str], count: int) -> int:
     return asyncio.run(workers.supervise(words, count))
 
 
-def serve(options: argparse.Namespace, directory: ConfigDirectory, snapshot: Snapshot) -> int:
+def serve(options: argparse.Namespace, directory: Directory, snapshot: Snapshot) -> int:
     """Run one process until a signal; exit status 2 if it cannot start."""
     try:
         uvloop.run(app.serve(_settings(options, directory), snapshot))
@@ -46,7 +46,7 @@ def serve(options: argparse.Namespace, directory: ConfigDirectory, snapshot: Sna
     return 0
 
 
-def _settings(options: argparse.Namespace, config: ConfigDirectory) -> Settings:
+def _settings(options: argparse.Namespace, config: Directory) -> Settings:
     """Of options that were checked."""
     worker, listen, decisions = None, options.listen, options.decision_log
     listens = [listen]

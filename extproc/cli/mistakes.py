@@ -18,5 +18,7 @@ def report(error: ConfigInvalid) -> int:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 mistake``, ``2 mistakes``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """``1 mistake``, ``2 mistakes``, ``2 policies``."""
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun[:-1]}ies" if noun.endswith("y") else f"{number} {noun}s"

@@ -9,10 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from extproc.cli.lookup import resolved_directory
 from extproc.cli.mistakes import report
-from extproc.config.directory import ConfigDirectory
 from extproc.config.errors import ConfigInvalid
 from extproc.config.gateway_config import GatewayConfigSpec
+from extproc.config.host_names import Patience
 from extproc.config.quantities import Duration
 from extproc.config.snapshot import Snapshot
 from extproc.config.spec import full_key
@@ -20,6 +21,8 @@ from extproc.config.validation import parse_address
 
 log = logging.getLogger(__name__)
 
+# Of engines' names: Envoy has a new address before extproc uses it, and an old one after extproc has left it.
+_PATIENCE: Final = Patience(keep_s=10.0, settle_s=4.0)
 # Of a directory that is not there yet.
 _NOTHING: Final = Snapshot(version="", routes=(), servers=(), gateway=GatewayConfigSpec())
 
@@ -30,7 +33,7 @@ def main(words: list[str], prog: str = "extproc") -> int:
     options = made.parse_args(words)
     from extproc.scheduling.pickers import picker_notes  # noqa: PLC0415 - loads numpy: not for --help
 
-    directory = ConfigDirectory(options.config)
+    directory = resolved_directory(options.config, _PATIENCE)
     try:
         # reported once, not by every worker
         snapshot = directory.read()

@@ -14,7 +14,7 @@ class EngineTls(Spec, frozen=True):
     """TLS towards engines; Envoy and extproc use it alike. Both read the files, and follow them.
 
     ``ca_file``: who signs the engines' certificates, in PEM. ``server_name``: the name that those certificates have, and
-    that is asked for (SNI); without it, the host name in an endpoint's address. ``client_certificate``: shown to the
+    that is asked for (SNI); endpoints may have their own. ``client_certificate``: shown to the
     engines. ``insecure_skip_verify``: accept any certificate.
     """
 
@@ -38,6 +38,10 @@ class EngineConnection(Spec, frozen=True):
     tls: EngineTls | None = None
     api_key_file: NonEmpty | None = None
     api_key_env: NonEmpty | None = None
+
+    def server_name_of(self, endpoint_name: str | None) -> str | None:
+        """The name that the certificate of an endpoint must have. ``endpoint_name``: the endpoint's own."""
+        return endpoint_name or (None if self.tls is None else self.tls.server_name)
 
     @property
     def has_key(self) -> bool:

@@ -12,6 +12,7 @@ from extproc.config.access_policy import ModelAccessPolicy
 from extproc.config.access_validation import check_access_policy
 from extproc.config.admission import InferenceObjective
 from extproc.config.backend import Backend
+from extproc.config.connection_validation import check_connection
 from extproc.config.documents import read, repeats_keys, split
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.gateway_config import GatewayConfig
@@ -166,6 +167,7 @@ def _check(decoded: _Decoded) -> Iterator[Finding]:
     match decoded:
         case ModelServer():
             yield from check_server(decoded.spec)
+            yield from check_connection(decoded.spec)
         case ModelRoute():
             yield from check_route(decoded.spec)
         case GatewayConfig():

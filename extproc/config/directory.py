@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.load import Loader, unforeseen
@@ -25,6 +25,23 @@ MAX_DIRECTORY_BYTES: Final = 64 * 1024 * 1024
 
 # Inode, times of the last change of content and of inode, and size of a file.
 _Identity = tuple[int, int, int, int]
+
+
+class Directory(Protocol):
+    """Where a configuration is read."""
+
+    @property
+    def path(self) -> Path:
+        """The folder; files that documents name are relative to it."""
+        ...
+
+    def has_changed(self) -> bool:
+        """Whether ``read`` may have something else to return than before."""
+        ...
+
+    def read(self) -> Snapshot:
+        """The snapshot of what is there now; raises ConfigInvalid."""
+        ...
 
 
 class ConfigDirectory:

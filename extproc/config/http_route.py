@@ -18,14 +18,18 @@ ATTACHE_GROUP = API_VERSION.partition("/")[0]
 
 
 class PathMatch(Spec, frozen=True):
-    """A condition on the path. ``type``: how ``value`` is compared with it."""
+    """A condition on the path. ``type``: how ``value`` is compared with it. ``value``: the path, its first elements, or an
+    expression for all of it.
+    """
 
     type: Literal["Exact", "PathPrefix", "RegularExpression"] = "PathPrefix"
     value: NonEmpty = "/"
 
 
 class ValueMatch(Spec, frozen=True):
-    """A condition on a header or a query parameter called ``name``. ``type``: how ``value`` is compared."""
+    """A condition on a header or a query parameter. ``name``: which one; names of headers are case-insensitive.
+    ``value``: what it is, or an expression for all of it. ``type``: how the two are compared.
+    """
 
     name: NonEmpty
     value: NonEmpty
@@ -57,7 +61,9 @@ class HeaderModifier(Spec, frozen=True):
 
 
 class PathModifier(Spec, frozen=True):
-    """A new path. ``type`` says which of the two is set: the whole path, or what takes the place of the matched prefix."""
+    """A new path. ``type``: which of the two is set. ``replace_full_path``: the whole path. ``replace_prefix_match``: what
+    takes the place of the prefix that the match names.
+    """
 
     type: Literal["ReplaceFullPath", "ReplacePrefixMatch"]
     replace_full_path: str | None = None
@@ -65,7 +71,11 @@ class PathModifier(Spec, frozen=True):
 
 
 class RequestRedirect(Spec, frozen=True):
-    """An answer that sends clients elsewhere; what is left out stays as it was asked."""
+    """An answer that sends clients elsewhere; what is left out stays as it was asked.
+
+    ``scheme``, ``hostname``, ``path``: where to. ``port``: that of the scheme if one is given, else the listener's.
+    ``status_code``: of the answer.
+    """
 
     scheme: Literal["http", "https"] | None = None
     hostname: NonEmpty | None = None
@@ -82,7 +92,7 @@ class URLRewrite(Spec, frozen=True):
 
 
 class Fraction(Spec, frozen=True):
-    """``numerator`` of ``denominator``."""
+    """A share of the requests. ``numerator``: so many. ``denominator``: of so many."""
 
     numerator: Annotated[int, msgspec.Meta(ge=0)]
     denominator: Annotated[int, msgspec.Meta(ge=1)] = 100
@@ -90,7 +100,10 @@ class Fraction(Spec, frozen=True):
 
 class BackendRef(Spec, frozen=True):
     """A backend. In a directory it is a ModelServer or a Backend of ``attache.dev``; in a cluster an InferencePool, a
-    ModelServer or a Service. ``namespace``: the route's own, if left out. ``port``: of a Service.
+    ModelServer or a Service.
+
+    ``group``, ``kind``, ``name``: which object. ``namespace``: of the object; the route's own, if left out. ``port``: of
+    a Service.
     """
 
     name: NonEmpty
@@ -101,8 +114,9 @@ class BackendRef(Spec, frozen=True):
 
 
 class RequestMirror(Spec, frozen=True):
-    """A copy of requests goes to ``backend_ref``, whose answers are thrown away. ``percent`` or ``fraction``: of how many;
-    of all, if neither is set.
+    """A copy of requests goes to a second backend, whose answers are thrown away.
+
+    ``backend_ref``: who gets the copies. ``percent``, ``fraction``: of how many requests; of all, if neither is set.
     """
 
     backend_ref: BackendRef
@@ -127,7 +141,12 @@ class Cors(Spec, frozen=True):
 
 
 class HTTPRouteFilter(Spec, frozen=True):
-    """One change of requests or answers: ``type`` says which of the fields is set."""
+    """One change of requests or answers. ``type``: which of the other fields is set.
+
+    ``request_header_modifier``: changes headers that the backend gets. ``response_header_modifier``: changes headers that
+    the client gets. ``request_mirror``: sends copies to another backend. ``request_redirect``: sends the client elsewhere.
+    ``url_rewrite``: changes host and path. ``cors``: answers browsers that ask for scripts of other origins.
+    """
 
     type: Literal[
         "RequestHeaderModifier", "ResponseHeaderModifier", "RequestMirror", "RequestRedirect", "URLRewrite", "CORS"
@@ -141,7 +160,11 @@ class HTTPRouteFilter(Spec, frozen=True):
 
 
 class WeightedBackendRef(BackendRef, frozen=True):
-    """A backend with its share of the requests. ``weight``: relative to the others'. ``filters``: for this one alone."""
+    """A backend with its share of the requests.
+
+    ``group``, ``kind``, ``name``: which object. ``namespace``: of the object; the route's own, if left out.
+    ``port``: of a Service. ``weight``: relative to the others'. ``filters``: for this one alone.
+    """
 
     weight: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 1
     filters: Annotated[tuple[HTTPRouteFilter, ...], msgspec.Meta(max_length=16)] = ()
@@ -155,7 +178,11 @@ class HTTPRouteTimeouts(Spec, frozen=True):
 
 
 class HTTPRouteRule(Spec, frozen=True):
-    """Requests that one of ``matches`` holds for go to one of ``backend_refs``, by weight, changed by ``filters``."""
+    """Some requests, and what is done with them.
+
+    ``name``: for people. ``matches``: one of them must hold. ``filters``: what is changed. ``backend_refs``: where requests
+    go, by weight. ``timeouts``: how long answers may take.
+    """
 
     name: str = ""
     matches: Annotated[tuple[HTTPRouteMatch, ...], msgspec.Meta(max_length=64)] = (HTTPRouteMatch(),)

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from extproc.config.validation import parse_address
+from extproc.config.validation import is_hostname, parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,11 +13,6 @@ if TYPE_CHECKING:
     from extproc.config.errors import Finding, Path
     from extproc.config.gateway_config import GatewayConfigSpec
     from extproc.config.listeners import Listener
-
-# Labels of letters, digits and "-", the first of which may be "*".
-_LABEL: Final = r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?"
-_HOSTNAME: Final = re.compile(rf"(\*\.)?{_LABEL}(\.{_LABEL})*")
-_LONGEST_HOSTNAME: Final = 253
 
 
 def check_listeners(spec: GatewayConfigSpec) -> Iterator[Finding]:
@@ -31,7 +25,7 @@ def check_listeners(spec: GatewayConfigSpec) -> Iterator[Finding]:
         if one.name in names:
             yield (*path, "name"), f"'{one.name}' is there already; give each listener a name of its own"
         names.add(one.name)
-        if one.hostname is not None and not _is_hostname(one.hostname):
+        if one.hostname is not None and not is_hostname(one.hostname.removeprefix("*.")):
             advice = "write a name such as api.example.com, which may begin with '*.'"
             yield (*path, "hostname"), f"'{one.hostname}' is no host name; {advice}"
         try:
@@ -59,7 +53,3 @@ def _check_certificates_shown(spec: GatewayConfigSpec) -> Iterator[Finding]:
     for index, one in enumerate(spec.listeners):
         if one.tls is None or one.tls.client_certificates is None:
             yield ("spec", "listeners", index), asks
-
-
-def _is_hostname(text: str) -> bool:
-    return len(text) <= _LONGEST_HOSTNAME and _HOSTNAME.fullmatch(text) is not None

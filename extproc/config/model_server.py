@@ -20,7 +20,8 @@ class StaticEndpoint(Spec, frozen=True):
     """One engine. ``address``: ``ip:port`` or ``[ip6]:port``. ``labels``: what policies and ``pdGroup`` tell endpoints
     apart by. ``price``: what a second of it costs, relative to others. ``draining``: it gets nothing new while
     others are there. ``kv_events`` and ``kv_replay``: where this engine publishes and replays KV events, if not on
-    its ModelServer's ports.
+    its ModelServer's ports. ``server_name``: the name of its certificate, if not the ModelServer's
+    ``connection.tls.serverName``.
     """
 
     address: NonEmpty
@@ -29,6 +30,7 @@ class StaticEndpoint(Spec, frozen=True):
     draining: bool = False
     kv_events: NonEmpty | None = None
     kv_replay: NonEmpty | None = None
+    server_name: NonEmpty | None = None
 
 
 class PdGroup(Spec, frozen=True):

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import TYPE_CHECKING, Final
+import re
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from extproc.config.admission_validation import check_authentication, check_flow_control, check_limits, check_tenants
 from extproc.config.header_validation import check_answer_header, check_header_name, check_matches
@@ -28,10 +29,13 @@ LONGEST_MESSAGE_S: Final = 3600.0
 _LARGEST_BODY: Final = 2**32 - 1
 # The address of a socket file has 108 bytes, and the numbers of workers need some.
 _LONGEST_SOCKET: Final = 100
+_LABEL: Final = r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?"
+_HOSTNAME: Final = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+_LONGEST_HOSTNAME: Final = 253
 
 
 def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
-    """Endpoint addresses are ``ip:port`` and differ; no field is without effect."""
+    """Endpoint addresses are ``ip:port`` or ``name:port`` and differ; no field is without effect."""
     if (spec.listed is None) == (spec.workload_selector is None):
         yield ("spec",), "write endpoints or, in a cluster, workloadSelector, one of the two"
     if (spec.workload_selector is None) != (spec.workload_port is None):
@@ -39,7 +43,7 @@ def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
     seen: set[str] = set()
     for index, endpoint in enumerate(spec.endpoints):
         path: Path = ("spec", "endpoints", index, "address")
-        yield from _check_address(endpoint.address, path)
+        yield from _check_endpoint(endpoint.address, path)
         if endpoint.address in seen:
             yield path, f"'{endpoint.address}' is listed twice; write each engine once"
         seen.add(endpoint.address)
@@ -120,6 +124,34 @@ def parse_address(text: str) -> tuple[str, int]:
     return str(ip), int(port)
 
 
+class HostPort(NamedTuple):
+    """Where a server is. ``host``: an IP address if ``is_ip``, else a host name in lower case."""
+
+    host: str
+    port: int
+    is_ip: bool
+
+
+def parse_endpoint(text: str) -> HostPort:
+    """``10.0.0.1:8000``, ``[::1]:8000`` or ``engine-0.example.com:8000``; raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if is_hostname(host) and not host.rpartition(".")[2].isdigit():
+        try:
+            return HostPort(host.lower(), parse_address(f"127.0.0.1:{port}")[1], is_ip=False)
+        except ValueError:
+            pass
+    try:
+        return HostPort(*parse_address(text), is_ip=True)
+    except ValueError:
+        advice = "write 'IP:PORT' or 'NAME:PORT', such as 127.0.0.1:8000 or engine-0.example.com:8000"
+        raise ValueError(f"'{text}' is not an address; {advice}") from None
+
+
+def is_hostname(text: str) -> bool:
+    """Whether ``text`` can be a host name, of labels that dots separate."""
+    return len(text) <= _LONGEST_HOSTNAME and _HOSTNAME.fullmatch(text) is not None
+
+
 def worker_addresses(address: str, workers: int) -> list[str]:
     """Where the workers listen: the next ports, or numbered socket files; a single one as it is."""
     if workers == 1:
@@ -133,6 +165,13 @@ def worker_addresses(address: str, workers: int) -> list[str]:
 def _check_address(text: str, path: Path) -> Iterator[Finding]:
     try:
         parse_address(text)
+    except ValueError as error:
+        yield path, str(error)
+
+
+def _check_endpoint(text: str, path: Path) -> Iterator[Finding]:
+    try:
+        parse_endpoint(text)
     except ValueError as error:
         yield path, str(error)
 

@@ -15,7 +15,7 @@ from extproc.config.report import ConfigReport
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from extproc.config.directory import ConfigDirectory
+    from extproc.config.directory import Directory
     from extproc.config.model_server import ModelServer
     from extproc.config.snapshot import Snapshot
     from extproc.core.core import Core
@@ -32,7 +32,7 @@ class DirectoryFeed:
 
     def __init__(
         self,
-        directory: ConfigDirectory,
+        directory: Directory,
         core: Core,
         metrics: Metrics,
         *,

@@ -16,20 +16,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from extproc.core.types import Arrival
+    from extproc.feeds.engine_access import EngineAccess
     from extproc.scheduling.pool import Pool
 
 _KEPT_FIELDS: Final = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
 class EngineTokenizers:
-    """Tokenizers that share one HTTP client."""
+    """Tokenizers that share one HTTP client. ``access``: TLS and keys of engines."""
 
-    def __init__(self) -> None:
+    def __init__(self, access: EngineAccess) -> None:
         self._http = aiohttp.ClientSession()
+        self._access = access
 
     def of(self, pool: Pool) -> EngineTokenizer:
         """One that asks the engines of ``pool``."""
-        return EngineTokenizer(pool, self._http)
+        return EngineTokenizer(pool, self._http, self._access)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -39,9 +41,10 @@ class EngineTokenizers:
 class EngineTokenizer:
     """Asks the engine with the fewest requests in flight (POST /tokenize)."""
 
-    def __init__(self, pool: Pool, http: aiohttp.ClientSession) -> None:
+    def __init__(self, pool: Pool, http: aiohttp.ClientSession, access: EngineAccess) -> None:
         self._pool = pool
         self._http = http
+        self._access = access
 
     async def tokens(self, arrival: Arrival) -> Sequence[int] | None:
         """Tokenize in the engine, which applies its own chat template."""
@@ -56,9 +59,15 @@ class EngineTokenizer:
         load = np.where(table.is_active, table.in_flight, np.inf)
         address = table.addresses[int(load.argmin())]
         payload = json.dumps({"model": arrival.destination.model, **asked}).encode()
-        url = f"http://{address}/tokenize"
+        access = await self._access.of(self._pool.spec, address)
+        url = f"{'http' if access.tls is None else 'https'}://{address}/tokenize"
+        headers = {"content-type": "application/json"}
+        if access.authorization:
+            headers["authorization"] = access.authorization
         try:
-            async with self._http.post(url, data=payload, headers={"content-type": "application/json"}) as answer:
+            async with self._http.post(
+                url, data=payload, headers=headers, ssl=access.tls or True, server_hostname=access.server_name
+            ) as answer:
                 answer.raise_for_status()
                 return _decoder.decode(await answer.read()).tokens
         except aiohttp.ClientError as error:

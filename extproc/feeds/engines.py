@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from extproc.core.core import Core
+    from extproc.feeds.engine_access import EngineAccess
     from extproc.metrics.registry import Metrics
     from extproc.scheduling.pool import Pool
 
@@ -52,6 +53,15 @@ class _Models(msgspec.Struct):
 _models_decoder: Final = msgspec.json.Decoder(_Models)
 
 
+# Pool, address, and what of the pool's specification matters here.
+_Key = tuple[str, str, object]
+
+
+def _key(pool: Pool, address: str) -> _Key:
+    spec = pool.spec
+    return pool.name, address, (spec.engine, spec.scrape_interval, spec.connection)
+
+
 class EngineScraper:
     """Scrapes each endpoint of each pool that has a scrape interval."""
 
@@ -60,11 +70,13 @@ class EngineScraper:
         core: Core,
         metrics: Metrics,
         *,
+        access: EngineAccess,
         clock: Callable[[], float],
         rng: random.Random,
         deliver: Callable[[EngineSaid], object],
     ) -> None:
-        """``deliver``: receives every report."""
+        """``access``: TLS and keys of engines. ``deliver``: receives every report."""
+        self._access = access
         self._deliver = deliver
         self._core = core
         self._metrics = metrics
@@ -73,7 +85,7 @@ class EngineScraper:
 
     async def run(self) -> None:
         """Scrape the configured endpoints until cancelled, following changes of the configuration."""
-        polls: dict[tuple[str, str, str, float], _Poll] = {}
+        polls: dict[_Key, _Poll] = {}
         seen: object = None
         async with asyncio.TaskGroup() as group:
             try:
@@ -89,17 +101,24 @@ class EngineScraper:
                 for poll in polls.values():
                     poll.stop()
 
-    def _follow(self, polls: dict[tuple[str, str, str, float], _Poll], group: asyncio.TaskGroup) -> None:
-        wanted: dict[tuple[str, str, str, float], Pool] = {}
+    def _follow(self, polls: dict[_Key, _Poll], group: asyncio.TaskGroup) -> None:
+        wanted: dict[_Key, Pool] = {}
         for pool in self._core.pools.values():
             if pool.spec.scrape_interval > 0:
                 for address in pool.table.active_addresses:
-                    wanted[pool.name, address, pool.spec.engine, pool.spec.scrape_interval] = pool
+                    wanted[_key(pool, address)] = pool
         for key in polls.keys() - wanted.keys():
             polls.pop(key).stop()
         for key in wanted.keys() - polls.keys():
             polls[key] = _Poll(
-                wanted[key], key[1], self._metrics, group, clock=self._clock, rng=self._rng, deliver=self._deliver
+                wanted[key],
+                key[1],
+                self._metrics,
+                group,
+                self._access,
+                clock=self._clock,
+                rng=self._rng,
+                deliver=self._deliver,
             )
 
 
@@ -112,6 +131,7 @@ class _Poll:
         address: str,
         metrics: Metrics,
         group: asyncio.TaskGroup,
+        access: EngineAccess,
         *,
         clock: Callable[[], float],
         rng: random.Random,
@@ -121,8 +141,9 @@ class _Poll:
         self._pool, self._address = pool, address
         self._metrics, self._group, self._clock, self._rng = metrics, group, clock, rng
         self._host, self._port = parse_address(address)
-        self._metrics_request = get_request(self._host, self._port, _METRICS_PATH)
-        self._models_request = get_request(self._host, self._port, _MODELS_PATH)
+        self._access = access
+        # with the key that engines asked for when the connection was made; who refuses it gets another connection
+        self._metrics_request = self._models_request = b""
         self._reader = MetricsReader(NAMES[pool.spec.engine], with_loras=bool(pool.adapters))
         self._connection: KeptConnection | None = None
         self._reads_models = False
@@ -170,10 +191,19 @@ class _Poll:
         connection = KeptConnection(self._take, self._failed)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                await self._loop.create_connection(lambda: connection, self._host, self._port)
-        except OSError as error:  # includes TimeoutError
+                access = await self._access.of(self._pool.spec, self._address)
+                await self._loop.create_connection(
+                    lambda: connection,
+                    self._host,
+                    self._port,
+                    ssl=access.tls,
+                    server_hostname=access.server_name,
+                )
+        except (OSError, ValueError) as error:  # includes TimeoutError
             self._failed(f"cannot connect: {str(error) or 'no answer'}")
             return
+        self._metrics_request = get_request(self._host, self._port, _METRICS_PATH, access.authorization)
+        self._models_request = get_request(self._host, self._port, _MODELS_PATH, access.authorization)
         self._connection = connection
         connection.ask(self._models_request if self._reads_models else self._metrics_request)
 

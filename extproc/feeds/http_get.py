@@ -18,10 +18,11 @@ _MAX_BYTES: Final = 16 * 1024 * 1024
 _END_OF_HEAD: Final = b"\r\n\r\n"
 
 
-def get_request(host: str, port: int, path: str) -> bytes:
-    """The bytes of a GET request for ``path``."""
+def get_request(host: str, port: int, path: str, authorization: str = "") -> bytes:
+    """The bytes of a GET request for ``path``. ``authorization``: the header's value, if any."""
     name = f"[{host}]" if ":" in host else host
-    return f"GET {path} HTTP/1.1\r\nhost: {name}:{port}\r\naccept: text/plain, application/json\r\n\r\n".encode()
+    more = f"authorization: {authorization}\r\n" if authorization else ""
+    return f"GET {path} HTTP/1.1\r\nhost: {name}:{port}\r\naccept: text/plain, application/json\r\n{more}\r\n".encode()
 
 
 class KeptConnection(asyncio.Protocol):

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 # Without an answer in this time, the local buckets decide.
 _TIMEOUT_S: Final = 0.25
+# A process that had no processor for so long finds that time over before it reads the answer that came meanwhile.
+_READING_S: Final = 0.02
 # After a failure, Redis is not asked for this long.
 _PAUSE_S: Final = 1.0
 _CONNECTIONS: Final = 16
@@ -42,7 +44,7 @@ class RedisLimits:
 
     def __init__(self, url: str, prefix: str, metrics: Metrics, clock: Callable[[], float]) -> None:
         """``url``: redis://host:port/db. ``prefix``: of the keys in Redis."""
-        self._redis, self._error = redis_client(url, timeout_s=_TIMEOUT_S, connections=_CONNECTIONS)
+        self._redis, self._error = redis_client(url, timeout_s=2 * _TIMEOUT_S, connections=_CONNECTIONS)
         self._reserve: Any = self._redis.register_script(RESERVE)
         self._settle: Any = self._redis.register_script(SETTLE)
         self._prefix = prefix
@@ -66,8 +68,7 @@ class RedisLimits:
         # a task of its own: Redis may grant what is not waited for any more, and that must be given back
         asked = asyncio.create_task(self._ask(charges, debts))
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                answer = await asyncio.shield(asked)
+            answer = await _in_time(asked)
         except asyncio.CancelledError:
             self._give_back_later(charges, debts, asked)
             raise
@@ -203,6 +204,16 @@ class RedisLimits:
             log.warning("Redis does not answer, granting limits locally: %r", error)
         self._retry_at_s = self._clock() + _PAUSE_S
         self._metrics.admission.asked_redis("failed", 0.0)
+
+
+async def _in_time(asked: asyncio.Future[list[Any]]) -> list[Any]:
+    """Redis' answer; raises TimeoutError."""
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            return await asyncio.shield(asked)
+    except TimeoutError:
+        async with asyncio.timeout(_READING_S):
+            return await asyncio.shield(asked)
 
 
 def _read_answer(charges: Sequence[Charge], answer: list[Any]) -> tuple[Grant | RateLimited, list[float]]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from extproc.core.types import Arrival
+    from extproc.feeds.engine_access import EngineAccess
     from extproc.feeds.engine_tokenizer import EngineTokenizers
     from extproc.metrics.registry import Metrics
     from extproc.scheduling.pool import Pool
@@ -42,8 +43,10 @@ class Tokenizer(Protocol):
 class Tokenizers:
     """The tokenizers of all pools. A failure never stops a request: the approximate index decides instead."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, access: EngineAccess) -> None:
+        """``access``: TLS and keys of engines."""
         self._metrics = metrics
+        self._access = access
         self._made: dict[str, tuple[str | None, Tokenizer]] = {}
         self._engines: EngineTokenizers | None = None
         self._failing: set[str] = set()
@@ -87,7 +90,7 @@ class Tokenizers:
                 # its HTTP client takes a tenth of a second to load: only processes that ask engines need it
                 from extproc.feeds.engine_tokenizer import EngineTokenizers  # noqa: PLC0415
 
-                self._engines = EngineTokenizers()
+                self._engines = EngineTokenizers(self._access)
             tokenizer = self._engines.of(pool)
         self._made[pool.name] = path, tokenizer
         return tokenizer

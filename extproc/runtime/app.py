@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import random
 import secrets
 import signal
@@ -19,6 +20,7 @@ from extproc.config.limits_without_redis import limits_without_redis
 from extproc.config.meeting import missed_meeting
 from extproc.core.core import Core
 from extproc.feeds.directory import DirectoryFeed
+from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.engines import EngineScraper
 from extproc.feeds.kv_events import KvEventFeed
 from extproc.feeds.redis_limits import RedisLimits
@@ -84,7 +86,8 @@ class App:
         metrics = self._metrics = Metrics(
             lambda: list(core.pools.values()), wall_clock, clock, decisions, lambda: core.admission.gates
         )
-        self._tokenizers = Tokenizers(metrics)
+        access = EngineAccess(os.environ, clock)
+        self._tokenizers = Tokenizers(metrics, access)
         self._limits: RedisLimits | None = None
         if settings.redis is not None:
             self._limits = RedisLimits(settings.redis, settings.redis_channel, metrics, clock)
@@ -114,7 +117,9 @@ class App:
             tls_metrics = TlsMetrics(metrics.registry)
             self._certificate = FollowedCertificate(settings.tls.files, tls_metrics, lambda: datetime.now(UTC))
         self._kv_events = KvEventFeed(core, metrics)
-        self._scraper = EngineScraper(core, metrics, clock=clock, rng=random.Random(), deliver=performer.take_report)
+        self._scraper = EngineScraper(
+            core, metrics, access=access, clock=clock, rng=random.Random(), deliver=performer.take_report
+        )
         streams = StreamContext(core, metrics, clock, performer.perform, int(wall_clock()), settings.gateway)
         self._server = GrpcServer(
             streams,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from extproc.config.directory import ConfigDirectory
+from extproc.config.directory import Directory
 from extproc.streams.context import GatewayOptions
 from extproc.streams.tls import TlsFiles
 
@@ -29,7 +29,7 @@ class Tls(msgspec.Struct, frozen=True):
 class Settings(msgspec.Struct, frozen=True):
     """``listen``: ``ip:port`` or ``unix:path``. ``metrics``: host and port of /metrics and /readyz, or None."""
 
-    config: ConfigDirectory
+    config: Directory
     listen: str
     metrics: tuple[str, int] | None
     drain_s: float

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from controller.__main__ import main
@@ -255,6 +256,43 @@ def test_clusters_come_before_the_routes_that_name_them_and_go_after_them() -> N
     assert list(planned[0].files)[-1] == "cds.json"
     assert planned[-1].gone == ("eds/default/two.json",)
     assert all(step.wait_s > 0 for step in planned[1:])
+
+
+def with_backend(name: str) -> Snapshot:
+    text = f"""
+apiVersion: attache.dev/v1alpha1
+kind: Backend
+metadata: {{name: {name}}}
+spec: {{endpoints: ["10.0.0.1:80"]}}
+---
+apiVersion: gateway.networking.k8s.io/v1
+kind: HTTPRoute
+metadata: {{name: all}}
+spec: {{rules: [{{backendRefs: [{{group: attache.dev, kind: Backend, name: {name}}}]}}]}}
+"""
+    return load({"all.yaml": text.encode()})
+
+
+def test_clusters_of_backends_come_before_their_routes_and_go_after_them() -> None:
+    planned = steps(with_backend("old"), with_backend("new"), BundleWriter("/x"))
+    assert [sorted(step.files) for step in planned] == [
+        ["cds.json", "eds/_backends/default/new.json", "eds/_backends/default/old.json"],
+        ["bootstrap.json", "lds.json", "rds.json"],
+        ["cds.json"],
+    ]
+    assert names_by_step(planned, "cds.json") == [
+        {"attache-extproc", "backend/default/new", "backend/default/old"},
+        {"attache-extproc", "backend/default/new"},
+    ]
+    assert planned[-1].gone == ("eds/_backends/default/old.json",)
+
+
+def test_an_endpoint_more_of_a_backend_changes_one_file() -> None:
+    writer, before = BundleWriter("/x"), with_backend("a")
+    spec = msgspec.structs.replace(before.backends[0].spec, endpoints=("10.0.0.1:80", "10.0.0.2:80"))
+    more = msgspec.structs.replace(before.backends[0], spec=spec)
+    first, second = writer.build(before), writer.build(msgspec.structs.replace(before, backends=(more,)))
+    assert {name for name, text in second.items() if first[name] != text} == {"eds/_backends/default/a.json"}
 
 
 def test_a_server_that_leaves_lingers_for_a_while_unless_it_comes_back() -> None:

@@ -73,7 +73,9 @@ async def engines(count: int) -> AsyncIterator[list[str]]:
 
 
 def pool_cluster(kind: str, addresses: Sequence[str]) -> dict[str, Any]:
-    """``original_dst`` reads the header as one address; ``override_host`` the metadata as a list, as Istio does."""
+    """How the gateway reads the pick: ``original_dst``: the header, as one address. ``override_host``: the metadata, as a
+    list, as Istio does. ``override_header``: the header, as a list, as Envoy Gateway's endpointOverride does.
+    """
     if kind == "original_dst":
         return {
             "name": "pool",
@@ -93,9 +95,10 @@ def pool_cluster(kind: str, addresses: Sequence[str]) -> dict[str, Any]:
             "@type": "type.googleapis.com/envoy.extensions.load_balancing_policies.round_robin.v3.RoundRobin"
         },
     }
+    source = {"header": key} if kind == "override_header" else {"metadata": {"key": "envoy.lb", "path": [{"key": key}]}}
     override = {
         "@type": "type.googleapis.com/envoy.extensions.load_balancing_policies.override_host.v3.OverrideHost",
-        "override_host_sources": [{"metadata": {"key": "envoy.lb", "path": [{"key": key}]}}],
+        "override_host_sources": [source],
         "selected_host_key": {"key": "envoy.lb", "path": [{"key": f"{key}-served"}]},
         "fallback_policy": {"policies": [{"typed_extension_config": round_robin}]},
     }

@@ -85,6 +85,8 @@ def changing_rules() -> list[dict[str, Any]]:
         rule("/slow", ref("slow"), timeouts={"request": "300ms"}),
         rule("/slow/try", ref("slow"), timeouts={"request": "10s", "backendRequest": "300ms"}),
         rule("/slow/no-limit", ref("slow"), timeouts={"request": "0s"}),
+        open_to_all("/cors-any"),
+        open_to_all("/cors-any/with-credentials", allowCredentials=True),
         rule(
             "/cors",
             ref("a"),
@@ -103,6 +105,11 @@ def changing_rules() -> list[dict[str, Any]]:
             ],
         ),
     ]
+
+
+def open_to_all(path: str, **more: object) -> dict[str, Any]:
+    cors = {"allowOrigins": ["*"], "allowMethods": ["*"], "allowHeaders": ["*"], **more}
+    return rule(path, ref("a"), filters=[{"type": "CORS", "cors": cors}])
 
 
 def redirecting_rules() -> list[dict[str, Any]]:
@@ -323,6 +330,30 @@ async def test_a_browser_is_told_which_origins_may_ask(gateway: Stand) -> None:
     assert "access-control-allow-origin" not in refused.headers
     assert answer.headers["access-control-allow-credentials"] == "true"
     assert answer.headers["access-control-expose-headers"] == "x-two"
+
+
+@pytest.mark.parametrize("path", ["/cors-any", "/cors-any/with-credentials"])
+async def test_a_star_allows_what_the_browser_asks_for(gateway: Stand, path: str) -> None:
+    asks = {
+        "origin": "https://other.test:8443",
+        "access-control-request-method": "PUT",
+        "access-control-request-headers": "x-one, x-two",
+    }
+
+    allowed = await gateway.ask(path, method="OPTIONS", headers=asks)
+    answer = await gateway.ask(path, headers={"origin": "https://other.test"})
+
+    told = {name: value for name, value in allowed.headers.items() if name.startswith("access-control")}
+    with_credentials = {"access-control-allow-credentials": "true"} if path.endswith("credentials") else {}
+    assert allowed.status_code == 200
+    assert told == {
+        "access-control-allow-origin": "https://other.test:8443",
+        "access-control-allow-methods": "PUT",
+        "access-control-allow-headers": "x-one, x-two",
+        "access-control-max-age": "5",
+        **with_credentials,
+    }
+    assert answer.headers["access-control-allow-origin"] == "https://other.test"
 
 
 async def test_weights_are_shares(gateway: Stand) -> None:

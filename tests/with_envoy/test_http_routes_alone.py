@@ -51,6 +51,7 @@ def documents(addresses: Mapping[str, str], **limits: object) -> list[dict[str, 
         route(
             "all",
             rule("/a", ref("a")),
+            rule("/cors", ref("a"), filters=[{"type": "CORS", "cors": {"allowOrigins": ["https://app.test"]}}]),
             rule("/team", ref("left", "ModelServer"), filters=[CUT]),
             rule("/shared", ref("left", "ModelServer"), ref("a")),
             sections=["left"],
@@ -160,6 +161,17 @@ async def test_callers_show_their_keys_to_every_backend(keyed: Stand) -> None:
     assert without == [401, 401, 401]
     assert told.server == "a"
     assert not [name for name in told.headers if name.startswith("x-attache")]
+
+
+async def test_browsers_ask_without_keys(keyed: Stand) -> None:
+    asks = {"origin": "https://app.test", "access-control-request-method": "GET"}
+
+    answer = await keyed.ask("/cors", port="left", method="OPTIONS", headers=asks)
+    refused = await keyed.ask("/cors", port="left", headers=asks)
+
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://app.test")
+    # the browser lets its script read why
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://app.test")
 
 
 async def test_the_limits_of_a_model_hold_on_every_path(keyed: Stand) -> None:

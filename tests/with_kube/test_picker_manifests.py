@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picker's manifests on a real API server, with the Gateway API's and the Inference Extension's own schemas."""
+"""The picker's and the monitoring manifests on a real API server, with the Gateway API's and the Inference Extension's own schemas."""
 
 from __future__ import annotations
 
@@ -10,18 +10,28 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import pytest_asyncio
+import yaml
 
 from bench.cluster.crds import apply_crds
 from controller.cluster.client import connect
 from controller.cluster.errors import Forbidden
-from controller.cluster.resources import CONFIG_MAPS, CRDS, DEPLOYMENTS, INFERENCE_POOLS, PODS, SECRETS, Object
+from controller.cluster.resources import (
+    CONFIG_MAPS,
+    CRDS,
+    DEPLOYMENTS,
+    INFERENCE_POOLS,
+    PODS,
+    SECRETS,
+    SERVICE_ACCOUNTS,
+    Object,
+)
 from controller.roles.gateway_metrics import GatewayMetrics
 from controller.roles.picker import CONTROLLER, PickerRole, PickerSettings
 from tests.waiting import eventually
 from tests.with_kube.permissions import allowed_by, asked_for, missing, unused
 from tests.with_kube.pods import make_pod
 from tests.with_kube.test_gateway_role import IMPATIENT, addresses
-from tests.with_kube.test_manifests import MANIFESTS, kubectl
+from tests.with_kube.test_manifests import MANIFESTS, SYSTEM, kubectl
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -32,7 +42,11 @@ if TYPE_CHECKING:
     from controller.cluster.client import Client
 
 PICKER = MANIFESTS / "picker"
-OVERLAYS = ("base", "istio", "kgateway", "gke", "envoy-gateway")
+OVERLAYS = (
+    *(f"picker/{name}" for name in ("base", "istio", "kgateway", "gke", "envoy-gateway")),
+    "monitoring/pod-monitor",
+    "monitoring/service-monitor",
+)
 # Kinds of gateways, whose definitions are not at hand: a server that knows nothing but their names.
 FOREIGN = (
     ("networking.istio.io", "v1", "destinationrules", "DestinationRule"),
@@ -41,6 +55,9 @@ FOREIGN = (
     ("gateway.envoyproxy.io", "v1alpha1", "envoyextensionpolicies", "EnvoyExtensionPolicy"),
     ("gateway.envoyproxy.io", "v1alpha1", "backendtrafficpolicies", "BackendTrafficPolicy"),
     ("gateway.envoyproxy.io", "v1alpha1", "clienttrafficpolicies", "ClientTrafficPolicy"),
+    ("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor"),
+    ("monitoring.coreos.com", "v1", "servicemonitors", "ServiceMonitor"),
+    ("monitoring.coreos.com", "v1", "prometheusrules", "PrometheusRule"),
     ("llm-d.ai", "v1alpha2", "inferenceobjectives", "InferenceObjective"),
 )
 
@@ -63,7 +80,8 @@ def kube(real_kube: object) -> object:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def kinds(client: Client, assets: Assets, plane: ControlPlane) -> None:
-    """All kinds that the manifests have."""
+    """All kinds that the manifests have, and the namespace of some."""
+    assert await kubectl(plane, assets, "apply", "-f", str(MANIFESTS / "gateway" / "namespace.yaml")) == 0
     await apply_crds(client, [assets.crds])
     for one in FOREIGN:
         await client.apply(CRDS, definition(*one), force=True)
@@ -75,7 +93,25 @@ async def kinds(client: Client, assets: Assets, plane: ControlPlane) -> None:
 @pytest.mark.parametrize("folder", OVERLAYS)
 async def test_the_server_takes_every_overlay(folder: str, plane: ControlPlane, assets: Assets) -> None:
     words = ["apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-k"]
-    assert await kubectl(plane, assets, *words, str(PICKER / folder)) == 0
+    assert await kubectl(plane, assets, *words, str(MANIFESTS / folder)) == 0
+
+
+@pytest.mark.usefixtures("kinds")
+@pytest.mark.parametrize("file", ["gateway/deployment.yaml", "picker/base/deployment.yaml"])
+async def test_pods_fit_the_restricted_standard(file: str, client: Client) -> None:
+    """The namespace enforces it, so that the server refuses a pod that does not."""
+    (deployment,) = yaml.safe_load_all((MANIFESTS / file).read_text())
+    spec = {**deployment["spec"]["template"]["spec"], "serviceAccountName": "default"}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "fits", "namespace": SYSTEM}, "spec": spec}
+
+    async def has_account() -> bool:
+        return await client.find(SERVICE_ACCOUNTS, "default", SYSTEM) is not None
+
+    await eventually(has_account)
+    await client.create(PODS, pod, dry_run=True)
+    del spec["securityContext"]
+    with pytest.raises(Forbidden, match="violates PodSecurity"):
+        await client.create(PODS, pod, dry_run=True)
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -79,6 +79,19 @@ async def test_what_was_not_used_comes_back_and_debts_are_kept(limits: list[Redi
     assert isinstance(await limits[2].reserve([charge(1)]), RateLimited)
 
 
+async def test_an_answer_that_was_there_in_time_counts_though_we_were_too_busy_to_read_it(
+    limits: list[RedisLimits], redis: Redis
+) -> None:
+    await reserve(limits[0], charge(10))
+    redis.hang()
+    asked = asyncio.create_task(limits[0].reserve([charge(10)]))
+    await asyncio.sleep(0.05)
+    redis.go_on()
+    # the whole process has no processor, and meanwhile the time is over
+    time.sleep(0.4)  # noqa: ASYNC251 - that is what is tested
+    assert isinstance(await asked, Grant)
+
+
 async def test_a_request_that_never_went_gives_everything_back(limits: list[RedisLimits]) -> None:
     limits[0].settle(await reserve(limits[0], charge(100)), None)
     await until(limits[1], charge(0), 100)

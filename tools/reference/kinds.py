@@ -12,6 +12,8 @@ from msgspec import inspect
 from controller.crds import field_docs
 from controller.crds import kinds as crds
 from extproc.config.admission import InferenceObjective
+from extproc.config.backend import Backend
+from extproc.config.http_route import HTTPRoute
 from extproc.config.spec import API_VERSION
 from tools.reference.field_types import as_yaml, default_of, default_text, structs_in, type_text
 
@@ -21,10 +23,15 @@ if TYPE_CHECKING:
 KINDS: Final[Mapping[str, type]] = {
     **{re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.name).lower(): kind.document for kind in crds.KINDS},
     "inference-objective": InferenceObjective,
+    "http-route": HTTPRoute,
+    "backend": Backend,
 }
 # Kubernetes' own; and the foreign kind has the apiVersions of those who define it.
 _METADATA: Final = "metadata"
-_FOREIGN: Final[Mapping[type, str]] = {InferenceObjective: "that of the Gateway API Inference Extension, or llm-d's"}
+_FOREIGN: Final[Mapping[type, str]] = {
+    InferenceObjective: "that of the Gateway API Inference Extension, or llm-d's",
+    HTTPRoute: "`gateway.networking.k8s.io/v1`",
+}
 MARK: Final = "<!-- written by make generate -->"
 
 

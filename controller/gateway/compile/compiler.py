@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
+from controller.gateway.compile.config_document import ConfigDocument, config_document, pointers_of, secret_of
 from controller.gateway.compile.gateway_api.gateway_api import GatewayApi
 from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
-from controller.gateway.compile.gateway_document import GatewayDocument, GatewayDocuments
-from controller.gateway.compile.policies import PolicyResult, Served, compile_policies
+from controller.gateway.compile.policies import PolicyResult, PolicySet, Served
 from controller.gateway.compile.routes import RouteResult, compile_routes
 from controller.gateway.compile.secrets import Pointer
 from controller.gateway.compile.server_set import ServerSet
@@ -30,8 +30,10 @@ from extproc.config.picker_config import check_shape_alone
 from extproc.config.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from controller.gateway.compile.credentials import SecretContent
+    from extproc.config.listeners import Listener
     from extproc.config.picker_config import PickerCheck
 
 GATEWAY_FILE: Final = "gateway.json"
@@ -70,9 +72,14 @@ class Compiler:
         self._usable: frozenset[str] = frozenset()
         self._routes: Mapping[str, RouteResult] = {}
         self._routes_stale = True
+        self._policy_set = PolicySet()
         self._policies: Mapping[str, PolicyResult] = {}
+        self._has_policies = False
+        self._secrets: dict[str, SecretContent] = {}
+        self._config = ConfigDocument(b"")
+        # what it was made of
+        self._config_of: object = None
         self._api = GatewayApi(settings, gateway, self._config_problem)
-        self._documents = GatewayDocuments(self._api.pointed)
 
     def put(self, kind: str, key: str, thing: Mapping[str, Any] | None) -> None:
         """An object as it is now; None: it is gone."""
@@ -84,6 +91,8 @@ class Compiler:
             self._api.put(kind, key, thing)
             if kind == "InferencePool":
                 self._servers.put_pool(key, thing)
+            elif kind == "Secret":
+                self._put_secret(key, thing)
         else:
             self._put_source(kind, key, None if thing is None else source_of(thing))
 
@@ -95,21 +104,26 @@ class Compiler:
         if self._routes_stale or usable != self._usable:
             self._routes = compile_routes(self._sources["ModelRoute"].values(), usable, self._api.listeners)
             self._routes_stale, self._usable = False, usable
-        policies = self._sources["ModelAccessPolicy"]
-        self._policies = compile_policies(policies.values(), self._served()) if policies else {}
-        gateway = self._documents.make(
-            self._sources["GatewayConfig"].get(self._api.parameters.config or ""),
-            self._api.listener_documents(),
-            has_policies=bool(policies),
-        )
-        files = dict(self._files(gateway))
-        statuses = {(one.kind, one.key): one for one in self._statuses(gateway)}
-        pointers = self._api.pointers() | gateway.pointers
-        return Outcome(files, statuses, self._refusal(gateway), pointers)
+        documents = dict(self._documents())
+        self._policies = self._policy_set.compile(self._served(documents))
+        config = self._config_in_effect()
+        listeners = None if self._api.listeners is None else self._api.listener_documents()
+        self._has_policies = any(one.document is not None for one in self._policies.values())
+        given = config, listeners, dict(self._secrets), self._has_policies
+        if given != self._config_of:
+            # digests of thousands of keys are not made anew for each pod
+            self._config = config_document(config, listeners, self._secrets, has_policies=self._has_policies)
+            self._config_of = given
+        files = dict(self._files(documents))
+        statuses = {(one.kind, one.key): one for one in self._statuses()}
+        return Outcome(files, statuses, self._refusal(), self._api.pointers() | pointers_of(config))
 
     def _put_source(self, kind: str, key: str, source: Source | None) -> None:
         if kind == "ModelServer":
             self._servers.put_server(key, source)
+            return
+        if kind == "ModelAccessPolicy":
+            self._policy_set.put(key, source)
             return
         known = self._sources[kind]
         if source is None:
@@ -121,51 +135,68 @@ class Compiler:
         elif kind == "GatewayConfig":
             self._api.gateway_configs_changed()
 
-    def _files(self, gateway: GatewayDocument) -> Iterator[tuple[str, bytes]]:
+    def _put_secret(self, key: str, thing: Mapping[str, Any] | None) -> None:
+        if thing is None:
+            self._secrets.pop(key, None)
+        else:
+            self._secrets[key] = secret_of(thing)
+
+    def _files(self, documents: Mapping[tuple[str, str], bytes]) -> Iterator[tuple[str, bytes]]:
         """In writing order: what is referred to comes before what refers to it."""
         yield from self._api.files().items()
         yield from self._servers.picker_files()
-        yield GATEWAY_FILE, gateway.content
+        yield GATEWAY_FILE, self._config.content
         for objective in self._sources["InferenceObjective"].values():
             if not objective.mistakes:
                 yield file_name(objective.kind, objective.key), objective.document()
-        yield from self._backends()
+        # before what they protect, which must not be served without them: until it is there, readers use nothing of this
         for key, policy in self._policies.items():
             if policy.document is not None:
                 yield file_name("ModelAccessPolicy", key), policy.document
+        for (kind, key), document in documents.items():
+            yield file_name(kind, key), document
+
+    def _documents(self) -> Iterator[tuple[tuple[str, str], bytes]]:
+        """Routes and what they name, by kind and key."""
+        yield from self._backends()
         for key, route in self._routes.items():
             if route.document is not None:
-                yield file_name("ModelRoute", key), route.document
+                yield ("ModelRoute", key), route.document
         for key, document in self._api.routes():
-            yield file_name("HTTPRoute", key), document
+            yield ("HTTPRoute", key), document
 
-    def _backends(self) -> Iterator[tuple[str, bytes]]:
-        """What routes name."""
-        for key, document in self._server_documents():
-            yield file_name("ModelServer", key), document
-        for kind, key, document in self._api.documents():
-            yield file_name(kind, key), document
-        for key in {key for route in self._routes.values() for key in route.missing}:
-            yield file_name("ModelServer", key), empty_server(key)
-
-    def _served(self) -> Served:
+    def _served(self, documents: Iterable[tuple[str, str]]) -> Served:
         """What policies can be attached to."""
-        config = self._sources["GatewayConfig"].get(self._api.parameters.config or "")
-        own = config.decoded.spec.listeners if config and isinstance(config.decoded, GatewayConfig) else ()
+        keys: dict[str, set[str]] = {}
+        for kind, key in documents:
+            keys.setdefault(kind, set()).add(key)
+        config = self._config_in_effect()
+        own: tuple[Listener, ...] = ()
+        if config is not None and self._api.listeners is None and isinstance(config.decoded, GatewayConfig):
+            own = config.decoded.spec.listeners
         return Served(
-            model_routes={key for key, one in self._routes.items() if one.document is not None},
-            model_servers={key for key, _ in self._server_documents()},
-            http_routes={key for key, _ in self._api.routes()},
+            model_routes=keys.get("ModelRoute", set()),
+            model_servers=keys.get("ModelServer", set()),
+            http_routes=keys.get("HTTPRoute", set()),
             listeners=self._api.listener_names(),
-            config=self._api.parameters.config,
-            config_listeners=[one.name for one in own] if self._api.listeners is None else (),
+            config=None if config is None else config.key,
+            config_listeners={one.name for one in own},
         )
 
-    def _server_documents(self) -> Iterator[tuple[str, bytes]]:
+    def _backends(self) -> Iterator[tuple[tuple[str, str], bytes]]:
+        """What routes name."""
         named = {key for route in self._routes.values() for key in route.servers}
-        return self._servers.documents(named.union(self._api.named_servers()))
+        for key, document in self._servers.documents(named.union(self._api.named_servers())):
+            yield ("ModelServer", key), document
+        for kind, key, document in self._api.documents():
+            yield (kind, key), document
+        for key in {key for route in self._routes.values() for key in route.missing}:
+            yield ("ModelServer", key), empty_server(key)
 
-    def _statuses(self, gateway: GatewayDocument) -> Iterator[WantedStatus]:
+    def _config_in_effect(self) -> Source | None:
+        return self._sources["GatewayConfig"].get(self._api.parameters.config or "")
+
+    def _statuses(self) -> Iterator[WantedStatus]:
         yield from self._servers.statuses()
         yield from (one.status for one in self._routes.values())
         yield from (one.status for one in self._policies.values())
@@ -174,11 +205,12 @@ class Compiler:
         for key in {parameters.config, *parameters.named}:
             config = self._sources["GatewayConfig"].get(key or "")
             if config is not None:
-                yield self._config_status(config, gateway)
+                yield self._config_status(config)
 
-    def _config_status(self, config: Source, gateway: GatewayDocument) -> WantedStatus:
+    def _config_status(self, config: Source) -> WantedStatus:
         conditions: tuple[Wanted, ...] = (
-            holds("Accepted", gateway.note or NO_MISTAKE),
+            holds("Accepted", self._config.note or NO_MISTAKE),
+            *([self._config.resolved] if self._config.problems else []),
             holds("Programmed", IN_DIRECTORY),
         )
         if config.mistakes:
@@ -188,8 +220,6 @@ class Compiler:
         elif config.key != self._api.parameters.config:
             said = f"GatewayConfig {self._api.parameters.config} is in effect"
             conditions = holds("Accepted", NO_MISTAKE), fails("Programmed", "Conflict", said)
-        elif gateway.missing:
-            conditions = (*conditions, fails("ResolvedRefs", "SecretNotFound", "; ".join(gateway.missing)))
         return WantedStatus(
             kind=config.kind,
             key=config.key,
@@ -202,6 +232,8 @@ class Compiler:
         """What Envoy does without extproc, for the status."""
         if config.mistakes or not isinstance(config.decoded, GatewayConfig):
             return {}
+        if self._config.note or self._has_policies:
+            return {"failureMode": "Close"}
         served = [self._sources["ModelRoute"][key].decoded for key, one in self._routes.items() if one.document]
         snapshot = Snapshot(
             version="",
@@ -220,17 +252,14 @@ class Compiler:
             return config.complaint()
         return ""
 
-    def _refusal(self, document: GatewayDocument) -> str:
+    def _refusal(self) -> str:
         """Without its GatewayConfig a gateway would serve without the authentication that it asks for."""
-        if self._gateway is not None:
-            gateway = self._sources["GatewayConfig"].get(self._gateway)
-            if gateway is None:
-                return f"there is no GatewayConfig {self._gateway}"
-            if gateway.mistakes:
-                return f"GatewayConfig {self._gateway}: {gateway.complaint()}"
-        if document.refused:
-            return f"GatewayConfig {self._api.parameters.config} with what it refers to: {document.refused}"
-        return ""
+        if self._gateway is None:
+            return ""
+        gateway = self._sources["GatewayConfig"].get(self._gateway)
+        if gateway is None:
+            return f"there is no GatewayConfig {self._gateway}"
+        return f"GatewayConfig {self._gateway}: {gateway.complaint()}" if gateway.mistakes else ""
 
 
 def file_name(kind: str, key: str) -> str:

@@ -49,9 +49,31 @@ class PolicyResult(msgspec.Struct, frozen=True):
     status: WantedStatus
 
 
+class PolicySet:
+    """All policies; compiled anew where they, or what is served, have changed."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, Source] = {}
+        self._compiled: tuple[Served, dict[str, Source], dict[str, PolicyResult]] | None = None
+
+    def put(self, key: str, source: Source | None) -> None:
+        """A policy as it is now; None: it is gone."""
+        if source is None:
+            self._sources.pop(key, None)
+        else:
+            self._sources[key] = source
+
+    def compile(self, served: Served) -> Mapping[str, PolicyResult]:
+        """Every policy by its key."""
+        known = self._compiled
+        if known is None or known[0] != served or known[1] != self._sources:
+            known = self._compiled = served, dict(self._sources), compile_policies(self._sources.values(), served)
+        return known[2]
+
+
 def compile_policies(policies: Iterable[Source], served: Served) -> dict[str, PolicyResult]:
     """Every policy by its key."""
-    return {source.key: _compile(source, served) for source in policies}
+    return {source.key: _compile(source, served) for source in sorted(policies, key=lambda one: one.key)}
 
 
 def failure_mode(spec: Mapping[str, Any], decoded: GatewayConfigSpec, *, has_policies: bool) -> tuple[str | None, str]:

@@ -34,6 +34,9 @@ from envoy_data_plane.envoy.config.endpoint.v3 import (
     LbEndpoint,
     LocalityLbEndpoints,
 )
+from envoy_data_plane.envoy.extensions.filters.http.credential_injector.v3 import CredentialInjector
+from envoy_data_plane.envoy.extensions.filters.http.upstream_codec.v3 import UpstreamCodec
+from envoy_data_plane.envoy.extensions.http.injected_credentials.generic.v3 import Generic
 from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request.v3 import LeastRequest
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import (
     OverrideHost,
@@ -50,13 +53,17 @@ from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.envoy.bootstrap import ENDPOINTS_FOLDER, file_source
-from controller.gateway.envoy.envoy_json import address, seconds, to_resource, typed
+from controller.gateway.envoy.envoy_json import address, http_filter, seconds, to_resource, typed
+from controller.gateway.envoy.secrets import engine_key, secret_reference
+from controller.gateway.envoy.tls import engine_socket
 from extproc.config.validation import parse_address, worker_addresses
 from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE
 
 if TYPE_CHECKING:
     from betterproto2 import Message
+    from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 
+    from extproc.config.connection import EngineConnection
     from extproc.config.gateway_config import GatewayConfigSpec
     from extproc.config.model_server import ModelServer
     from extproc.config.model_server import OutlierDetection as OutlierPolicy
@@ -95,7 +102,7 @@ def file_name(key: str) -> str:
 
 def server_cluster(server: ModelServer, directory: str) -> Cluster:
     """Balanced by extproc's list of endpoints, on retries its next entry; without a list, by least requests."""
-    policy = server.spec.traffic_policy
+    policy, connection = server.spec.traffic_policy, server.spec.connection
     name = server_cluster_name(server.metadata.key)
     return Cluster(
         name=name,
@@ -110,11 +117,13 @@ def server_cluster(server: ModelServer, directory: str) -> Cluster:
         outlier_detection=_outlier_detection(policy.outlier_detection),
         circuit_breakers=unlimited(),
         upstream_connection_options=keepalive(),
+        transport_socket=None if connection.tls is None else engine_socket(connection.tls, directory),
         typed_extension_protocol_options={
             UPSTREAM_OPTIONS: Any.pack(
                 UpstreamOptions(
                     common_http_protocol_options=HttpProtocolOptions(idle_timeout=seconds(IDLE_S)),
                     explicit_http_config=ExplicitHttp(http_protocol_options=Http1ProtocolOptions()),
+                    http_filters=_writes_key(connection, directory),
                 )
             )
         },
@@ -128,7 +137,11 @@ def server_endpoints(server: ModelServer) -> dict[str, object]:
     """
     resource = to_resource(assignment(server_cluster_name(server.metadata.key), []))
     if server.spec.endpoints:
-        resource["endpoints"] = [{"lb_endpoints": [plain_endpoint(one.address) for one in server.spec.endpoints]}]
+        connection = server.spec.connection
+        endpoints = [
+            plain_endpoint(one.address, connection.server_name_of(one.server_name)) for one in server.spec.endpoints
+        ]
+        resource["endpoints"] = [{"lb_endpoints": endpoints}]
     return resource
 
 
@@ -232,10 +245,28 @@ def keepalive() -> UpstreamConnectionOptions:
     )
 
 
-def plain_endpoint(text: str) -> dict[str, object]:
-    """What ``to_plain`` makes of an LbEndpoint at ``ip:port``; a test compares the two."""
+def plain_endpoint(text: str, server_name: str | None = None) -> dict[str, object]:
+    """What ``to_plain`` makes of an LbEndpoint at ``ip:port``; a test compares the two.
+
+    ``server_name``: what TLS asks for, and the certificate's name.
+    """
     ip, port = parse_address(text)
-    return {"endpoint": {"address": {"socket_address": {"address": ip, "port_value": port}}}}
+    named = {} if server_name is None else {"hostname": server_name}
+    return {"endpoint": {"address": {"socket_address": {"address": ip, "port_value": port}}, **named}}
+
+
+def _writes_key(connection: EngineConnection, directory: str) -> list[HttpFilter]:
+    """The engines' key takes the place of what the client sent; without one, nothing is changed and no filter needed."""
+    if not connection.has_key:
+        return []
+    credential = Generic(credential=secret_reference(engine_key(connection), directory), header="authorization")
+    injector = CredentialInjector(
+        overwrite=True, credential=typed("envoy.http.injected_credentials.generic", credential)
+    )
+    return [
+        http_filter("envoy.filters.http.credential_injector", injector),
+        http_filter("envoy.filters.http.upstream_codec", UpstreamCodec()),
+    ]
 
 
 def assignment(cluster: str, addresses: list[str]) -> ClusterLoadAssignment:

@@ -44,11 +44,28 @@ local function without_counts(tail, text, is_end)
   end
   return text, tail
 end
+
+-- What came in a piece, and whether it is the answer's end, which comes as an empty piece.
+local function read(chunk)
+  local size = chunk:length()
+  return size > 0 and chunk:getBytes(0, size) or "", size == 0
+end
+
+-- Give the client text in place of what came in the piece; returns what is held back of it.
+local function show(chunk, came, text, tail, is_end)
+  if HIDES_COUNTS then
+    text, tail = without_counts(tail, text, is_end)
+  end
+  if text ~= came then
+    chunk:setBytes(text)
+  end
+  return tail
+end
 """
 
 
 def hiding_script(*, hides: bool, drops_details: bool) -> str:
-    """Defines HIDES_COUNTS and ``without_counts`` for the scripts of filters.
+    """Defines HIDES_COUNTS, ``read`` and ``show`` for the scripts of filters, which take an answer piece by piece.
 
     ``drops_details``: not for the responses API, whose answers always have theirs and repeat what clients sent.
     """

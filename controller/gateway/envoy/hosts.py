@@ -85,6 +85,11 @@ def covers(pattern: str, domain: str) -> bool:
     return pattern == domain or (pattern.startswith("*.") and domain.endswith(pattern[1:]))
 
 
+def is_more_specific(domain: str, listener: Listener) -> bool:
+    """Whether hosts that fit both belong to ``domain`` rather than to ``listener``."""
+    return _specificity(domain) > _specificity(domain_of(listener))
+
+
 def conditions(match: HTTPRouteMatch) -> tuple[list[ValueMatch], list[ValueMatch]]:
     """Its conditions on headers and on parameters: of several for one name, the first counts."""
     headers = {one.name.lower(): one for one in reversed(match.headers)}

@@ -113,16 +113,9 @@ function envoy_on_response(handle)
   end
   local reader, tail = new_reader(), ""
   for chunk in handle:bodyChunks() do
-    local size = chunk:length()
-    local came = size > 0 and chunk:getBytes(0, size) or ""
+    local came, is_end = read(chunk)
     local usage = is_plain and follow(reader, came)
-    if HIDES_COUNTS then
-      local shown
-      shown, tail = without_counts(tail, came, size == 0)
-      if shown ~= came then
-        chunk:setBytes(shown)
-      end
-    end
+    tail = show(chunk, came, came, tail, is_end)
     if usage then
       local metadata = handle:streamInfo():dynamicMetadata()
       for key, name in pairs(COUNTS) do

@@ -16,7 +16,7 @@ from envoy_data_plane.google.protobuf import Any
 from controller.gateway.envoy.direct_answers import error_answer
 from controller.gateway.envoy.envoy_json import to_plain, to_resource
 from controller.gateway.envoy.filters import EXTPROC_FILTER
-from controller.gateway.envoy.hosts import ANY_HOST, domain_of, hosts_of
+from controller.gateway.envoy.hosts import ANY_HOST, covers, domain_of, hosts_of, is_more_specific
 from controller.gateway.envoy.http_routes import Backends, Place, for_extproc, http_routes, without_inference
 from controller.gateway.envoy.listener_groups import listener_groups
 from controller.gateway.envoy.routes import routes_without_extproc, server_routes
@@ -37,7 +37,7 @@ from extproc.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from controller.gateway.envoy.hosts import Host
     from controller.gateway.envoy.listener_groups import ListenerGroup
@@ -75,11 +75,21 @@ class _Group:
         self._are_named = bool(snapshot.gateway.listeners)
 
     def configuration(self) -> dict[str, object]:
-        hosts = hosts_of(self._group.listeners, self._snapshot.http_routes, are_named=self._are_named)
-        served = {host.domain for host in hosts}
+        others = self._other_domains()
+        hosts = [
+            host
+            for host in hosts_of(self._group.listeners, self._snapshot.http_routes, are_named=self._are_named)
+            if not any(covers(other, host.domain) and is_more_specific(other, host.listener) for other in others)
+        ]
         found = [self._host(host) for host in hosts]
-        found.extend(self._misdirected(served))
-        if ANY_HOST not in served:
+        served = {host.domain for host in hosts}
+        # a client that reuses its connection for the host of another listener must connect there
+        found.extend(
+            self._refusing(other, 421, _OTHER_LISTENER, "misdirected_request")
+            for other in others
+            if other not in served
+        )
+        if ANY_HOST not in {*served, *others}:
             found.append(self._refusing(ANY_HOST, 404, _NO_ROUTE, "not_found"))
         # the port is not part of a host's name
         return {**_configuration(self._group.route_config_name, found), "ignore_port_in_host_matching": True}
@@ -113,16 +123,16 @@ class _Group:
         found["routes"] = routes
         return found
 
-    def _misdirected(self, served: set[str]) -> Iterator[dict[str, object]]:
-        """Hosts of other HTTPS listeners of the address: a client that reuses this connection for them must not."""
+    def _other_domains(self) -> list[str]:
+        """What other HTTPS listeners of the address listen for, each with connections of its own."""
         if self._group.tls is None:
-            return
-        for other in listener_groups(self._snapshot.gateway):
-            if other.address != self._group.address or other.tls is None:
-                continue
-            domain = domain_of(other.listeners[0])
-            if domain not in served and domain != ANY_HOST:
-                yield self._refusing(domain, 421, _OTHER_LISTENER, "misdirected_request")
+            return []
+        return [
+            domain_of(one)
+            for other in listener_groups(self._snapshot.gateway)
+            if other != self._group and other.address == self._group.address
+            for one in other.listeners
+        ]
 
     def _refusing(self, domain: str, status: int, message: str, code: str) -> dict[str, object]:
         found = _virtual_host(self._snapshot, domain, domain, removed=_OWN_HEADERS)

@@ -91,22 +91,15 @@ end
 local function read_plain(response_handle)
   local before, tail = "", ""
   for chunk in response_handle:bodyChunks() do
-    local size = chunk:length()
-    local came = size > 0 and chunk:getBytes(0, size) or ""
-    if size > 0 then
+    local came, is_end = read(chunk)
+    if not is_end then
       local text = before .. came
       if string.find(text, '"usage"', 1, true) then
         read_usage(response_handle, text)
       end
       before = string.sub(text, -@OVERLAP@)
     end
-    if HIDES_COUNTS then
-      local shown
-      shown, tail = without_counts(tail, came, size == 0)
-      if shown ~= came then
-        chunk:setBytes(shown)
-      end
-    end
+    tail = show(chunk, came, came, tail, is_end)
   end
 end
 
@@ -134,8 +127,7 @@ function envoy_on_response(response_handle)
   -- held: what came of an event that has not ended; is_long: so much came of it that it passes as it comes
   local held, is_long, tail = "", false, ""
   for chunk in response_handle:bodyChunks() do
-    local size = chunk:length()
-    local came = size > 0 and chunk:getBytes(0, size) or ""
+    local came, is_end = read(chunk)
     local text, passed = held .. came, ""
     if is_long then
       local _, stop = string.find(text, "\\n\\r?\\n")
@@ -144,8 +136,7 @@ function envoy_on_response(response_handle)
       stop = stop or #text - #string.match(text, "[\\r\\n]*$")
       passed, text = string.sub(text, 1, stop), string.sub(text, stop + 1)
     end
-    -- the end of an answer comes as an empty piece
-    local whole = size == 0 and #text or end_of_events(text)
+    local whole = is_end and #text or end_of_events(text)
     if #text - whole > @MOST_HELD@ then
       is_long, whole = true, #text - #string.match(text, "[\\r\\n]*$")
     end
@@ -154,13 +145,7 @@ function envoy_on_response(response_handle)
       events = without_usage(response_handle, events, hides) or events
     end
     held = string.sub(text, whole + 1)
-    events = passed .. events
-    if HIDES_COUNTS then
-      events, tail = without_counts(tail, events, size == 0)
-    end
-    if events ~= came then
-      chunk:setBytes(events)
-    end
+    tail = show(chunk, came, passed .. events, tail, is_end)
   end
 end
 """

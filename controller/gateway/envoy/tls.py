@@ -3,22 +3,16 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import TYPE_CHECKING, Final
 
 from envoy_data_plane.envoy.config.core.v3 import TransportSocket
 from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
-    CertificateValidationContext,
     CommonTlsContext,
-    CommonTlsContextCombinedCertificateValidationContext,
     DownstreamTlsContext,
-    SubjectAltNameMatcher,
-    SubjectAltNameMatcherSanType,
     TlsParameters,
     TlsParametersTlsProtocol,
     UpstreamTlsContext,
 )
-from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.envoy.secrets import Authorities, authorities, certificate, secret_reference
@@ -50,35 +44,22 @@ def listener_socket(tls: ListenerTls, directory: str) -> TransportSocket:
 
 
 def engine_socket(tls: EngineTls, directory: str) -> TransportSocket:
-    """TLS towards engines: their certificate has the name that is asked for."""
-    common = CommonTlsContext(tls_params=TlsParameters(tls_minimum_protocol_version=_VERSIONS["1.2"]))
-    context = UpstreamTlsContext(common_tls_context=common)
+    """TLS towards engines. The name that is asked for, and that their certificate must have, stands beside each endpoint."""
+    common = CommonTlsContext(
+        tls_params=TlsParameters(
+            tls_minimum_protocol_version=_VERSIONS["1.2"], tls_maximum_protocol_version=_VERSIONS["1.3"]
+        )
+    )
     if tls.client_certificate is not None:
         source = certificate(tls.client_certificate)
         common.tls_certificate_sds_secret_configs = [secret_reference(source, directory)]
-    if tls.server_name is not None and not is_ip_address(tls.server_name):
-        context.sni = tls.server_name
-    context.auto_host_sni = tls.server_name is None
     if tls.ca_file is not None:
-        common.combined_validation_context = CommonTlsContextCombinedCertificateValidationContext(
-            default_validation_context=CertificateValidationContext(
-                match_typed_subject_alt_names=[] if tls.server_name is None else [_is_name(tls.server_name)]
-            ),
-            validation_context_sds_secret_config=secret_reference(Authorities(tls.ca_file), directory),
-        )
-        context.auto_sni_san_validation = tls.server_name is None
+        common.validation_context_sds_secret_config = secret_reference(Authorities(tls.ca_file), directory)
+    context = UpstreamTlsContext(
+        common_tls_context=common,
+        auto_host_sni=True,
+        auto_sni_san_validation=tls.ca_file is not None,
+        # a resumed session shows no certificate: one that is no longer trusted would still be good
+        max_session_keys=0,
+    )
     return TransportSocket(name="envoy.transport_sockets.tls", typed_config=Any.pack(context))
-
-
-def is_ip_address(text: str) -> bool:
-    """Whether ``text`` is an IP address, which is no server name."""
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_name(name: str) -> SubjectAltNameMatcher:
-    kind = SubjectAltNameMatcherSanType.IP_ADDRESS if is_ip_address(name) else SubjectAltNameMatcherSanType.DNS
-    return SubjectAltNameMatcher(san_type=kind, matcher=StringMatcher(exact=name))

@@ -157,6 +157,9 @@ def test_a_name_that_could_not_be_read_gets_round_nothing() -> None:
     assert not allowed_all.may_use(ACME, wish(None))
     allowed_one = access_to(("default", {"rules": [{"models": ["llama"]}]}))
     assert not allowed_one.may_use(ACME, wish(None))
+    of_a_route = access_to(("default", {"targetRefs": [target("ModelRoute", "r")], "rules": [{"models": ["llama"]}]}))
+    assert of_a_route.may_use(ACME, wish("sql", route=""))
+    assert not of_a_route.may_use(ACME, wish(None, route=""))
     denied_elsewhere = access_to(("default", {"rules": [{}, {"action": "Deny", "servers": ["default/b"]}]}))
     assert denied_elsewhere.may_use(ACME, wish(None))
 
@@ -249,7 +252,8 @@ def _is_about(namespace: str, ref: Mapping[str, str], asked: Wish) -> bool:
         case "GatewayConfig":
             return ref.get("sectionName") in (None, asked.listener)
         case "ModelRoute":
-            return asked.route == key
+            # a request that cannot be read may ask for the model of any route
+            return asked.route == key or asked.model is None
         case "ModelServer":
             return asked.server == key
         case _:
@@ -263,7 +267,10 @@ def reads_as_allowed(policies: Sequence[tuple[str, Mapping[str, Any]]], subject:
             if _is_about(namespace, ref, asked):
                 name = "" if ref["kind"] == "GatewayConfig" else f"{namespace}/{ref['name']}"
                 by_target.setdefault(f"{ref['kind']} {name} {ref.get('sectionName')}", []).append(spec)
-        if "targetRefs" not in spec and asked.server.startswith(f"{namespace}/"):
+        of_namespace = asked.model is None or any(
+            one.startswith(f"{namespace}/") for one in (asked.server, asked.route)
+        )
+        if "targetRefs" not in spec and of_namespace:
             by_target.setdefault(f"namespace {namespace}", []).append(spec)
     for specs in by_target.values():
         rules = [rule for spec in specs for rule in spec.get("rules", []) if _covers(rule, subject, asked)]

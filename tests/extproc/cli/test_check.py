@@ -28,8 +28,20 @@ kind: GatewayConfig
 metadata: {name: g}
 spec:
   failureMode: Open
-  tenants: [{name: acme, models: [lama, sql]}]
+  authentication: {apiKeys: [{name: a, key: sk-0123456789, tenant: acme}]}
+"""
+RESTRICTED = """
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: g}
+spec:
+  tenants: [{name: acme, models: [lama, sql, "s*", "x*"]}]
   authentication: {apiKeys: [{name: a, key: sk-0123456789, tenant: acme, models: [llama, sq]}]}
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelAccessPolicy
+metadata: {name: p}
+spec: {rules: [{models: [lamma, llama, "*"], baseModels: [sql]}]}
 """
 
 
@@ -37,12 +49,27 @@ def test_what_is_valid_and_has_no_effect_is_noted(tmp_path: Path, capsys: pytest
     (tmp_path / "a.yaml").write_text(CONFIG)
     assert main([str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "note: no ModelRoute serves 'lama' of the tenant 'acme'; did you mean 'llama'?" in said
-    assert "note: no ModelRoute serves 'sq' of the key 'a'; did you mean 'sql'?" in said
     assert (
         "note: ModelServer default/llama: flowControl holds requests for up to 3600 s, and Envoy waits an hour" in said
     )
-    assert "note: GatewayConfig: models of tenants or keys has no effect while extproc is down" in said
     assert "note: ModelServer default/llama: cacheIsolation Tenant has no effect while extproc is down" in said
-    assert said.count("note:") == 5
+    assert said.count("note:") == 2
+    assert "sk-0123456789" not in said
+
+
+def test_models_that_no_route_serves_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_text(
+        CONFIG.replace("flowControl: {timeout: 59m, noEndpointTimeout: 1h}", "")
+        .partition("kind: GatewayConfig")[0]
+        .rpartition("---")[0]
+    )
+    (tmp_path / "b.yaml").write_text(RESTRICTED)
+    assert main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "note: no ModelRoute serves 'lama' of the tenant 'acme'; did you mean 'llama'?" in said
+    assert "note: no ModelRoute serves 'x*' of the tenant 'acme'; write one of: llama, sql" in said
+    assert "note: no ModelRoute serves 'sq' of the key 'a'; did you mean 'sql'?" in said
+    assert "note: no ModelRoute serves 'lamma' of the ModelAccessPolicy 'default/p'; did you mean 'llama'?" in said
+    assert said.count("note:") == 4
+    assert "1 ModelAccessPolicy" in said
     assert "sk-0123456789" not in said

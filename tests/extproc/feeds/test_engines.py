@@ -12,6 +12,7 @@ from aiohttp import web
 
 from extproc.config.load import load
 from extproc.core.core import Core
+from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.engines import EngineScraper
 from extproc.metrics.registry import Metrics
 from tests.waiting import eventually
@@ -85,7 +86,12 @@ async def scraped(engine: Engine, *more: str) -> AsyncIterator[tuple[Pool, Metri
     clock = asyncio.get_running_loop().time
     metrics = Metrics(core.pools.values, lambda: 0.0, clock)
     scraper = EngineScraper(
-        core, metrics, clock=clock, rng=random.Random(0), deliver=lambda event: core.take_report(event, clock())
+        core,
+        metrics,
+        access=EngineAccess({}, clock),
+        clock=clock,
+        rng=random.Random(0),
+        deliver=lambda event: core.take_report(event, clock()),
     )
     task = asyncio.create_task(scraper.run())
     try:

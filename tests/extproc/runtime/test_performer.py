@@ -16,6 +16,7 @@ from extproc.core.effects import Decision, Fault, Hold, Refused, WakeAt
 from extproc.core.states import State
 from extproc.core.types import Head
 from extproc.errors import InternalError, QueueTimeout
+from extproc.feeds.engine_access import EngineAccess
 from extproc.feeds.tokens import Tokenizers
 from extproc.metrics.registry import Metrics
 from extproc.request.model import Api
@@ -53,8 +54,9 @@ class Shell:
         self.core = Core(load({"a.yaml": CONFIG}), rng=random.Random(0), ticket_prefix="t")
         self.clock = asyncio.get_running_loop().time
         metrics = Metrics(lambda: list(self.core.pools.values()), lambda: 0.0, self.clock)
+        tokenizers = Tokenizers(metrics, EngineAccess({}, self.clock))
         self.performer = Performer(
-            self.core, metrics, clock=self.clock, tokenizers=Tokenizers(metrics), limits=None, tell=lambda _: None
+            self.core, metrics, clock=self.clock, tokenizers=tokenizers, limits=None, tell=lambda _: None
         )
 
     def arrive(self) -> Own:

@@ -16,7 +16,7 @@ from extproc.config.failure_mode import failure_mode_of
 from extproc.config.load import load
 from extproc.config.spec import object_key
 from extproc.scheduling.pickers import InstalledPlugins, picker_notes, pickers_for
-from tests.kube_objects import Object, picker_config, pod, resource, route, server
+from tests.kube_objects import Object, picker_config, pod, resource, route, secret, server
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from extproc.config.picker_config import PickerFile
     from extproc.config.snapshot import Snapshot
 
+HTTP_LISTENER = {"name": "http", "address": "127.0.0.1:8080"}
 PICKER = """\
 apiVersion: inference.networking.x-k8s.io/v1alpha1
 kind: EndpointPickerConfig
@@ -339,9 +340,35 @@ def objectives(draw: st.DrawFn) -> Object:
 
 UNKNOWN_PLUGIN = PICKER.replace("queue-scorer", "queue-scorr")
 PICKERS = st.builds(picker_config, NAMES, st.sampled_from([PICKER, "nonsense", UNKNOWN_PLUGIN]), namespace=SPACES)
-MODES = st.sampled_from([{"failureMode": "Open"}, {"failureMode": "Ajar"}])
+MODES = st.sampled_from(
+    [
+        {"failureMode": "Open"},
+        {"failureMode": "Ajar"},
+        {"authentication": {"apiKeySecrets": [{"name": "a"}, {"name": "b", "tenant": "t"}]}},
+        {"failureMode": "Open", "tenants": [{"name": "t", "models": ["a"]}], "listeners": [HTTP_LISTENER]},
+    ]
+)
+SECRETS = st.builds(
+    secret, NAMES, st.dictionaries(st.sampled_from(["web", "Web", "job"]), st.sampled_from(["sk-0123456789", "x"]))
+)
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Object:
+    kinds = st.sampled_from(["ModelRoute", "ModelServer", "GatewayConfig", "HTTPRoute", "Gateway"])
+    targets = draw(st.lists(st.tuples(kinds, NAMES, st.sampled_from([{}, {"sectionName": "http"}])), max_size=2))
+    theirs = {"group": "gateway.networking.k8s.io"}
+    refs = [
+        {"kind": kind, "name": name, **more, **(theirs if kind in {"HTTPRoute", "Gateway"} else {})}
+        for kind, name, more in targets
+    ]
+    rules = draw(st.sampled_from([[], [{"models": ["a"]}], [{"models": ["a*b"]}], "all"]))
+    spec = {"rules": rules} | ({"targetRefs": refs} if refs else {})
+    return resource("ModelAccessPolicy", draw(NAMES), spec, namespace=draw(SPACES))
+
+
 GATEWAYS = st.builds(resource, st.just("GatewayConfig"), NAMES, MODES)
-THINGS = st.one_of(servers(), listing_servers(), routes(), pods(), PICKERS, GATEWAYS, objectives())
+THINGS = st.one_of(servers(), listing_servers(), routes(), pods(), PICKERS, GATEWAYS, objectives(), policies(), SECRETS)
 STEPS = st.lists(
     st.tuples(THINGS, st.sampled_from(["put", "compile", "compile", "delete", "twice"])), min_size=10, max_size=40
 )
@@ -371,4 +398,5 @@ def test_any_history_ends_as_a_fresh_compilation_does_and_can_be_read(
     if not outcome.refused:
         # as extproc reads it, plugins included
         pickers_for(snapshot(outcome), {})
-    assert {key for key in state if key[0] in ("ModelServer", "ModelRoute")} <= outcome.statuses.keys()
+    kinds = ("ModelServer", "ModelRoute", "ModelAccessPolicy")
+    assert {key for key in state if key[0] in kinds} <= outcome.statuses.keys()

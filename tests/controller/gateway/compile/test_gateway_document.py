@@ -43,7 +43,7 @@ def test_while_a_secret_is_missing_nobody_gets_in_and_the_config_says_so() -> No
     assert [one.key_sha256 for one in authentication.api_keys] == ["0" * 64]
     assert conditions(status(outcome, "GatewayConfig", "main").conditions)["ResolvedRefs"] == (
         "False",
-        "SecretNotFound",
+        "SecretNotUsable",
     )
 
 
@@ -67,6 +67,13 @@ def test_a_policy_of_a_route_that_is_not_served_says_so() -> None:
         "TargetNotFound",
     )
     assert len(snapshot(compiled(server(), route("llama"), policy(target))).access_policies) == 1
+
+
+def test_keys_of_a_secret_that_are_good_for_some_models_close_a_gateway_without_extproc() -> None:
+    keys = {"apiKeySecrets": [{"name": "keys", "models": ["llama"]}]}
+    config = resource("GatewayConfig", "main", {"failureMode": "Open", "authentication": keys})
+    outcome = compiled(config, secret(alice=KEY), config="default/main")
+    assert snapshot(outcome).gateway.failure_mode == "Close"
 
 
 def test_beside_policies_a_gateway_is_closed_without_extproc() -> None:

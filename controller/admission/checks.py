@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a schema cannot say of our kinds: mistakes are refused, and what another object may still mend is warned of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from controller.admission.references import picker_warnings, policy_warnings, route_warnings, users_of, without_policy
+from controller.admission.reviews import Object, Review, Verdict
+from controller.gateway.compile.pickers import picker_of
+from controller.gateway.compile.pools import PREFIX
+from controller.gateway.compile.sources import source_of
+from controller.resources.autoscaling import AutoscalingPolicy, AutoscalingPolicyBinding
+from controller.resources.model import Model
+from controller.resources.model_infer import ModelInfer
+from extproc.config.quantities import decode_quantity
+
+if TYPE_CHECKING:
+    from controller.admission.references import Known
+    from extproc.config.picker_config import PickerCheck
+
+_DOCUMENTS: Final = frozenset({"GatewayConfig", "ModelServer", "ModelRoute", "ModelAccessPolicy"})
+_OTHERS: Final[Mapping[str, type]] = MappingProxyType(
+    {
+        "AutoscalingPolicy": AutoscalingPolicy,
+        "AutoscalingPolicyBinding": AutoscalingPolicyBinding,
+        "Model": Model,
+        "ModelInfer": ModelInfer,
+    }
+)
+# Fields that say what an object asks for; all else, such as labels and finalizers, may change in spite of mistakes.
+_ASKING: Final = ("spec", "data")
+
+
+def judge(review: Review, known: Known, check_picker: PickerCheck) -> Verdict:
+    """``known``: the objects of the cluster, by kind and key, as they were last heard."""
+    if review.new is None:
+        return Verdict(warnings=tuple(users_of(review.kind.kind, review.key, known)))
+    mistakes = list(_mistakes(review, review.new, known, check_picker))
+    warnings = list(_warnings(review.kind.kind, review.key, review.new, known, check_picker))
+    if mistakes and _asks_for_something_new(review):
+        return Verdict(refused="; ".join(mistakes), warnings=tuple(warnings))
+    return Verdict(warnings=(*mistakes, *warnings))
+
+
+def _asks_for_something_new(review: Review) -> bool:
+    """Whoever only labels an object, or takes off a finalizer, must be able to, whatever is wrong with the rest."""
+    old, new = review.old or {}, review.new or {}
+    if (new.get("metadata") or {}).get("deletionTimestamp"):
+        return False
+    return review.operation == "CREATE" or any(old.get(field) != new.get(field) for field in _ASKING)
+
+
+def _mistakes(review: Review, thing: Object, known: Known, check_picker: PickerCheck) -> Iterator[str]:
+    kind = review.kind.kind
+    if kind in _DOCUMENTS:
+        # a name that the server is still to make is not there yet
+        named = {**thing, "metadata": {"name": "generated", "namespace": review.namespace, **thing["metadata"]}}
+        yield from (one for one in [source_of(named).complaint()] if one)
+    elif kind in _OTHERS:
+        yield from _wrong_shape(thing, _OTHERS[kind])
+    elif kind == "ConfigMap":
+        yield from (one for one in [picker_of(review.key, thing, check_picker).problem] if one)
+    if kind == "ModelServer" and review.name.startswith(PREFIX):
+        yield f"names that begin with '{PREFIX}' stand for InferencePools; use another name"
+    if kind == "ModelRoute":
+        yield from _repeated_names(thing)
+    if kind == "AutoscalingPolicyBinding":
+        yield from _second_owners(review.key, review.namespace, thing, known)
+
+
+def _wrong_shape(thing: Object, cls: type) -> Iterator[str]:
+    """The first difference, in the decoder's words: the schema has found most of them before."""
+    try:
+        # conditions of the status have times of their own form
+        msgspec.convert({"metadata": {"name": "x"}, "spec": thing.get("spec") or {}}, cls, dec_hook=decode_quantity)
+    except (msgspec.ValidationError, ValueError) as error:
+        yield f"the object has a mistake: {error}"
+
+
+def _repeated_names(route: Object) -> Iterator[str]:
+    names = names_of(route)
+    for name in sorted({one for one in names if names.count(one) > 1}):
+        yield f"'{name}' is there twice among modelName and loraAdapters; write it once"
+
+
+def names_of(route: Object) -> list[str]:
+    """What clients may ask for of a ModelRoute."""
+    spec = route.get("spec") or {}
+    own = [spec["modelName"]] if isinstance(spec.get("modelName"), str) else []
+    return [*own, *(one for one in spec.get("loraAdapters") or () if isinstance(one, str))]
+
+
+def _second_owners(key: str, namespace: str, binding: Object, known: Known) -> Iterator[str]:
+    """Two that set the replicas of one thing would take turns for ever."""
+    owners: dict[tuple[Any, ...], str] = {}
+    for other, thing in known.get("AutoscalingPolicyBinding", {}).items():
+        if other != key and (thing["metadata"].get("namespace") or "") == namespace:
+            owners.update(dict.fromkeys((_scaled(one) for one in _targets(thing)), f"AutoscalingPolicyBinding {other}"))
+    for target in _targets(binding):
+        what = _scaled(target)
+        if what in owners:
+            name = " ".join(str(one) for one in what[1:] if one)
+            yield f"{name} is scaled by {owners[what]} already; one thing has one owner"
+        owners.setdefault(what, "another target of this object")
+
+
+def _targets(binding: Object) -> list[Mapping[str, Any]]:
+    targets = (binding.get("spec") or {}).get("targets") or ()
+    return [one for one in targets if isinstance(one, Mapping) and isinstance(one.get("ref"), Mapping)]
+
+
+def _scaled(target: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a target scales, of its namespace: API group, kind, name and, of a ModelInfer, role."""
+    ref = target["ref"]
+    group = str(ref.get("apiVersion", "attache.dev/v1alpha1")).rpartition("/")[0]
+    return group, ref.get("kind"), ref.get("name"), target.get("role")
+
+
+def _warnings(kind: str, key: str, thing: Object, known: Known, check_picker: PickerCheck) -> Iterator[str]:
+    namespace = key.partition("/")[0]
+    checks: Mapping[str, Callable[[], Iterator[str]]] = {
+        "ModelRoute": lambda: route_warnings(key, thing, known, names_of),
+        "ModelServer": lambda: picker_warnings(namespace, thing, known, check_picker),
+        "ModelAccessPolicy": lambda: policy_warnings(namespace, thing, known),
+        "AutoscalingPolicyBinding": lambda: without_policy(
+            namespace, (thing.get("spec") or {}).get("policyRef"), known
+        ),
+        "Model": lambda: without_policy(
+            namespace, ((thing.get("spec") or {}).get("autoscaling") or {}).get("policyRef"), known
+        ),
+    }
+    if kind in checks:
+        yield from checks[kind]()

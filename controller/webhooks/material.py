@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Certificates of the webhooks' server: an authority of its own, and what to renew when; time is an argument
+
+Replicas share one Material, which a Secret holds. Nothing of it is used before all who must trust it can: a new authority
+is published for ``SETTLED`` before it signs, and an old one stays published until it ends.
+"""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from controller.certificates import check_pair
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# Clocks of other machines may be behind.
+_EARLIER: Final = timedelta(minutes=10)
+
+
+class Lifetimes(msgspec.Struct, frozen=True, kw_only=True):
+    """How long things last. ``settled``: how long a new authority is published before it signs.
+
+    A third before its end, a certificate or an authority gets a successor.
+    """
+
+    authority: timedelta = timedelta(days=365)
+    certificate: timedelta = timedelta(days=30)
+    settled: timedelta = timedelta(hours=1)
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """A certificate and its private key, in PEM."""
+
+    certificate: str
+    key: str
+
+    def __repr__(self) -> str:
+        return "Pair(...)"
+
+    @property
+    def begins_at(self) -> datetime:
+        """When it was made."""
+        return _loaded(self.certificate).not_valid_before_utc + _EARLIER
+
+    @property
+    def ends_at(self) -> datetime:
+        """When it ends."""
+        return _loaded(self.certificate).not_valid_after_utc
+
+    def is_old(self, now: datetime) -> bool:
+        """Whether less than a third of its life is left."""
+        return now >= self.ends_at - (self.ends_at - self.begins_at) / 3
+
+
+class Material(msgspec.Struct, frozen=True):
+    """``authorities``: oldest first. ``server``: what the server shows."""
+
+    authorities: tuple[Pair, ...]
+    server: Pair
+
+    @property
+    def trusted(self) -> str:
+        """All authorities, for ``caBundle``."""
+        return "".join(one.certificate for one in self.authorities)
+
+
+def renewed(material: Material | None, names: Sequence[str], now: datetime, lifetimes: Lifetimes) -> Material:
+    """What replicas should have at ``now``: ``material`` itself while nothing is to be renewed.
+
+    ``names``: host names and addresses by which API servers call the server.
+    """
+    known = () if material is None else material.authorities
+    authorities = tuple(one for one in known if now < one.ends_at)
+    if not authorities or authorities[-1].is_old(now):
+        authorities = (*authorities, _make_authority(now, lifetimes.authority))
+    signer = _signer(authorities, now, lifetimes.settled)
+    if material is not None and authorities == material.authorities and _is_good(material.server, signer, names, now):
+        return material
+    if material is not None and _is_good(material.server, signer, names, now):
+        return Material(authorities, material.server)
+    return Material(authorities, _issue(signer, names, now, lifetimes.certificate))
+
+
+def _signer(authorities: Sequence[Pair], now: datetime, settled: timedelta) -> Pair:
+    """The newest that all know by now; at the very first there is nobody who could not know it."""
+    known = [one for one in authorities if now >= one.begins_at + settled]
+    return known[-1] if known else authorities[0]
+
+
+def _is_good(server: Pair, signer: Pair, names: Sequence[str], now: datetime) -> bool:
+    certificate, authority = _loaded(server.certificate), _loaded(signer.certificate)
+    try:
+        certificate.verify_directly_issued_by(authority)
+        shown = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except Exception:  # noqa: BLE001 - of another authority, or not of ours at all: cryptography has several errors for it
+        return False
+    return set(shown) == set(map(_alternative, names)) and not server.is_old(now)
+
+
+def _make_authority(now: datetime, lifetime: timedelta) -> Pair:
+    key = ec.generate_private_key(ec.SECP256R1())
+    # told apart by their names, too
+    name = _name(f"attache webhooks {now:%Y-%m-%d %H:%M:%S}")
+    built = _builder(name, name, key, now, lifetime)
+    built = built.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    usage = x509.KeyUsage(
+        digital_signature=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=True,
+        crl_sign=True,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    return _signed(built.add_extension(usage, critical=True), key, key)
+
+
+def _issue(signer: Pair, names: Sequence[str], now: datetime, lifetime: timedelta) -> Pair:
+    key = ec.generate_private_key(ec.SECP256R1())
+    authority = _loaded(signer.certificate)
+    built = _builder(_name("attache webhooks server"), authority.subject, key, now, min(lifetime, signer.ends_at - now))
+    built = built.add_extension(x509.SubjectAlternativeName(list(map(_alternative, names))), critical=False)
+    built = built.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    signing = serialization.load_pem_private_key(signer.key.encode(), password=None)
+    if not isinstance(signing, ec.EllipticCurvePrivateKey):
+        raise TypeError(type(signing).__name__)
+    return _signed(built, key, signing)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, lifetime: timedelta
+) -> x509.CertificateBuilder:
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
+    return (
+        builder.serial_number(x509.random_serial_number())
+        .not_valid_before(now - _EARLIER)
+        .not_valid_after(now + lifetime)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _signed(
+    builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, signing: ec.EllipticCurvePrivateKey
+) -> Pair:
+    built = builder.add_extension(
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key()), critical=False
+    )
+    certificate = built.sign(signing, hashes.SHA256()).public_bytes(serialization.Encoding.PEM).decode()
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return Pair(certificate, private.decode())
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _alternative(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _loaded(certificate: str) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(certificate.encode())
+
+
+# Of the Secret: one key with all of it, so that no reader meets half of it; the others are for people and tools.
+_DATA: Final = "material.json"
+
+
+def to_secret(material: Material) -> Mapping[str, str]:
+    """The data of a Secret."""
+    content = {
+        _DATA: msgspec.json.encode(material),
+        "ca.crt": material.trusted.encode(),
+        "tls.crt": material.server.certificate.encode(),
+    }
+    return {name: base64.b64encode(text).decode() for name, text in content.items()}
+
+
+def from_secret(data: Mapping[str, Any]) -> Material | None:
+    """None if it holds nothing that can be used: it is made anew then."""
+    try:
+        material = msgspec.json.decode(base64.b64decode(data[_DATA], validate=True), type=Material)
+        for one in (*material.authorities, material.server):
+            check_pair(one.certificate.encode(), one.key.encode())
+    except (KeyError, TypeError, ValueError, msgspec.DecodeError):
+        return None
+    return material if material.authorities else None
+
+
+def utc_now() -> datetime:
+    """For the edges."""
+    return datetime.now(UTC)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TLS and keys towards engines, from files that are followed; the last good ones stay."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from extproc.config.connection import EngineConnection, EngineTls
+    from extproc.config.model_server import ModelServerSpec
+
+log = logging.getLogger(__name__)
+
+# Files are read again for a connection that is made this long after they were read last.
+_FRESH_S: Final = 2.0
+
+
+class Access(msgspec.Struct, frozen=True):
+    """``tls``: None for plain HTTP. ``server_name``: what the certificate must be called. ``authorization``: the header."""
+
+    tls: ssl.SSLContext | None = None
+    server_name: str | None = None
+    authorization: str = ""
+
+
+class _Read(msgspec.Struct, frozen=True):
+    """``content``: of all files and variables. ``at_s``: when it was read."""
+
+    content: tuple[bytes | None, ...]
+    tls: ssl.SSLContext | None
+    authorization: str
+    at_s: float
+
+
+_PLAIN: Final = Access()
+
+
+class EngineAccess:
+    """What a new connection to an engine needs. Files are read in a thread."""
+
+    def __init__(self, environment: Mapping[str, str], clock: Callable[[], float]) -> None:
+        self._environment = environment
+        self._clock = clock
+        self._read: dict[EngineConnection, _Read] = {}
+        self._said: dict[EngineConnection, str] = {}
+
+    async def of(self, spec: ModelServerSpec, address: str) -> Access:
+        """For the engine at ``address``. Raises OSError or ValueError if its files were never good."""
+        connection = spec.connection
+        if connection.tls is None and not connection.has_key:
+            return _PLAIN
+        known = self._read.get(connection)
+        if known is None or self._clock() - known.at_s >= _FRESH_S:
+            known = await self._refresh(connection, known)
+        own = next((one.server_name for one in spec.endpoints if one.address == address), None)
+        name = None if known.tls is None else connection.server_name_of(own) or ""
+        return Access(known.tls, name, known.authorization)
+
+    async def _refresh(self, connection: EngineConnection, known: _Read | None) -> _Read:
+        try:
+            fresh = await asyncio.to_thread(self._load, connection, known)
+        except (OSError, ValueError) as error:
+            if known is None:
+                raise
+            if self._said.get(connection) != str(error):
+                log.warning("TLS files or the key of engines cannot be used, the last ones stay: %s", error)
+            self._said[connection] = str(error)
+            fresh = msgspec.structs.replace(known, at_s=self._clock())
+        else:
+            self._said.pop(connection, None)
+        self._read[connection] = fresh
+        return fresh
+
+    def _load(self, connection: EngineConnection, known: _Read | None) -> _Read:
+        """Raises OSError and ValueError."""
+        tls, key = connection.tls, ""
+        content: list[bytes | None] = []
+        if connection.has_key:
+            key = _key_in(self._key_of(connection))
+            content.append(key.encode())
+        if tls is not None:
+            shown = tls.client_certificate
+            names = [tls.ca_file, *(() if shown is None else (shown.cert_file, shown.key_file))]
+            content += [Path(name).read_bytes() if name is not None else None for name in names]
+        if known is not None and known.content == tuple(content):
+            return msgspec.structs.replace(known, at_s=self._clock())
+        context = None if tls is None else _context(tls)
+        return _Read(tuple(content), context, f"Bearer {key}" if key else "", self._clock())
+
+    def _key_of(self, connection: EngineConnection) -> str:
+        if connection.api_key_file is not None:
+            return Path(connection.api_key_file).read_text()
+        try:
+            return self._environment[connection.api_key_env or ""]
+        except KeyError:
+            raise ValueError(f"the environment variable {connection.api_key_env} is not set; set it") from None
+
+
+def _key_in(text: str) -> str:
+    key = text.strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ValueError(
+            "the engines' key is empty, or no client can send it in a header; write ASCII letters and digits"
+        )
+    return key
+
+
+def _context(tls: EngineTls) -> ssl.SSLContext:
+    """Raises OSError; the errors of ssl are such."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if tls.insecure_skip_verify:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if tls.ca_file is not None:
+        context.load_verify_locations(tls.ca_file)
+    if tls.client_certificate is not None:
+        context.load_cert_chain(tls.client_certificate.cert_file, tls.client_certificate.key_file)
+    return context

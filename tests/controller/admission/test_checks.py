@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a schema cannot say is refused, what another object may mend is warned of, and nothing else is held up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from controller.admission.checks import judge
+from controller.admission.reviews import Verdict, answer, read_review
+from controller.cluster.resources import key_of
+from extproc.scheduling.pickers import InstalledPlugins
+from tests.kube_objects import Object, picker_config, resource, route, server
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CHECK = InstalledPlugins()
+PICKER = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: queue-scorer}]\n"
+
+
+def binding(name: str, *targets: dict[str, Any], policy: str = "default") -> Object:
+    listed = [{"name": f"t{at}", "maxReplicas": 3, **one} for at, one in enumerate(targets)]
+    return resource("AutoscalingPolicyBinding", name, {"policyRef": policy, "targets": listed})
+
+
+def target(name: str, **more: object) -> dict[str, Any]:
+    return {"ref": {"kind": "ModelInfer", "name": name}, **more}
+
+
+def judged(thing: Object, *others: Object, old: Object | None = None, deleted: bool = False) -> Verdict:
+    known: dict[str, dict[str, Object]] = {}
+    for one in others:
+        known.setdefault(one["kind"], {})[key_of(one)] = one
+    operation = "DELETE" if deleted else "UPDATE" if old is not None else "CREATE"
+    request = {
+        "uid": "u",
+        "kind": {"group": "attache.dev", "version": "v1alpha1", "kind": thing["kind"]},
+        "operation": operation,
+        "name": thing["metadata"]["name"],
+        "namespace": thing["metadata"]["namespace"],
+        "object": None if deleted else thing,
+        "oldObject": thing if deleted else old,
+    }
+    body = msgspec.json.encode({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request})
+    return judge(read_review(body), known, CHECK)
+
+
+def rules(thing: Object, *listed: dict[str, Any]) -> Object:
+    return {**thing, "spec": {**thing["spec"], "rules": list(listed)}}
+
+
+TO_LLAMA = {"targetModels": [{"modelServerName": "llama"}]}
+
+
+def matching(regex: str) -> dict[str, Any]:
+    return {"modelMatch": {"uri": {"regex": regex}}, **TO_LLAMA}
+
+
+@pytest.mark.parametrize(
+    ("thing", "said"),
+    [
+        (rules(route(), TO_LLAMA, matching("/a")), "are never reached"),
+        (rules(route(), matching("(unclosed")), "spec.rules[0].modelMatch.uri.regex"),
+        (server(flowControl={"saturation": {"maxWait": "0s"}}), "maxWait"),
+        (server("inferencepool.llama"), "stand for InferencePools"),
+        (picker_config("epp", PICKER.replace("queue-scorer", "queue-scorr")), "no plugin type 'queue-scorr'"),
+        (picker_config("epp", PICKER + "plugin: 1\n"), "line 4"),
+        (resource("GatewayConfig", "g", {"authentication": {"apiKeys": [], "jwt": []}}), "authentication"),
+        (binding("b", target("a"), target("a")), "another target of this object"),
+        (resource("AutoscalingPolicy", "p", {"behavior": {"scaleUp": {"stabilization": "soon"}}}), "mistake"),
+        ({**route(), "spec": {**route()["spec"], "loraAdapters": ["llama"]}}, "'llama' is there twice"),
+    ],
+)
+def test_mistakes_are_refused(thing: Object, said: str) -> None:
+    assert said in judged(thing, server()).refused
+
+
+@pytest.mark.parametrize(
+    ("thing", "others", "said"),
+    [
+        (route("chat", "gone"), [], "no ModelServer 'gone'"),
+        (server(pickerConfig="epp"), [], "no ConfigMap 'epp'"),
+        (server(pickerConfig="epp"), [picker_config("epp", "kind: Nonsense")], "the default picker is"),
+        (
+            rules(route(), matching("/a"), matching("/a")),
+            [server()],
+            "spec.rules[1] is never reached: spec.rules[0] has the same match",
+        ),
+        (
+            route("new", "llama", model="m"),
+            [server(), route("old", model="m", namespace="blue", creationTimestamp="2026-01-01T00:00:00Z")],
+            "'m' belongs to ModelRoute blue/old, which is older",
+        ),
+        (binding("b", target("a"), policy="none"), [], "no AutoscalingPolicy 'none'"),
+        (
+            resource("ModelAccessPolicy", "p", {"targetRefs": [{"kind": "ModelRoute", "name": "gone"}], "rules": []}),
+            [],
+            "no ModelRoute 'gone'",
+        ),
+        (resource("Model", "m", {"uri": "hf://a/b", "autoscaling": {"policyRef": "none"}}), [], "AutoscalingPolicy"),
+    ],
+)
+def test_what_another_object_may_mend_is_a_warning(thing: Object, others: Sequence[Object], said: str) -> None:
+    found = judged(thing, *others)
+    assert found.refused == ""
+    assert [one for one in found.warnings if said in one]
+
+
+@pytest.mark.parametrize(
+    ("thing", "others"),
+    [
+        (server(), []),
+        (route(), [server(), route()]),
+        (server(pickerConfig="epp"), [picker_config("epp", PICKER)]),
+        (picker_config("epp", PICKER), []),
+        (rules(route(), matching("/a"), matching("/b"), TO_LLAMA), [server()]),
+        (resource("GatewayConfig", "g", {}), []),
+        (binding("b", target("a"), target("a", role="prefill")), [resource("AutoscalingPolicy", "default", {})]),
+        (resource("Model", "m", {"uri": "hf://a/b"}), []),
+    ],
+)
+def test_what_is_right_is_taken_without_a_word(thing: Object, others: Sequence[Object]) -> None:
+    assert judged(thing, *others) == Verdict()
+
+
+def test_one_thing_is_scaled_by_one_binding() -> None:
+    policy = resource("AutoscalingPolicy", "default", {})
+    first = binding("first", target("a", role="decode"))
+    refused = judged(binding("second", target("a", role="decode")), first, policy).refused
+    assert refused == "ModelInfer a decode is scaled by AutoscalingPolicyBinding default/first already; " + (
+        "one thing has one owner"
+    )
+    assert judged(binding("first", target("a", role="decode")), first, policy, old=first) == Verdict()
+    elsewhere = {**first, "metadata": {**first["metadata"], "namespace": "blue"}}
+    assert judged(binding("second", target("a", role="decode")), elsewhere, policy) == Verdict()
+
+
+def test_who_only_labels_what_is_wrong_already_is_warned() -> None:
+    wrong = server(flowControl={"saturation": {"maxWait": "0s"}})
+    labelled = {**wrong, "metadata": {**wrong["metadata"], "labels": {"a": "b"}}}
+    found = judged(labelled, old=wrong)
+    assert found.refused == ""
+    assert "maxWait" in found.warnings[0]
+    worse = {**wrong, "spec": {**wrong["spec"], "model": "other"}}
+    assert judged(worse, old=wrong).refused
+    leaving = {**worse, "metadata": {**worse["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}}
+    assert judged(leaving, old=wrong).refused == ""
+
+
+def test_who_deletes_what_is_used_is_warned() -> None:
+    assert "ModelRoute default/llama still names it" in judged(server(), route(), deleted=True).warnings[0]
+    assert judged(server(), route("chat", "other"), route("llama", namespace="blue"), deleted=True) == Verdict()
+    policy = resource("AutoscalingPolicy", "default", {})
+    assert "still names it" in judged(policy, binding("b", target("a")), deleted=True).warnings[0]
+
+
+def test_answers_are_as_the_api_server_wants_them() -> None:
+    request = {"uid": "u", "kind": {"kind": "ModelServer"}, "operation": "CREATE"}
+    review = read_review(msgspec.json.encode({"request": request}))
+    found = msgspec.json.decode(answer(review, Verdict(refused="wrong", warnings=("x" * 300, "y"))))
+    response = found["response"]
+    assert (found["apiVersion"], found["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
+    assert (response["uid"], response["allowed"], response["status"]["code"]) == ("u", False, 422)
+    assert response["status"]["message"] == "wrong"
+    assert [len(one) for one in response["warnings"]] == [256, 1]
+    assert msgspec.json.decode(answer(review, Verdict()))["response"] == {"uid": "u", "allowed": True}
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"request": {"uid": "u"}}', b"[1]"])
+def test_what_is_no_review_is_told(body: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        read_review(body)

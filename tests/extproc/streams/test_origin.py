@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stream's metadata say of it, and of whom they are believed."""
+
+from __future__ import annotations
+
+from extproc.streams.origin import Origin, read_origin
+
+SAID = [("x-attache-server-key", "ns/llama"), ("x-attache-listener", "caf%C3%A9"), ("x-attache-http-route", "ns/r")]
+
+
+def test_our_bundle_is_believed() -> None:
+    found = read_origin([("x-attache-bundle", "1"), *SAID, ("trace-bin", b"\x00")])
+
+    assert found == Origin(listener="café", http_route="ns/r", server="ns/llama")
+
+
+def test_other_gateways_are_not() -> None:
+    assert read_origin(SAID) == Origin()
+
+
+def test_what_is_not_said_is_empty() -> None:
+    assert read_origin([("x-attache-bundle", "1")]) == Origin(listener="", http_route="", server="")

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What manifests/monitoring asks Prometheus for is exported by our processes, under these names and with these labels."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from controller.bundle import Follower
+from controller.roles.gateway_metrics import GatewayMetrics
+from controller.roles.picker_metrics import PickerMetrics
+from controller.uptake import Uptake
+from controller.uptake_metrics import FollowerSeries
+from extproc.config.directory import ConfigDirectory
+from extproc.metrics.registry import Metrics
+from extproc.metrics.tls import TlsMetrics
+from tools.dashboard import FILE, dashboard
+
+MANIFESTS = Path(__file__).parent.parent / "manifests"
+ALERTS = MANIFESTS / "monitoring" / "common" / "alerts.yaml"
+# Prometheus' own, of whatever it scrapes in a pod
+_OF_TARGETS = {"pod", "namespace", "instance", "job", "container"}
+_SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+
+
+def exported(folder: Path) -> dict[str, set[str]]:
+    """Labels by the name of each series, of all our processes."""
+    extproc, follower, gateway = Metrics(list, lambda: 0.0, lambda: 0.0).registry, CollectorRegistry(), GatewayMetrics()
+    TlsMetrics(extproc)
+    PickerMetrics(gateway.registry, "default/llama")
+    uptake = Uptake(lambda _: None, "bootstrap.json")
+    follower.register(FollowerSeries(Follower(ConfigDirectory(folder), folder, "path", uptake)))
+    found: dict[str, set[str]] = {}
+    for registry in (extproc, follower, gateway.registry):
+        for collector in list(registry._collector_to_names):
+            families: list[Any] = list(collector.collect())
+            for family in families:
+                labels = set(getattr(family, "_labelnames", ())) | set(getattr(collector, "_labelnames", ()))
+                for sample in family.samples:
+                    labels |= set(sample.labels)
+                for suffix in _SUFFIXES[family.type]:
+                    found[family.name + suffix] = labels | ({"le"} if suffix == "_bucket" else set())
+    return found
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = yaml.safe_load(ALERTS.read_text())["spec"]["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def expressions() -> dict[str, str]:
+    """By what they are for."""
+    found = {rule["alert"]: rule["expr"] for rule in alerts()}
+    for panel in json.loads(FILE.read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            found[f"{panel['title']} {target['refId']}"] = target["expr"]
+    return found
+
+
+def used_labels(expression: str) -> set[str]:
+    grouped = re.findall(r"\bby \(([^)]*)\)", expression)
+    matched = re.findall(r"\{([^}]*)\}", expression)
+    found = {label.strip() for group in grouped for label in group.split(",")}
+    return found | {pair.partition("=")[0].strip() for group in matched for pair in group.split(",")}
+
+
+@pytest.mark.parametrize(("what", "expression"), sorted(expressions().items()))
+def test_an_expression_uses_series_and_labels_that_there_are(what: str, expression: str, tmp_path: Path) -> None:
+    known = exported(tmp_path)
+    series = re.findall(r"\battache_[a-z_]+", expression)
+    assert series, what
+    assert set(series) <= known.keys()
+    there = set.union(*(known[one] for one in series)) | _OF_TARGETS
+    assert used_labels(expression) <= there
+    assert expression.count("(") == expression.count(")")
+
+
+def test_what_alerts_say_uses_labels_that_their_expressions_keep() -> None:
+    for rule in alerts():
+        said = set(re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])))
+        grouped = re.findall(r"\bby \(([^)]*)\)", rule["expr"])
+        if grouped:
+            assert said <= {label.strip() for label in grouped[0].split(",")}, rule["alert"]
+        else:
+            assert said <= _OF_TARGETS, rule["alert"]
+        assert rule["labels"]["severity"] in {"warning", "critical"}
+
+
+def test_names_of_alerts_differ() -> None:
+    names = [rule["alert"] for rule in alerts()]
+    assert len(names) == len(set(names)) >= 10
+
+
+def test_the_dashboard_is_that_of_the_code() -> None:
+    assert FILE.read_text() == dashboard(), "run make generate"
+
+
+def test_panels_do_not_lie_on_each_other() -> None:
+    cells: set[tuple[int, int]] = set()
+    for panel in json.loads(dashboard())["panels"]:
+        place = panel["gridPos"]
+        mine = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & mine, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        cells |= mine
+
+
+def test_every_port_with_metrics_is_scraped() -> None:
+    """The names of ports in our Deployments are those that monitors ask."""
+    named: set[str] = set()
+    for file in (MANIFESTS / "gateway" / "deployment.yaml", MANIFESTS / "picker" / "base" / "deployment.yaml"):
+        for document in yaml.safe_load_all(file.read_text()):
+            spec = document["spec"]["template"]["spec"]
+            for container in (*spec["initContainers"], *spec["containers"]):
+                # Envoy's own statistics are not ours, and these ports are for requests and probes
+                named |= {port["name"] for port in container["ports"]} - {"http", "grpc", "health"}
+    monitor = yaml.safe_load((MANIFESTS / "monitoring" / "pod-monitor" / "pod-monitor.yaml").read_text())
+    assert {one["port"] for one in monitor["spec"]["podMetricsEndpoints"]} == named

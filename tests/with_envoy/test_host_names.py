@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's host name that changes its address while requests run: extproc and Envoy follow it alike.
+
+Both programs resolve names with the machine's own resolver, so a hosts file of the test's stands in for a name server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+from aiohttp import web
+
+from bench.stack import ALIAS, EngineFlags, running_stack
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ASKED = {"model": ALIAS, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+
+class Engine:
+    """Listens on the same port of several addresses and counts the requests of each."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, int] = {}
+
+    async def handle(self, http: web.Request) -> web.Response:
+        host = http.transport.get_extra_info("sockname")[0]  # type: ignore[union-attr]
+        self.requests[host] = self.requests.get(host, 0) + 1
+        return web.json_response({"choices": [], "usage": {}})
+
+
+@pytest.mark.usefixtures("full_starts")
+async def test_a_name_that_moves_takes_its_requests_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = tmp_path / "hosts"
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(RESOLVER.format(hosts=str(hosts)))
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    engine = Engine()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", engine.handle)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    first = web.TCPSite(runner, "127.0.0.11", 0)
+    await first.start()
+    port = runner.addresses[0][1]
+    await web.TCPSite(runner, "127.0.0.12", port).start()
+    hosts.write_text(json.dumps({"engines.example": ["127.0.0.11"]}))
+    more = {"endpoints": [{"address": f"engines.example:{port}"}], "scrapeInterval": "0s"}
+    refused = []
+    try:
+        async with (
+            running_stack(tmp_path / "stack", EngineFlags(count=1), more=more, watch=True) as stack,
+            httpx.AsyncClient(base_url=stack.url, timeout=20) as http,
+        ):
+
+            async def ask() -> None:
+                answer = await http.post("/v1/chat/completions", json=ASKED)
+                if answer.status_code != 200:
+                    refused.append(answer.text)
+
+            await ask()
+            assert set(engine.requests) == {"127.0.0.11"}
+            hosts.write_text(json.dumps({"engines.example": ["127.0.0.12"]}))
+
+            async def moves() -> bool:
+                await ask()
+                return "127.0.0.12" in engine.requests
+
+            await eventually(moves, timeout_s=20)
+
+            # the old address serves until it has been gone from the answers for a while; then nothing goes there
+            async def has_left() -> bool:
+                before = engine.requests["127.0.0.11"]
+                for _ in range(10):
+                    await ask()
+                return engine.requests["127.0.0.11"] == before
+
+            await eventually(has_left, timeout_s=40, pause_s=0.5)
+            hosts.write_text(json.dumps({}))
+            log = stack.directory / "extproc.log"
+            await eventually(lambda: "its last addresses stay: 127.0.0.12" in log.read_text())
+            await ask()
+            assert not refused
+    finally:
+        await asyncio.gather(runner.cleanup())
+
+
+RESOLVER = """
+import json, socket
+real = socket.getaddrinfo
+def getaddrinfo(host, *words, **options):
+    if not str(host).endswith(".example"):
+        return real(host, *words, **options)
+    found = json.loads(open({hosts!r}).read()).get(host, [])
+    if not found:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    return [one for ip in found for one in real(ip, *words, **options)]
+socket.getaddrinfo = getaddrinfo
+"""

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The admission webhooks, asked by a real API server: accepted, refused, warned, gone, and certificates that change."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+import yaml
+
+from bench.processes import free_ports
+from controller.cluster.client import connect
+from controller.cluster.errors import ApiError, Forbidden
+from controller.cluster.resources import (
+    CONFIG_MAPS,
+    MODEL_ROUTES,
+    MODEL_SERVERS,
+    SECRETS,
+    Resource,
+)
+from controller.roles.manager import CONTROLLER, ManagerMetrics, ManagerRole, ManagerSettings
+from controller.webhooks.material import Lifetimes
+from controller.webhooks.rotation import WEBHOOK_CONFIGURATIONS, RotationSettings
+from extproc.scheduling.pickers import InstalledPlugins
+from tests.kube_objects import Object, picker_config, route, server
+from tests.waiting import eventually
+from tests.with_kube.test_crds import install
+from tests.with_kube.test_gateway_role import IMPATIENT
+from tests.with_kube.test_manifests import SYSTEM, kubectl
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from bench.cluster.assets import Assets
+    from bench.cluster.control_plane import ControlPlane
+    from controller.cluster.client import Client
+
+MANIFESTS = Path(__file__).parents[2] / "manifests" / "manager"
+SECRET = "attache-webhook-certificates"  # noqa: S105 - a name
+WRONG_PICKER = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: queue-scorr}]\n"
+
+
+@pytest.fixture(params=["real"])
+def kube(real_kube: object) -> object:
+    """Only a real one asks webhooks."""
+    return real_kube
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def account(client: Client, plane: ControlPlane, assets: Assets, tmp_path: Path) -> AsyncIterator[Client]:
+    """A client with the token of the manager's ServiceAccount, whose manifests are there but for Deployment and webhooks."""
+    await install(client)
+    kept = ["namespace.yaml", "rbac.yaml", "certificates.yaml"]
+    for name in kept:
+        (tmp_path / name).write_text((MANIFESTS / name).read_text())
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump({"namespace": SYSTEM, "resources": kept}))
+    assert await kubectl(plane, assets, "apply", "-k", str(tmp_path)) == 0
+    # what another test has left
+    await client.merge_patch(SECRETS, SECRET, SYSTEM, {"data": None})
+    asked: Object = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "metadata": {}, "spec": {}}
+    path = f"/api/v1/namespaces/{SYSTEM}/serviceaccounts/attache-manager/token"
+    answer: dict[str, Any] = await client._json("POST", path, body=asked)
+    access = msgspec.structs.replace(client.access, token=answer["status"]["token"], certificate="", key="")
+    async with connect(access, manager=CONTROLLER) as one:
+        yield one
+
+
+@contextlib.asynccontextmanager
+async def managing(account: Client, port: int, lifetimes: Lifetimes | None = None) -> AsyncIterator[ManagerRole]:
+    """A replica that can be asked."""
+    rotation = RotationSettings(
+        namespace=SYSTEM,
+        secret=SECRET,
+        configuration="attache",
+        names=("127.0.0.1",),
+        lifetimes=lifetimes or Lifetimes(),
+        every_s=0.2,
+    )
+    settings = ManagerSettings(listen=f"127.0.0.1:{port}", rotation=rotation)
+    role = ManagerRole(account, settings, ManagerMetrics(), check_picker=InstalledPlugins(), timing=IMPATIENT)
+    task = asyncio.create_task(role.run())
+    try:
+        async with asyncio.timeout(20):
+            await role.ready.wait()
+        yield role
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@contextlib.asynccontextmanager
+async def configured(client: Client, port: int, namespace: str) -> AsyncIterator[None]:
+    """The manifest's webhooks, asked at an address instead of a Service, and for this test's namespace alone."""
+    made = yaml.safe_load((MANIFESTS / "webhooks.yaml").read_text())
+    for webhook in made["webhooks"]:
+        webhook["clientConfig"] = {"url": f"https://127.0.0.1:{port}/validate"}
+        webhook["namespaceSelector"] = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
+    await client.create(WEBHOOK_CONFIGURATIONS, made)
+    try:
+        yield
+    finally:
+        await client.delete(WEBHOOK_CONFIGURATIONS, "attache")
+
+
+async def sent(client: Client, resource: Resource, thing: Object, *, dry_run: bool = True) -> list[str]:
+    """Create it; the warnings. Raises ApiError."""
+    metadata = {name: value for name, value in thing["metadata"].items() if name in {"name", "namespace", "labels"}}
+    query = client._writing(dry_run=dry_run)
+    path = resource.path(metadata["namespace"])
+    async with client._answer("POST", path, query=query, body={**thing, "metadata": metadata}) as answer:
+        return list(answer.headers.getall("Warning", []))
+
+
+async def refusal(client: Client, resource: Resource, thing: Object) -> str:
+    """Why it is refused; empty if it is taken."""
+    try:
+        await sent(client, resource, thing)
+    except ApiError as error:
+        return str(error)
+    return ""
+
+
+def wrong_route(namespace: str) -> Object:
+    made = route(namespace=namespace)
+    made["spec"]["rules"][0]["modelMatch"] = {"uri": {"regex": "(unclosed"}}
+    return made
+
+
+async def until_asked(client: Client, namespace: str) -> None:
+    """API servers hear of a configuration a moment later."""
+
+    async def is_refused() -> bool:
+        return bool(await refusal(client, MODEL_ROUTES, wrong_route(namespace)))
+
+    await eventually(is_refused, timeout_s=20)
+
+
+async def test_objects_are_taken_refused_and_warned_of(client: Client, account: Client, namespace: str) -> None:
+    (port,) = free_ports(1)
+    async with configured(client, port, namespace), managing(account, port):
+        await until_asked(client, namespace)
+        said = await refusal(client, MODEL_ROUTES, wrong_route(namespace))
+        assert "objects.attache.dev" in said
+        assert "spec.rules[0].modelMatch.uri.regex" in said
+        said = await refusal(client, CONFIG_MAPS, picker_config("epp", WRONG_PICKER, namespace=namespace))
+        assert "there is no plugin type 'queue-scorr'" in said
+        assert "stand for InferencePools" in await refusal(
+            client, MODEL_SERVERS, server("inferencepool.x", namespace=namespace)
+        )
+        (warning,) = await sent(client, MODEL_ROUTES, route("llama", namespace=namespace))
+        assert "there is no ModelServer 'llama'" in warning
+        assert await sent(client, MODEL_SERVERS, server(namespace=namespace), dry_run=False) == []
+
+        async def is_known() -> bool:
+            return await sent(client, MODEL_ROUTES, route("llama", namespace=namespace)) == []
+
+        await eventually(is_known)
+        # ConfigMaps of others are nothing to be asked about
+        plain = picker_config("other", "x", namespace=namespace)
+        plain["metadata"]["labels"] = {}
+        assert await sent(client, CONFIG_MAPS, plain) == []
+
+
+async def test_without_the_server_objects_are_taken(client: Client, account: Client, namespace: str) -> None:
+    (port,) = free_ports(1)
+    async with configured(client, port, namespace):
+        async with managing(account, port):
+            await until_asked(client, namespace)
+        assert await refusal(client, MODEL_ROUTES, wrong_route(namespace)) == ""
+        async with managing(account, port):
+            await until_asked(client, namespace)
+
+
+async def test_certificates_change_while_requests_flow(client: Client, account: Client, namespace: str) -> None:
+    """Two replicas share the Secret. A gap would show as an object that is taken although it has a mistake."""
+    first_port, second_port = free_ports(2)
+    # an authority gets a successor after 10 s, a certificate after 4
+    lifetimes = Lifetimes(
+        authority=timedelta(seconds=15), certificate=timedelta(seconds=6), settled=timedelta(seconds=2)
+    )
+    async with (
+        configured(client, first_port, namespace),
+        managing(account, first_port, lifetimes) as first,
+        managing(account, second_port, lifetimes) as second,
+    ):
+        await until_asked(client, namespace)
+        servers, signers, taken = set(), set(), 0
+        wrong = wrong_route(namespace)
+        async with asyncio.timeout(60):
+            while len(signers) < 3:
+                taken += not await refusal(client, MODEL_ROUTES, wrong)
+                material = first._rotation.material
+                assert material is not None
+                servers.add(material.server)
+                signers.add(material.authorities[0])
+                await asyncio.sleep(0.02)
+        assert taken == 0
+        assert len(servers) >= 3
+
+        async def is_shared() -> bool:
+            return first._rotation.material == second._rotation.material
+
+        await eventually(is_shared)
+    secret = await client.get(SECRETS, SECRET, SYSTEM)
+    assert b"PRIVATE" not in base64.b64decode(secret["data"]["ca.crt"])
+
+
+async def test_the_account_may_do_nothing_more(client: Client, account: Client, namespace: str) -> None:
+    await client.create(MODEL_SERVERS, without_times(server(namespace=namespace)))
+    with pytest.raises(Forbidden):
+        await account.list(SECRETS, SYSTEM)
+    with pytest.raises(Forbidden):
+        await account.get(SECRETS, SECRET, namespace)
+    with pytest.raises(Forbidden):
+        await account.delete(SECRETS, SECRET, SYSTEM)
+    with pytest.raises(Forbidden):
+        await account.list(WEBHOOK_CONFIGURATIONS)
+    with pytest.raises(Forbidden):
+        await account.delete(MODEL_SERVERS, "llama", namespace)
+    with pytest.raises(Forbidden):
+        await account.create(
+            SECRETS, {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "x", "namespace": SYSTEM}}
+        )
+
+
+def without_times(thing: Object) -> Object:
+    kept = {name: value for name, value in thing["metadata"].items() if name in {"name", "namespace"}}
+    return {**thing, "metadata": kept}
+
+
+async def test_the_server_takes_the_manifests_as_they_are(plane: ControlPlane, assets: Assets, account: Client) -> None:
+    assert account.manager == CONTROLLER
+    words = ["apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-k"]
+    assert await kubectl(plane, assets, *words, str(MANIFESTS)) == 0

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes Grafana's dashboard: ``python -m tools.dashboard``, part of ``make generate``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+FILE: Final = Path(__file__).parents[1] / "manifests" / "monitoring" / "common" / "dashboard.json"
+_WIDTH: Final = 8
+_HEIGHT: Final = 7
+_ROW: Final = 24
+
+
+class Panel(NamedTuple):
+    """``queries``: an expression and the name of its lines."""
+
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    text: str = ""
+
+
+def _rate(metric: str, by: str, *, where: str = "") -> str:
+    return f"sum by ({by}) (rate({metric}{where}[$__rate_interval]))"
+
+
+def _quantiles(metric: str, by: str = "") -> tuple[tuple[str, str], ...]:
+    labels, name = (f"le, {by}", f" {{{{{by}}}}}") if by else ("le", "")
+    return tuple(
+        (f"histogram_quantile({share}, {_rate(f'{metric}_bucket', labels)})", f"p{share * 100:g}{name}")
+        for share in (0.5, 0.99)
+    )
+
+
+ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
+    (
+        "Requests",
+        (
+            Panel("Requests by outcome", "reqps", ((_rate("attache_requests_total", "outcome"), "{{outcome}}"),)),
+            Panel(
+                "Answers by status",
+                "reqps",
+                ((_rate("attache_answers_total", "server, status_class"), "{{server}} {{status_class}}"),),
+            ),
+            Panel(
+                "Served by the first choice",
+                "percentunit",
+                (
+                    (
+                        _rate("attache_answers_total", "server", where='{first_choice="yes"}')
+                        + " / "
+                        + _rate("attache_answers_total", "server"),
+                        "{{server}}",
+                    ),
+                ),
+                "The rest went down the list: an engine could not be reached, or said 503.",
+            ),
+            Panel("Time to decide", "s", _quantiles("attache_pick_seconds"), "From the whole body to the decision."),
+            Panel("Length of requests", "s", _quantiles("attache_stream_seconds")),
+            Panel("Open requests", "short", (("sum by (pod) (attache_open_streams)", "{{pod}}"),)),
+        ),
+    ),
+    (
+        "Queues",
+        (
+            Panel(
+                "Waiting",
+                "short",
+                (("sum by (server, band) (attache_queue_waiting)", "{{server}} band {{band}}"),),
+            ),
+            Panel("Time in the queue", "s", _quantiles("attache_queue_wait_seconds", "server")),
+            Panel(
+                "How waits end",
+                "reqps",
+                ((_rate("attache_queue_waits_total", "server, outcome"), "{{server}} {{outcome}}"),),
+            ),
+            Panel("Saturation", "percentunit", (("max by (server) (attache_saturation)", "{{server}}"),)),
+            Panel(
+                "Waiting without an engine",
+                "short",
+                (("sum by (server) (attache_wanted_engines)", "{{server}}"),),
+                "Requests that wait while there is no engine: start one.",
+            ),
+            Panel(
+                "Tenants",
+                "reqps",
+                ((_rate("attache_tenant_requests_total", "tenant, outcome"), "{{tenant}} {{outcome}}"),),
+            ),
+        ),
+    ),
+    (
+        "Engines",
+        (
+            Panel(
+                "Requests in flight",
+                "short",
+                (("max by (server, endpoint) (attache_in_flight)", "{{server}} {{endpoint}}"),),
+                "As each extproc knows them, those of the others included: the greatest counts, not the sum.",
+            ),
+            Panel(
+                "Waiting in engines",
+                "short",
+                (("max by (server, endpoint) (attache_engine_waiting)", "{{server}} {{endpoint}}"),),
+            ),
+            Panel(
+                "KV cache in use",
+                "percentunit",
+                (("max by (server, endpoint) (attache_engine_kv_usage)", "{{server}} {{endpoint}}"),),
+            ),
+            Panel(
+                "Prompt tokens from the cache",
+                "percentunit",
+                (
+                    (
+                        f"{_rate('attache_cached_tokens_total', 'server')} / {_rate('attache_prompt_tokens_total', 'server')}",
+                        "{{server}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Avoided",
+                "short",
+                (
+                    (
+                        "max by (server, endpoint, reason) (attache_endpoint_avoided)",
+                        "{{server}} {{endpoint}} {{reason}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Age of engines' reports",
+                "s",
+                (("max by (server, endpoint) (attache_engine_report_age_seconds)", "{{server}} {{endpoint}}"),),
+            ),
+        ),
+    ),
+    (
+        "Configuration",
+        (
+            Panel(
+                "Something is wrong",
+                "short",
+                (
+                    ("max by (pool, reason) (attache_pool_problem)", "{{pool}} {{reason}}"),
+                    ("max by (pod) (attache_gateway_refused)", "{{pod}} refused"),
+                    ("1 - min by (pod) (attache_config_valid)", "{{pod}} directory"),
+                    ("1 - min by (pod) (attache_bundle_config_valid)", "{{pod}} bundle"),
+                ),
+                "Lines above 0.",
+            ),
+            Panel(
+                "Endpoints of pools",
+                "short",
+                (("max by (pool, state) (attache_pool_endpoints)", "{{pool}} {{state}}"),),
+            ),
+            Panel(
+                "Changes of the cluster",
+                "ops",
+                ((_rate("attache_gateway_changes_total", "pod"), "{{pod}}"),),
+            ),
+            Panel("Time to compile a change", "s", _quantiles("attache_gateway_compile_seconds")),
+            Panel("Age of the configuration in use", "s", (("max by (pod) (attache_config_age_seconds)", "{{pod}}"),)),
+            Panel(
+                "Certificates end in",
+                "s",
+                (
+                    ("min by (pod) (attache_tls_certificate_expires_timestamp_seconds) - time()", "{{pod}}"),
+                    (
+                        "min by (pod, file) (attache_bundle_certificate_end_timestamp_seconds) - time()",
+                        "{{pod}} {{file}}",
+                    ),
+                ),
+            ),
+        ),
+    ),
+)
+
+
+def dashboard() -> str:
+    """The whole file."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for title, row in ROWS:
+        place = {"h": 1, "w": _ROW, "x": 0, "y": y}
+        panels.append({"id": len(panels) + 1, "type": "row", "title": title, "gridPos": place, "panels": []})
+        y += 1
+        for number, panel in enumerate(row):
+            x = number * _WIDTH % _ROW
+            place = {"h": _HEIGHT, "w": _WIDTH, "x": x, "y": y + number * _WIDTH // _ROW * _HEIGHT}
+            panels.append(_panel(panel, len(panels) + 1, place))
+        y += -(-len(row) * _WIDTH // _ROW) * _HEIGHT
+    content = {
+        "title": "Attaché",
+        "uid": "attache",
+        "schemaVersion": 39,
+        "tags": ["attache"],
+        "timezone": "",
+        "time": {"from": "now-1h", "to": "now"},
+        "refresh": "30s",
+        "templating": {"list": [{"name": "datasource", "type": "datasource", "query": "prometheus"}]},
+        "panels": panels,
+    }
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    return {
+        "id": number,
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.text,
+        "datasource": source,
+        "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "targets": [
+            {"refId": chr(ord("A") + index), "datasource": source, "expr": expression, "legendFormat": name}
+            for index, (expression, name) in enumerate(panel.queries)
+        ],
+    }
+
+
+if __name__ == "__main__":
+    FILE.write_text(dashboard())
