@@ -148,7 +148,8 @@ async def _listed(client: Client, namespace: str | None) -> list[Object]:
     from controller.cluster.informer import InformerTiming  # noqa: PLC0415
     from controller.roles.watched import Watched  # noqa: PLC0415
 
-    watched = Watched(client, Watched.by_a_gateway(client, namespace, InformerTiming()))
+    informers = Watched.by_a_gateway(client, namespace, InformerTiming())
+    watched = Watched(client, informers, optional=Watched.OPTIONAL)
     following = asyncio.create_task(watched.run())
     try:
         async with asyncio.timeout(_PATIENCE_S):
