@@ -14,6 +14,7 @@ from controller.gateway.compile.conditions import Wanted, WantedStatus
 from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
 from controller.gateway.compile.pickers import LABEL
+from controller.gateway.compile.secrets import Pointer
 from controller.gateway.compile.sources import DOCUMENT_KINDS
 from extproc.config.directory import SUFFIXES
 from extproc.config.documents import read, split
@@ -23,6 +24,7 @@ from extproc.config.spec import object_key
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from controller.gateway.compile.compiler import Outcome
     from extproc.config.picker_config import PickerCheck
 
 Object = Mapping[str, Any]
@@ -30,7 +32,9 @@ Object = Mapping[str, Any]
 _KINDS: Final = frozenset({*DOCUMENT_KINDS, *GATEWAY_API_KINDS, "ConfigMap", "Pod"})
 # What Gateways say of their address, which no object tells.
 _SOMEWHERE: Final = "gateway"
-_CLUSTER_KINDS: Final = frozenset({"GatewayClass", "Namespace", "CustomResourceDefinition"})
+_CLUSTER_SCOPED: Final = frozenset({"GatewayClass", "Namespace", "CustomResourceDefinition"})
+# Read only if something points to them.
+_POINTED_AT: Final = frozenset({"ConfigMap", "Secret"})
 # Conditions whose False means that an object is not used as it is written.
 _JUDGED: Final = frozenset({"Accepted", "ResolvedRefs", "Programmed"})
 
@@ -38,7 +42,7 @@ _JUDGED: Final = frozenset({"Accepted", "ResolvedRefs", "Programmed"})
 class Rendered(msgspec.Struct, frozen=True):
     """``files``: the directory's, by name. ``statuses``: of all objects that are served. ``refused``: why nothing of this
     would be served, empty if it would be. ``unused``: GatewayConfigs of other gateways. ``foreign``: kinds of objects that
-    a gateway does not look at.
+    a gateway does not look at. ``missing``: Secrets and ConfigMaps that something points to and that were not given.
     """
 
     files: Mapping[str, bytes]
@@ -46,6 +50,7 @@ class Rendered(msgspec.Struct, frozen=True):
     refused: str
     unused: Sequence[str]
     foreign: Sequence[str]
+    missing: Sequence[Pointer]
 
     @property
     def is_good(self) -> bool:
@@ -60,18 +65,42 @@ def render(objects: Iterable[Object], gateway: str | None, check_picker: PickerC
     """``objects``: as an API server has them. ``gateway``: the GatewayConfig to serve, as ``namespace/name``."""
     compiler = Compiler(gateway, GatewayApiSettings(advertise=_SOMEWHERE), check_picker=check_picker)
     configs, foreign = set(), set()
+    given: dict[tuple[str, str], Object] = {}
     for thing in objects:
         kind, metadata = thing["kind"], thing.get("metadata") or {}
-        if kind not in _KINDS or (kind == "ConfigMap" and LABEL not in (metadata.get("labels") or {})):
+        if kind not in _KINDS:
             foreign.add(kind)
             continue
-        key = metadata["name"] if kind in _CLUSTER_KINDS else object_key(metadata["namespace"], metadata["name"])
+        name = metadata["name"]
+        key = name if kind in _CLUSTER_SCOPED else object_key(metadata["namespace"], name)
         if kind == "GatewayConfig":
             configs.add(key)
-        compiler.put(kind, key, thing)
-    outcome = compiler.compile()
-    statuses = sorted(outcome.statuses.values(), key=lambda one: (one.kind, one.key))
-    return Rendered(outcome.files, statuses, outcome.refused, sorted(configs - {gateway}), sorted(foreign))
+        if kind in _POINTED_AT:
+            given[kind, key] = thing
+        if kind not in _POINTED_AT or (kind == "ConfigMap" and LABEL in (metadata.get("labels") or {})):
+            compiler.put(kind, key, thing)
+    outcome, followed = _with_pointed(compiler, given)
+    return Rendered(
+        files=outcome.files,
+        statuses=sorted(outcome.statuses.values(), key=lambda one: (one.kind, one.key)),
+        refused=outcome.refused,
+        unused=sorted(configs - {gateway}),
+        foreign=sorted(foreign),
+        missing=sorted(one for one in followed if (one.kind, one.key) not in given),
+    )
+
+
+def _with_pointed(compiler: Compiler, given: Mapping[tuple[str, str], Object]) -> tuple[Outcome, set[Pointer]]:
+    """Compile with those Secrets and ConfigMaps that something points to, which may point on; all that were."""
+    followed: set[Pointer] = set()
+    while True:
+        outcome = compiler.compile()
+        fresh = set(outcome.pointers) - followed
+        if not fresh:
+            return outcome, followed
+        followed |= fresh
+        for one in fresh:
+            compiler.put(one.watched_as, one.key, given.get((one.kind, one.key)))
 
 
 def objects_in(file: str, text: str, namespace: str) -> Iterator[Object]:
@@ -86,8 +115,8 @@ def objects_in(file: str, text: str, namespace: str) -> Iterator[Object]:
                 continue
             if problem := _problem(item):
                 raise ConfigInvalid(document.mistakes([((), problem)]))
-            own = {} if item["kind"] in _CLUSTER_KINDS else {"namespace": namespace}
-            yield {**item, "metadata": {**own, **(item.get("metadata") or {})}}
+            scope = {} if item["kind"] in _CLUSTER_SCOPED else {"namespace": namespace}
+            yield {**item, "metadata": {**scope, **(item.get("metadata") or {})}}
 
 
 def _problem(item: object) -> str:

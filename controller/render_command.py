@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from controller.cluster.access import Access
+    from controller.cluster.client import Client
+    from controller.gateway.compile.secrets import Pointer
     from controller.render import Object, Rendered
     from extproc.config.picker_config import PickerCheck
 
@@ -76,8 +78,11 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     from controller.render import render  # noqa: PLC0415
 
     try:
-        objects = _of_cluster(options.namespace) if options.cluster else list(_of_files(options))
-        rendered = render(objects, options.gateway_config, check_picker)
+        rendered = (
+            _of_cluster(options, check_picker)
+            if options.cluster
+            else render(_of_files(options), options.gateway_config, check_picker)
+        )
         bundle = _bundle(rendered) if options.bundle and not rendered.refused else {}
     except ConfigInvalid as error:
         return report(error)
@@ -110,35 +115,53 @@ def _of_files(options: argparse.Namespace) -> Iterator[Object]:
             yield from objects_in(str(file), text, options.namespace or "default")
 
 
-def _of_cluster(namespace: str | None) -> list[Object]:
-    """What the gateway role would follow; raises _NoCluster."""
+def _of_cluster(options: argparse.Namespace, check_picker: PickerCheck) -> Rendered:
+    """Of what the gateway role would follow; raises _NoCluster."""
     from controller.cluster.access import find_access  # noqa: PLC0415
     from controller.cluster.errors import AccessInvalid, ClusterError  # noqa: PLC0415
 
     try:
-        return asyncio.run(_listed(find_access(), namespace))
+        return asyncio.run(_rendered(options, find_access(), check_picker))
     except (AccessInvalid, ClusterError) as error:
         raise _NoCluster(str(error)) from None
     except TimeoutError:
         raise _NoCluster(f"the API server does not list our kinds within {_PATIENCE_S:g} s") from None
 
 
-async def _listed(access: Access, namespace: str | None) -> list[Object]:
+async def _rendered(options: argparse.Namespace, access: Access, check_picker: PickerCheck) -> Rendered:
     from controller.cluster.client import connect  # noqa: PLC0415
+    from controller.cluster.resources import CONFIG_MAPS, SECRETS, split_key  # noqa: PLC0415
+    from controller.render import render  # noqa: PLC0415
+
+    async with connect(access, manager="attache-render") as client:
+        objects = await _listed(client, options.namespace)
+        asked: set[Pointer] = set()
+        while True:
+            rendered = render(objects, options.gateway_config, check_picker)
+            fresh = set(rendered.missing) - asked
+            if not fresh:
+                return rendered
+            asked |= fresh
+            for one in sorted(fresh):
+                namespace, name = split_key(one.key)
+                found = await client.find(SECRETS if one.kind == "Secret" else CONFIG_MAPS, name, namespace)
+                objects += [] if found is None else [found]
+
+
+async def _listed(client: Client, namespace: str | None) -> list[Object]:
     from controller.cluster.informer import InformerTiming  # noqa: PLC0415
     from controller.roles.watched import Watched  # noqa: PLC0415
 
-    async with connect(access, manager="attache-render") as client:
-        informers = Watched.by_a_gateway(client, namespace, InformerTiming())
-        watched = Watched(client, informers, optional=Watched.OPTIONAL)
-        following = asyncio.create_task(watched.run())
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                await watched.synced()
-                found = await watched.changes(_GATHER_S)
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+    informers = Watched.by_a_gateway(client, namespace, InformerTiming())
+    watched = Watched(client, informers, optional=Watched.OPTIONAL)
+    following = asyncio.create_task(watched.run())
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            await watched.synced()
+            found = await watched.changes(_GATHER_S)
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
     things = [watched.get(kind, key) for kind, key in found]
     return [one for one in things if one is not None]
 
@@ -164,6 +187,8 @@ def _show(rendered: Rendered, bundle: Mapping[str, str], out: Path | None) -> No
 
     for key in rendered.unused:
         print(f"note: GatewayConfig {key} is not served; name the one to serve with --gateway-config", file=sys.stderr)
+    for one in rendered.missing:
+        print(f"note: {one.kind} {one.key} is not there, and something points to it", file=sys.stderr)
     if rendered.foreign:
         print(f"note: left out, as a gateway does not look at them: {', '.join(rendered.foreign)}", file=sys.stderr)
     if rendered.refused:

@@ -88,6 +88,19 @@ def test_a_gateway_config_that_is_not_there_changes_nothing(tmp_path: Path, caps
     assert "GatewayConfig default/other is not served" in said
 
 
+def test_secrets_are_read_if_something_points_to_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {"authentication": {"apiKeySecrets": [{"name": "keys"}]}}
+    config = resource("GatewayConfig", "main", keys)
+    folder = written(tmp_path / "in", server(), make_pod("a"), config)
+    words = ["render", str(folder), "--gateway-config", "default/main"]
+    main(words)
+    assert "Secret default/keys is not there, and something points to it" in capsys.readouterr().err
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {}, "data": {}}
+    written(tmp_path / "in", server(), make_pod("a"), config, secret)
+    main(words)
+    assert "points to it" not in capsys.readouterr().err
+
+
 def test_other_kinds_are_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = written(tmp_path / "in", server(), make_pod("a"), {"apiVersion": "v1", "kind": "Node", "metadata": {}})
     assert main(["render", str(folder)]) == 0
