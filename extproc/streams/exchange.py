@@ -191,8 +191,10 @@ class Buffered:
         # read only where anything depends on it, as it takes a while
         origin = self._origin() if self._context.core.asks_origin else UNKNOWN
         head = self._context.read_head(message, self._is_trusted, origin)
-        if message.HasField("metadata_context"):
-            self._attachment = Attachment(self._context.options.buffered_choices, read_subset(message))
+        options = self._context.options
+        if message.HasField("metadata_context") or options.conformance:
+            allowed = self._context.allowed(head, read_subset(message))
+            self._attachment = Attachment(options.buffered_choices, allowed)
         if origin.server:
             self._chosen = origin.server, head
             if not head.has_body:
