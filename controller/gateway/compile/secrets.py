@@ -25,22 +25,24 @@ _SUFFIX: Final = "data"
 
 
 class Pointer(msgspec.Struct, frozen=True, order=True):
-    """A Secret or ConfigMap that something points to. ``key``: ``namespace/name``."""
+    """An object that is read by its name: a Secret or ConfigMap that something points to, or a definition. ``key``:
+    ``namespace/name``, or the name of a definition.
+    """
 
-    kind: Literal["Secret", "ConfigMap"]
+    kind: Literal["Secret", "ConfigMap", "CustomResourceDefinition"]
     key: str
 
     @property
     def watched_as(self) -> str:
         """The kind under which a compiler gets it; ``ConfigMap`` alone are those that hold picker configurations."""
-        return self.kind if self.kind == "Secret" else "PointedConfigMap"
+        return "PointedConfigMap" if self.kind == "ConfigMap" else self.kind
 
 
 class Pointed(msgspec.Struct, frozen=True):
-    """What is in it. ``data``: bytes by key, decoded. ``type``: of a Secret."""
+    """What is in it. ``data``: bytes by key, decoded. ``annotations``: of the object."""
 
     data: Mapping[str, bytes]
-    type: str = ""
+    annotations: Mapping[str, str] = {}
 
 
 def pointed_of(thing: Mapping[str, Any]) -> Pointed:
@@ -52,7 +54,7 @@ def pointed_of(thing: Mapping[str, Any]) -> Pointed:
             data[name] = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
             continue
-    return Pointed(data, thing.get("type", ""))
+    return Pointed(data, thing["metadata"].get("annotations") or {})
 
 
 def file_of(pointer: Pointer, name: str) -> str:
