@@ -8,19 +8,22 @@ import hashlib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import pytest
 
 from controller.__main__ import main
 from controller.bundle import GOLDEN_PATH
+from controller.gateway.envoy.backends import backend_cluster, backend_resource
 from controller.gateway.envoy.bundle import BundleWriter, build, with_servers
-from controller.gateway.envoy.envoy_json import to_json
+from controller.gateway.envoy.envoy_json import to_json, to_resource
 from controller.gateway.envoy.local_replies import local_replies
 from controller.gateway.publish import Lingering, Step, remove_orphans, steps, write
+from extproc.config.backend import Backend, BackendSpec
 from extproc.config.directory import load_directory
 from extproc.config.load import load
+from extproc.config.spec import Metadata
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -285,6 +288,17 @@ def test_clusters_of_backends_come_before_their_routes_and_go_after_them() -> No
         {"attache-extproc", "backend/default/new"},
     ]
     assert planned[-1].gone == ("eds/_backends/default/old.json",)
+
+
+@pytest.mark.parametrize("protocol", ["HTTP", "H2C", "WebSocket"])
+def test_clusters_of_backends_are_what_envoys_classes_make_of_them(
+    protocol: Literal["HTTP", "H2C", "WebSocket"],
+) -> None:
+    one, other = (
+        Backend(metadata=Metadata(name=name), spec=BackendSpec(protocol=protocol)) for name in ("one", "other")
+    )
+    like = to_resource(backend_cluster(other, "/x"))
+    assert backend_resource(one, like, "/x") == to_resource(backend_cluster(one, "/x"))
 
 
 def test_an_endpoint_more_of_a_backend_changes_one_file() -> None:

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import msgspec
 
 from controller.gateway.envoy.authentication import authentication_files
-from controller.gateway.envoy.backends import backend_cluster, backend_endpoints, backend_endpoints_file
+from controller.gateway.envoy.backends import (
+    backend_cluster,
+    backend_endpoints,
+    backend_endpoints_file,
+    backend_resource,
+)
 from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, bootstrap
 from controller.gateway.envoy.clusters import endpoints_file, extproc_cluster, server_cluster, server_endpoints
 from controller.gateway.envoy.envoy_json import resources_file, to_json, to_resource
@@ -19,12 +24,13 @@ from controller.gateway.envoy.listener import listener_resources
 from controller.gateway.envoy.listener_groups import listener_groups
 from controller.gateway.envoy.memo import Memo
 from controller.gateway.envoy.route_configurations import route_configuration
+from extproc.config.backend import Backend, BackendSpec
 from extproc.config.failure_mode import failure_mode_of
+from extproc.config.spec import Metadata
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from extproc.config.backend import Backend
     from extproc.config.gateway_config import GatewayConfigSpec
     from extproc.config.model_server import ModelServer
     from extproc.config.snapshot import Snapshot
@@ -108,7 +114,12 @@ class BundleWriter:
         return to_resource(server_cluster(server, self._directory))
 
     def _backend(self, backend: Backend) -> dict[str, object]:
-        return to_resource(backend_cluster(backend, self._directory))
+        like = self._memo.get(self._backend_like, backend.spec.protocol)
+        return backend_resource(backend, like, self._directory)
+
+    def _backend_like(self, protocol: Literal["HTTP", "H2C", "WebSocket"]) -> dict[str, object]:
+        some = Backend(metadata=Metadata(name="some"), spec=BackendSpec(protocol=protocol))
+        return to_resource(backend_cluster(some, self._directory))
 
     def _listener(self, gateway: GatewayConfigSpec, longest_wait_s: float, *needs: bool) -> str:
         return resources_file(
