@@ -56,7 +56,3 @@ class PodIndex:
     def of(self, owner: str) -> Collection[Pod]:
         """The pods that ``owner`` selects."""
         return self._selected.get(owner, {}).values()
-
-    def owners(self, namespace: str) -> Collection[str]:
-        """Who selects pods in ``namespace``."""
-        return self._labels.get(namespace, {}).keys()

@@ -5,7 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from controller.gateway.compile.conditions import Wanted, WantedStatus, fails, holds, merged, transitions
+from controller.gateway.compile.conditions import (
+    Wanted,
+    WantedEntry,
+    WantedList,
+    WantedStatus,
+    fails,
+    holds,
+    merged,
+    transitions,
+)
 
 EARLY, LATE = "2026-11-01T00:00:00Z", "2026-11-02T00:00:00Z"
 
@@ -46,3 +55,50 @@ def test_transitions_are_what_changed_in_status_or_reason() -> None:
 
 def test_messages_are_bounded() -> None:
     assert len(fails("Accepted", "Invalid", "x" * 100_000).message) == 4096
+
+
+OURS, THEIRS = "attache.dev/gateway", "example.com/other"
+
+
+def parent(gateway: str, *conditions: Wanted) -> WantedEntry:
+    reference = {"kind": "Gateway", "name": gateway}
+    return WantedEntry(identity={"parentRef": reference, "controllerName": OURS}, conditions=conditions)
+
+
+def route(*entries: WantedEntry, gateway: str = "") -> WantedStatus:
+    parents = WantedList(name="parents", entries=entries, controller=OURS, gateway=gateway)
+    return WantedStatus(kind="HTTPRoute", key="a/b", generation=1, conditions=(), lists=(parents,), is_plain=True)
+
+
+def parents(status: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(one["parentRef"]["name"], one["controllerName"]) for one in status["parents"]]
+
+
+def test_items_of_other_controllers_stay_and_stale_ones_of_ours_go() -> None:
+    theirs = {"parentRef": {"name": "x"}, "controllerName": THEIRS, "conditions": []}
+    stale = {"parentRef": {"name": "y"}, "controllerName": OURS, "conditions": []}
+    status = written(route(parent("web", holds("Accepted"))), {"parents": [stale, theirs]}, EARLY)
+    assert parents(status) == [("x", THEIRS), ("web", OURS)]
+    assert "observedGeneration" not in status
+    assert merged(route(parent("web", holds("Accepted"))), status, LATE) is None
+    assert merged(route(), {"parents": [theirs]}, LATE) is None
+    assert merged(route(), {}, LATE) is None
+
+
+def test_a_role_of_one_gateway_leaves_what_other_roles_of_ours_say() -> None:
+    other = {"parentRef": {"name": "other"}, "controllerName": OURS, "conditions": []}
+    elsewhere = {"parentRef": {"name": "web", "namespace": "c"}, "controllerName": OURS, "conditions": []}
+    status = written(route(parent("web", holds("Accepted")), gateway="a/web"), {"parents": [other, elsewhere]}, EARLY)
+    assert parents(status) == [("other", OURS), ("web", OURS), ("web", OURS)]
+    gone = written(route(gateway="a/web"), status, LATE)
+    assert parents(gone) == [("other", OURS), ("web", OURS)]
+    assert gone["parents"][1] == elsewhere
+
+
+def test_conditions_of_items_keep_their_times_and_are_told_as_events() -> None:
+    first = written(route(parent("web", holds("Accepted"), fails("ResolvedRefs", "BackendNotFound", "x"))), {}, EARLY)
+    assert [one["type"] for one in transitions(first, {})] == ["Accepted", "ResolvedRefs"]
+    second = written(route(parent("web", holds("Accepted"), holds("ResolvedRefs"))), first, LATE)
+    (found,) = second["parents"]
+    assert [one["lastTransitionTime"] for one in found["conditions"]] == [EARLY, LATE]
+    assert [one["type"] for one in transitions(second, first)] == ["ResolvedRefs"]

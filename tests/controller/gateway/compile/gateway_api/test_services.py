@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EndpointSlices as they are kept: smaller, and with all that counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from controller.gateway.compile.gateway_api.services import Slice, slice_of, slim_slice
+from tests.gateway_objects import Object, endpoint_slice
+
+ENDING = {"ready": False, "serving": True, "terminating": True}
+
+
+@pytest.mark.parametrize("conditions", [{"ready": True}, {}, {"ready": False}, ENDING])
+def test_a_slim_slice_means_the_same(conditions: Object) -> None:
+    whole = endpoint_slice("app", "10.1.0.1", "fd00::1", conditions=conditions)
+    whole["endpoints"][0] |= {"nodeName": "node-0", "targetRef": {"kind": "Pod", "name": "app-1"}, "zone": "a"}
+    whole["metadata"]["managedFields"] = [{"manager": "endpointslice-controller"}]
+    slim = slim_slice(whole)
+    assert slice_of(slim) == slice_of(whole)
+    assert "managedFields" not in slim["metadata"]
+    assert "zone" not in slim["endpoints"][0]
+
+
+def test_slices_of_nobody_and_of_host_names_are_left_out() -> None:
+    orphan = endpoint_slice("app", "10.1.0.1")
+    orphan["metadata"]["labels"] = {}
+    assert slice_of(orphan) is None
+    assert slice_of({**endpoint_slice("app", "a.example.org"), "addressType": "FQDN"}) is None
+    found = slice_of(endpoint_slice("app", "10.1.0.1; rm", "10.1.0.2"))
+    assert found == Slice("default/app", {"http": 3000}, ("10.1.0.2",), ())
