@@ -93,15 +93,14 @@ class Follower:
         missing = tuple(f"{one.file}: {one.message}" for one in self.missing_keys)
         return msgspec.structs.replace(known, refused=refused, missing_keys=missing)
 
-    def run(self) -> None:
-        """Until interrupted; raises ConfigInvalid at the start."""
+    def run(self, stop: threading.Event) -> None:
+        """Until ``stop``; raises ConfigInvalid at the start."""
         clock = time.monotonic  # noqa: TID251 - the edge
         self.start(clock)
         if self.uptake is not None:
             threading.Thread(target=_look_for_ever, args=(self.uptake, clock), daemon=True).start()
-        while True:
+        while not stop.wait(_POLL_S):
             self.follow_once(clock)
-            time.sleep(_POLL_S)
 
     def start(self, clock: Callable[[], float]) -> None:
         """Write the first bundle; raises ConfigInvalid."""

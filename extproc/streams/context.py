@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,7 +12,7 @@ from extproc.core.core import Core
 from extproc.core.effects import Effect
 from extproc.errors import MethodNotAllowed, UnknownModel
 from extproc.metrics.registry import Metrics
-from extproc.protocol import MODELS_PATH
+from extproc.protocol import CONFORMANCE_HEADER, MODELS_PATH
 from extproc.streams.http_headers import read_claims, read_head
 from extproc.streams.origin import UNKNOWN
 from extproc.streams.responses import model_answer, models_answer
@@ -57,6 +57,13 @@ class StreamContext(msgspec.Struct, frozen=True):
         if not head.is_trusted or not self.core.claims:
             return head
         return msgspec.structs.replace(head, claims=read_claims(message, self.core.claims))
+
+    def allowed(self, head: Head, subset: Collection[str] | None) -> Collection[str] | None:
+        """The addresses that a request may go to: those of the gateway's ``subset``, or of a conformance test's header."""
+        chosen = head.headers.get(CONFORMANCE_HEADER) if self.options.conformance else None
+        if chosen is None:
+            return subset
+        return [part.strip() for part in chosen.split(",") if part.strip()]
 
     def list_models(self, head: Head) -> bytes | None:
         """The list of models that the caller may use, or one of them, if the request asks for that; raises a Refusal."""

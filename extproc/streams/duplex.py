@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 from extproc.core.states import IllegalEvent
 from extproc.core.types import Attachment, Outcome
 from extproc.errors import BadRequest
-from extproc.protocol import CONFORMANCE_HEADER
 from extproc.request.openai import INFERENCE_PATHS
 from extproc.streams.exchange import answers_to
 from extproc.streams.http_headers import read_served, read_status, read_subset
@@ -153,16 +152,10 @@ class Duplex:
             return intake.receive_unread(pool, head, body)
 
     def _enter(self, arrival: Arrival) -> list[bytes]:
-        choices, subset = self._context.options.duplex_choices, self._allowed(arrival.head)
-        attachment = Attachment(choices, subset, passes_usage=True)
+        subset = self._context.allowed(arrival.head, self._subset)
+        attachment = Attachment(self._context.options.duplex_choices, subset, passes_usage=True)
         self.request = StreamRequest(self._context)
         return answers_to(self, self.request.begin(arrival, attachment, self._context.clock()))
-
-    def _allowed(self, head: Head) -> list[str] | None:
-        chosen = head.headers.get(CONFORMANCE_HEADER) if self._context.options.conformance else None
-        if chosen is None:
-            return self._subset
-        return [part.strip() for part in chosen.split(",") if part.strip()]
 
     def _ended(self, answers: list[bytes], *, is_end: bool) -> list[bytes]:
         if is_end and self.request is not None and self.request.sent is not None:

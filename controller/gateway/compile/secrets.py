@@ -37,10 +37,10 @@ class Pointer(msgspec.Struct, frozen=True, order=True):
 
 
 class Pointed(msgspec.Struct, frozen=True):
-    """What is in it. ``data``: bytes by key, decoded. ``type``: of a Secret."""
+    """What is in it. ``data``: bytes by key, decoded. ``annotations``: of the object."""
 
     data: Mapping[str, bytes]
-    type: str = ""
+    annotations: Mapping[str, str] = {}
 
 
 def pointed_of(thing: Mapping[str, Any]) -> Pointed:
@@ -52,7 +52,7 @@ def pointed_of(thing: Mapping[str, Any]) -> Pointed:
             data[name] = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
             continue
-    return Pointed(data, thing.get("type", ""))
+    return Pointed(data, thing["metadata"].get("annotations") or {})
 
 
 def file_of(pointer: Pointer, name: str) -> str:

@@ -60,12 +60,20 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
             ResponseMapper(
                 filter=_when(
                     f"response.code_details.startsWith('{DETAILS_PREFIX}') || "
-                    "response.code_details == 'direct_response' || "
                     # the script that knows keys refuses without a body
                     "(response.code_details == 'lua_response' && response.code != 401)"
                 ),
                 body_format_override=SubstitutionFormatString(
                     text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"), content_type="application/json"
+                ),
+            ),
+            # The parameter says nothing new, and the Gateway API's conformance suite needs it: where the type is
+            # application/json alone, it parses the body even of the answer to a HEAD, which has none.
+            ResponseMapper(
+                filter=_when("response.code_details == 'direct_response'"),
+                body_format_override=SubstitutionFormatString(
+                    text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"),
+                    content_type="application/json; charset=utf-8",
                 ),
             ),
             _mapper(

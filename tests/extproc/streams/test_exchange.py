@@ -348,3 +348,25 @@ def test_a_client_that_leaves_while_its_request_is_held_leaves_nothing_behind(co
     for one in conversations[:2]:
         one.exchange.close()
     assert core.pools["default/llama"].table.in_flight.sum() == 0
+
+
+@pytest.mark.parametrize(("conformance", "choices"), [(True, ["10.0.0.3:8000"]), (False, None)])
+def test_conformance_tests_choose_by_header_of_whole_requests_too(
+    core: Core, *, conformance: bool, choices: list[str] | None
+) -> None:
+    metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)
+    exchange = Exchange(shell(core, metrics, conformance=conformance), Duplex, is_trusted=lambda: False)
+    message = ProcessingRequest()
+    for key, value in (
+        (":method", "POST"),
+        (":path", "/v1/chat/completions"),
+        ("test-epp-endpoint-selection", "10.0.0.3"),
+    ):
+        message.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+    exchange.receive(message)
+    body = ProcessingRequest()
+    body.request_body.body, body.request_body.end_of_stream = CHAT, True
+    (answer,) = exchange.receive(body)
+    metadata = ProcessingResponse.FromString(answer).dynamic_metadata.fields["envoy.lb"].struct_value.fields
+    named = metadata["x-gateway-destination-endpoint"].string_value.split(",")
+    assert named == choices if choices else len(named) == 3

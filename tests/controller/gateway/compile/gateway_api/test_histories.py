@@ -98,6 +98,11 @@ def model_routes(draw: st.DrawFn) -> Object:
 
 
 SOURCES = st.sampled_from([("default", GROUP, "HTTPRoute"), ("blue", GROUP, "HTTPRoute"), ("blue", GROUP, "Gateway")])
+CONFIGS: list[Object] = [{}, {"x": 1}, {"authentication": {"apiKeySecrets": [{"name": "a"}]}}]
+TARGETS = st.one_of(
+    st.builds(dict, kind=st.just("Gateway"), group=st.just(GROUP), name=NAMES, sectionName=NAMES),
+    st.builds(dict, kind=st.sampled_from(["ModelServer", "ModelRoute", "GatewayConfig"]), name=NAMES),
+)
 THINGS = st.one_of(
     st.builds(gateway_class, st.just("attache"), st.sampled_from(["attache.dev/gateway", "example.com/other"])),
     gateways(),
@@ -113,7 +118,8 @@ THINGS = st.one_of(
     st.builds(tls_secret, NAMES, namespace=SPACES, key=st.just(b"x")),
     st.builds(tls_secret, NAMES, namespace=SPACES),
     st.builds(authorities, NAMES, namespace=SPACES),
-    st.builds(lambda name, spec: resource("GatewayConfig", name, spec), NAMES, st.sampled_from([{}, {"x": 1}])),
+    st.builds(lambda name, spec: resource("GatewayConfig", name, spec), NAMES, st.sampled_from(CONFIGS)),
+    st.builds(lambda name, ref: resource("ModelAccessPolicy", name, {"targetRefs": [ref]}), NAMES, TARGETS),
 )
 
 

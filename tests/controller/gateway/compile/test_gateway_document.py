@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Secrets and ModelAccessPolicies in a cluster: they are in the directory, and what goes wrong opens nothing."""
+
+from __future__ import annotations
+
+import base64
+from hashlib import sha256
+
+from controller.gateway.compile.secrets import Pointer
+from tests.controller.gateway.compile.gateway_api.outcomes import compiled, conditions, snapshot, status
+from tests.gateway_objects import Object, gateway, listener, make
+from tests.kube_objects import resource, route, server
+
+KEY = b"0123456789abcdef"
+CONFIG = resource("GatewayConfig", "main", {"authentication": {"apiKeySecrets": [{"name": "keys"}]}})
+PARAMETERS = {"parametersRef": {"group": "attache.dev", "kind": "GatewayConfig", "name": "main"}}
+
+
+def secret(**keys: bytes) -> Object:
+    data = {name: base64.b64encode(key).decode() for name, key in keys.items()}
+    return make("v1", "Secret", "keys", type="Opaque", data=data)
+
+
+def policy(*targets: Object, **spec: object) -> Object:
+    content = {"rules": [{"models": ["llama"]}], **({"targetRefs": list(targets)} if targets else {}), **spec}
+    return resource("ModelAccessPolicy", "only", content)
+
+
+def test_keys_of_a_secret_are_digests_in_the_directory() -> None:
+    outcome = compiled(gateway(infrastructure=PARAMETERS), CONFIG, secret(alice=KEY))
+    authentication = snapshot(outcome).gateway.authentication
+    assert authentication is not None
+    (key,) = authentication.api_keys
+    assert (key.name, key.tenant, key.key_sha256) == ("alice", "alice", sha256(KEY).hexdigest())
+    assert outcome.pointers == {Pointer("Secret", "default/keys")}
+    assert not any(KEY in content for content in outcome.files.values())
+
+
+def test_while_a_secret_is_missing_nobody_gets_in_and_the_config_says_so() -> None:
+    outcome = compiled(gateway(infrastructure=PARAMETERS), CONFIG)
+    authentication = snapshot(outcome).gateway.authentication
+    assert authentication is not None
+    assert [one.key_sha256 for one in authentication.api_keys] == ["0" * 64]
+    assert conditions(status(outcome, "GatewayConfig", "main").conditions)["ResolvedRefs"] == (
+        "False",
+        "SecretNotUsable",
+    )
+
+
+def test_a_policy_of_a_gateway_is_about_its_listeners() -> None:
+    web = {"kind": "Gateway", "group": "gateway.networking.k8s.io", "name": "web"}
+    things = gateway("web", listener("a"), listener("b", 8080)), gateway("other", listener("c", 90))
+    outcome = compiled(*things, policy(web))
+    (found,) = snapshot(outcome).access_policies
+    assert {one.section_name for one in found.spec.target_refs} == {"default/web/a", "default/web/b"}
+    assert conditions(status(outcome, "ModelAccessPolicy", "only").conditions)["Programmed"][0] == "True"
+    one = compiled(*things, policy({**web, "sectionName": "b"}))
+    assert [ref.section_name for ref in snapshot(one).access_policies[0].spec.target_refs] == ["default/web/b"]
+
+
+def test_a_policy_of_a_route_that_is_not_served_says_so() -> None:
+    target = {"kind": "ModelRoute", "name": "llama"}
+    outcome = compiled(server(), policy(target))
+    assert snapshot(outcome).access_policies == ()
+    assert conditions(status(outcome, "ModelAccessPolicy", "only").conditions)["ResolvedRefs"] == (
+        "False",
+        "TargetNotFound",
+    )
+    assert len(snapshot(compiled(server(), route("llama"), policy(target))).access_policies) == 1
+
+
+def test_beside_policies_a_gateway_is_closed_without_extproc() -> None:
+    config = resource("GatewayConfig", "main", {"failureMode": "Open"})
+    outcome = compiled(config, policy(), config="default/main")
+    assert snapshot(outcome).gateway.failure_mode == "Close"
+    (accepted, *_) = status(outcome, "GatewayConfig", "main").conditions
+    assert "Close is served" in accepted.message
+    assert snapshot(compiled(config, config="default/main")).gateway.failure_mode == "Open"
