@@ -114,11 +114,15 @@ def test_panels_do_not_lie_on_each_other() -> None:
 def test_every_port_with_metrics_is_scraped() -> None:
     """The names of ports in our Deployments are those that monitors ask."""
     named: set[str] = set()
-    for file in (MANIFESTS / "gateway" / "deployment.yaml", MANIFESTS / "picker" / "base" / "deployment.yaml"):
-        for document in yaml.safe_load_all(file.read_text()):
-            spec = document["spec"]["template"]["spec"]
-            for container in (*spec["initContainers"], *spec["containers"]):
-                # Envoy's own statistics are not ours, and these ports are for requests and probes
-                named |= {port["name"] for port in container["ports"]} - {"http", "grpc", "health"}
+    deployed: set[str] = set()
+    for file in MANIFESTS.rglob("deployment.yaml"):
+        (document,) = yaml.safe_load_all(file.read_text())
+        deployed.add(document["metadata"]["labels"]["app.kubernetes.io/name"])
+        spec = document["spec"]["template"]["spec"]
+        for container in (*(spec.get("initContainers") or ()), *spec["containers"]):
+            # Envoy's own statistics are not ours, and these ports are for requests and probes
+            named |= {port["name"] for port in container["ports"]} - {"http", "grpc", "health", "webhooks"}
     monitor = yaml.safe_load((MANIFESTS / "monitoring" / "pod-monitor" / "pod-monitor.yaml").read_text())
     assert {one["port"] for one in monitor["spec"]["podMetricsEndpoints"]} == named
+    (selected,) = monitor["spec"]["selector"]["matchExpressions"]
+    assert set(selected["values"]) == deployed
