@@ -77,7 +77,7 @@ class Follower:
         self._config = config
         self._out = out
         self._keys = KeyFiles(os.environ)
-        self.secrets = SecretFiles(os.environ, config.path)
+        self.secrets = SecretFiles(os.environ, config.path, bundle=out)
         self._lingering, self._writer = Lingering(_LINGER_S), BundleWriter(path)
         # what is in the bundle, and what could not be written last: a configuration, and secrets by file
         self._failed: tuple[Snapshot, Mapping[str, str]] | None = None
