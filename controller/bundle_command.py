@@ -7,6 +7,7 @@ import argparse
 import logging
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -101,12 +102,14 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
         directory = resolved_directory(options.config, _PATIENCE)
         uptake, wait_s, metrics = _looks(options, made, path)
         if options.watch:
-            # as a container's first process it would not see SIGTERM otherwise
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            stop = threading.Event()
+            for one in (signal.SIGTERM, signal.SIGINT):
+                # no exception: raised inside a library's own code, it may get lost there
+                signal.signal(one, lambda *_: stop.set())
             follower = Follower(directory, options.out, path, uptake)
             if metrics is not None:
                 serve_metrics(follower, metrics)
-            follower.run()
+            follower.run(stop)
         else:
             snapshot = directory.read()
             write_once(snapshot, options.out, path, options.config)

@@ -138,6 +138,8 @@ async def _follow(planned: Plan, access: Access, folder: Path, check_picker: Pic
     while True:
         try:
             await _run_role(planned, access, folder, check_picker)
+        except OSError as error:
+            log.error("the picker role cannot listen or write, tried again in %g s: %s", _ROLE_RETRY_S, error)
         except Exception:
             log.exception("the picker role failed, and begins again in %g s; please report this", _ROLE_RETRY_S)
         await asyncio.sleep(_ROLE_RETRY_S)

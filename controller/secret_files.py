@@ -41,14 +41,17 @@ class SecretFiles:
     """Reads what a configuration names, again and again.
 
     Content that cannot be used, such as a certificate whose private key has not been replaced yet, is said once, and what
-    was there before stays. ``folder``: what names of files are relative to. ``stale``: how many secrets are so. ``ends_at``: by the first file of each secret, when it ends.
+    was there before stays. ``folder``: what names of files are relative to. ``bundle``: where an earlier writer may have
+    left good ones, for a start in the middle of a change. ``stale``: how many secrets are out of date. ``ends_at``: by
+    the first file of each secret, when it ends.
     """
 
-    def __init__(self, environment: Mapping[str, str], folder: Path = Path()) -> None:
+    def __init__(self, environment: Mapping[str, str], folder: Path = Path(), bundle: Path | None = None) -> None:
         self.stale = 0
         self.ends_at: Mapping[str, datetime] = {}
         self._environment = environment
         self._folder = folder
+        self._bundle = bundle
         self._last: dict[SecretSource, _Secret] = {}
         # the content that was refused last, so that it is checked and said once
         self._refused: dict[SecretSource, tuple[object, str]] = {}
@@ -81,6 +84,7 @@ class SecretFiles:
             good = _checked(source, read)
         except (OSError, Unusable) as error:
             why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            last = last or self._left_behind(source)
             if last is None:
                 raise ConfigInvalid([Mistake(_title(source), 0, "", why)]) from None
             if self._refused.get(source) != (content, why):
@@ -91,6 +95,10 @@ class SecretFiles:
             log.info("%s: new content is in use", _title(source))
         self._refused.pop(source, None)
         return good
+
+    def _left_behind(self, source: SecretSource) -> _Secret | None:
+        file = None if self._bundle is None else self._bundle / source.file
+        return None if file is None or not file.is_file() else _Secret((), file.read_text(), None)
 
     def _mended(self, source: SecretSource) -> None:
         if self._refused.pop(source, None) is not None:

@@ -133,6 +133,20 @@ CASES: Final = (
         ("flowControl", "bands", 1, "priority"),
         1,
     ),
+    Case(
+        "an authority, or none",
+        "ModelServer",
+        _server(connection={"tls": {"caFile": "ca.pem", "serverName": "a.example"}}),
+        ("connection", "tls", "insecureSkipVerify"),
+        True,
+    ),
+    Case(
+        "an engine's key from one place",
+        "ModelServer",
+        _server(connection={"apiKeyFile": "key.txt"}),
+        ("connection", "apiKeyEnv"),
+        "KEY",
+    ),
     Case("keys or tokens", "GatewayConfig", {"authentication": _KEYS}, ("authentication", "jwt"), [_ISSUER]),
     Case(
         "a key or its file",

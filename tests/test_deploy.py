@@ -80,3 +80,33 @@ def test_the_image_holds_every_package() -> None:
     for package in ("attache", "bench", "controller", "extproc"):
         assert f"\nCOPY {package} {package}\n" in text
         assert f"\n!{package}\n" in (DEPLOY.parent / ".dockerignore").read_text()
+
+
+DEPLOYMENTS = sorted((DEPLOY.parent / "manifests").rglob("deployment.yaml"))
+
+
+@pytest.mark.parametrize("file", DEPLOYMENTS, ids=lambda file: str(file.relative_to(DEPLOY.parent)))
+def test_pods_run_commands_that_exist_and_may_drain(file: Path) -> None:
+    (deployment,) = yaml.safe_load_all(file.read_text())
+    spec = deployment["spec"]["template"]["spec"]
+    containers = [*spec["initContainers"], *spec["containers"]]
+    ours = [one for one in containers if one["image"] == "attache"]
+    assert {"gateway", "extproc"} <= {one["args"][0] for one in ours}
+    for container in ours:
+        parses([word.replace("$(NAMESPACE)", "default") for word in container["args"]])
+        ports = {str(port["containerPort"]) for port in container["ports"]}
+        listening = [word for word in container["args"] if "=0.0.0.0:" in word]
+        assert {word.rpartition(":")[2] for word in listening} == ports
+    (extproc,) = [one for one in ours if one["args"][0] == "extproc"]
+    assert "--drain=5m" in extproc["args"]
+    before_s = ((extproc.get("lifecycle") or {}).get("preStop") or {}).get("sleep", {}).get("seconds", 0)
+    assert spec["terminationGracePeriodSeconds"] > before_s + 300
+
+
+def test_the_image_for_llm_ds_flags_starts_that_command() -> None:
+    text = (DEPLOY / "Containerfile").read_text()
+    stages = re.split(r"^FROM ", text, flags=re.MULTILINE)
+    (epp,) = [stage for stage in stages if stage.startswith("attache AS epp")]
+    assert 'ENTRYPOINT ["attache", "epp"]' in epp
+    # what is built without --target
+    assert stages[-1].strip() == "attache"

@@ -156,7 +156,8 @@ class Access:
         self._tenants = {one.name: _listed(one.models) for one in gateway.tenants if one.models is not None}
         self._keys = {one.name: _of_key(one) for one in keys}
         self._targets = _scopes(snapshot)
-        self._of_models = [scope for (kind, _), scope in self._targets.items() if kind in {"Namespace", "ModelRoute"}]
+        # by server, the scopes of the ModelRoutes that lead to it
+        self._leading_to = _leading_to(snapshot, self._targets)
         self.restricts = bool(self._tenants or self._targets or any(one.models is not None for one in keys))
         self.claims = frozenset(
             claim.name
@@ -186,8 +187,8 @@ class Access:
             if scope is not None:
                 yield scope
         if wish.model is None:
-            # it may ask for the model of any route
-            yield from self._of_models
+            # it may ask the engines for what any of their routes serves
+            yield from self._leading_to.get(wish.server, ())
 
     def _scopes_of_subject(self, subject: Subject) -> Iterator[_Scope]:
         scope = self._tenants.get(subject.tenant)
@@ -231,6 +232,16 @@ def _scopes(snapshot: Snapshot) -> dict[_Target, _Scope]:
         for target in dict.fromkeys(targets):
             rules.setdefault(target, []).extend(policy.spec.rules)
     return {target: _scope(found) for target, found in rules.items()}
+
+
+def _leading_to(snapshot: Snapshot, targets: Mapping[_Target, _Scope]) -> dict[str, list[_Scope]]:
+    found: dict[str, list[_Scope]] = {}
+    for route in snapshot.routes:
+        scope = targets.get(("ModelRoute", route.metadata.key))
+        if scope is not None:
+            for server in {route.server_key(target) for rule in route.spec.rules for target in rule.target_models}:
+                found.setdefault(server, []).append(scope)
+    return found
 
 
 def _target(namespace: str, one: AccessTarget) -> _Target:

@@ -11,7 +11,8 @@ from extproc.config.spec import NonEmpty, Spec
 
 
 class EngineTls(Spec, frozen=True):
-    """TLS towards engines; Envoy and extproc use it alike. Both read the files, and follow them.
+    """TLS towards engines; Envoy and extproc use it alike. Both read the files, and follow them; names
+    are relative to the configuration directory.
 
     ``ca_file``: who signs the engines' certificates, in PEM. ``server_name``: the name that those certificates have, and
     that is asked for (SNI); endpoints may have their own. ``client_certificate``: shown to the
@@ -42,6 +43,19 @@ class EngineConnection(Spec, frozen=True):
     def server_name_of(self, endpoint_name: str | None) -> str | None:
         """The name that the certificate of an endpoint must have. ``endpoint_name``: the endpoint's own."""
         return endpoint_name or (None if self.tls is None else self.tls.server_name)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All files that it names."""
+        tls = self.tls or EngineTls()
+        shown = tls.client_certificate
+        named = (self.api_key_file, tls.ca_file, *(() if shown is None else (shown.cert_file, shown.key_file)))
+        return tuple(one for one in named if one is not None)
+
+    @property
+    def names_files(self) -> bool:
+        """Whether it names files or variables of the machine that Envoy and extproc run on."""
+        return self.has_key or bool(self.files)
 
     @property
     def has_key(self) -> bool:

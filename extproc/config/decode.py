@@ -17,7 +17,7 @@ from extproc.config.documents import read, repeats_keys, split
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.gateway_config import GatewayConfig
 from extproc.config.http_route import HTTPRoute
-from extproc.config.http_route_validation import check_http_route
+from extproc.config.http_route_validation import check_cors, check_http_route
 from extproc.config.listener_validation import check_listeners
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer
@@ -173,6 +173,8 @@ def _check(decoded: _Decoded) -> Iterator[Finding]:
         case GatewayConfig():
             yield from check_gateway(decoded.spec)
             yield from check_listeners(decoded.spec)
+            if decoded.spec.cors is not None:
+                yield from check_cors(decoded.spec.cors, ("spec", "cors"))
         case HTTPRoute():
             yield from check_http_route(decoded.spec)
         case Backend():

@@ -55,3 +55,13 @@ class Listener(Spec, frozen=True):
     address: NonEmpty
     hostname: NonEmpty | None = None
     tls: ListenerTls | None = None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All files that it names."""
+        if self.tls is None:
+            return ()
+        asked = self.tls.client_certificates
+        checked = () if asked is None else (asked.ca_file, asked.crl_file)
+        pairs = (file for one in self.tls.certificates for file in (one.cert_file, one.key_file))
+        return tuple(one for one in (*pairs, *checked) if one is not None)

@@ -46,7 +46,9 @@ _PLAIN: Final = Access()
 class EngineAccess:
     """What a new connection to an engine needs. Files are read in a thread."""
 
-    def __init__(self, environment: Mapping[str, str], clock: Callable[[], float]) -> None:
+    def __init__(self, environment: Mapping[str, str], clock: Callable[[], float], folder: Path = Path()) -> None:
+        """``folder``: what names of files are relative to."""
+        self._folder = folder
         self._environment = environment
         self._clock = clock
         self._read: dict[EngineConnection, _Read] = {}
@@ -89,15 +91,15 @@ class EngineAccess:
         if tls is not None:
             shown = tls.client_certificate
             names = [tls.ca_file, *(() if shown is None else (shown.cert_file, shown.key_file))]
-            content += [Path(name).read_bytes() if name is not None else None for name in names]
+            content += [(self._folder / name).read_bytes() if name is not None else None for name in names]
         if known is not None and known.content == tuple(content):
             return msgspec.structs.replace(known, at_s=self._clock())
-        context = None if tls is None else _context(tls)
+        context = None if tls is None else _context(tls, self._folder)
         return _Read(tuple(content), context, f"Bearer {key}" if key else "", self._clock())
 
     def _key_of(self, connection: EngineConnection) -> str:
         if connection.api_key_file is not None:
-            return Path(connection.api_key_file).read_text()
+            return (self._folder / connection.api_key_file).read_text()
         try:
             return self._environment[connection.api_key_env or ""]
         except KeyError:
@@ -113,13 +115,14 @@ def _key_in(text: str) -> str:
     return key
 
 
-def _context(tls: EngineTls) -> ssl.SSLContext:
+def _context(tls: EngineTls, folder: Path) -> ssl.SSLContext:
     """Raises OSError; the errors of ssl are such."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if tls.insecure_skip_verify:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if tls.ca_file is not None:
-        context.load_verify_locations(tls.ca_file)
+        context.load_verify_locations(folder / tls.ca_file)
     if tls.client_certificate is not None:
-        context.load_cert_chain(tls.client_certificate.cert_file, tls.client_certificate.key_file)
+        shown = tls.client_certificate
+        context.load_cert_chain(folder / shown.cert_file, folder / shown.key_file)
     return context

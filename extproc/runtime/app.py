@@ -86,7 +86,7 @@ class App:
         metrics = self._metrics = Metrics(
             lambda: list(core.pools.values()), wall_clock, clock, decisions, lambda: core.admission.gates
         )
-        access = EngineAccess(os.environ, clock)
+        access = EngineAccess(os.environ, clock, settings.config.path)
         self._tokenizers = Tokenizers(metrics, access)
         self._limits: RedisLimits | None = None
         if settings.redis is not None:

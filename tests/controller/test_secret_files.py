@@ -138,3 +138,20 @@ def test_certificates_that_end_soon_are_said_once(tmp_path: Path, caplog: pytest
         secrets.read([Certificate(files["certFile"], files["keyFile"])], NOW)
     assert caplog.text.count("is good until") == 1
     assert secrets.ends_at[files["certFile"]] - NOW < timedelta(days=4)
+
+
+def test_a_start_between_a_certificate_and_its_key_goes_on_with_what_the_last_writer_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = pair_in(tmp_path)
+    before = SecretFiles({}).read([source], NOW)
+    left = tmp_path / "out" / source.file
+    left.parent.mkdir(parents=True)
+    left.write_text(before[source.file])
+    fresh = AUTHORITY.issue(dns=["a.example"])
+    (tmp_path / "one.crt").write_bytes(fresh.cert)
+    secrets = SecretFiles({}, bundle=tmp_path / "out")
+    assert secrets.read([source], NOW) == secrets.read([source], NOW) == before
+    assert caplog.text.count("what was there before stays in use") == 1
+    (tmp_path / "one.key").write_bytes(fresh.key)
+    assert content(secrets.read([source], NOW)[source.file], "tls_certificate", "certificate_chain") == fresh.cert

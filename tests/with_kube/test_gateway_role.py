@@ -19,7 +19,16 @@ from controller.cluster.client import connect
 from controller.cluster.errors import ClusterError
 from controller.cluster.informer import InformerTiming
 from controller.cluster.lease import LeaderElection
-from controller.cluster.resources import CONFIG_MAPS, EVENTS, MODEL_ROUTES, MODEL_SERVERS, PODS, Resource
+from controller.cluster.resources import (
+    CONFIG_MAPS,
+    EVENTS,
+    GATEWAY_CONFIGS,
+    MODEL_ACCESS_POLICIES,
+    MODEL_ROUTES,
+    MODEL_SERVERS,
+    PODS,
+    Resource,
+)
 from controller.gateway.compile.compiler import Compiler
 from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
 from controller.roles.gateway_metrics import GatewayMetrics
@@ -54,13 +63,24 @@ async def client(kube: Kube) -> AsyncIterator[Client]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    client: Client, namespace: str, folder: Path, identity: str = "a", *, extproc: str | None = None
+    client: Client,
+    namespace: str,
+    folder: Path,
+    identity: str = "a",
+    *,
+    extproc: str | None = None,
+    config: str | None = None,
 ) -> AsyncIterator[GatewayRole]:
-    """A role that has written its directory once. ``extproc``: where to ask what is in use."""
+    """A role that has written its directory once. ``extproc``: where to ask what is in use. ``config``: the GatewayConfig
+    to serve, as ``namespace/name``.
+    """
     async with connect(client.access, manager=CONTROLLER) as own:
         election = LeaderElection(own, namespace=namespace, name="gateway", identity=identity)
         settings = GatewaySettings(
-            config=folder, namespace=namespace, followers={} if extproc is None else {"extproc": extproc}
+            config=folder,
+            namespace=namespace,
+            gateway_config=config,
+            followers={} if extproc is None else {"extproc": extproc},
         )
         role = GatewayRole(own, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
         task = asyncio.create_task(role.run())
@@ -103,7 +123,8 @@ async def conditions(client: Client, resource: Resource, name: str, namespace: s
 
 
 async def create(client: Client, *things: Object) -> None:
-    resources = {one.kind: one for one in (MODEL_SERVERS, MODEL_ROUTES, PODS, CONFIG_MAPS)}
+    kinds = (MODEL_SERVERS, MODEL_ROUTES, MODEL_ACCESS_POLICIES, GATEWAY_CONFIGS, PODS, CONFIG_MAPS)
+    resources = {one.kind: one for one in kinds}
     for thing in things:
         sent = {**thing, "metadata": {**thing["metadata"]}}
         for field in ("creationTimestamp", "generation"):

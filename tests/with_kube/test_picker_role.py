@@ -70,13 +70,19 @@ def pool(namespace: str, *ports: int, app: str = "llama") -> Object:
     return {"apiVersion": INFERENCE_POOLS.api_version, "kind": "InferencePool", "metadata": metadata, "spec": spec}
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def client(kube: Kube) -> AsyncIterator[Client]:
+@contextlib.asynccontextmanager
+async def client_with_pools(kube: Kube) -> AsyncIterator[Client]:
     """A client of a server that has InferencePools: those of the Inference Extension where they are installed already."""
     async with connect(kube.admin, manager="test") as one:
         if not await one.serves(INFERENCE_POOLS):
             await one.apply(CRDS, POOL_CRD, force=True)
         await eventually(lambda: one.serves(INFERENCE_POOLS))
+        yield one
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(kube: Kube) -> AsyncIterator[Client]:
+    async with client_with_pools(kube) as one:
         yield one
 
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
-from controller.gateway.compile.config_document import ConfigDocument, config_document, pointers_of, secret_of
 from controller.gateway.compile.gateway_api.gateway_api import GatewayApi
 from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+from controller.gateway.compile.gateway_document import GatewayDocument, GatewayDocuments
 from controller.gateway.compile.policies import PolicyResult, PolicySet, Served
 from controller.gateway.compile.routes import RouteResult, compile_routes
 from controller.gateway.compile.secrets import Pointer
@@ -32,7 +32,6 @@ from extproc.config.snapshot import Snapshot
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from controller.gateway.compile.credentials import SecretContent
     from extproc.config.listeners import Listener
     from extproc.config.picker_config import PickerCheck
 
@@ -74,12 +73,8 @@ class Compiler:
         self._routes_stale = True
         self._policy_set = PolicySet()
         self._policies: Mapping[str, PolicyResult] = {}
-        self._has_policies = False
-        self._secrets: dict[str, SecretContent] = {}
-        self._config = ConfigDocument(b"")
-        # what it was made of
-        self._config_of: object = None
         self._api = GatewayApi(settings, gateway, self._config_problem)
+        self._documents = GatewayDocuments(self._api.pointed)
 
     def put(self, kind: str, key: str, thing: Mapping[str, Any] | None) -> None:
         """An object as it is now; None: it is gone."""
@@ -91,8 +86,6 @@ class Compiler:
             self._api.put(kind, key, thing)
             if kind == "InferencePool":
                 self._servers.put_pool(key, thing)
-            elif kind == "Secret":
-                self._put_secret(key, thing)
         else:
             self._put_source(kind, key, None if thing is None else source_of(thing))
 
@@ -104,19 +97,15 @@ class Compiler:
         if self._routes_stale or usable != self._usable:
             self._routes = compile_routes(self._sources["ModelRoute"].values(), usable, self._api.listeners)
             self._routes_stale, self._usable = False, usable
-        documents = dict(self._documents())
+        documents = dict(self._routing())
         self._policies = self._policy_set.compile(self._served(documents))
-        config = self._config_in_effect()
-        listeners = None if self._api.listeners is None else self._api.listener_documents()
-        self._has_policies = any(one.document is not None for one in self._policies.values())
-        given = config, listeners, dict(self._secrets), self._has_policies
-        if given != self._config_of:
-            # digests of thousands of keys are not made anew for each pod
-            self._config = config_document(config, listeners, self._secrets, has_policies=self._has_policies)
-            self._config_of = given
-        files = dict(self._files(documents))
-        statuses = {(one.kind, one.key): one for one in self._statuses()}
-        return Outcome(files, statuses, self._refusal(), self._api.pointers() | pointers_of(config))
+        has_policies = any(one.document is not None for one in self._policies.values())
+        gateway = self._documents.make(
+            self._config_in_effect(), self._api.listener_documents(), has_policies=has_policies
+        )
+        files = dict(self._files(gateway, documents))
+        statuses = {(one.kind, one.key): one for one in self._statuses(gateway, has_policies=has_policies)}
+        return Outcome(files, statuses, self._refusal(gateway), self._api.pointers() | gateway.pointers)
 
     def _put_source(self, kind: str, key: str, source: Source | None) -> None:
         if kind == "ModelServer":
@@ -135,17 +124,13 @@ class Compiler:
         elif kind == "GatewayConfig":
             self._api.gateway_configs_changed()
 
-    def _put_secret(self, key: str, thing: Mapping[str, Any] | None) -> None:
-        if thing is None:
-            self._secrets.pop(key, None)
-        else:
-            self._secrets[key] = secret_of(thing)
-
-    def _files(self, documents: Mapping[tuple[str, str], bytes]) -> Iterator[tuple[str, bytes]]:
+    def _files(
+        self, gateway: GatewayDocument, documents: Mapping[tuple[str, str], bytes]
+    ) -> Iterator[tuple[str, bytes]]:
         """In writing order: what is referred to comes before what refers to it."""
         yield from self._api.files().items()
         yield from self._servers.picker_files()
-        yield GATEWAY_FILE, self._config.content
+        yield GATEWAY_FILE, gateway.content
         for objective in self._sources["InferenceObjective"].values():
             if not objective.mistakes:
                 yield file_name(objective.kind, objective.key), objective.document()
@@ -156,7 +141,7 @@ class Compiler:
         for (kind, key), document in documents.items():
             yield file_name(kind, key), document
 
-    def _documents(self) -> Iterator[tuple[tuple[str, str], bytes]]:
+    def _routing(self) -> Iterator[tuple[tuple[str, str], bytes]]:
         """Routes and what they name, by kind and key."""
         yield from self._backends()
         for key, route in self._routes.items():
@@ -196,7 +181,7 @@ class Compiler:
     def _config_in_effect(self) -> Source | None:
         return self._sources["GatewayConfig"].get(self._api.parameters.config or "")
 
-    def _statuses(self) -> Iterator[WantedStatus]:
+    def _statuses(self, gateway: GatewayDocument, *, has_policies: bool) -> Iterator[WantedStatus]:
         yield from self._servers.statuses()
         yield from (one.status for one in self._routes.values())
         yield from (one.status for one in self._policies.values())
@@ -205,12 +190,12 @@ class Compiler:
         for key in {parameters.config, *parameters.named}:
             config = self._sources["GatewayConfig"].get(key or "")
             if config is not None:
-                yield self._config_status(config)
+                yield self._config_status(config, gateway, has_policies=has_policies)
 
-    def _config_status(self, config: Source) -> WantedStatus:
+    def _config_status(self, config: Source, gateway: GatewayDocument, *, has_policies: bool) -> WantedStatus:
         conditions: tuple[Wanted, ...] = (
-            holds("Accepted", self._config.note or NO_MISTAKE),
-            *([self._config.resolved] if self._config.problems else []),
+            holds("Accepted", gateway.note or NO_MISTAKE),
+            *([fails("ResolvedRefs", "SecretNotUsable", "; ".join(gateway.missing))] if gateway.missing else []),
             holds("Programmed", IN_DIRECTORY),
         )
         if config.mistakes:
@@ -225,14 +210,14 @@ class Compiler:
             key=config.key,
             generation=config.generation,
             conditions=conditions,
-            fields=self._failure_mode(config),
+            fields=self._failure_mode(config, is_closed=bool(gateway.note) or has_policies),
         )
 
-    def _failure_mode(self, config: Source) -> Mapping[str, str]:
+    def _failure_mode(self, config: Source, *, is_closed: bool) -> Mapping[str, str]:
         """What Envoy does without extproc, for the status."""
         if config.mistakes or not isinstance(config.decoded, GatewayConfig):
             return {}
-        if self._config.note or self._has_policies:
+        if is_closed:
             return {"failureMode": "Close"}
         served = [self._sources["ModelRoute"][key].decoded for key, one in self._routes.items() if one.document]
         snapshot = Snapshot(
@@ -252,14 +237,17 @@ class Compiler:
             return config.complaint()
         return ""
 
-    def _refusal(self) -> str:
+    def _refusal(self, document: GatewayDocument) -> str:
         """Without its GatewayConfig a gateway would serve without the authentication that it asks for."""
-        if self._gateway is None:
-            return ""
-        gateway = self._sources["GatewayConfig"].get(self._gateway)
-        if gateway is None:
-            return f"there is no GatewayConfig {self._gateway}"
-        return f"GatewayConfig {self._gateway}: {gateway.complaint()}" if gateway.mistakes else ""
+        if self._gateway is not None:
+            gateway = self._sources["GatewayConfig"].get(self._gateway)
+            if gateway is None:
+                return f"there is no GatewayConfig {self._gateway}"
+            if gateway.mistakes:
+                return f"GatewayConfig {self._gateway}: {gateway.complaint()}"
+        if document.refused:
+            return f"GatewayConfig {self._api.parameters.config} with what it refers to: {document.refused}"
+        return ""
 
 
 def file_name(kind: str, key: str) -> str:

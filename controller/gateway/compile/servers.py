@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from controller.gateway.compile.pods import Pod
 
 _PORT_FIELDS = ("workloadSelector", "workloadPort")
+# Whoever may write a ModelServer could have the gateway's own keys sent to an engine of theirs, and a file that is not there
+# would keep the whole configuration from use.
+_FILES: Final = (
+    "connection names files or variables of the gateway, which objects of a cluster may not; leave out caFile, "
+    "clientCertificate, apiKeyFile and apiKeyEnv"
+)
 # Of pods in one message.
 _MOST_SAID: Final = 3
 
@@ -41,6 +47,8 @@ def compile_server(source: Source, pods: Iterable[Pod], pickers: Mapping[str, Pi
     if not isinstance(source.decoded, ModelServer) or source.mistakes:
         return refused_server(source, source.complaint())
     spec = source.decoded.spec
+    if spec.connection.names_files:
+        return refused_server(source, _FILES)
     content = dict(source.spec)
     resolved = holds("ResolvedRefs", "it names no other object")
     if spec.picker_config is not None:

@@ -7,6 +7,7 @@ import json
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
+import msgspec
 import xxhash
 from envoy_data_plane.envoy.config.core.v3 import Address, Pipe, SocketAddress, TypedExtensionConfig
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
@@ -71,4 +72,6 @@ def to_resource(message: Message) -> dict[str, object]:
 def resources_file(resources: Sequence[Mapping[str, object]]) -> str:
     """A file of xDS: a DiscoveryResponse with ``resources``, its version a digest of them."""
     version = xxhash.xxh3_64_hexdigest(json.dumps(resources).encode())
-    return json.dumps({"version_info": version, "resources": list(resources)}, indent=1) + "\n"
+    # json indents in Python, which takes a second for some hundred routes
+    text = msgspec.json.encode({"version_info": version, "resources": list(resources)})
+    return msgspec.json.format(text, indent=1).decode() + "\n"

@@ -90,14 +90,9 @@ _BODY_FILTER: Final = "attache.body_without_extproc"
 _USAGE_FILTER: Final = "attache.usage"
 _RESPONSES_FILTER: Final = "attache.usage_of_responses"
 _STREAMED_RESPONSES_FILTER: Final = "attache.usage_of_streamed_responses"
-# Those that read bodies of requests to engines, and their answers.
-INFERENCE_FILTERS: Final = (
-    _BODY_FILTER,
-    CHANGES_FILTER,
-    _USAGE_FILTER,
-    _RESPONSES_FILTER,
-    _STREAMED_RESPONSES_FILTER,
-)
+# Those that read bodies of requests without extproc, and those that read answers of engines.
+BODY_FILTERS: Final = (_BODY_FILTER,)
+USAGE_FILTERS: Final = (_USAGE_FILTER, _RESPONSES_FILTER, _STREAMED_RESPONSES_FILTER)
 
 # The last event of the responses API repeats the whole answer beside its usage.
 _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
@@ -132,7 +127,7 @@ def http_filters(gateway: GatewayConfigSpec, directory: str, needs: Needs = NO_N
     prefix = _ANY_PREFIX if needs.prefixes else ""
     chain = [
         # browsers ask without credentials
-        *([http_filter(CORS_FILTER, Cors())] if needs.cors else []),
+        *([http_filter(CORS_FILTER, Cors())] if needs.cors or gateway.cors is not None else []),
         *authentication_filters(gateway.authentication, directory),
         http_filter(EXTPROC_FILTER, _ask_extproc(gateway)),
     ]

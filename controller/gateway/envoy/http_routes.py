@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 import msgspec
@@ -11,6 +12,7 @@ from envoy_data_plane.envoy.config.core.v3 import HeaderValue
 from envoy_data_plane.envoy.config.route.v3 import (
     FilterConfig,
     RetryPolicy,
+    RetryPolicyRetryBackOff,
     Route,
     RouteAction,
     RouteActionClusterNotFoundResponseCode,
@@ -19,14 +21,13 @@ from envoy_data_plane.envoy.config.route.v3 import (
     WeightedClusterClusterWeight,
 )
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExtProcOverrides, ExtProcPerRoute
-from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.envoy.backends import backend_cluster_name
 from controller.gateway.envoy.clusters import server_cluster_name
 from controller.gateway.envoy.cors import CORS_FILTER, cors_policy
 from controller.gateway.envoy.direct_answers import error_answer
-from controller.gateway.envoy.envoy_json import seconds, to_plain
-from controller.gateway.envoy.filters import EXTPROC_FILTER, INFERENCE_FILTERS
+from controller.gateway.envoy.envoy_json import seconds, to_plain, to_resource
+from controller.gateway.envoy.filters import BODY_FILTERS, EXTPROC_FILTER, USAGE_FILTERS
 from controller.gateway.envoy.hosts import matches_of
 from controller.gateway.envoy.route_filters import change_headers, change_url, mirror_policy, redirect_action
 from controller.gateway.envoy.route_matches import route_match
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
     from controller.gateway.envoy.hosts import Host
     from controller.gateway.envoy.memo import Memo
-    from extproc.config.http_route import BackendRef, HTTPRoute, HTTPRouteRule, WeightedBackendRef
+    from extproc.config.http_route import BackendRef, HTTPRoute, HTTPRouteRetry, HTTPRouteRule, WeightedBackendRef
     from extproc.config.snapshot import Snapshot
 
 _NO_BACKEND: Final = "The route has no backend that exists; its owner must mend its backendRefs."
@@ -53,11 +54,16 @@ _UNRESOLVED: Final = "unresolved"
 # A request that no server has begun on may go to another.
 _BACKEND_RETRIES: Final = 2
 _BACKEND_RETRY_ON: Final = "connect-failure,refused-stream,reset-before-request"
+# What the Gateway API asks of a rule that says how to retry; ``reset`` is also what ends a try that takes too long.
+_RULE_RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes"
+_BACKOFF_GROWTH: Final = 10
 # Nobody may say a word on a connection that was upgraded for so long.
 _UPGRADED_IDLE_S: Final = 3600.0
 
 # What a reference names; None: nothing that can be served.
 Named = ModelServer | Backend | None
+# What filters are told of a route, by their names, as plain data.
+Configs = Mapping[str, object]
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -92,11 +98,11 @@ class Backends:
 
 def http_routes(host: Host, place: Place, backends: Backends, memo: Memo) -> Iterator[dict[str, object]]:
     """The routes of ``host`` for HTTPRoutes, in their order of precedence."""
-    where = msgspec.json.encode(place).decode()
+    where, off = msgspec.json.encode(place).decode(), memo.get(without_inference, place.is_open)
     for entry in host.entries:
         rule = entry.rule_spec
         named = [backends.of(entry.route, ref) for ref in _refs(rule)]
-        yield memo.get(_route, where, entry.route, entry.rule, entry.number, *named)
+        yield memo.get(_route, where, off, entry.route, entry.rule, entry.number, *named)
 
 
 def needs_of(routes: Sequence[HTTPRoute]) -> tuple[bool, bool]:
@@ -105,24 +111,19 @@ def needs_of(routes: Sequence[HTTPRoute]) -> tuple[bool, bool]:
     return any(one.cors is not None for one in filters), bool(routes)
 
 
-def for_extproc(*, listener: str | None, route: str | None = None, server: str | None = None) -> ExtProcPerRoute:
+def for_extproc(listener: str | None, route: str = "", server: str = "") -> Configs:
     """What extproc is told of a stream: the listener that was asked, the HTTPRoute that took it, its ModelServer."""
     told = [(LISTENER_KEY, listener), (HTTP_ROUTE_KEY, route), (SERVER_KEY, server)]
-    return ExtProcPerRoute(
-        overrides=ExtProcOverrides(
-            grpc_initial_metadata=[
-                # other bytes than ASCII cannot be sent
-                HeaderValue(key=key, value=quote(value, safe="/-._~"))
-                for key, value in told
-                if value is not None
-            ]
-        )
-    )
+    # other bytes than ASCII cannot be sent
+    values = [HeaderValue(key=key, value=quote(value, safe="/-._~")) for key, value in told if value]
+    per_route = ExtProcPerRoute(overrides=ExtProcOverrides(grpc_initial_metadata=values))
+    return {EXTPROC_FILTER: to_resource(per_route)}
 
 
-def without_inference() -> dict[str, Any]:
+def without_inference(is_open: bool) -> Configs:
     """For routes on which extproc has no part, and bodies pass as they are."""
-    return {name: Any.pack(FilterConfig(disabled=True)) for name in (EXTPROC_FILTER, *INFERENCE_FILTERS)}
+    names = (EXTPROC_FILTER, *(BODY_FILTERS if is_open else ()), *USAGE_FILTERS)
+    return dict.fromkeys(names, to_resource(FilterConfig(disabled=True)))
 
 
 def _refs(rule: HTTPRouteRule) -> list[BackendRef]:
@@ -131,8 +132,12 @@ def _refs(rule: HTTPRouteRule) -> list[BackendRef]:
     return [*rule.backend_refs, *mirrors]
 
 
-def _route(where: str, route: HTTPRoute, rule_number: int, number: int, *named: Named) -> dict[str, object]:
-    """One match of one rule. ``where``: its Place as JSON. ``named``: what the rule refers to, as ``_refs`` lists it."""
+def _route(
+    where: str, off: Configs, route: HTTPRoute, rule_number: int, number: int, *named: Named
+) -> dict[str, object]:
+    """One match of one rule. ``where``: its Place as JSON. ``off``: for requests in which extproc has no part. ``named``:
+    what the rule refers to, as ``_refs`` lists it.
+    """
     place = msgspec.json.decode(where, type=Place)
     rule = route.spec.rules[rule_number]
     match = matches_of(rule)[number]
@@ -142,28 +147,49 @@ def _route(where: str, route: HTTPRoute, rule_number: int, number: int, *named: 
     count = len(rule.backend_refs)
     targets = [(ref, one) for ref, one in zip(rule.backend_refs, named[:count], strict=True) if ref.weight]
     if redirect is not None:
-        found.typed_per_filter_config = without_inference()
         found.redirect = redirect_action(redirect, match, domain=place.domain, port=place.port, is_tls=place.is_tls)
     elif all(one is None for _, one in targets):
-        found.typed_per_filter_config = without_inference()
         found.direct_response = error_answer(500, _NO_BACKEND, "server_error", "no_backend")
     else:
-        found.route = _action(rule, targets, place, route.metadata.key)
+        found.route = _action(rule, targets, place)
         change_url(found.route, rule.filters, match)
         found.route.request_mirror_policies = list(_mirrors(rule, named[count:]))
+    return _with_configs(found, rule, off, [_configs_of(one, place, route.metadata.key) for _, one in targets])
+
+
+def _with_configs(
+    found: Route, rule: HTTPRouteRule, off: Configs, of_targets: Sequence[Configs | None]
+) -> dict[str, object]:
+    """``found`` with what it tells filters. ``of_targets``: None for those without inference.
+
+    The classes of Envoy's schema take some 10 ms for each of these, and most are alike: they are put in as plain data.
+    """
+    plain: dict[str, Any] = to_plain(found)
+    configs: dict[str, object] = {}
+    if found.route is None or not any(of_targets):
+        configs.update(off)
+    else:
+        for cluster, own in zip(plain["route"]["weighted_clusters"]["clusters"], of_targets, strict=True):
+            cluster["typed_per_filter_config"] = off if own is None else own
     cors = next((one.cors for one in rule.filters if one.cors is not None), None)
     if cors is not None:
-        found.typed_per_filter_config[CORS_FILTER] = Any.pack(cors_policy(cors))
-    return to_plain(found)
+        configs[CORS_FILTER] = to_resource(cors_policy(cors))
+    return {**plain, "typed_per_filter_config": configs} if configs else plain
 
 
-def _action(
-    rule: HTTPRouteRule, targets: Sequence[tuple[WeightedBackendRef, Named]], place: Place, route: str
-) -> RouteAction:
+def _configs_of(named: Named, place: Place, route: str) -> Configs | None:
+    """What filters are told of requests to a ModelServer; None for other backends."""
+    if not isinstance(named, ModelServer):
+        return None
+    changes = {CHANGES_FILTER: to_resource(change_for(named.spec.allowed_fields))} if place.is_open else {}
+    return {**for_extproc(place.listener, route, named.metadata.key), **changes}
+
+
+def _action(rule: HTTPRouteRule, targets: Sequence[tuple[WeightedBackendRef, Named]], place: Place) -> RouteAction:
     """Time limits and retries are the first ModelServer's, if there is one: one request has one policy."""
     servers = [one for _, one in targets if isinstance(one, ModelServer)]
     action = RouteAction(
-        weighted_clusters=WeightedCluster(clusters=[_weighted(ref, one, place, route) for ref, one in targets]),
+        weighted_clusters=WeightedCluster(clusters=[_weighted(ref, one, place) for ref, one in targets]),
         cluster_not_found_response_code=RouteActionClusterNotFoundResponseCode.INTERNAL_SERVER_ERROR,
         timeout=seconds(servers[0].spec.traffic_policy.timeout if servers else 0.0),
         retry_policy=retries(servers[0].spec.traffic_policy.retry.attempts) if servers else _backend_retries(),
@@ -174,6 +200,8 @@ def _action(
     if any(isinstance(one, Backend) and one.spec.protocol == "WebSocket" for _, one in targets):
         action.upgrade_configs = [RouteActionUpgradeConfig(upgrade_type="websocket")]
         action.idle_timeout = seconds(_UPGRADED_IDLE_S)
+    if rule.retry is not None:
+        action.retry_policy = _retries_of(rule.retry)
     request, of_each = rule.timeouts.request, rule.timeouts.backend_request
     if request is not None:
         action.timeout = seconds(request)
@@ -183,21 +211,14 @@ def _action(
     return action
 
 
-def _weighted(ref: WeightedBackendRef, named: Named, place: Place, route: str) -> WeightedClusterClusterWeight:
-    """A share of the requests, with what only this backend's are told or spared."""
+def _weighted(ref: WeightedBackendRef, named: Named, place: Place) -> WeightedClusterClusterWeight:
+    """A share of the requests, with the changes for this backend alone."""
     found = WeightedClusterClusterWeight(weight=ref.weight)
     if isinstance(named, ModelServer):
-        key = named.metadata.key
-        found.name = server_cluster_name(key)
-        found.typed_per_filter_config = {
-            EXTPROC_FILTER: Any.pack(for_extproc(listener=place.listener, route=route, server=key))
-        }
-        if place.is_open:
-            found.typed_per_filter_config[CHANGES_FILTER] = Any.pack(change_for(named.spec.allowed_fields))
+        found.name = server_cluster_name(named.metadata.key)
         found.request_headers_to_remove = list(place.engines_read_no)
     else:
         found.name = _UNRESOLVED if named is None else backend_cluster_name(named.metadata.key)
-        found.typed_per_filter_config = without_inference()
     change_headers(found, ref.filters)
     return found
 
@@ -210,6 +231,14 @@ def _mirrors(rule: HTTPRouteRule, named: Sequence[Named]) -> Iterator[RouteActio
             key = one.metadata.key
             is_server = isinstance(one, ModelServer)
             yield mirror_policy(mirror, server_cluster_name(key) if is_server else backend_cluster_name(key))
+
+
+def _retries_of(retry: HTTPRouteRetry) -> RetryPolicy:
+    policy = RetryPolicy(retry_on=_RULE_RETRY_ON, retriable_status_codes=list(retry.codes), num_retries=retry.attempts)
+    if retry.backoff is not None:
+        base, longest = seconds(retry.backoff), seconds(retry.backoff * _BACKOFF_GROWTH)
+        policy.retry_back_off = RetryPolicyRetryBackOff(base_interval=base, max_interval=longest)
+    return policy
 
 
 def _backend_retries() -> RetryPolicy:

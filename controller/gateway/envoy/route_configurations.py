@@ -10,17 +10,25 @@ from envoy_data_plane.envoy.config.core.v3 import (
     HeaderValueOption,
     HeaderValueOptionHeaderAppendAction,
 )
-from envoy_data_plane.envoy.config.route.v3 import Route, RouteConfiguration, RouteMatch, VirtualHost
+from envoy_data_plane.envoy.config.route.v3 import (
+    Route,
+    RouteAction,
+    RouteActionClusterNotFoundResponseCode,
+    RouteConfiguration,
+    RouteMatch,
+    VirtualHost,
+)
 from envoy_data_plane.google.protobuf import Any
 
+from controller.gateway.envoy.cors import CORS_FILTER, cors_policy
 from controller.gateway.envoy.direct_answers import error_answer
 from controller.gateway.envoy.envoy_json import to_plain, to_resource
-from controller.gateway.envoy.filters import EXTPROC_FILTER
-from controller.gateway.envoy.hosts import ANY_HOST, covers, domain_of, hosts_of, is_more_specific
+from controller.gateway.envoy.hosts import domain_of, hosts_of, is_more_specific
 from controller.gateway.envoy.http_routes import Backends, Place, for_extproc, http_routes, without_inference
 from controller.gateway.envoy.listener_groups import listener_groups
 from controller.gateway.envoy.routes import routes_without_extproc, server_routes
 from extproc.config.attachment import is_attached
+from extproc.config.host_patterns import ANY_HOST, covers
 from extproc.config.validation import parse_address
 from extproc.protocol import (
     BODY_HEADERS,
@@ -48,6 +56,8 @@ if TYPE_CHECKING:
 
 # The gateway's own words, which no server is to read.
 _OWN_HEADERS: Final = (DESTINATION, SERVER_HEADER, CLIENT, TENANT, USER)
+# There is no such cluster.
+_NOWHERE: Final = "attache-nowhere"
 _INVALID: Final = "invalid_request_error"
 _NO_MODEL: Final = "No model, or none that is served, was asked for; GET /v1/models lists those that are."
 _NO_ROUTE: Final = "Nothing is served under this host and path."
@@ -56,7 +66,8 @@ _OTHER_LISTENER: Final = "Another listener serves this host; connect to it under
 
 def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: Memo) -> dict[str, object]:
     """The route configuration of ``group``, as a resource of xDS."""
-    if snapshot.gateway.listeners or snapshot.http_routes:
+    # CORS is decided before extproc is asked: there must be a route for every request
+    if snapshot.gateway.listeners or snapshot.http_routes or snapshot.gateway.cors is not None:
         return _Group(group, snapshot, memo).configuration()
     # models alone, for every host: what no route takes is answered 404
     host = _virtual_host(snapshot, "attache", ANY_HOST, removed=(*_OWN_HEADERS, *_engines_read_no(snapshot.gateway)))
@@ -73,6 +84,8 @@ class _Group:
         self._memo = memo
         self._backends = Backends(snapshot)
         self._are_named = bool(snapshot.gateway.listeners)
+        # hosts differ in their names, domains and routes
+        self._frame = _virtual_host(snapshot, "frame", ANY_HOST, removed=_OWN_HEADERS)
 
     def configuration(self) -> dict[str, object]:
         others = self._other_domains()
@@ -107,19 +120,19 @@ class _Group:
             engines_read_no=removed,
         )
         attached = [one for one in snapshot.routes if name is None or is_attached(one.spec.parent_refs, name)]
-        found = _virtual_host(snapshot, host.domain, host.domain, removed=_OWN_HEADERS)
+        found = self._virtual_host(host.domain)
         routes = list(http_routes(host, place, self._backends, self._memo))
         if attached:
             models = _model_routes(snapshot, attached, self._memo)
             routes.extend({**one, "request_headers_to_remove": list(removed)} for one in models)
-            told = for_extproc(listener=name) if name is not None else None
-            if told is not None:
-                found["typed_per_filter_config"] = to_plain(
-                    VirtualHost(typed_per_filter_config={EXTPROC_FILTER: Any.pack(told)})
-                )["typed_per_filter_config"]
-            routes.append(_refusal(404, _NO_MODEL, "model_not_found", is_for_models=True))
+            if name is not None:
+                told = self._memo.get(for_extproc, name)
+                found["typed_per_filter_config"] = {**_cors_config(snapshot.gateway), **told}
+            # extproc is asked before this, and decides otherwise
+            last = self._memo.get(_refusal, 404, _NO_MODEL, "model_not_found")
+            routes.append(last if snapshot.gateway.cors is None else _no_model())
         else:
-            routes.append(_refusal(404, _NO_ROUTE, "not_found"))
+            routes.append(self._refusal(404, _NO_ROUTE, "not_found"))
         found["routes"] = routes
         return found
 
@@ -135,9 +148,14 @@ class _Group:
         ]
 
     def _refusing(self, domain: str, status: int, message: str, code: str) -> dict[str, object]:
-        found = _virtual_host(self._snapshot, domain, domain, removed=_OWN_HEADERS)
-        found["routes"] = [_refusal(status, message, code)]
-        return found
+        return {**self._virtual_host(domain), "routes": [self._refusal(status, message, code)]}
+
+    def _refusal(self, status: int, message: str, code: str) -> dict[str, object]:
+        off = self._memo.get(without_inference, self._snapshot.gateway.failure_mode == "Open")
+        return {**self._memo.get(_refusal, status, message, code), "typed_per_filter_config": off}
+
+    def _virtual_host(self, domain: str) -> dict[str, object]:
+        return {**self._frame, "name": domain, "domains": [domain]}
 
 
 def _model_routes(snapshot: Snapshot, routes: Sequence[ModelRoute], memo: Memo) -> list[dict[str, object]]:
@@ -148,16 +166,18 @@ def _model_routes(snapshot: Snapshot, routes: Sequence[ModelRoute], memo: Memo) 
     return found
 
 
-def _refusal(status: int, message: str, code: str, *, is_for_models: bool = False) -> dict[str, object]:
-    """The last route of a host. ``is_for_models``: extproc is asked before it, and decides otherwise."""
-    return to_plain(
-        Route(
-            name=code,
-            match=RouteMatch(prefix="/"),
-            direct_response=error_answer(status, message, _INVALID, code),
-            typed_per_filter_config={} if is_for_models else without_inference(),
-        )
+def _refusal(status: int, message: str, code: str) -> dict[str, object]:
+    """The last route of a host."""
+    answer = error_answer(status, message, _INVALID, code)
+    return to_plain(Route(name=code, match=RouteMatch(prefix="/"), direct_response=answer))
+
+
+def _no_model() -> dict[str, object]:
+    """The same refusal by a route that leads nowhere: for one that answers by itself, Envoy has no policy of other origins."""
+    nowhere = RouteAction(
+        cluster=_NOWHERE, cluster_not_found_response_code=RouteActionClusterNotFoundResponseCode.NOT_FOUND
     )
+    return to_plain(Route(name="model_not_found", match=RouteMatch(prefix="/"), route=nowhere))
 
 
 def _engines_read_no(gateway: GatewayConfigSpec) -> tuple[str, ...]:
@@ -178,8 +198,19 @@ def _virtual_host(snapshot: Snapshot, name: str, domain: str, *, removed: Sequen
             request_headers_to_remove=list(removed),
             response_headers_to_add=[*_rate_limit_headers(snapshot), *_served_header(snapshot.gateway)],
             request_body_buffer_limit=snapshot.gateway.max_body_size,
+            typed_per_filter_config=_cors(snapshot.gateway),
         )
     )
+
+
+def _cors(gateway: GatewayConfigSpec) -> dict[str, Any]:
+    """The gateway's policy; routes may have their own."""
+    return {} if gateway.cors is None else {CORS_FILTER: Any.pack(cors_policy(gateway.cors))}
+
+
+def _cors_config(gateway: GatewayConfigSpec) -> dict[str, object]:
+    """The same as plain data."""
+    return {} if gateway.cors is None else {CORS_FILTER: to_resource(cors_policy(gateway.cors))}
 
 
 def _configuration(name: str, hosts: list[dict[str, object]]) -> dict[str, object]:

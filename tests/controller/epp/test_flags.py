@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
+import yaml
 
 from controller.epp.flags import FLAGS, FlagInvalid, read_flags
 from controller.epp.plan import Plan, for_conformance, plan
 from controller.gateway.compile.pools import server_of
+from controller.gateway.compile.sources import source_of
 from extproc.cli.serve import parser
+
+ROOT = Path(__file__).parents[3]
 
 
 def planned(*words: str, namespace: str = "team") -> Plan:
@@ -123,3 +130,20 @@ def test_for_the_conformance_suite_extproc_obeys_a_header_and_reads_no_plugins()
     found = for_conformance(planned(*CHART))
     assert found.picker_file is None
     assert parser().parse_args(["--config", "x", *found.extproc]).conformance
+
+
+def test_the_annotation_on_the_page_for_llm_d_is_valid() -> None:
+    page = (ROOT / "docs" / "llm-d.md").read_text()
+    (text,) = re.findall(r"```yaml\n(metadata:\n.*?)```", page, re.DOTALL)
+    spec = {"selector": {"matchLabels": {"app": "llama"}}, "targetPorts": [{"number": 8000}]}
+    metadata = {"name": "llama", "namespace": "team", **yaml.safe_load(text)["metadata"]}
+    found = server_of({"metadata": metadata, "spec": spec}, prefix="")
+    assert found.server is not None, found.complaint
+    assert source_of(found.server).complaint() == ""
+
+
+def test_every_pool_among_the_manifests_can_be_served() -> None:
+    (pool,) = yaml.safe_load_all((ROOT / "manifests" / "picker" / "base" / "pool.yaml").read_text())
+    found = server_of({**pool, "metadata": {**pool["metadata"], "namespace": "team"}}, prefix="")
+    assert found.server is not None, found.complaint
+    assert source_of(found.server).complaint() == ""

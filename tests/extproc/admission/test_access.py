@@ -160,6 +160,7 @@ def test_a_name_that_could_not_be_read_gets_round_nothing() -> None:
     of_a_route = access_to(("default", {"targetRefs": [target("ModelRoute", "r")], "rules": [{"models": ["llama"]}]}))
     assert of_a_route.may_use(ACME, wish("sql", route=""))
     assert not of_a_route.may_use(ACME, wish(None, route=""))
+    assert of_a_route.may_use(ACME, wish(None, route="", server="default/b"))
     denied_elsewhere = access_to(("default", {"rules": [{}, {"action": "Deny", "servers": ["default/b"]}]}))
     assert denied_elsewhere.may_use(ACME, wish(None))
 
@@ -252,8 +253,8 @@ def _is_about(namespace: str, ref: Mapping[str, str], asked: Wish) -> bool:
         case "GatewayConfig":
             return ref.get("sectionName") in (None, asked.listener)
         case "ModelRoute":
-            # a request that cannot be read may ask for the model of any route
-            return asked.route == key or asked.model is None
+            # a request that cannot be read may ask for the model of any route that leads to its server, here always `a`
+            return asked.route == key or (asked.model is None and asked.server == f"{namespace}/a")
         case "ModelServer":
             return asked.server == key
         case _:
@@ -267,9 +268,7 @@ def reads_as_allowed(policies: Sequence[tuple[str, Mapping[str, Any]]], subject:
             if _is_about(namespace, ref, asked):
                 name = "" if ref["kind"] == "GatewayConfig" else f"{namespace}/{ref['name']}"
                 by_target.setdefault(f"{ref['kind']} {name} {ref.get('sectionName')}", []).append(spec)
-        of_namespace = asked.model is None or any(
-            one.startswith(f"{namespace}/") for one in (asked.server, asked.route)
-        )
+        of_namespace = any(one.startswith(f"{namespace}/") for one in (asked.server, asked.route))
         if "targetRefs" not in spec and of_namespace:
             by_target.setdefault(f"namespace {namespace}", []).append(spec)
     for specs in by_target.values():

@@ -73,3 +73,66 @@ def test_models_that_no_route_serves_are_noted(tmp_path: Path, capsys: pytest.Ca
     assert said.count("note:") == 4
     assert "1 ModelAccessPolicy" in said
     assert "sk-0123456789" not in said
+
+
+def test_files_of_certificates_that_are_not_here_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "here.pem").write_text("")
+    (tmp_path / "a.yaml").write_text("""
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: g}
+spec:
+  listeners:
+  - name: web
+    address: 0.0.0.0:443
+    tls: {certificates: [{certFile: here.pem, keyFile: gone.pem}]}
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec:
+  model: m
+  endpoints: [{address: engine.example:443}]
+  connection: {tls: {caFile: here.pem}, apiKeyFile: /no/such/key}
+""")
+    assert main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert f"listener web: there is no file '{tmp_path}/gone.pem' here" in said
+    assert "ModelServer default/llama: there is no file '/no/such/key' here" in said
+    assert "here.pem' here" not in said
+
+
+ROUTED = """
+apiVersion: attache.dev/v1alpha1
+kind: Backend
+metadata: {name: a}
+spec: {endpoints: ["127.0.0.1:80"]}
+---
+apiVersion: gateway.networking.k8s.io/v1
+kind: HTTPRoute
+metadata: {name: lost}
+spec:
+  hostnames: [b.test]
+  rules: [{backendRefs: [{group: attache.dev, kind: Backend, name: a}]}]
+---
+apiVersion: gateway.networking.k8s.io/v1
+kind: HTTPRoute
+metadata: {name: found}
+spec:
+  hostnames: [one.a.test, b.test]
+  rules: [{backendRefs: [{group: attache.dev, kind: Backend, name: a}]}]
+---
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: g}
+spec: {listeners: [{name: a, address: "127.0.0.1:8080", hostname: "*.a.test"}]}
+"""
+
+
+def test_routes_that_no_listener_takes_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_text(ROUTED)
+    assert main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "note: HTTPRoute default/lost: no listener that it is attached to takes its hostnames (b.test);" in said
+    assert said.count("note:") == 1
+    assert "2 HTTPRoutes, 1 Backend" in said

@@ -85,3 +85,9 @@ def test_callers_known_by_certificate_need_listeners_that_ask_for_one() -> None:
 def test_patterns_of_certificates_say_who_the_tenant_is(named: str, said: str) -> None:
     authentication = f"  authentication: {{clientCertificates: [{{name: a, field: URI, {named}}}]}}"
     assert said in refusals("    []", authentication)
+
+
+def test_origins_that_no_browser_sends_are_refused() -> None:
+    assert "spec.cors.allowOrigins[0]: 'app.example.com' is no origin" in refusals(
+        "    []", "  cors: {allowOrigins: [app.example.com]}"
+    )

@@ -108,9 +108,9 @@ class GatewayApi:
         """Files of certificates."""
         return {name: content for found in self._listeners() for name, content in found.files.items()}
 
-    def listener_documents(self) -> list[Mapping[str, Any]]:
-        """The ``listeners`` of the GatewayConfig."""
-        return listener_documents(self._gateways)
+    def listener_documents(self) -> list[Mapping[str, Any]] | None:
+        """The ``listeners`` of the GatewayConfig; None if there is no Gateway of ours."""
+        return None if self.listeners is None else listener_documents(self._gateways)
 
     def listener_names(self) -> Mapping[str, Mapping[str, str]]:
         """By Gateway and by ``sectionName``, what the directory calls the listeners that are served."""
@@ -153,7 +153,7 @@ class GatewayApi:
         self.parameters = choose_parameters(served, self._observed.classes, self._config, self._problem_of)
         service = self._observed.services.get(self._settings.advertised_service)
         published = advertised(self._settings, service.addresses if service else ())
-        tls = TlsCompiler(self._grants, self._pointed)
+        tls = TlsCompiler(self._grants, self.pointed)
         before = self._gateways
         self._gateways = compile_gateways(served, self._settings, published, self.parameters.problems, tls)
         listeners = {key: one.listeners for key, one in self._gateways.items()}
@@ -196,12 +196,13 @@ class GatewayApi:
                 gateway=self._settings.gateway,
             )
 
-    def _pointed(self, pointer: Pointer) -> Pointed | None:
+    def pointed(self, pointer: Pointer) -> Pointed | None:
+        """What ``pointer`` points to; None if it is not there, or not known yet."""
         return self._observed.pointed.get((pointer.watched_as, pointer.key))
 
     def _release(self) -> str | None:
         """Of the Gateway API's definitions that are installed; None if they are not known."""
-        found = self._pointed(_DEFINITION)
+        found = self.pointed(_DEFINITION)
         return None if found is None else found.annotations.get(_RELEASE, "")
 
     def _listeners(self) -> Iterator[ListenerResult]:

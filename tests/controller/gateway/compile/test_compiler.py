@@ -208,6 +208,24 @@ def test_a_server_with_a_mistake_concerns_nobody_else() -> None:
     assert "bands" in message
 
 
+@pytest.mark.parametrize(
+    "connection",
+    [
+        {"apiKeyFile": "/var/run/secrets/token"},
+        {"apiKeyEnv": "PATH"},
+        {"tls": {"caFile": "/ca.pem", "serverName": "a.example"}},
+        {"tls": {"insecureSkipVerify": True, "clientCertificate": {"certFile": "/a", "keyFile": "/b"}}},
+    ],
+)
+def test_a_server_that_names_files_of_the_gateway_is_refused(connection: dict[str, object]) -> None:
+    """Or its author could have the gateway's own secrets sent to an engine of theirs."""
+    outcome = compiled(server("sly", connection=connection), server(), pod("a"))
+    _, reason, said = condition(outcome, "ModelServer", "default/sly", "Accepted")
+    assert reason == "Invalid"
+    assert "names files or variables of the gateway" in said
+    assert [one.metadata.key for one in snapshot(outcome).servers] == ["default/llama"]
+
+
 def test_a_picker_is_a_config_map_of_the_servers_namespace() -> None:
     things = server(pickerConfig="epp"), picker_config("epp", PICKER), picker_config("epp", "x", namespace="blue")
     outcome = compiled(*things)
