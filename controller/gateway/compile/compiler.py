@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
+from controller.gateway.compile.file_names import bounded_name
 from controller.gateway.compile.gateway_api.gateway_api import GatewayApi
 from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
@@ -252,4 +253,4 @@ class Compiler:
 
 def file_name(kind: str, key: str) -> str:
     """Of an object's document in the directory. Namespaces have no dots, so no two objects share a file."""
-    return f"{kind.lower()}.{key.replace('/', '.', 1)}.json"
+    return bounded_name(f"{kind.lower()}.{key.replace('/', '.', 1)}", ".json")

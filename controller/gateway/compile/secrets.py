@@ -17,6 +17,8 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 
+from controller.gateway.compile.file_names import bounded_name
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -59,7 +61,7 @@ def pointed_of(thing: Mapping[str, Any]) -> Pointed:
 
 def file_of(pointer: Pointer, name: str) -> str:
     """The file of the value called ``name``. Names of objects have no underscore, so no two values share a file."""
-    return f"{pointer.kind.lower()}.{pointer.key.replace('/', '.', 1)}_{name}.{_SUFFIX}"
+    return bounded_name(f"{pointer.kind.lower()}.{pointer.key.replace('/', '.', 1)}_{name}", f".{_SUFFIX}")
 
 
 def files_of(pointer: Pointer, pointed: Pointed, names: Iterable[str]) -> dict[str, bytes]:

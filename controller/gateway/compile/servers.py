@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
+from controller.gateway.compile.listed_addresses import own_address
 from controller.gateway.compile.pickers import LABEL
 from controller.gateway.compile.pods import PRICE, pod_endpoints
 from controller.gateway.compile.sources import Source, to_bytes
@@ -49,6 +50,9 @@ def compile_server(source: Source, pods: Iterable[Pod], pickers: Mapping[str, Pi
     spec = source.decoded.spec
     if spec.connection.names_files:
         return refused_server(source, _FILES)
+    if own := own_address(spec):
+        said = "is an address of the gateway's own pod or node, which objects of a cluster may not name"
+        return refused_server(source, f"endpoints: {own} {said}; write one that other machines reach")
     content = dict(source.spec)
     resolved = holds("ResolvedRefs", "it names no other object")
     if spec.picker_config is not None:

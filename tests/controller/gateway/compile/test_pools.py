@@ -92,3 +92,11 @@ def test_a_named_config_map_has_precedence_over_the_annotation() -> None:
     assert found.server is not None
     assert found.server["spec"]["pickerConfig"] == "b"
     assert server_key("team/llama") == "team/inferencepool.llama"
+
+
+@pytest.mark.parametrize("key", ["1", "1.5", "null", "true", "2024-01-01"])
+@pytest.mark.parametrize("text", ["{key}: x", "trafficPolicy: {{{key}: x}}", "endpoint: [[{{{key}: x}}]]"])
+def test_keys_of_the_annotation_that_are_no_text_are_refused(key: str, text: str) -> None:
+    found = server_of(pool(annotation=text.format(key=key)))
+    assert found.server is None
+    assert found.complaint.endswith("every key must be text, so put others in quotes")
