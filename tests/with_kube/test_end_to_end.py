@@ -281,6 +281,15 @@ async def test_a_gateway_and_a_route_to_a_pool_answer_while_engines_come_and_go(
 
     found = await status(site.client, GATEWAYS, "web", site.namespace)
     assert found["listeners"][0]["attachedRoutes"] == 2, "the HTTPRoute and the ModelRoute"
+
+    async def is_in_use() -> bool:
+        gateway = await status(site.client, GATEWAYS, "web", site.namespace)
+        route = await status(site.client, HTTP_ROUTES, "pool", site.namespace)
+        told = [gateway, gateway["listeners"][0], route["parents"][0]]
+        messages = {one["message"] for thing in told for one in thing["conditions"] if one["type"] == "Programmed"}
+        return messages == {"in use by extproc and Envoy"}
+
+    await eventually(is_in_use, timeout_s=PATIENCE_S)
     async with load(site.url) as by_model, load(site.url, POOL_HOST) as by_pool:
         await site.scale(4)
         await site.scale(1)
