@@ -17,6 +17,7 @@ from controller.gateway.compile.file_names import bounded_name
 from controller.gateway.compile.gateway_api.gateway_api import GatewayApi
 from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+from controller.gateway.compile.gateway_configs import GatewayConfigs
 from controller.gateway.compile.gateway_document import GatewayDocument, GatewayDocuments
 from controller.gateway.compile.policies import PolicyResult, PolicySet, Served
 from controller.gateway.compile.routes import RouteResult, compile_routes
@@ -74,7 +75,7 @@ class Compiler:
         self._routes_stale = True
         self._policy_set = PolicySet()
         self._policies: Mapping[str, PolicyResult] = {}
-        self._api = GatewayApi(settings, gateway, self._config_problem)
+        self._api = GatewayApi(settings, gateway, GatewayConfigs(self._sources["GatewayConfig"]))
         self._documents = GatewayDocuments(self._api.pointed)
 
     def put(self, kind: str, key: str, thing: Mapping[str, Any] | None) -> None:
@@ -228,15 +229,6 @@ class Compiler:
             gateway=config.decoded.spec,
         )
         return {"failureMode": failure_mode_of(snapshot)}
-
-    def _config_problem(self, key: str) -> str:
-        """Why a GatewayConfig cannot be used; empty if it can."""
-        config = self._sources["GatewayConfig"].get(key)
-        if config is None:
-            return "there is no such GatewayConfig"
-        if config.mistakes or not isinstance(config.decoded, GatewayConfig):
-            return config.complaint()
-        return ""
 
     def _refusal(self, document: GatewayDocument) -> str:
         """Without its GatewayConfig a gateway would serve without the authentication that it asks for."""
