@@ -81,6 +81,8 @@ class Follower:
         self._lingering, self._writer = Lingering(_LINGER_S), BundleWriter(path)
         # what is in the bundle, and what could not be written last: a configuration, and secrets by file
         self._failed: tuple[Snapshot, Mapping[str, str]] | None = None
+        # digests of the files that the bundle was made from
+        self._in_bundle: Mapping[str, str] = {}
         # why the directory as it is now cannot be used
         self._refused = ""
         self._retry_at_s = 0.0
@@ -88,7 +90,7 @@ class Follower:
     @property
     def report(self) -> ConfigReport:
         """What of the directory is in use: by Envoy, or else, if nobody looks, in the bundle."""
-        known = ConfigReport(files=self._written[0].digests) if self.uptake is None else self.uptake.report
+        known = ConfigReport(files=self._in_bundle) if self.uptake is None else self.uptake.report
         refused = self._refused or known.refused
         missing = tuple(f"{one.file}: {one.message}" for one in self.missing_keys)
         return msgspec.structs.replace(known, refused=refused, missing_keys=missing)
@@ -137,6 +139,7 @@ class Follower:
 
     def _note_written(self, now: float) -> None:
         self.written_at_s = datetime.now(UTC).timestamp()
+        self._in_bundle = self._written[0].digests
         if self.uptake is not None:
             self.uptake.wrote(self._written[0], self._out, now)
 

@@ -10,9 +10,12 @@ import msgspec
 import yaml
 
 from controller.gateway.compile.compiler import Compiler
-from controller.gateway.compile.conditions import WantedStatus
+from controller.gateway.compile.conditions import Wanted, WantedStatus
+from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
+from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
 from controller.gateway.compile.pickers import LABEL
 from controller.gateway.compile.sources import DOCUMENT_KINDS
+from extproc.config.directory import SUFFIXES
 from extproc.config.documents import read, split
 from extproc.config.errors import ConfigInvalid
 from extproc.config.spec import object_key
@@ -24,7 +27,10 @@ if TYPE_CHECKING:
 
 Object = Mapping[str, Any]
 
-_KINDS: Final = frozenset({*DOCUMENT_KINDS, "ConfigMap", "Pod"})
+_KINDS: Final = frozenset({*DOCUMENT_KINDS, *GATEWAY_API_KINDS, "ConfigMap", "Pod"})
+# What Gateways say of their address, which no object tells.
+_SOMEWHERE: Final = "gateway"
+_CLUSTER_KINDS: Final = frozenset({"GatewayClass", "Namespace", "CustomResourceDefinition"})
 # Conditions whose False means that an object is not used as it is written.
 _JUDGED: Final = frozenset({"Accepted", "ResolvedRefs", "Programmed"})
 
@@ -44,20 +50,22 @@ class Rendered(msgspec.Struct, frozen=True):
     @property
     def is_good(self) -> bool:
         """Whether all objects are used as they are written."""
-        conditions = (one for status in self.statuses for one in status.conditions)
+        conditions = [one for status in self.statuses for one in status.conditions]
+        items = [one for status in self.statuses for list_ in status.lists for one in list_.entries]
+        conditions += [one for item in items for one in item.conditions]
         return not self.refused and not any(one.status == "False" and one.type in _JUDGED for one in conditions)
 
 
 def render(objects: Iterable[Object], gateway: str | None, check_picker: PickerCheck) -> Rendered:
     """``objects``: as an API server has them. ``gateway``: the GatewayConfig to serve, as ``namespace/name``."""
-    compiler = Compiler(gateway, check_picker=check_picker)
+    compiler = Compiler(gateway, GatewayApiSettings(advertise=_SOMEWHERE), check_picker=check_picker)
     configs, foreign = set(), set()
     for thing in objects:
         kind, metadata = thing["kind"], thing.get("metadata") or {}
         if kind not in _KINDS or (kind == "ConfigMap" and LABEL not in (metadata.get("labels") or {})):
             foreign.add(kind)
             continue
-        key = object_key(metadata["namespace"], metadata["name"])
+        key = metadata["name"] if kind in _CLUSTER_KINDS else object_key(metadata["namespace"], metadata["name"])
         if kind == "GatewayConfig":
             configs.add(key)
         compiler.put(kind, key, thing)
@@ -78,7 +86,8 @@ def objects_in(file: str, text: str, namespace: str) -> Iterator[Object]:
                 continue
             if problem := _problem(item):
                 raise ConfigInvalid(document.mistakes([((), problem)]))
-            yield {**item, "metadata": {"namespace": namespace, **(item.get("metadata") or {})}}
+            own = {} if item["kind"] in _CLUSTER_KINDS else {"namespace": namespace}
+            yield {**item, "metadata": {**own, **(item.get("metadata") or {})}}
 
 
 def _problem(item: object) -> str:
@@ -93,17 +102,31 @@ def _problem(item: object) -> str:
     return "" if isinstance(metadata.get("namespace", ""), str) else "write metadata.namespace as text"
 
 
-def as_yaml(name: str, content: str) -> str:
-    """One file of JSON or YAML as a document of a YAML stream, with its name in a comment."""
+def as_yaml(name: str, content: bytes) -> str:
+    """One file of JSON or YAML as a document of a YAML stream, with its name in a comment; of others, the size alone."""
+    if not name.endswith(SUFFIXES):
+        return f"---\n# {name}: {len(content)} bytes, which may be secret\n"
     try:
         text = yaml.safe_dump(msgspec.json.decode(content), sort_keys=False, allow_unicode=True, width=120)
     except msgspec.DecodeError:
-        text = content
+        text = content.decode()
     return f"---\n# {name}\n{text.rstrip()}\n"
 
 
 def status_as_yaml(status: WantedStatus) -> str:
     """What an object says of itself, without times."""
-    conditions = [msgspec.to_builtins(one) for one in status.conditions]
-    content = {"kind": status.kind, "object": status.key, "status": {**status.fields, "conditions": conditions}}
+    lists = {
+        one.name: [{**item.identity, **item.fields, "conditions": _plain(item.conditions)} for item in one.entries]
+        for one in status.lists
+        if one.entries
+    }
+    content = {
+        "kind": status.kind,
+        "object": status.key,
+        "status": {**status.fields, "conditions": _plain(status.conditions), **lists},
+    }
     return f"---\n# status\n{yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120).rstrip()}\n"
+
+
+def _plain(conditions: Iterable[Wanted]) -> list[Any]:
+    return [msgspec.to_builtins(one) for one in conditions]

@@ -43,7 +43,11 @@ def parser(prog: str = "attache render") -> argparse.ArgumentParser:
         metavar="PATH",
         help="a YAML or JSON file of objects, or a directory of such files",
     )
-    add("--cluster", action="store_true", help="the objects of the cluster, by the service account or the kubeconfig")
+    add(
+        "--cluster",
+        action="store_true",
+        help="the objects of the cluster, by the service account or the kubeconfig; Secrets are not read",
+    )
     add(
         "--namespace",
         metavar="NAME",
@@ -125,7 +129,8 @@ async def _listed(access: Access, namespace: str | None) -> list[Object]:
     from controller.roles.watched import Watched  # noqa: PLC0415
 
     async with connect(access, manager="attache-render") as client:
-        watched = Watched(client, Watched.by_a_gateway(client, namespace, InformerTiming()))
+        informers = Watched.by_a_gateway(client, namespace, InformerTiming())
+        watched = Watched(client, informers, optional=Watched.OPTIONAL)
         following = asyncio.create_task(watched.run())
         try:
             async with asyncio.timeout(_PATIENCE_S):
@@ -144,7 +149,8 @@ def _bundle(rendered: Rendered) -> Mapping[str, str]:
     from controller.key_files import KeyFiles  # noqa: PLC0415
     from extproc.config.load import load  # noqa: PLC0415
 
-    snapshot, missing = KeyFiles(os.environ).fill_available(load(rendered.files), datetime.now(UTC))
+    documents = {name: content for name, content in rendered.files.items() if name.endswith(_SUFFIXES)}
+    snapshot, missing = KeyFiles(os.environ).fill_available(load(documents), datetime.now(UTC))
     for mistake in missing:
         print(f"note: not here, so it is as if nobody had it: {mistake}", file=sys.stderr)
     return build(snapshot, "/bundle")
@@ -164,9 +170,9 @@ def _show(rendered: Rendered, bundle: Mapping[str, str], out: Path | None) -> No
         print(f"nothing would be changed: {rendered.refused}", file=sys.stderr)
     if out is None:
         for name, content in rendered.files.items():
-            print(as_yaml(name, content.decode()), end="")
+            print(as_yaml(name, content), end="")
         for name, text in bundle.items():
-            print(as_yaml(f"bundle/{name}", text), end="")
+            print(as_yaml(f"bundle/{name}", text.encode()), end="")
     else:
         DirectoryWriter(out / "config").write(rendered.files)
         for name, text in bundle.items():

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 _SIGNS: Final[Mapping[Outcome, str]] = {"passed": "passed", "failed": "**failed**", "skipped": "skipped"}
 _ORDER: Final[Sequence[Outcome]] = ("failed", "skipped", "passed")
+_WIDTH: Final = 118
+_UNSUPPORTED: Final = re.compile(r"does not support (\w+)$")
 _HEAD: Final = """\
 # Conformance
 
@@ -32,9 +36,10 @@ status. Cases of other features are skipped by the suite itself, and each says w
 
 
 class Remarks(msgspec.Struct, frozen=True):
-    """What we say beside the suites' words: of each suite by its kind, of cases by their name."""
+    """What we say beside the suites' words: of suites by their kind, of features and cases by their name."""
 
     suites: dict[str, str] = {}
+    features: dict[str, str] = {}
     cases: dict[str, str] = {}
 
 
@@ -50,12 +55,12 @@ def page(results: Sequence[SuiteResult], remarks: Remarks) -> str:
 
 
 def unexplained(results: Sequence[SuiteResult], remarks: Remarks) -> list[str]:
-    """The failed cases of which we say nothing."""
+    """The cases that did not pass, and of which we say nothing."""
     return [
         f"{result.name}: {case.name}"
         for result in results
         for case in result.cases
-        if case.outcome == "failed" and case.name not in remarks.cases
+        if case.outcome != "passed" and case.name not in remarks.cases and _feature(case) not in remarks.features
     ]
 
 
@@ -68,17 +73,24 @@ def _section(result: SuiteResult, remarks: Remarks) -> str:
         words += [f"{profile['name']}: {profile['summary']}", ""]
         supported = (profile.get("extended") or {}).get("supportedFeatures") or ()
         if supported:
-            words += ["Extended features: " + ", ".join(f"`{one}`" for one in supported) + ".", ""]
+            named = "Extended features: " + ", ".join(f"`{one}`" for one in supported) + "."
+            words += [textwrap.fill(named, _WIDTH, break_long_words=False, break_on_hyphens=False), ""]
     ordered = sorted(result.cases, key=lambda one: (_ORDER.index(one.outcome), one.name))
     rows = [f"| `{one.name}` | {_SIGNS[one.outcome]} | {_why(one, remarks)} |" for one in ordered]
-    return "\n".join([*words, "| case | | why |", "|---|---|---|", *rows, ""])
+    return "\n".join([*words, "| case | outcome | why |", "|---|---|---|", *rows, ""])
 
 
 def _why(case: Case, remarks: Remarks) -> str:
-    if case.outcome == "passed":
-        return ""
-    said = [remarks.cases.get(case.name, "").strip(), case.why if case.outcome == "skipped" else _quoted(case.why)]
+    feature = _feature(case)
+    needs = f"Needs `{feature}`." if feature else _quoted(case.why)
+    said = [needs, remarks.features.get(feature, ""), remarks.cases.get(case.name, "").strip()]
     return " ".join(one for one in said if one).replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def _feature(case: Case) -> str:
+    """The feature for want of which the suite skipped it; empty if that was not why."""
+    found = _UNSUPPORTED.search(case.why)
+    return found[1] if found and case.outcome == "skipped" else ""
 
 
 def _quoted(words: str) -> str:

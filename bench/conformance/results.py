@@ -17,7 +17,8 @@ _SPEAKS: Final = re.compile(r"^=== (?:RUN|CONT|NAME|PAUSE)\s+TestConformance/(\S
 _ANOTHER: Final = re.compile(r"^(?:===|\s*---)")
 _SKIPPED: Final = re.compile(r"Skipping \S+: (.*)$")
 _ERROR: Final = re.compile(r"^\s+(?:Error|Messages):\s+(.*\S)\s*$")
-_FATAL: Final = re.compile(r"^\s+\w+\.go:\d+: (.*\S)\s*$")
+# what a case says last, without its time; what it cleans up after itself is no reason
+_FATAL: Final = re.compile(r"^\s+[\w-]+\.go:\d+: (?:[\dT:.-]+Z: )?+(?!Deleting|Creating|Updating|Applying)(.*\S)\s*$")
 _LONGEST: Final = 300
 
 
@@ -63,13 +64,15 @@ def cases(output: Iterable[str]) -> list[Case]:
             elif outcome == "failed":
                 failed.setdefault(name, []).append(part)
         elif found := _SPEAKS.match(line):
-            speaker = found[1].partition("/")[0]
+            speaker = found[1]
         elif _ANOTHER.match(line):
             speaker = ""
         elif speaker:
             said.setdefault(speaker, []).append(line.rstrip("\n"))
     return [
-        Case(name, outcome, seconds, _why(outcome, said.get(name, ())), tuple(sorted(failed.get(name, ()))))
+        Case(
+            name, outcome, seconds, _why(outcome, _words(name, failed.get(name, ()), said)), tuple(failed.get(name, ()))
+        )
         for name, (outcome, seconds) in sorted(ended.items())
     ]
 
@@ -94,6 +97,12 @@ def check(found: Sequence[Case], report: Mapping[str, Any]) -> None:
         raise Disagreement(f"failed by the report: {sorted(names)}, by the output: {sorted(ours)}")
     if passed != sum(one.outcome == "passed" for one in found):
         raise Disagreement(f"the report counts {passed} that passed, the output has another number")
+
+
+def _words(name: str, parts: Sequence[str], said: Mapping[str, Sequence[str]]) -> list[str]:
+    """The lines of a case, or of those of its parts that failed and have no failed part themselves."""
+    last = [part for part in parts if not any(other.startswith(f"{part}/") for other in parts)]
+    return [line for part in last for line in said.get(f"{name}/{part}", ())] or list(said.get(name, ()))
 
 
 def _why(outcome: Outcome, lines: Sequence[str]) -> str:

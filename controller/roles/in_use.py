@@ -59,8 +59,10 @@ class InUse:
                 self._reports = reports
                 self._on_change()
             if self.is_settled:
+                # not wait_for, which in Python 3.11 loses a cancellation that comes together with what it waits for
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), _LATER_S)
+                    async with asyncio.timeout(_LATER_S):
+                        await self._wake.wait()
             await asyncio.sleep(_SOON_S)
 
 

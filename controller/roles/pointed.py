@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from controller.cluster.informer import Informer, Selection
-from controller.cluster.resources import CONFIG_MAPS, SECRETS
-from extproc.config.spec import namespace_of
+from controller.cluster.resources import CONFIG_MAPS, CRDS, SECRETS, split_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
     from controller.cluster.resources import Object
     from controller.gateway.compile.secrets import Pointer
 
-_RESOURCES: Final = {one.kind: one for one in (SECRETS, CONFIG_MAPS)}
-POINTED_KINDS: Final = ("Secret", "PointedConfigMap")
+_RESOURCES: Final = {one.kind: one for one in (SECRETS, CONFIG_MAPS, CRDS)}
+POINTED_KINDS: Final = ("Secret", "PointedConfigMap", CRDS.kind)
 
 Changed = Callable[[str, str], None]
 """Gets kind and key of what changed."""
@@ -76,8 +75,14 @@ class PointedObjects:
         return None
 
     def _informer(self, pointer: Pointer) -> Informer:
-        namespace = namespace_of(pointer.key)
-        selection = Selection(namespace, fields=f"metadata.name={pointer.key.removeprefix(f'{namespace}/')}")
-        made = Informer(self._client, _RESOURCES[pointer.kind], selection, timing=self._timing)
+        namespace, name = split_key(pointer.key)
+        selection = Selection(namespace, fields=f"metadata.name={name}")
+        slim = _metadata_alone if pointer.kind == CRDS.kind else None
+        made = Informer(self._client, _RESOURCES[pointer.kind], selection, timing=self._timing, slim=slim)
         made.subscribe(lambda key: self._changed(pointer.watched_as, key))
         return made
+
+
+def _metadata_alone(thing: Object) -> Object:
+    """Definitions are large."""
+    return {name: thing[name] for name in ("apiVersion", "kind", "metadata") if name in thing}

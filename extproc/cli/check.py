@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from extproc.cli.mistakes import counted, report
+from extproc.config.attachment import is_attached
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
 from extproc.config.failure_mode import decided_by_extproc, failure_mode_of
+from extproc.config.host_patterns import ANY_HOST, have_common_hosts
 from extproc.config.meeting import missed_meeting
 from extproc.config.schema import suggest
 from extproc.config.validation import parse_address, worker_addresses
@@ -47,8 +49,14 @@ def main(words: list[str], prog: str = "extproc check") -> int:
     directory, listens = options.directory, _listens(made, options)
     try:
         snapshot = load_directory(directory)
-        notes = [*_undone_by_open(snapshot), *_too_long(snapshot), *_unknown_models(snapshot)]
-        notes += [*_missing_files(snapshot, directory), *_notes(snapshot)]
+        notes = [
+            *_undone_by_open(snapshot),
+            *_too_long(snapshot),
+            *_unknown_models(snapshot),
+            *_unreached(snapshot),
+            *_missing_files(snapshot, directory),
+            *_notes(snapshot),
+        ]
     except ConfigInvalid as error:
         return report(error)
     for note in notes:
@@ -114,6 +122,21 @@ def _named_models(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         yield from ((f"ModelAccessPolicy '{policy.metadata.key}'", model) for model in models)
 
 
+def _unreached(snapshot: Snapshot) -> Iterator[str]:
+    """HTTPRoutes for hosts that no listener of theirs takes."""
+    listeners = snapshot.gateway.listeners
+    for route in snapshot.http_routes if listeners else ():
+        attached = [
+            (one.hostname or ANY_HOST).lower() for one in listeners if is_attached(route.spec.parent_refs, one.name)
+        ]
+        hosts = [one.lower() for one in route.spec.hostnames] or [ANY_HOST]
+        if not any(have_common_hosts(own, host) for own in attached for host in hosts):
+            yield (
+                f"HTTPRoute {route.metadata.key}: no listener that it is attached to takes its hostnames "
+                f"({', '.join(hosts)}); change hostnames, or the listener's hostname"
+            )
+
+
 def _fits(pattern: str, name: str) -> bool:
     """A star stands at the beginning or at the end."""
     if pattern.startswith("*"):
@@ -149,6 +172,10 @@ def _summary(snapshot: Snapshot) -> str:
         counted(len(snapshot.routes), "ModelRoute"),
         f"{counted(len(snapshot.servers), 'ModelServer')} with {counted(endpoints, 'endpoint')}",
     ]
+    if snapshot.http_routes:
+        parts.append(counted(len(snapshot.http_routes), "HTTPRoute"))
+    if snapshot.backends:
+        parts.append(counted(len(snapshot.backends), "Backend"))
     if snapshot.objectives:
         parts.append(counted(len(snapshot.objectives), "InferenceObjective"))
     if snapshot.access_policies:

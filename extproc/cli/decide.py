@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 __all__ = ["Explanation", "decide", "to_text"]
 
 
-def decide(directory: Path, *, path: str, headers: Mapping[str, str], body: bytes) -> Explanation:
-    """What a process that has just started with this configuration would do; raises ConfigInvalid and Refusal."""
+def decide(
+    directory: Path, *, path: str, headers: Mapping[str, str], body: bytes, listener: str = "", server: str = ""
+) -> Explanation:
+    """What a process that has just started with this configuration would do; raises ConfigInvalid and Refusal.
+
+    ``listener``: that is asked. ``server``: the ModelServer that an HTTPRoute has chosen.
+    """
     core = Core(load_directory(directory), rng=random.Random(), ticket_prefix="explain")
-    head = Head("POST", path, headers, has_body=True, is_trusted=True)
-    return core.explain(core.intake.receive(core.intake.admit(head), head, body), 0.0)
+    head = Head("POST", path, headers, has_body=True, is_trusted=True, listener=listener)
+    return core.explain(core.intake.take(head, body, server), 0.0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ import msgspec
 
 from extproc.cli.mistakes import report
 from extproc.config.errors import ConfigInvalid
+from extproc.config.spec import full_key
 from extproc.errors import Refusal
 from extproc.protocol import CHAT_PATH
 
@@ -37,6 +39,10 @@ def parser(prog: str = "extproc explain") -> argparse.ArgumentParser:
     made.add_argument("--path", default=CHAT_PATH, help="the request's path (default: %(default)s)")
     made.add_argument(
         "--header", action="append", default=[], metavar="'NAME: VALUE'", help="a request header; may be repeated"
+    )
+    made.add_argument("--listener", default="", metavar="NAME", help="the listener that is asked (default: all models)")
+    made.add_argument(
+        "--server", default="", metavar="[NAMESPACE/]NAME", help="the ModelServer that an HTTPRoute has chosen"
     )
     made.add_argument("--json", action="store_true", help="print everything as JSON")
     made.add_argument("body", metavar="FILE", help="the request's body; - reads standard input")
@@ -77,15 +83,29 @@ def _explain(options: argparse.Namespace, headers: dict[str, str], body: bytes) 
     from extproc.cli.decide import decide  # noqa: PLC0415 - loads numpy: not for --help
 
     if options.url is not None:
-        return _ask(options.url, options.path, headers, body)
-    return decide(options.config, path=options.path, headers=headers, body=body)
+        return _ask(options, headers, body)
+    return decide(
+        options.config,
+        path=options.path,
+        headers=headers,
+        body=body,
+        listener=options.listener,
+        server=_server(options),
+    )
 
 
-def _ask(url: str, path: str, headers: dict[str, str], body: bytes) -> Explanation:
+def _server(options: argparse.Namespace) -> str:
+    return full_key(options.server) if options.server else ""
+
+
+def _ask(options: argparse.Namespace, headers: dict[str, str], body: bytes) -> Explanation:
     from extproc.cli.decide import Explanation  # noqa: PLC0415 - loads numpy: not for --help
 
+    url = options.url
     if not url.startswith(("http://", "https://")):
         raise OSError(f"'{url}' is not an address; write http://HOST:PORT")
-    request = urllib.request.Request(f"{url.rstrip('/')}/debug/explain{path}", data=body, headers=headers)  # noqa: S310 - checked
+    query = urllib.parse.urlencode({"listener": options.listener, "server": _server(options)})
+    where = f"{url.rstrip('/')}/debug/explain{options.path}?{query}"
+    request = urllib.request.Request(where, data=body, headers=headers)  # noqa: S310 - checked
     with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - checked
         return msgspec.json.decode(answer.read(), type=Explanation)

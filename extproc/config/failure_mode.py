@@ -38,9 +38,12 @@ def decided_by_extproc(snapshot: Snapshot) -> list[str]:
 
 def who_may(gateway: GatewayConfigSpec, policies: Sequence[ModelAccessPolicy]) -> list[str]:
     """What says who may use which models. Envoy cannot say it without extproc, so failure mode Open is refused beside it."""
-    keys = () if gateway.authentication is None else gateway.authentication.api_keys
+    asked = gateway.authentication
+    models = [] if asked is None else [one.models for one in asked.api_keys]
+    models += [] if asked is None else [one.models for one in asked.api_key_secrets]
+    models += [one.models for one in gateway.tenants]
     found = [f"ModelAccessPolicy {one.metadata.key}" for one in policies]
-    if any(one.models is not None for one in keys) or any(one.models is not None for one in gateway.tenants):
+    if any(one is not None for one in models):
         found.insert(0, "GatewayConfig: models of tenants or keys")
     return found
 

@@ -177,11 +177,24 @@ class HTTPRouteTimeouts(Spec, frozen=True):
     backend_request: Duration | None = None
 
 
+class HTTPRouteRetry(Spec, frozen=True):
+    """When a request is tried again: if its connection fails or ends without an answer, if one try takes too long, and
+    after some statuses.
+
+    ``codes``: these statuses. ``attempts``: how many tries more. ``backoff``: the shortest time between two.
+    """
+
+    codes: Annotated[tuple[Annotated[int, msgspec.Meta(ge=400, le=599)], ...], msgspec.Meta(max_length=16)] = ()
+    attempts: Annotated[int, msgspec.Meta(ge=0, le=100)] = 1
+    backoff: Duration | None = None
+
+
 class HTTPRouteRule(Spec, frozen=True):
     """Some requests, and what is done with them.
 
     ``name``: for people. ``matches``: one of them must hold. ``filters``: what is changed. ``backend_refs``: where requests
-    go, by weight. ``timeouts``: how long answers may take.
+    go, by weight. ``timeouts``: how long answers may take. ``retry``: when a request
+    is tried again; without it, by the ModelServer's traffic policy, or if no server has begun on it.
     """
 
     name: str = ""
@@ -189,6 +202,7 @@ class HTTPRouteRule(Spec, frozen=True):
     filters: Annotated[tuple[HTTPRouteFilter, ...], msgspec.Meta(max_length=16)] = ()
     backend_refs: Annotated[tuple[WeightedBackendRef, ...], msgspec.Meta(max_length=16)] = ()
     timeouts: HTTPRouteTimeouts = HTTPRouteTimeouts()
+    retry: HTTPRouteRetry | None = None
 
 
 class HTTPRouteSpec(Spec, frozen=True):
@@ -198,7 +212,7 @@ class HTTPRouteSpec(Spec, frozen=True):
     these hosts, which may begin with ``*.``. ``rules``: what is done with them.
     """
 
-    parent_refs: Annotated[tuple[ParentReference, ...], msgspec.Meta(max_length=32)] = ()
+    parent_refs: Annotated[tuple[ParentReference, ...], msgspec.Meta(max_length=256)] = ()
     hostnames: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=16)] = ()
     rules: Annotated[tuple[HTTPRouteRule, ...], msgspec.Meta(max_length=16)] = (HTTPRouteRule(),)
 

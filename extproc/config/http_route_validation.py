@@ -33,6 +33,7 @@ _MOST_HOSTNAME: Final = 253
 # Paths are normalized before they are compared, so these never match.
 _NEVER_IN_PATHS: Final = re.compile(r"//|/\.{1,2}(/|$)|%2[fF]|[\x00-\x20\x7f?#]")
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://(\*|(\*\.)?[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+_SHORTEST_S: Final = 0.001
 _LONGEST_S: Final = 366 * 86400.0
 # By type: the field of a filter that belongs to it.
 _FIELDS: Final = {
@@ -80,6 +81,10 @@ def _check_rule(rule: HTTPRouteRule, path: Path) -> Iterator[Finding]:
             if one.type not in _OF_BACKENDS:
                 yield (*at, index, "type"), f"{one.type} is applied to whole rules; write it under the rule's filters"
     yield from _check_timeouts(rule.timeouts, (*path, "timeouts"))
+    backoff = None if rule.retry is None else rule.retry.backoff
+    if backoff is not None and not _SHORTEST_S <= backoff <= _LONGEST_S:
+        advice = f"write a time from {_SHORTEST_S:g}s to {_LONGEST_S:g}s"
+        yield (*path, "retry", "backoff"), f"Envoy takes no {backoff} here; {advice}"
 
 
 def _check_path(match: PathMatch, path: Path) -> Iterator[Finding]:

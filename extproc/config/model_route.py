@@ -84,7 +84,7 @@ class ModelRouteSpec(Spec, frozen=True):
     model_name: NonEmpty | None = None
     lora_adapters: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=1000)] = ()
     rate_limits: Annotated[tuple[RateLimit, ...], msgspec.Meta(max_length=16)] = ()
-    parent_refs: Annotated[tuple[ParentReference, ...], msgspec.Meta(max_length=32)] = ()
+    parent_refs: Annotated[tuple[ParentReference, ...], msgspec.Meta(max_length=256)] = ()
 
 
 class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,7 +85,7 @@ class Dispatcher:
                 prompt_of(arrival, record.tokens), constraints, now=now, rng=self._rng, expectation=expectation
             )
             explanation = explain(considered, pool) if record.wants_reasons else None
-            adds_usage = asks_for_usage(arrival)
+            adds_usage = asks_for_usage(arrival, record.attachment)
             body = changed_body(arrival, with_usage=adds_usage)
         except Refusal as refusal:
             return self.refuse(record, refusal, now, out, was_held=was_held)

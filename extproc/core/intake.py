@@ -80,6 +80,10 @@ class Intake:
             raise BadRequest("The request has no body; send a JSON object with at least 'model'.")
         return api
 
+    def take(self, head: Head, body: bytes, server: str = "") -> Arrival:
+        """A whole request. ``server``: an HTTPRoute has chosen it; without one, by model. Raises a Refusal."""
+        return self.receive_chosen(server, head, body) if server else self.receive(self.admit(head), head, body)
+
     def receive(self, api: Api, head: Head, body: bytes) -> Arrival:
         """Parse and route; raises a Refusal."""
         request = parse(api, body)

@@ -11,11 +11,11 @@ from extproc.request.rewrite import is_plain, with_changes
 
 if TYPE_CHECKING:
     from extproc.config.model_server import ModelServerSpec
-    from extproc.core.types import Arrival
+    from extproc.core.types import Arrival, Attachment
     from extproc.request.model import InferenceRequest
 
 
-def asks_for_usage(arrival: Arrival) -> bool:
+def asks_for_usage(arrival: Arrival, attachment: Attachment) -> bool:
     """Whether we ask for the usage of a streamed answer because its client does not.
 
     A client that declines usage gets none, but only our own bundle keeps the chunk from it: elsewhere its word holds.
@@ -23,7 +23,8 @@ def asks_for_usage(arrival: Arrival) -> bool:
     request = arrival.request
     if arrival.pool.spec.stream_usage != "Always" or not request.leaves_usage_out:
         return False
-    return arrival.head.is_trusted or not request.declines_usage
+    hides_usage = arrival.head.is_trusted and not attachment.passes_usage
+    return hides_usage or not request.declines_usage
 
 
 def changed_body(arrival: Arrival, *, with_usage: bool) -> bytes | None:

@@ -39,11 +39,12 @@ class Attachment(msgspec.Struct, frozen=True):
     """How the asking gateway is attached.
 
     ``choices``: the number of endpoints that an answer may name. ``subset``: the addresses that this request may go to,
-    None for all.
+    None for all. ``passes_usage``: clients get a chunk with usage that they did not ask for; our own bundle keeps it.
     """
 
     choices: int = 4
     subset: Collection[str] | None = None
+    passes_usage: bool = False
 
 
 BUNDLE: Final = Attachment()

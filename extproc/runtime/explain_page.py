@@ -36,8 +36,9 @@ class ExplainPage:
         headers = {name.lower(): value for name, value in http.headers.items()}
         # for trusted networks only: whoever asks here is the operator
         head = Head("POST", "/" + http.match_info["path"], headers, has_body=True, is_trusted=True)
+        head = msgspec.structs.replace(head, listener=http.query.get("listener", ""))
         try:
-            arrival = self._core.intake.receive(self._core.intake.admit(head), head, await http.read())
+            arrival = self._core.intake.take(head, await http.read(), http.query.get("server", ""))
             tokens = await self._tokens_of(arrival) if arrival.wants_tokens else None
             explanation = self._core.explain(arrival, self._clock(), tokens=tokens)
         except Refusal as refusal:

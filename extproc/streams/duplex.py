@@ -152,7 +152,8 @@ class Duplex:
             return intake.receive_unread(pool, head, body)
 
     def _enter(self, arrival: Arrival) -> list[bytes]:
-        attachment = Attachment(self._context.options.duplex_choices, self._context.allowed(arrival.head, self._subset))
+        subset = self._context.allowed(arrival.head, self._subset)
+        attachment = Attachment(self._context.options.duplex_choices, subset, passes_usage=True)
         self.request = StreamRequest(self._context)
         return answers_to(self, self.request.begin(arrival, attachment, self._context.clock()))
 

@@ -27,7 +27,7 @@ from extproc.streams.responses import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from extproc.core.effects import Pending
     from extproc.core.entering import Answer
@@ -162,7 +162,7 @@ class Buffered:
         # the ModelServer that an HTTPRoute has chosen, with the request's head
         self._chosen: tuple[str, Head] | None = None
         self._decides_headers = False
-        self._attachment = Attachment(context.options.buffered_choices)
+        self._attachment = self._attached(None)
         self._awaits = _AWAITS_HEADERS
         self.request: StreamRequest | None = None
 
@@ -187,14 +187,17 @@ class Buffered:
         if self.request is not None:
             self.request.close()
 
+    def _attached(self, subset: Collection[str] | None) -> Attachment:
+        # who is told to trust headers is behind another gateway: our own bundle says itself that it writes them
+        options = self._context.options
+        return Attachment(options.buffered_choices, subset, passes_usage=options.trusts_headers)
+
     def _receive_headers(self, message: ProcessingRequest) -> list[bytes]:
         # read only where anything depends on it, as it takes a while
         origin = self._origin() if self._context.core.asks_origin else UNKNOWN
         head = self._context.read_head(message, self._is_trusted, origin)
-        options = self._context.options
-        if message.HasField("metadata_context") or options.conformance:
-            allowed = self._context.allowed(head, read_subset(message))
-            self._attachment = Attachment(options.buffered_choices, allowed)
+        if message.HasField("metadata_context") or self._context.options.conformance:
+            self._attachment = self._attached(self._context.allowed(head, read_subset(message)))
         if origin.server:
             self._chosen = origin.server, head
             if not head.has_body:

@@ -116,6 +116,8 @@ class GrpcServer:
         )
         self._open += 1
         self._is_idle.clear()
+        # not at the end of this function: its peer has yet to be told, and when all have ended the server stops
+        context.add_done_callback(self._one_less)  # type: ignore[arg-type]  # the stubs want a class that is not there
         try:
             # grpc.aio's read and write cost half of its async iterators
             while not is_end(message := await context.read()):
@@ -133,9 +135,11 @@ class GrpcServer:
             await context.write(exchange.fail())
         finally:
             exchange.close()
-            self._open -= 1
-            if not self._open:
-                self._is_idle.set()
+
+    def _one_less(self, _: object) -> None:
+        self._open -= 1
+        if not self._open:
+            self._is_idle.set()
 
     async def _stream_access_logs(
         self, _: object, context: grpc.aio.ServicerContext[StreamAccessLogsMessage, bytes]

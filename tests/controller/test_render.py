@@ -11,6 +11,16 @@ import yaml
 
 from attache.__main__ import main
 from extproc.config.directory import load_directory
+from tests.gateway_objects import (
+    endpoint_slice,
+    gateway,
+    gateway_class,
+    http_route,
+    https,
+    listener,
+    service,
+    tls_secret,
+)
 from tests.kube_objects import picker_config, resource, route, server
 from tests.kube_objects import pod as make_pod
 
@@ -79,9 +89,9 @@ def test_a_gateway_config_that_is_not_there_changes_nothing(tmp_path: Path, caps
 
 
 def test_other_kinds_are_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = written(tmp_path / "in", server(), make_pod("a"), {"apiVersion": "v1", "kind": "Secret", "metadata": {}})
+    folder = written(tmp_path / "in", server(), make_pod("a"), {"apiVersion": "v1", "kind": "Node", "metadata": {}})
     assert main(["render", str(folder)]) == 0
-    assert "a gateway does not look at them: Secret" in capsys.readouterr().err
+    assert "a gateway does not look at them: Node" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -114,3 +124,19 @@ def test_no_cluster_is_said(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     assert main(["render", "--cluster"]) == 2
     assert capsys.readouterr().err
+
+
+def test_gateways_and_routes_are_rendered_and_no_private_key_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    web = gateway("web", listener("http"), https("https", 443, "cert"))
+    things = gateway_class(), web, tls_secret(), http_route(), service(), endpoint_slice("app", "10.1.0.1")
+    assert main(["render", str(written(tmp_path / "in", *things))]) == 0
+    text = capsys.readouterr().out
+    assert "PRIVATE KEY" not in text
+    documents = [one for one in yaml.safe_load_all(text) if one is not None]
+    (config,) = (one for one in documents if one["kind"] == "GatewayConfig")
+    assert [one["name"] for one in config["spec"]["listeners"]] == ["default/web/http", "default/web/https"]
+    (status,) = (one["status"] for one in documents if one["kind"] == "Gateway")
+    assert [one["attachedRoutes"] for one in status["listeners"]] == [1, 1]
+    assert main(["render", str(written(tmp_path / "gone", gateway_class(), gateway(), http_route()))]) == 1

@@ -83,11 +83,12 @@ class Servers:
             key = name.lower()
             headers[key] = f"{headers[key]},{value}" if key in headers else value
         told = Told(server, http.method, http.raw_path, headers, (await http.read()).decode("latin-1"))
+        failed = sum(1 for one in self.told if one.path == told.path)
         self.told.append(told)
         answer = {**msgspec.to_builtins(told), "usage": USAGE, "object": "chat.completion", "choices": []}
         return web.json_response(
             answer,
-            status=int(http.headers.get("x-status", "200")),
+            status=503 if failed < int(http.headers.get("x-fail-first", "0")) else 200,
             headers={"x-server": server, "x-removed": "1", "x-added": "own"},
         )
 

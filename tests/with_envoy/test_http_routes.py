@@ -82,6 +82,9 @@ def changing_rules() -> list[dict[str, Any]]:
         ),
         rule("/mirror", ref("a"), filters=[mirror("b"), mirror("c", percent=0), mirror("nobody")]),
         rule("/mirror/half", ref("a"), filters=[mirror("c", fraction={"numerator": 1, "denominator": 2})]),
+        rule("/retry", ref("a"), retry={"codes": [503], "attempts": 2, "backoff": "1ms"}),
+        rule("/retry/other", ref("a"), retry={"codes": [500], "attempts": 2}),
+        rule("/retry/slow", ref("slow"), retry={"attempts": 2}, timeouts={"backendRequest": "200ms"}),
         rule("/slow", ref("slow"), timeouts={"request": "300ms"}),
         rule("/slow/try", ref("slow"), timeouts={"request": "10s", "backendRequest": "300ms"}),
         rule("/slow/no-limit", ref("slow"), timeouts={"request": "0s"}),
@@ -297,6 +300,27 @@ async def test_copies_go_to_all_mirrors_and_their_answers_to_nobody(gateway: Sta
     assert [(one.body, one.headers["host"], one.path) for one in copies] == [("body", "any.test", "/mirror")] * 20
     assert {one.path for one in gateway.servers.got("c")} == {"/mirror/half"}
     assert 10 <= len(gateway.servers.got("c")) <= 50
+
+
+async def test_requests_are_tried_again_as_the_rule_says(gateway: Stand) -> None:
+    async def asked(path: str, fails: int) -> tuple[int, int]:
+        answer = await gateway.ask(path, headers={"x-fail-first": str(fails)})
+        return answer.status_code, sum(1 for one in gateway.servers.told if one.path == path)
+
+    assert await asked("/retry/x", fails=2) == (200, 3)
+    assert await asked("/retry/y", fails=3) == (503, 3)
+    assert await asked("/retry/other/code", fails=1) == (503, 1)
+    assert await asked("/match/once", fails=1) == (503, 1)
+
+
+async def test_a_try_that_takes_too_long_is_followed_by_another(gateway: Stand) -> None:
+    gateway.servers.told.clear()
+
+    answer = await gateway.ask("/retry/slow", headers={"x-delay": "0.6"})
+    await asyncio.sleep(0.7)
+
+    assert answer.status_code == 504
+    assert 2 <= len(gateway.servers.got("slow")) <= 3
 
 
 @pytest.mark.parametrize("path", ["/slow", "/slow/try"])

@@ -21,10 +21,11 @@ from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
 from controller.cluster.client import Client, connect
 from controller.cluster.lease import LeaderElection
-from controller.cluster.resources import DEPLOYMENTS, GATEWAY_CONFIGS, MODEL_ROUTES, MODEL_SERVERS
+from controller.cluster.resources import DEPLOYMENTS, GATEWAY_CONFIGS, MODEL_ROUTES, MODEL_SERVERS, Resource
 from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
 from controller.roles.gateway_metrics import GatewayMetrics
-from tests.kube_objects import Object, resource, route, server
+from extproc.scheduling.pickers import InstalledPlugins
+from tests.kube_objects import Object, picker_config, resource, route, server
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL, Kube
 from tests.with_kube.test_crds import install
@@ -38,6 +39,7 @@ pytestmark = REAL
 PATIENCE_S = 60.0
 # How long the API server is away; set it to 30 for a longer trial.
 OUTAGE_S = float(os.environ.get("ATTACHE_OUTAGE_S", "3"))
+WRONG_PICKER = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: queue-scorr}]\n"
 QUESTION = {"model": "llama", "max_tokens": 20, "messages": [{"role": "user", "content": "Who are you?"}]}
 
 
@@ -118,7 +120,7 @@ def engines(namespace: str) -> Object:
 async def site(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> AsyncIterator[Site]:
     """A node with two engines, and the gateway's parts as processes of this machine, serving them."""
     await install(client)
-    listen, admin, grpc, metrics = (f"127.0.0.1:{port}" for port in free_ports(4))
+    listen, admin, grpc, metrics, reports = (f"127.0.0.1:{port}" for port in free_ports(5))
     gateway = resource(
         "GatewayConfig", "main", {"listen": listen, "admin": admin, "extproc": grpc}, namespace=namespace
     )
@@ -128,7 +130,12 @@ async def site(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> As
     await client.create(DEPLOYMENTS, engines(namespace))
     await create(client, server(namespace=namespace), route(namespace=namespace))
     config, bundle = tmp_path / "config", tmp_path / "bundle"
-    settings = GatewaySettings(config=config, namespace=namespace, gateway_config=f"{namespace}/main")
+    settings = GatewaySettings(
+        config=config,
+        namespace=namespace,
+        gateway_config=f"{namespace}/main",
+        followers={"extproc": metrics, "Envoy": reports},
+    )
     node = gpu_node(f"node-{namespace}", 8, {"test": namespace})
     async with (
         running_nodes(client, [node], tmp_path / "pods"),
@@ -136,7 +143,9 @@ async def site(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> As
         Processes(tmp_path) as processes,
     ):
         election = LeaderElection(own, namespace=namespace, name="gateway", identity="a")
-        role = GatewayRole(own, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
+        role = GatewayRole(
+            own, settings, GatewayMetrics(), election=election, timing=IMPATIENT, check_picker=InstalledPlugins()
+        )
         task = asyncio.create_task(role.run())
         try:
             await asyncio.wait_for(role.ready.wait(), PATIENCE_S)
@@ -146,7 +155,8 @@ async def site(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> As
                 "extproc", [*python, "extproc", "--config", str(config), "--listen", grpc, "--metrics", metrics]
             )
             await processes.start(
-                "bundle", [*python, "bundle", "--config", str(config), "--out", str(bundle), "--watch"]
+                "bundle",
+                [*python, "bundle", "--config", str(config), "--out", str(bundle), "--watch", "--metrics", reports],
             )
             await eventually((bundle / "bootstrap.json").exists, timeout_s=PATIENCE_S)
             await processes.start("envoy", envoy_command(bundle))
@@ -159,8 +169,8 @@ async def site(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> As
                 await task
 
 
-async def is_served(url: str) -> bool:
-    async with httpx.AsyncClient() as http:
+async def is_served(url: str, key: str = "") -> bool:
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"} if key else {}) as http:
         try:
             return (await http.post(f"{url}/v1/chat/completions", json=QUESTION)).is_success
         except httpx.HTTPError:
@@ -201,3 +211,57 @@ async def test_openais_client_is_answered_and_a_deleted_server_is_told(site: Sit
         await eventually(is_refused, timeout_s=PATIENCE_S)
     found = await conditions(site.client, MODEL_ROUTES, "llama", site.namespace)
     assert found["ResolvedRefs"] == ("False", "BackendNotFound")
+
+
+async def test_programmed_is_what_extproc_and_envoy_use(site: Site, tmp_path: Path) -> None:
+    async def message(resource: Resource, name: str, type_: str) -> tuple[str, str, str]:
+        thing = await site.client.get(resource, name, site.namespace)
+        found: list[dict[str, str]] = (thing.get("status") or {}).get("conditions") or []
+        return next(
+            ((one["status"], one["reason"], one["message"]) for one in found if one["type"] == type_), ("",) * 3
+        )
+
+    async def says(resource: Resource, name: str, type_: str, expected: tuple[str, str], text: str = "") -> None:
+        said: list[tuple[str, str, str]] = []
+
+        async def is_said() -> bool:
+            said.append(await message(resource, name, type_))
+            return said[-1][:2] == expected and text in said[-1][2]
+
+        try:
+            await eventually(is_said, timeout_s=PATIENCE_S)
+        except TimeoutError:
+            raise AssertionError(said[-1]) from None
+
+    for resource_, name in ((MODEL_SERVERS, "llama"), (MODEL_ROUTES, "llama"), (GATEWAY_CONFIGS, "main")):
+        await says(resource_, name, "Programmed", ("True", "Programmed"), "in use by extproc and Envoy")
+
+    # an EndpointPickerConfig with a mistake: extproc goes on, and so does its server
+    await create(site.client, picker_config("epp", WRONG_PICKER, namespace=site.namespace))
+    await site.client.merge_patch(MODEL_SERVERS, "llama", site.namespace, {"spec": {"pickerConfig": "epp"}})
+    await says(MODEL_SERVERS, "llama", "ResolvedRefs", ("False", "PickerConfigInvalid"), "queue-scorr")
+    await says(MODEL_SERVERS, "llama", "Programmed", ("True", "Programmed"))
+    assert await is_served(site.url)
+
+    # a key that is not there yet
+    key = tmp_path / "key"
+    keys = [
+        {"name": "here", "tenant": "a", "key": "sk-0123456789"},
+        {"name": "late", "tenant": "a", "keyFile": str(key)},
+    ]
+    patch = {"spec": {"authentication": {"apiKeys": keys}}}
+    await site.client.merge_patch(GATEWAY_CONFIGS, "main", site.namespace, patch)
+    await says(GATEWAY_CONFIGS, "main", "ResolvedRefs", ("False", "KeyNotFound"), str(key))
+    await says(GATEWAY_CONFIGS, "main", "Programmed", ("True", "Programmed"))
+    await eventually(lambda: is_served(site.url, "sk-0123456789"), timeout_s=PATIENCE_S)
+    assert not await is_served(site.url, "sk-9876543210")
+    key.write_text("sk-9876543210")
+    await says(GATEWAY_CONFIGS, "main", "ResolvedRefs", ("True", "ResolvedRefs"))
+    await eventually(lambda: is_served(site.url, "sk-9876543210"), timeout_s=PATIENCE_S)
+
+    # an address that Envoy cannot listen on
+    taken = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+    address = "{}:{}".format(*taken.sockets[0].getsockname())
+    await site.client.merge_patch(GATEWAY_CONFIGS, "main", site.namespace, {"spec": {"listen": address}})
+    await says(GATEWAY_CONFIGS, "main", "Programmed", ("False", "Refused"), "Envoy refused lds.json")
+    taken.close()

@@ -190,6 +190,7 @@ async def test_a_gateway_and_a_route_become_a_directory_and_say_so(
         }
         accepted = await status(client, GATEWAY_CLASSES, "attache", None)
         assert said(accepted["conditions"])["Accepted"] == ("True", "Accepted")
+        assert "SupportedVersion" in said(accepted["conditions"])
         events = await client.list(EVENTS, namespace)
         assert {one["involvedObject"]["kind"] for one in events.items} >= {"Gateway", "HTTPRoute"}
         # a settled object is not written again

@@ -86,7 +86,8 @@ async def test_the_server_takes_them_as_they_are(client: Client, plane: ControlP
     assert found["spec"]["replicas"] == 2
     assert (await client.get(GATEWAY_CONFIGS, "gateway", SYSTEM))["spec"]["messageTimeout"] == "5s"
     words = ["apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-k"]
-    for folder in ("gateway", "samples"):
+    await apply_crds(client, [assets.crds])
+    for folder in ("gateway", "gateway-api", "samples"):
         assert await kubectl(plane, assets, *words, str(MANIFESTS / folder)) == 0
 
 

@@ -25,15 +25,17 @@ _SUFFIX: Final = "data"
 
 
 class Pointer(msgspec.Struct, frozen=True, order=True):
-    """A Secret or ConfigMap that something points to. ``key``: ``namespace/name``."""
+    """An object that is read by its name: a Secret or ConfigMap that something points to, or a definition. ``key``:
+    ``namespace/name``, or the name of a definition.
+    """
 
-    kind: Literal["Secret", "ConfigMap"]
+    kind: Literal["Secret", "ConfigMap", "CustomResourceDefinition"]
     key: str
 
     @property
     def watched_as(self) -> str:
         """The kind under which a compiler gets it; ``ConfigMap`` alone are those that hold picker configurations."""
-        return self.kind if self.kind == "Secret" else "PointedConfigMap"
+        return "PointedConfigMap" if self.kind == "ConfigMap" else self.kind
 
 
 class Pointed(msgspec.Struct, frozen=True):

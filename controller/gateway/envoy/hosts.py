@@ -6,11 +6,12 @@ Source: Gateway API, HTTPRoute: ``hostnames`` and ``matches`` say what takes pre
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from extproc.config.attachment import is_attached
+from extproc.config.host_patterns import ANY_HOST, covers
 from extproc.config.http_route import HTTPRoute, HTTPRouteMatch
 from extproc.config.listeners import Listener
 
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from extproc.config.http_route import HTTPRouteRule, PathMatch, ValueMatch
-
-# All hosts.
-ANY_HOST: Final = "*"
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -76,13 +74,6 @@ def hosts_of(listeners: Sequence[Listener], routes: Iterable[HTTPRoute], *, are_
 def domain_of(listener: Listener) -> str:
     """What it listens for."""
     return ANY_HOST if listener.hostname is None else listener.hostname.lower()
-
-
-def covers(pattern: str, domain: str) -> bool:
-    """Whether all hosts of ``domain`` are hosts of ``pattern``. A wildcard stands for one label or more."""
-    if ANY_HOST in (pattern, domain):
-        return pattern == ANY_HOST
-    return pattern == domain or (pattern.startswith("*.") and domain.endswith(pattern[1:]))
 
 
 def is_more_specific(domain: str, listener: Listener) -> bool:

@@ -12,6 +12,7 @@ from envoy_data_plane.envoy.config.core.v3 import HeaderValue
 from envoy_data_plane.envoy.config.route.v3 import (
     FilterConfig,
     RetryPolicy,
+    RetryPolicyRetryBackOff,
     Route,
     RouteAction,
     RouteActionClusterNotFoundResponseCode,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
     from controller.gateway.envoy.hosts import Host
     from controller.gateway.envoy.memo import Memo
-    from extproc.config.http_route import BackendRef, HTTPRoute, HTTPRouteRule, WeightedBackendRef
+    from extproc.config.http_route import BackendRef, HTTPRoute, HTTPRouteRetry, HTTPRouteRule, WeightedBackendRef
     from extproc.config.snapshot import Snapshot
 
 _NO_BACKEND: Final = "The route has no backend that exists; its owner must mend its backendRefs."
@@ -53,6 +54,9 @@ _UNRESOLVED: Final = "unresolved"
 # A request that no server has begun on may go to another.
 _BACKEND_RETRIES: Final = 2
 _BACKEND_RETRY_ON: Final = "connect-failure,refused-stream,reset-before-request"
+# What the Gateway API asks of a rule that says how to retry; ``reset`` is also what ends a try that takes too long.
+_RULE_RETRY_ON: Final = "connect-failure,refused-stream,reset,retriable-status-codes"
+_BACKOFF_GROWTH: Final = 10
 # Nobody may say a word on a connection that was upgraded for so long.
 _UPGRADED_IDLE_S: Final = 3600.0
 
@@ -196,6 +200,8 @@ def _action(rule: HTTPRouteRule, targets: Sequence[tuple[WeightedBackendRef, Nam
     if any(isinstance(one, Backend) and one.spec.protocol == "WebSocket" for _, one in targets):
         action.upgrade_configs = [RouteActionUpgradeConfig(upgrade_type="websocket")]
         action.idle_timeout = seconds(_UPGRADED_IDLE_S)
+    if rule.retry is not None:
+        action.retry_policy = _retries_of(rule.retry)
     request, of_each = rule.timeouts.request, rule.timeouts.backend_request
     if request is not None:
         action.timeout = seconds(request)
@@ -225,6 +231,14 @@ def _mirrors(rule: HTTPRouteRule, named: Sequence[Named]) -> Iterator[RouteActio
             key = one.metadata.key
             is_server = isinstance(one, ModelServer)
             yield mirror_policy(mirror, server_cluster_name(key) if is_server else backend_cluster_name(key))
+
+
+def _retries_of(retry: HTTPRouteRetry) -> RetryPolicy:
+    policy = RetryPolicy(retry_on=_RULE_RETRY_ON, retriable_status_codes=list(retry.codes), num_retries=retry.attempts)
+    if retry.backoff is not None:
+        base, longest = seconds(retry.backoff), seconds(retry.backoff * _BACKOFF_GROWTH)
+        policy.retry_back_off = RetryPolicyRetryBackOff(base_interval=base, max_interval=longest)
+    return policy
 
 
 def _backend_retries() -> RetryPolicy:

@@ -23,11 +23,12 @@ from envoy_data_plane.google.protobuf import Any
 from controller.gateway.envoy.cors import CORS_FILTER, cors_policy
 from controller.gateway.envoy.direct_answers import error_answer
 from controller.gateway.envoy.envoy_json import to_plain, to_resource
-from controller.gateway.envoy.hosts import ANY_HOST, covers, domain_of, hosts_of, is_more_specific
+from controller.gateway.envoy.hosts import domain_of, hosts_of, is_more_specific
 from controller.gateway.envoy.http_routes import Backends, Place, for_extproc, http_routes, without_inference
 from controller.gateway.envoy.listener_groups import listener_groups
 from controller.gateway.envoy.routes import routes_without_extproc, server_routes
 from extproc.config.attachment import is_attached
+from extproc.config.host_patterns import ANY_HOST, covers
 from extproc.config.validation import parse_address
 from extproc.protocol import (
     BODY_HEADERS,

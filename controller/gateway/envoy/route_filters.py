@@ -23,7 +23,8 @@ from envoy_data_plane.envoy.config.route.v3 import (
 from envoy_data_plane.envoy.type.matcher.v3 import RegexMatchAndSubstitute, RegexMatcher
 from envoy_data_plane.envoy.type.v3 import FractionalPercent, FractionalPercentDenominatorType
 
-from controller.gateway.envoy.hosts import ANY_HOST, path_prefix
+from controller.gateway.envoy.hosts import path_prefix
+from extproc.config.host_patterns import ANY_HOST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

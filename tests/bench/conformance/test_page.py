@@ -40,20 +40,27 @@ NAMES = [one.name for one in suites(versions())]
 
 
 def test_every_case_stands_on_the_page_and_those_that_failed_come_first() -> None:
-    text = page([RESULT], Remarks(suites={"gateway-api": "About it."}, cases={"B": "There is no such thing here."}))
+    text = page(
+        [RESULT],
+        Remarks(
+            suites={"gateway-api": "About it."},
+            features={"Mesh": "No mesh."},
+            cases={"B": "There is no such thing here."},
+        ),
+    )
     assert "| [gateway-api-1.2.3](#gateway-api-123) | 1 | 1 | 1 | 2026-01-02 | 2 min |" in text
     assert text.index("About it.") < text.index("GATEWAY-HTTP: Core tests failed") < text.index("`HTTPRouteCORS`")
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert rows == [
-        "| `B` | **failed** | There is no such thing here. The suite says: no &lt;answer> \\| none |",
-        "| `C` | skipped | suite does not support Mesh |",
+        "| `B` | **failed** | The suite says: no &lt;answer> \\| none There is no such thing here. |",
+        "| `C` | skipped | Needs `Mesh`. No mesh. |",
         "| `A` | passed |  |",
     ]
 
 
-def test_a_failed_case_without_a_word_of_ours_is_found() -> None:
-    assert unexplained([RESULT], Remarks()) == ["gateway-api-1.2.3: B"]
-    assert unexplained([RESULT], Remarks(cases={"B": "x"})) == []
+def test_a_case_that_did_not_pass_without_a_word_of_ours_is_found() -> None:
+    assert unexplained([RESULT], Remarks()) == ["gateway-api-1.2.3: B", "gateway-api-1.2.3: C"]
+    assert unexplained([RESULT], Remarks(features={"Mesh": "x"}, cases={"B": "x"})) == []
 
 
 def test_results_are_kept_as_they_are(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ OUTPUT = """\
         \tTest:       \tTestConformance/HTTPRouteCORS/preflight
         \tMessages:   \tno answer after 30s
 === RUN   TestConformance/GatewayInfrastructure
-    infrastructure.go:90: expected labels on the Service, got none
+    gateway-infrastructure.go:90: 2026-11-22T02:17:13.5Z: expected labels on the Service, got none
+    apply.go:288: 2026-11-22T02:17:14Z: Deleting gateway-with-labels Gateway
 --- FAIL: TestConformance (4.00s)
     --- PASS: TestConformance/HTTPRouteWeight (1.25s)
         --- PASS: TestConformance/HTTPRouteWeight/Requests_are_spread (1.00s)

@@ -10,7 +10,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.gateway.envoy.hosts import Entry, Host, conditions, covers, hosts_of, path_prefix
+from controller.gateway.envoy.hosts import Entry, Host, conditions, hosts_of, path_prefix
+from extproc.config.host_patterns import covers
 from extproc.config.http_route import HTTPRoute, HTTPRouteMatch, HTTPRouteRule, HTTPRouteSpec, PathMatch, ValueMatch
 from extproc.config.listeners import Listener
 from extproc.config.spec import Metadata

@@ -100,3 +100,39 @@ spec:
     assert f"listener web: there is no file '{tmp_path}/gone.pem' here" in said
     assert "ModelServer default/llama: there is no file '/no/such/key' here" in said
     assert "here.pem' here" not in said
+
+
+ROUTED = """
+apiVersion: attache.dev/v1alpha1
+kind: Backend
+metadata: {name: a}
+spec: {endpoints: ["127.0.0.1:80"]}
+---
+apiVersion: gateway.networking.k8s.io/v1
+kind: HTTPRoute
+metadata: {name: lost}
+spec:
+  hostnames: [b.test]
+  rules: [{backendRefs: [{group: attache.dev, kind: Backend, name: a}]}]
+---
+apiVersion: gateway.networking.k8s.io/v1
+kind: HTTPRoute
+metadata: {name: found}
+spec:
+  hostnames: [one.a.test, b.test]
+  rules: [{backendRefs: [{group: attache.dev, kind: Backend, name: a}]}]
+---
+apiVersion: attache.dev/v1alpha1
+kind: GatewayConfig
+metadata: {name: g}
+spec: {listeners: [{name: a, address: "127.0.0.1:8080", hostname: "*.a.test"}]}
+"""
+
+
+def test_routes_that_no_listener_takes_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_text(ROUTED)
+    assert main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "note: HTTPRoute default/lost: no listener that it is attached to takes its hostnames (b.test);" in said
+    assert said.count("note:") == 1
+    assert "2 HTTPRoutes, 1 Backend" in said

@@ -120,6 +120,11 @@ async def test_the_page_explains_or_refuses_as_the_client_would_be() -> None:
         refused = await client.post("/debug/explain/v1/chat/completions", data=BODY.replace(b'"chat"', b'"other"'))
         assert (refused.status, (await refused.json())["error"]["code"]) == (404, "model_not_found")
         assert (await client.post("/debug/explain/v1/nothing", data=BODY)).status == 404
+        # as if an HTTPRoute had chosen the server, or on a listener that there is not
+        chosen = await client.post("/debug/explain/v1/nothing?server=default/llama", data=BODY)
+        assert (await chosen.json())["server"] == "default/llama"
+        nowhere = await client.post("/debug/explain/v1/chat/completions?listener=gone", data=BODY)
+        assert nowhere.status == 404
 
 
 def test_the_command_decides_by_a_configuration_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +135,10 @@ def test_the_command_decides_by_a_configuration_alone(tmp_path: Path, capsys: py
     assert "profile PrefixAware: 3 candidates" in capsys.readouterr().out
     assert main(["explain", "--config", str(tmp_path), "--json", str(body)]) == 0
     assert json.loads(capsys.readouterr().out)["server"] == "default/llama"
+    assert main(["explain", "--config", str(tmp_path), "--server", "llama", "--path", "/any", str(body)]) == 0
+    assert "profile PrefixAware: 3 candidates" in capsys.readouterr().out
+    assert main(["explain", "--config", str(tmp_path), "--listener", "gone", str(body)]) == 1
+    assert "does not exist" in capsys.readouterr().err
     body.write_bytes(b"{}")
     assert main(["explain", "--config", str(tmp_path), str(body)]) == 1
     assert "refused with 400" in capsys.readouterr().err

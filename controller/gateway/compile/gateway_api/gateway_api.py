@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from controller.gateway.compile.gateway_api.addresses import advertised
 from controller.gateway.compile.gateway_api.attachment import Listeners
@@ -16,13 +16,14 @@ from controller.gateway.compile.gateway_api.gateways import (
 )
 from controller.gateway.compile.gateway_api.grants import Grants
 from controller.gateway.compile.gateway_api.http_routes import HttpRouteResult, compile_http_route
-from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME
+from controller.gateway.compile.gateway_api.objects import CONTROLLER_NAME, GatewayClass
 from controller.gateway.compile.gateway_api.observed import Observed, Stale
 from controller.gateway.compile.gateway_api.parameters import Parameters, choose_parameters, class_problem
 from controller.gateway.compile.gateway_api.pool_status import pool_status
 from controller.gateway.compile.gateway_api.references import UNRESOLVED, References
 from controller.gateway.compile.gateway_api.services import backend_document, backend_name, unresolved_document
 from controller.gateway.compile.gateway_api.tls import TlsCompiler
+from controller.gateway.compile.secrets import Pointer
 from extproc.config.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
@@ -32,7 +33,12 @@ if TYPE_CHECKING:
     from controller.gateway.compile.gateway_api.attachment import ParentResult
     from controller.gateway.compile.gateway_api.listeners import ListenerResult
     from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
-    from controller.gateway.compile.secrets import Pointed, Pointer
+    from controller.gateway.compile.secrets import Pointed
+
+
+# Which release of the Gateway API is installed.
+_DEFINITION: Final = Pointer("CustomResourceDefinition", "gatewayclasses.gateway.networking.k8s.io")
+_RELEASE: Final = "gateway.networking.k8s.io/bundle-version"
 
 
 class GatewayApi:
@@ -94,8 +100,9 @@ class GatewayApi:
                     yield object_key(one.namespace, one.name)
 
     def pointers(self) -> frozenset[Pointer]:
-        """The Secrets and ConfigMaps that must be read."""
-        return frozenset(one for found in self._listeners() for one in found.pointers)
+        """The objects that must be read by name."""
+        found = frozenset(pointer for one in self._listeners() for pointer in one.pointers)
+        return found | {_DEFINITION} if any(map(_is_ours, self._observed.classes.values())) else found
 
     def files(self) -> Mapping[str, bytes]:
         """Files of certificates."""
@@ -129,8 +136,8 @@ class GatewayApi:
     def statuses(self, model_routes: Iterable[Collection[str]]) -> Iterator[WantedStatus]:
         """``model_routes``: the names of the listeners that each ModelRoute is attached to."""
         for one in self._observed.classes.values():
-            if one.spec.controller_name == CONTROLLER_NAME:
-                yield class_status(one, class_problem(one, self._problem_of))
+            if _is_ours(one):
+                yield class_status(one, class_problem(one, self._problem_of), self._release())
         attached = Counter(name for found in self._routes.values() for name in found.attached)
         for names in model_routes:
             attached.update(names)
@@ -193,6 +200,11 @@ class GatewayApi:
         """What ``pointer`` points to; None if it is not there, or not known yet."""
         return self._observed.pointed.get((pointer.watched_as, pointer.key))
 
+    def _release(self) -> str | None:
+        """Of the Gateway API's definitions that are installed; None if they are not known."""
+        found = self.pointed(_DEFINITION)
+        return None if found is None else found.annotations.get(_RELEASE, "")
+
     def _listeners(self) -> Iterator[ListenerResult]:
         for result in self._gateways.values():
             yield from result.listeners
@@ -223,6 +235,10 @@ class BackendDocuments:
             self.documents[_backend_key(service, port)] = backend_document(
                 found, port, self._observed.slices_of(service)
             )
+
+
+def _is_ours(one: GatewayClass) -> bool:
+    return one.spec.controller_name == CONTROLLER_NAME
 
 
 def _backend_key(service: str, port: int) -> str:

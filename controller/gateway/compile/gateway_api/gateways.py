@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -82,6 +83,9 @@ class GatewayResult(msgspec.Struct, frozen=True, kw_only=True):
         return _NOT_ACCEPTED if self.refused is None else self.refused.message
 
 
+_RELEASE: Final = re.compile(r"v(\d+)\.(\d+)\.")
+_OLDEST_MINOR: Final = 1
+_NEWEST_MINOR: Final = 6
 _NOT_ACCEPTED: Final = "the Gateway is not served"
 
 
@@ -120,14 +124,27 @@ def listener_documents(results: Mapping[str, GatewayResult]) -> list[Mapping[str
     return [one.document for result in results.values() for one in result.listeners if one.document is not None]
 
 
-def class_status(one: GatewayClass, problem: str) -> WantedStatus:
-    """Of a GatewayClass of ours. ``problem``: with its parametersRef."""
-    accepted = fails("Accepted", "InvalidParameters", problem) if problem else holds("Accepted")
+def class_status(one: GatewayClass, problem: str, release: str | None) -> WantedStatus:
+    """Of a GatewayClass of ours. ``problem``: with its parametersRef. ``release``: of the Gateway API whose definitions
+    are installed; None: it is not known.
+    """
+    conditions = [fails("Accepted", "InvalidParameters", problem) if problem else holds("Accepted")]
+    if release is not None:
+        conditions.append(_supported(release))
     return WantedStatus(
         kind="GatewayClass",
         key=one.identity.key,
         generation=one.identity.generation,
-        conditions=(accepted,),
+        conditions=tuple(conditions),
         fields={"supportedFeatures": [{"name": name} for name in FEATURES]},
         is_plain=True,
     )
+
+
+def _supported(release: str) -> Wanted:
+    found = _RELEASE.match(release)
+    if found and found[1] == "1" and _OLDEST_MINOR <= int(found[2]) <= _NEWEST_MINOR:
+        return holds("SupportedVersion")
+    known = f"releases 1.{_OLDEST_MINOR} to 1.{_NEWEST_MINOR} are known"
+    said = f"the definitions are of release {release or 'unknown'}, {known}; Gateways are served as far as they go"
+    return fails("SupportedVersion", "UnsupportedVersion", said)

@@ -38,7 +38,7 @@ _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Any]]] = MappingProxy
         "Namespace": labels_of,
     }
 )
-KINDS: Final = (*_READERS, "Secret", "PointedConfigMap")
+KINDS: Final = (*_READERS, "Secret", "PointedConfigMap", "CustomResourceDefinition")
 
 
 class Stale:

@@ -32,7 +32,7 @@ def test_keys_of_a_secret_are_digests_in_the_directory() -> None:
     assert authentication is not None
     (key,) = authentication.api_keys
     assert (key.name, key.tenant, key.key_sha256) == ("alice", "alice", sha256(KEY).hexdigest())
-    assert outcome.pointers == {Pointer("Secret", "default/keys")}
+    assert Pointer("Secret", "default/keys") in outcome.pointers
     assert not any(KEY in content for content in outcome.files.values())
 
 
@@ -67,6 +67,13 @@ def test_a_policy_of_a_route_that_is_not_served_says_so() -> None:
         "TargetNotFound",
     )
     assert len(snapshot(compiled(server(), route("llama"), policy(target))).access_policies) == 1
+
+
+def test_keys_of_a_secret_that_are_good_for_some_models_close_a_gateway_without_extproc() -> None:
+    keys = {"apiKeySecrets": [{"name": "keys", "models": ["llama"]}]}
+    config = resource("GatewayConfig", "main", {"failureMode": "Open", "authentication": keys})
+    outcome = compiled(config, secret(alice=KEY), config="default/main")
+    assert snapshot(outcome).gateway.failure_mode == "Close"
 
 
 def test_beside_policies_a_gateway_is_closed_without_extproc() -> None:
