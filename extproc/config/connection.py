@@ -16,7 +16,9 @@ DataKey = Annotated[str, msgspec.Meta(pattern=patterns.DATA_KEY, max_length=253)
 
 
 class CaCertificateRef(Spec, frozen=True):
-    """Certificates in a ConfigMap or Secret of the same namespace. ``name``: the object's. ``key``: of its data."""
+    """Certificates in an object of the same namespace. ``kind``: what holds them. ``name``: the object's. ``key``: of its
+    data.
+    """
 
     name: Name
     kind: Literal["ConfigMap", "Secret"] = "ConfigMap"
