@@ -46,7 +46,7 @@ test-envoy: $(VENV)/ready $(ENVOY) ## tests with a real Envoy and a real Redis, 
 	$(PYTEST) -n 4 --dist loadfile -m 'not real_time' $(filter-out tests/with_kube,$(wildcard tests/with_*))
 
 test-kube: $(VENV)/ready ## tests with a Kubernetes API server: a fake one, and a real one if `make kube-assets` has built it
-	$(PYTEST) tests/with_kube
+	$(PYTEST) -n 2 --dist loadfile tests/with_kube
 
 test-real-time: $(VENV)/ready $(ENVOY) ## tests that depend on how fast the machine is, one after the other (ARGS="-n 2 --dist loadfile": two at a time)
 	$(PYTEST) -m real_time tests/with_* $(ARGS)
