@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.conditions import IN_DIRECTORY, NO_MISTAKE, Wanted, WantedStatus, fails, holds
+from controller.gateway.compile.file_names import bounded_name
 from controller.gateway.compile.gateway_api.gateway_api import GatewayApi
 from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
@@ -68,7 +69,6 @@ class Compiler:
     ) -> None:
         self._gateway = gateway
         self._sources: dict[str, dict[str, Source]] = {kind: {} for kind in DOCUMENT_KINDS}
-        self._servers = ServerSet(check_picker)
         self._usable: frozenset[str] = frozenset()
         self._routes: Mapping[str, RouteResult] = {}
         self._routes_stale = True
@@ -76,6 +76,7 @@ class Compiler:
         self._policies: Mapping[str, PolicyResult] = {}
         self._api = GatewayApi(settings, gateway, GatewayConfigs(self._sources["GatewayConfig"]))
         self._documents = GatewayDocuments(self._api.pointed)
+        self._servers = ServerSet(check_picker, self._api.pointed)
 
     def put(self, kind: str, key: str, thing: Mapping[str, Any] | None) -> None:
         """An object as it is now; None: it is gone."""
@@ -87,6 +88,7 @@ class Compiler:
             self._api.put(kind, key, thing)
             if kind == "InferencePool":
                 self._servers.put_pool(key, thing)
+            self._servers.pointed_changed(kind, key)
         else:
             self._put_source(kind, key, None if thing is None else source_of(thing))
 
@@ -94,7 +96,7 @@ class Compiler:
         """What the objects come to."""
         self._servers.compile()
         usable = self._servers.usable
-        self._routes_stale |= self._api.compile(usable, self._servers.pool_problems)
+        self._routes_stale |= self._api.compile(usable, self._servers.pool_problems())
         if self._routes_stale or usable != self._usable:
             self._routes = compile_routes(self._sources["ModelRoute"].values(), usable, self._api.listeners)
             self._routes_stale, self._usable = False, usable
@@ -106,7 +108,8 @@ class Compiler:
         )
         files = dict(self._files(gateway, documents))
         statuses = {(one.kind, one.key): one for one in self._statuses(gateway, has_policies=has_policies)}
-        return Outcome(files, statuses, self._refusal(gateway), self._api.pointers() | gateway.pointers)
+        pointers = self._api.pointers() | self._servers.pointers() | gateway.pointers
+        return Outcome(files, statuses, self._refusal(gateway), pointers)
 
     def _put_source(self, kind: str, key: str, source: Source | None) -> None:
         if kind == "ModelServer":
@@ -130,6 +133,7 @@ class Compiler:
     ) -> Iterator[tuple[str, bytes]]:
         """In writing order: what is referred to comes before what refers to it."""
         yield from self._api.files().items()
+        yield from self._servers.connection_files()
         yield from self._servers.picker_files()
         yield GATEWAY_FILE, gateway.content
         for objective in self._sources["InferenceObjective"].values():
@@ -245,4 +249,4 @@ class Compiler:
 
 def file_name(kind: str, key: str) -> str:
     """Of an object's document in the directory. Namespaces have no dots, so no two objects share a file."""
-    return f"{kind.lower()}.{key.replace('/', '.', 1)}.json"
+    return bounded_name(f"{kind.lower()}.{key.replace('/', '.', 1)}", ".json")
