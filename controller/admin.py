@@ -85,6 +85,21 @@ def read_state(address: str) -> EnvoyState | None:
     )
 
 
+def why_not_ready(address: str) -> str:
+    """Why the Envoy with this admin address takes no requests; empty if it does."""
+    host, port = parse_address(address)
+    connection = http.client.HTTPConnection(_ANY.get(host, host), port, timeout=_TIMEOUT_S)
+    try:
+        connection.request("GET", "/ready")
+        answer = connection.getresponse()
+        said = answer.read().decode(errors="replace").strip()
+    except (OSError, http.client.HTTPException) as error:
+        return f"no Envoy answers at its admin address {address}: {str(error) or type(error).__name__}"
+    finally:
+        connection.close()
+    return "" if answer.status == http.HTTPStatus.OK else f"Envoy says {said or answer.status}"
+
+
 def _get(connection: http.client.HTTPConnection, path: str) -> bytes:
     connection.request("GET", path)
     answer = connection.getresponse()

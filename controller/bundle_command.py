@@ -55,7 +55,7 @@ def parser(prog: str = "controller bundle") -> argparse.ArgumentParser:
         "--metrics",
         default="off",
         metavar="ADDRESS",
-        help="with --watch: IP:PORT of /metrics, or 'off' (default: %(default)s)",
+        help="with --watch: IP:PORT of /metrics and /readyz, or 'off' (default: %(default)s)",
     )
     add("--golden", action="store_true", help="in a clone: write envoy/bundles from envoy/sources")
     return made

@@ -158,6 +158,11 @@ class Uptake:
         # one thread writes, another looks
         self._lock = threading.Lock()
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where Envoy's admin interface may be; empty until a bundle is written."""
+        return self._addresses
+
     def wrote(self, snapshot: Snapshot, out: Path, now: float) -> None:
         """The bundle of ``snapshot`` is in ``out``."""
         address = self._given or snapshot.gateway.admin

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of ``bundle --watch``: metrics, and what of the directory Envoy uses"""
+"""Pages of ``bundle --watch``: metrics, what of the directory Envoy uses, and whether Envoy takes requests"""
 
 from __future__ import annotations
 
 import socket
 import threading
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Final, get_args
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import msgspec
@@ -14,6 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
+from controller.admin import why_not_ready
 from controller.uptake import Status
 from extproc.config.report import REPORT_PATH
 
@@ -25,14 +26,20 @@ if TYPE_CHECKING:
 
     from controller.bundle import Follower
 
+READY_PATH: Final = "/readyz"
+
 
 def serve_metrics(follower: Follower, address: tuple[str, int]) -> None:
-    """Serve /metrics and /config from a thread, until the process ends; raises OSError."""
+    """Serve /metrics, /config and /readyz from a thread, until the process ends; raises OSError."""
     registry = CollectorRegistry()
     registry.register(FollowerSeries(follower))
     show_metrics: WSGIApplication = make_wsgi_app(registry)
 
     def show(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ["PATH_INFO"] == READY_PATH:
+            why_not = _why_not_ready(follower)
+            start_response("503 Service Unavailable" if why_not else "200 OK", [("content-type", "text/plain")])
+            return [(why_not or "Envoy takes requests").encode()]
         if environ["PATH_INFO"] != REPORT_PATH:
             return show_metrics(environ, start_response)
         start_response("200 OK", [("content-type", "application/json")])
@@ -43,6 +50,14 @@ def serve_metrics(follower: Follower, address: tuple[str, int]) -> None:
 
     server = make_server(*address, show, Server, handler_class=_Silent)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+
+
+def _why_not_ready(follower: Follower) -> str:
+    """Envoy's own page is for its machine alone, and its ports are those of Gateways, so that no probe knows them."""
+    if follower.uptake is None:
+        return "nobody asks Envoy, because of --admin off"
+    whys = [why_not_ready(one) for one in follower.uptake.addresses]
+    return "" if "" in whys else next(iter(whys), "no bundle is written yet")
 
 
 class _Silent(WSGIRequestHandler):

@@ -213,6 +213,14 @@ CASES: Final = (
         [{"kind": "ModelRoute", "name": "llama", "group": "gateway.networking.k8s.io"}],
     ),
     Case(
+        "a pool's group",
+        "ModelAccessPolicy",
+        {"targetRefs": [{"kind": "InferencePool", "name": "llama", "group": "inference.networking.k8s.io"}]},
+        ("targetRefs", 0, "group"),
+        "attache.dev",
+        in_directory=False,
+    ),
+    Case(
         "a listener of a gateway",
         "ModelAccessPolicy",
         {},

@@ -14,6 +14,7 @@ import yaml
 
 from attache.commands import COMMANDS
 from attache.misspelt import misspelt_option
+from controller.uptake_metrics import READY_PATH
 from extproc.config.directory import load_directory
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
@@ -101,6 +102,16 @@ def test_pods_run_commands_that_exist_and_may_drain(file: Path) -> None:
         assert "--drain=5m" in extproc["args"]
         before_s = ((extproc.get("lifecycle") or {}).get("preStop") or {}).get("sleep", {}).get("seconds", 0)
         assert spec["terminationGracePeriodSeconds"] > before_s + 300
+
+
+def test_envoy_is_ready_when_the_bundles_writer_says_so() -> None:
+    (deployment,) = yaml.safe_load_all((DEPLOY.parent / "manifests" / "gateway" / "deployment.yaml").read_text())
+    spec = deployment["spec"]["template"]["spec"]
+    (bundle,) = (one for one in spec["initContainers"] if one["name"] == "bundle")
+    (envoy,) = spec["containers"]
+    probe = envoy["readinessProbe"]["httpGet"]
+    assert probe["path"] == READY_PATH
+    assert f"--metrics=0.0.0.0:{probe['port']}" in bundle["args"]
 
 
 def test_the_image_for_llm_ds_flags_starts_that_command() -> None:

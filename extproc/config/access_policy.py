@@ -18,6 +18,7 @@ from extproc.config.spec import API_VERSION, Metadata, Name, NonEmpty, Spec
 
 _OURS: Final = API_VERSION.partition("/")[0]
 _GATEWAY_API: Final = "gateway.networking.k8s.io"
+_INFERENCE: Final = "inference.networking.k8s.io"
 # The group that each kind of target belongs to.
 TARGET_GROUPS: Final = MappingProxyType(
     {
@@ -26,9 +27,10 @@ TARGET_GROUPS: Final = MappingProxyType(
         "ModelServer": _OURS,
         "Gateway": _GATEWAY_API,
         "HTTPRoute": _GATEWAY_API,
+        "InferencePool": _INFERENCE,
     }
 )
-TargetKind = Literal["GatewayConfig", "Gateway", "HTTPRoute", "ModelRoute", "ModelServer"]
+TargetKind = Literal["GatewayConfig", "Gateway", "HTTPRoute", "InferencePool", "ModelRoute", "ModelServer"]
 
 _Texts = Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=1000)]
 _Patterns = Annotated[tuple[ModelPattern, ...], msgspec.Meta(max_length=1000)]
@@ -39,8 +41,10 @@ _SECTIONED: Final = Rule(
     "sectionName names a listener; write it with kind Gateway or GatewayConfig alone",
 )
 _GROUPED: Final = Rule(
-    "self.group == (self.kind in ['Gateway', 'HTTPRoute'] ? 'gateway.networking.k8s.io' : 'attache.dev')",
-    "the kind is of another group; Gateway and HTTPRoute are of gateway.networking.k8s.io, the others of attache.dev",
+    "self.group == (self.kind in ['Gateway', 'HTTPRoute'] ? 'gateway.networking.k8s.io' : "
+    "self.kind == 'InferencePool' ? 'inference.networking.k8s.io' : 'attache.dev')",
+    "the kind is of another group; Gateway and HTTPRoute are of gateway.networking.k8s.io, InferencePool is of "
+    "inference.networking.k8s.io, and the others are of attache.dev",
 )
 
 
@@ -49,7 +53,7 @@ class AccessTarget(Spec, frozen=True):
 
     ``kind``: what it is; a policy of a ``Gateway`` or a ``GatewayConfig`` is about all requests that come in there, one
     of an ``HTTPRoute`` about those that it matches, one of a ``ModelRoute`` about its model and adapters, one of a
-    ``ModelServer`` about what its engines are asked. ``group``: of the kind. ``name``: the object's.
+    ``ModelServer`` or an ``InferencePool`` about what its engines are asked. ``group``: of the kind. ``name``: the object's.
     ``section_name``: one listener of a Gateway or a GatewayConfig.
     """
 

@@ -50,6 +50,12 @@ def check_targets(policy: ModelAccessPolicy, known: Targets) -> Iterator[Finding
     namespace = policy.metadata.namespace
     for index, target in enumerate(policy.spec.target_refs):
         path = ("spec", "targetRefs", index)
+        if target.kind == "InferencePool":
+            yield (
+                (*path, "kind"),
+                "a directory has no InferencePools; write ModelServer, or apply the policy to a cluster",
+            )
+            continue
         if target.kind in _WITH_LISTENERS:
             yield from _check_listener(target, known, path)
             continue

@@ -47,6 +47,7 @@ class Listener(Spec, frozen=True):
 
     ``name``: routes attach to it by this name (``sectionName``); in a cluster ``namespace/gateway/listener``. ``address``: ``ip:port``. ``hostname``: only requests
     to this host, which may begin with ``*.``. ``tls``: without it, plain HTTP.
+    ``public_port``: where clients connect if it is not the port of ``address``; redirects that name no port use it.
     """
 
     CEL: ClassVar[tuple[Rule, ...]] = ()
@@ -55,6 +56,7 @@ class Listener(Spec, frozen=True):
     address: NonEmpty
     hostname: NonEmpty | None = None
     tls: ListenerTls | None = None
+    public_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
 
     @property
     def files(self) -> tuple[str, ...]:

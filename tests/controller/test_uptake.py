@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import http.client
+import http.server
 import logging
+import threading
 import urllib.request
 from typing import TYPE_CHECKING
 
@@ -232,6 +235,45 @@ def test_the_report_is_a_page_beside_the_metrics(snapshot: Snapshot, tmp_path: P
     assert report.files == snapshot.digests
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
         assert b"attache_bundle_config_valid 0.0" in page.read()
+
+
+def test_a_probe_is_told_what_envoy_says_of_itself(tmp_path: Path) -> None:
+    answers = [(503, b"PRE_INITIALIZING\n"), (200, b"LIVE\n")]
+
+    class Envoy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            code, text = answers.pop(0) if self.path == "/ready" else (404, b"")
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    envoy = http.server.HTTPServer(("127.0.0.1", 0), Envoy)
+    threading.Thread(target=envoy.serve_forever, daemon=True).start()
+    config, port = tmp_path / "config", free_ports(1)[0]
+    config.mkdir()
+    (config / "a.yaml").write_text(documents(["127.0.0.1:8000"], gateway={"admin": f"127.0.0.1:{envoy.server_port}"}))
+    uptake = Uptake(lambda _: None, "/x/bootstrap.json")
+    follower = Follower(ConfigDirectory(config), tmp_path / "out", "/x", uptake)
+    serve_metrics(follower, ("127.0.0.1", port))
+
+    def probe() -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("GET", "/readyz")
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+    assert probe() == (503, "no bundle is written yet")
+    follower.start(lambda: 0.0)
+    assert probe() == (503, "Envoy says PRE_INITIALIZING")
+    assert probe() == (200, "Envoy takes requests")
+    envoy.shutdown()
+    envoy.server_close()
+    status, said = probe()
+    assert status == 503
+    assert "no Envoy answers at its admin address" in said
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from controller.cluster.resources import (
     DEPLOYMENTS,
     GATEWAY_CONFIGS,
     GATEWAYS,
+    HTTP_ROUTES,
+    INFERENCE_POOLS,
     LEASES,
     MODEL_SERVERS,
     PODS,
@@ -29,10 +31,12 @@ from controller.cluster.resources import (
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings, parse_addresses
 from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
 from controller.roles.gateway_metrics import GatewayMetrics
-from tests.gateway_objects import gateway, gateway_class, https, tls_secret
-from tests.kube_objects import Object, server
+from tests.gateway_objects import backend_ref, gateway, gateway_class, http_route, https, pool, tls_secret
+from tests.kube_objects import Object, resource, route, server
 from tests.waiting import eventually
+from tests.with_kube.permissions import allowed_by, asked_for, missing, unused
 from tests.with_kube.pods import make_pod
+from tests.with_kube.test_gateway_api import POOL
 from tests.with_kube.test_gateway_api import create as create_plainly
 from tests.with_kube.test_gateway_role import IMPATIENT, addresses, conditions, create
 
@@ -106,11 +110,16 @@ async def test_the_role_works_with_its_own_account(
     with contextlib.suppress(AlreadyExists):
         await create_plainly(client, "", gateway_class())
     await create_plainly(client, SYSTEM, gateway(namespace, https("https", 443, namespace)), tls_secret(namespace))
-    # a name of its own: this role serves all namespaces, those of other tests too
-    await create(client, server(namespace, namespace=namespace))
+    # names of their own: this role serves all namespaces, those of other tests too
+    policy = resource("ModelAccessPolicy", namespace, {"rules": []}, namespace=namespace)
+    await create(client, server(namespace, namespace=namespace), route(namespace, namespace=namespace), policy)
+    parent, pooled = {"name": namespace}, backend_ref("llama", None, **POOL)
+    await create_plainly(client, SYSTEM, pool(), http_route(namespace, pooled, parents=(parent,)))
     election = LeaderElection(account, namespace=SYSTEM, name="attache-gateway", identity="test")
     settings = GatewaySettings(config=tmp_path, gateway_config=f"{SYSTEM}/gateway", gateway_api=ADDRESSES)
     role = GatewayRole(account, settings, GatewayMetrics(), election=election, timing=IMPATIENT)
+    watching = contextlib.ExitStack()
+    asked = watching.enter_context(asked_for(account))
     task = asyncio.create_task(role.run())
     try:
         await asyncio.wait_for(role.ready.wait(), 20)
@@ -128,8 +137,16 @@ async def test_the_role_works_with_its_own_account(
             return any(one["type"] == "Programmed" and one["status"] == "True" for one in found["conditions"])
 
         await eventually(is_programmed)
+        allowed = allowed_by(MANIFESTS / "gateway" / "rbac.yaml")
+        with contextlib.suppress(TimeoutError):
+            await eventually(lambda: not unused(allowed, asked))
+        assert unused(allowed, asked) == set(), "what the account may do, and the role never does"
+        assert missing(allowed, asked) == set()
     finally:
+        watching.close()
         await client.delete(GATEWAYS, namespace, SYSTEM)
+        await client.delete(HTTP_ROUTES, namespace, SYSTEM)
+        await client.delete(INFERENCE_POOLS, "llama", SYSTEM)
         await client.delete(SECRETS, namespace, SYSTEM)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -171,6 +171,7 @@ class Compiler:
             listeners=self._api.listener_names(),
             config=None if config is None else config.key,
             config_listeners={one.name for one in own},
+            without_models=self._api.routes_without_models(),
         )
 
     def _backends(self) -> Iterator[tuple[tuple[str, str], bytes]]:

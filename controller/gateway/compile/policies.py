@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.conditions import Wanted, WantedStatus, fails, holds
+from controller.gateway.compile.pools import server_key
 from extproc.config.access_policy import TARGET_GROUPS, AccessTarget, ModelAccessPolicy
 from extproc.config.failure_mode import who_may
 from extproc.config.spec import API_VERSION, object_key
@@ -31,7 +32,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
     ``model_routes``, ``model_servers``, ``http_routes``: by ``namespace/name``. ``listeners``: of each Gateway by
     ``namespace/name``, the directory's names of its listeners by ``sectionName``. ``config``: the GatewayConfig in
-    effect; None: the defaults. ``config_listeners``: names of the listeners that it has itself.
+    effect; None: the defaults. ``config_listeners``: names of the listeners that it has itself. ``without_models``: those
+    of ``http_routes`` that go to no ModelServer and no pool.
     """
 
     model_routes: Collection[str] = ()
@@ -40,6 +42,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     listeners: Mapping[str, Mapping[str, str]] = {}
     config: str | None = None
     config_listeners: Collection[str] = ()
+    without_models: Collection[str] = ()
 
 
 class PolicyResult(msgspec.Struct, frozen=True):
@@ -105,6 +108,12 @@ def _compile(source: Source, served: Served) -> PolicyResult:
         accepted = fails("Accepted", "Invalid", f"{source.complaint()}; until it is mended, nobody may use {what}")
         rules = []
     resolved, programmed = holds("ResolvedRefs"), holds("Programmed")
+    unasked = [one.name for one in found if _is_unasked(one, source.namespace, served)]
+    if unasked:
+        said = f"HTTPRoute {', '.join(unasked)} goes to no ModelServer and no InferencePool; no policy is asked there"
+        resolved = fails("ResolvedRefs", "NoModelBackend", said)
+        if len(unasked) == len(found):
+            programmed = fails("Programmed", "NoModelBackend", said)
     if missing:
         said = f"{', '.join(missing)} is not there, or not served by this gateway"
         resolved = fails("ResolvedRefs", "TargetNotFound", said)
@@ -114,6 +123,11 @@ def _compile(source: Source, served: Served) -> PolicyResult:
     attached = [_plain(one) for one in dict.fromkeys(found)]
     document = source.document({**({"targetRefs": attached} if attached else {}), "rules": rules})
     return _result(source, document, (accepted, resolved, programmed))
+
+
+def _is_unasked(one: AccessTarget, namespace: str, served: Served) -> bool:
+    """Whether requests that come to ``one`` go by extproc, which decides who may."""
+    return one.kind == "HTTPRoute" and object_key(namespace, one.name) in served.without_models
 
 
 def _targets(source: Source) -> tuple[AccessTarget, ...] | None:
@@ -147,6 +161,11 @@ def _resolved(one: AccessTarget, namespace: str, served: Served) -> list[AccessT
             keys = served.model_routes
         case "ModelServer":
             keys = served.model_servers
+        case "InferencePool":
+            # in a directory, the ModelServer that serves it
+            key, keys = server_key(key), served.model_servers
+            name = key.removeprefix(f"{namespace}/")
+            one = msgspec.structs.replace(one, kind="ModelServer", name=name)
     return [msgspec.structs.replace(one, group=TARGET_GROUPS[one.kind], section_name=None)] if key in keys else []
 
 

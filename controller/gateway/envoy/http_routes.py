@@ -68,7 +68,7 @@ Configs = Mapping[str, object]
 
 class Place(msgspec.Struct, frozen=True):
     """Where a rule is served. ``domain``: of the virtual host. ``listener``: its name, None if there is only one.
-    ``port``, ``is_tls``: of the listener. ``is_open``: Envoy goes on without extproc. ``engines_read_no``: headers that no
+    ``port``, ``is_tls``: of the listener, as clients see it. ``is_open``: Envoy goes on without extproc. ``engines_read_no``: headers that no
     engine is to get.
     """
 

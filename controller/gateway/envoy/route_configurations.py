@@ -114,7 +114,7 @@ class _Group:
         place = Place(
             domain=host.domain,
             listener=name,
-            port=parse_address(self._group.address)[1],
+            port=host.listener.public_port or parse_address(self._group.address)[1],
             is_tls=self._group.tls is not None,
             is_open=snapshot.gateway.failure_mode == "Open",
             engines_read_no=removed,

@@ -74,6 +74,15 @@ def test_hosts_of_plain_listeners_share_a_configuration_and_others_are_unknown()
 PREFIX = HTTPRouteMatch(path=PathMatch(value="/old"))
 
 
+def test_a_redirect_without_a_port_goes_to_where_clients_connect() -> None:
+    there = [{"type": "RequestRedirect", "requestRedirect": {"hostname": "new.test"}}]
+    public = {"name": "public", "address": "127.0.0.1:9080", "publicPort": 80}
+    bound = {"name": "bound", "address": "127.0.0.1:9081"}
+    found = configurations([public, bound], route("old", {"filters": there}))
+    ports = {name: hosts["*"]["routes"][0]["redirect"].get("port_redirect") for name, hosts in found.items()}
+    assert ports == {"public": None, "bound": 9081}
+
+
 @pytest.mark.parametrize(
     ("redirect", "listens", "location"),
     [

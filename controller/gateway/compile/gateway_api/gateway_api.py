@@ -133,6 +133,12 @@ class GatewayApi:
             if found.document is not None:
                 yield key, found.document
 
+    def routes_without_models(self) -> frozenset[str]:
+        """Keys of the HTTPRoutes that go to no ModelServer and no pool, so that extproc has no part in their requests."""
+        return frozenset(
+            key for key, found in self._routes.items() if all(one.kind != "ModelServer" for one in found.resolutions)
+        )
+
     def statuses(self, model_routes: Iterable[Collection[str]]) -> Iterator[WantedStatus]:
         """``model_routes``: the names of the listeners that each ModelRoute is attached to."""
         for one in self._observed.classes.values():

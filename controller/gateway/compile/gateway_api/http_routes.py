@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from controller.gateway.compile.gateway_api.references import References
 
 # Fields of rules that have no effect here; everything else that is not known is refused.
-_WITHOUT_EFFECT: Final = ("retry", "sessionPersistence")
+_WITHOUT_EFFECT: Final = ("sessionPersistence",)
 
 
 class HttpRouteResult(msgspec.Struct, frozen=True, kw_only=True):

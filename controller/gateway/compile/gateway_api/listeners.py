@@ -137,6 +137,8 @@ def _compile(
     if address and accepted.status == "True" and kinds and (listener.protocol == "HTTP" or found.document):
         host = f"[{address}]" if ":" in address else address
         document = {"name": name, "address": f"{host}:{listener.port + offset}"}
+        if offset:
+            document["publicPort"] = listener.port
         if listener.hostname:
             document["hostname"] = listener.hostname
         if found.document:

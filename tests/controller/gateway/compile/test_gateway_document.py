@@ -8,8 +8,8 @@ from hashlib import sha256
 
 from controller.gateway.compile.secrets import Pointer
 from tests.controller.gateway.compile.gateway_api.outcomes import compiled, conditions, snapshot, status
-from tests.gateway_objects import Object, gateway, listener, make
-from tests.kube_objects import resource, route, server
+from tests.gateway_objects import Object, backend_ref, gateway, http_route, listener, make, pool, service
+from tests.kube_objects import pod, resource, route, server
 
 KEY = b"0123456789abcdef"
 CONFIG = resource("GatewayConfig", "main", {"authentication": {"apiKeySecrets": [{"name": "keys"}]}})
@@ -83,3 +83,27 @@ def test_beside_policies_a_gateway_is_closed_without_extproc() -> None:
     (accepted, *_) = status(outcome, "GatewayConfig", "main").conditions
     assert "Close is served" in accepted.message
     assert snapshot(compiled(config, config="default/main")).gateway.failure_mode == "Open"
+
+
+def test_a_policy_of_a_pool_is_about_the_server_that_serves_it() -> None:
+    ref = {"kind": "InferencePool", "group": "inference.networking.k8s.io", "name": "llama"}
+    pooled = backend_ref("llama", None, group="inference.networking.k8s.io", kind="InferencePool")
+    things = gateway(), pool(), service("picker", 9002), pod("a")
+    outcome = compiled(*things, http_route("app", pooled), policy(ref))
+    (found,) = snapshot(outcome).access_policies
+    (attached,) = found.spec.target_refs
+    assert (attached.kind, attached.name) == ("ModelServer", "inferencepool.llama")
+    assert conditions(status(outcome, "ModelAccessPolicy", "only").conditions)["Programmed"][0] == "True"
+    # nobody can ask its engines through this gateway
+    unrouted = compiled(*things, policy(ref))
+    assert snapshot(unrouted).access_policies == ()
+
+
+def test_a_policy_of_a_route_to_a_service_is_asked_by_nobody() -> None:
+    ref = {"kind": "HTTPRoute", "group": "gateway.networking.k8s.io", "name": "app"}
+    plain = compiled(gateway(), service(), http_route(), policy(ref))
+    said = conditions(status(plain, "ModelAccessPolicy", "only").conditions)
+    assert said["ResolvedRefs"] == said["Programmed"] == ("False", "NoModelBackend")
+    to_server = backend_ref("llama", None, group="attache.dev", kind="ModelServer")
+    mixed = compiled(gateway(), service(), server(), http_route("app", backend_ref(), to_server), policy(ref))
+    assert conditions(status(mixed, "ModelAccessPolicy", "only").conditions)["ResolvedRefs"][0] == "True"

@@ -11,18 +11,20 @@ import pytest
 
 from controller.gateway.compile.policies import PolicyResult, Served, compile_policies, failure_mode
 from controller.gateway.compile.sources import source_of
+from extproc.config.access_policy import TARGET_GROUPS
 from extproc.config.gateway_config import GatewayConfigSpec
 
 SERVED = Served(
     model_routes={"team/llama"},
-    model_servers={"team/llama", "team/large"},
-    http_routes={"team/chat"},
+    model_servers={"team/llama", "team/large", "team/inferencepool.pooled"},
+    http_routes={"team/chat", "team/shop"},
     listeners={
         "team/web": {"http": "team/web/http", "https": "team/web/https"},
         "other/web": {"http": "other/web/http"},
     },
     config="team/config",
     config_listeners={"extra"},
+    without_models={"team/shop"},
 )
 RULES = [{"from": [{"tenants": ["acme"]}], "models": ["llama"]}]
 
@@ -49,8 +51,7 @@ def conditions(result: PolicyResult) -> dict[str, tuple[str, str]]:
 
 
 def target(kind: str, name: str, **more: str) -> dict[str, str]:
-    group = "gateway.networking.k8s.io" if kind in {"Gateway", "HTTPRoute"} else "attache.dev"
-    return {"kind": kind, "name": name, "group": group, **more}
+    return {"kind": kind, "name": name, "group": TARGET_GROUPS[kind], **more}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,7 @@ def target(kind: str, name: str, **more: str) -> dict[str, str]:
     [
         (target("ModelRoute", "llama"), [target("ModelRoute", "llama")]),
         (target("ModelServer", "large"), [target("ModelServer", "large")]),
+        (target("InferencePool", "pooled"), [target("ModelServer", "inferencepool.pooled")]),
         (target("HTTPRoute", "chat"), [target("HTTPRoute", "chat")]),
         (target("GatewayConfig", "config"), [target("GatewayConfig", "config")]),
         (
@@ -151,3 +153,13 @@ def test_failure_mode_open_is_not_served_where_somebody_may_not_use_everything(
     mode, why = failure_mode(spec, msgspec.convert(spec, GatewayConfigSpec), has_policies=has_policies)
     assert mode == served
     assert bool(why) == (mode != asked)
+
+
+def test_a_policy_of_a_route_whose_requests_nobody_decides_says_so() -> None:
+    shop, chat = target("HTTPRoute", "shop"), target("HTTPRoute", "chat")
+    alone = compiled({"targetRefs": [shop], "rules": RULES})
+    assert conditions(alone)["ResolvedRefs"] == conditions(alone)["Programmed"] == ("False", "NoModelBackend")
+    assert "no policy is asked there" in alone.status.conditions[1].message
+    assert spec_of(alone)["targetRefs"] == [shop], "it holds once the route goes to a model"
+    both = conditions(compiled({"targetRefs": [shop, chat], "rules": RULES}))
+    assert (both["ResolvedRefs"][1], both["Programmed"][0]) == ("NoModelBackend", "True")

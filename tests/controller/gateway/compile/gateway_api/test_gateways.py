@@ -155,6 +155,7 @@ def test_what_is_advertised_is_in_the_status(advertise: str, expected: list[dict
     outcome = compiled(gateway(), balancer, settings=GatewayApiSettings(advertise=advertise, port_offset=8000))
     assert status(outcome, "Gateway", "web").fields["addresses"] == expected
     assert addresses(outcome) == {"default/web/http": "0.0.0.0:8080"}
+    assert [one.public_port for one in snapshot(outcome).gateway.listeners] == [80]
 
 
 def test_without_an_address_to_publish_a_gateway_is_not_programmed() -> None:

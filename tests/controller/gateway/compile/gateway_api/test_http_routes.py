@@ -7,6 +7,8 @@ import pytest
 
 from controller.gateway.compile.gateway_api.attachment import meets
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+from extproc.config.http_route import HTTPRouteRetry
+from extproc.config.quantities import Duration
 from tests.controller.gateway.compile.gateway_api.outcomes import (
     addresses,
     attached,
@@ -209,11 +211,21 @@ def test_a_filter_that_is_not_supported_refuses_the_route() -> None:
     assert attached(outcome) == {"http": 0}
 
 
-def test_retries_of_a_rule_have_no_effect_and_the_route_says_so() -> None:
-    outcome = compiled(gateway(), *APP, http_route(rules=[{"retry": {"attempts": 2}, "backendRefs": [backend_ref()]}]))
+def test_retries_of_a_rule_are_those_of_the_directory() -> None:
+    retry = {"codes": [500, 503], "attempts": 2, "backoff": "100ms"}
+    outcome = compiled(gateway(), *APP, http_route(rules=[{"retry": retry, "backendRefs": [backend_ref()]}]))
+    (found,) = snapshot(outcome).http_routes
+    assert found.spec.rules[0].retry == HTTPRouteRetry(codes=(500, 503), attempts=2, backoff=Duration("100ms"))
+    (entry,) = status(outcome, "HTTPRoute", "app").lists[0].entries
+    assert entry.conditions[0].message == ""
+
+
+def test_sessions_of_a_rule_have_no_effect_and_the_route_says_so() -> None:
+    sticky = {"sessionPersistence": {"sessionName": "a"}, "backendRefs": [backend_ref()]}
+    outcome = compiled(gateway(), *APP, http_route(rules=[sticky]))
     assert served(outcome) == {"default/app": ["default/web/http"]}
     (entry,) = status(outcome, "HTTPRoute", "app").lists[0].entries
-    assert entry.conditions[0].message == "retry of rules is not supported and has no effect"
+    assert entry.conditions[0].message == "sessionPersistence of rules is not supported and has no effect"
 
 
 @pytest.mark.parametrize(
