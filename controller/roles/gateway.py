@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from controller.cluster.lease import LeaderElection
     from controller.cluster.resources import Object
     from controller.gateway.compile.compiler import Outcome
-    from controller.gateway.directory import Written
     from controller.roles.gateway_metrics import GatewayMetrics
     from extproc.config.picker_config import PickerCheck
 
@@ -112,15 +111,21 @@ class GatewayRole:
 
     async def _follow(self) -> None:
         await self._watched.synced()
+        is_written = True
         while True:
-            outcome = self._compile(await self._watched.changes(_TOGETHER_S))
+            # what has changed in the meantime may be what makes the next attempt succeed
+            changed = await self._watched.changes(_TOGETHER_S) if is_written else self._watched.take_changes()
+            outcome = self._compile(changed)
             # without its certificates a listener would be taken away and come back
             while await self._pointed.follow(outcome.pointers, _POINTED_S):
                 outcome = self._compile(self._watched.take_changes())
             self._digests = {name: content_digest(content) for name, content in outcome.files.items()}
-            await self._publish(outcome)
-            self._outcome = outcome
-            self._say()
+            is_written = await self._publish(outcome)
+            if is_written:
+                self._outcome = outcome
+                self._say()
+            else:
+                await asyncio.sleep(_RETRY_S)
 
     def _compile(self, changed: Collection[tuple[str, str]]) -> Outcome:
         for kind, key in changed:
@@ -152,16 +157,21 @@ class GatewayRole:
         thing = self._watched.get(kind, key)
         return {} if thing is None else thing.get("status") or {}
 
-    async def _publish(self, outcome: Outcome) -> None:
-        """Write the outcome, unless it must not be served."""
+    async def _publish(self, outcome: Outcome) -> bool:
+        """Write the outcome, unless it must not be served; whether nothing remains to be tried again."""
         if outcome.refused != self._refused:
             self._refused = outcome.refused
             self._metrics.refused.set(bool(outcome.refused))
             if outcome.refused:
                 log.error("nothing is changed, and what is served stays: %s", outcome.refused)
         if outcome.refused:
-            return
-        done = await self._write(outcome)
+            return True
+        try:
+            done = await asyncio.to_thread(self._writer.write, outcome.files)
+        except OSError as error:
+            self._metrics.failures.inc()
+            log.error("the directory cannot be written, tried again in %g s: %s", _RETRY_S, error)
+            return False
         for name in done.written:
             log.info("wrote %s", name)
         for name in done.removed:
@@ -170,12 +180,4 @@ class GatewayRole:
         self._in_use.ask_soon()
         self._metrics.published(len(done.written), len(done.removed), len(outcome.files))
         self.ready.set()
-
-    async def _write(self, outcome: Outcome) -> Written:
-        while True:
-            try:
-                return await asyncio.to_thread(self._writer.write, outcome.files)
-            except OSError as error:
-                self._metrics.failures.inc()
-                log.error("the directory cannot be written, tried again in %g s: %s", _RETRY_S, error)
-            await asyncio.sleep(_RETRY_S)
+        return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from controller.cluster.resources import (
     Resource,
 )
 from controller.gateway.compile.compiler import Compiler
+from controller.gateway.directory import DirectoryWriter
 from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
 from controller.roles.gateway_metrics import GatewayMetrics
 from extproc.config.directory import load_directory
@@ -41,11 +43,12 @@ from tests.with_kube.pods import make_pod, set_ready
 from tests.with_kube.test_crds import install
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
     from pathlib import Path
 
     from bench.cluster.fake.server import FakeServer
     from controller.cluster.client import Client
+    from controller.gateway.directory import Written
     from extproc.config.model_server import ModelServer
     from extproc.config.snapshot import Snapshot
     from tests.with_kube.kubes import Kube
@@ -239,6 +242,25 @@ async def test_programmed_is_what_extproc_uses(client: Client, namespace: str, t
         events = await client.list(EVENTS, namespace)
         found = [one["message"] for one in events.items if one["involvedObject"]["name"] == "qwen"]
         assert "extproc does not use it: modelserver.x.json: a mistake" in found
+
+
+async def test_a_file_that_cannot_be_written_holds_others_up_no_longer_than_its_object_is_there(
+    client: Client, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, bad, failures = DirectoryWriter.write, f"modelserver.{namespace}.bad.json", list[str]()
+
+    def write_unless_bad(self: DirectoryWriter, files: Mapping[str, bytes]) -> Written:
+        if bad in files:
+            failures.append(bad)
+            raise OSError(errno.ENAMETOOLONG, "File name too long", bad)
+        return write(self, files)
+
+    monkeypatch.setattr(DirectoryWriter, "write", write_unless_bad)
+    async with serving(client, namespace, tmp_path):
+        await create(client, server("bad", namespace=namespace), server("good", namespace=namespace))
+        await eventually(lambda: bool(failures))
+        await client.delete(MODEL_SERVERS, "bad", namespace)
+        await eventually(lambda: served(tmp_path, "good") is not None)
 
 
 async def test_render_shows_what_the_role_writes(

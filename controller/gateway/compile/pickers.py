@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from controller.gateway.compile.file_names import bounded_name
 from extproc.config.decode import read_picker_file
 from extproc.config.errors import ConfigInvalid, Mistake
 from extproc.config.load import unforeseen
@@ -34,7 +35,7 @@ class Picker(msgspec.Struct, frozen=True, kw_only=True):
 
 def picker_file_name(key: str) -> str:
     """Of the ConfigMap ``namespace/name``, in the directory."""
-    return f"picker.{key.replace('/', '.', 1)}.yaml"
+    return bounded_name(f"picker.{key.replace('/', '.', 1)}", ".yaml")
 
 
 def picker_of(key: str, thing: Mapping[str, Any], check: PickerCheck) -> Picker:

@@ -37,6 +37,12 @@ def server_key(pool_key: str) -> str:
     return object_key(namespace, PREFIX + pool_key.removeprefix(f"{namespace}/"))
 
 
+def pool_key(server: str) -> str:
+    """``namespace/name`` of the pool, given that of its ModelServer."""
+    namespace, _, name = server.partition("/")
+    return object_key(namespace, name.removeprefix(PREFIX))
+
+
 def server_of(
     pool: Mapping[str, Any],
     *,
@@ -90,7 +96,14 @@ def _settings(text: str) -> dict[str, Any] | str:
     for field in _ENDPOINT_FIELDS:
         if field in found:
             return f"annotation {SETTINGS}: leave '{field}' out; the pool says which pods serve"
-    return found
+    return found if _has_text_keys(found) else f"{advice}; every key must be text, so put others in quotes"
+
+
+def _has_text_keys(value: object) -> bool:
+    """Whether it can be JSON. YAML's keys may be numbers, dates or nothing; its depth is bounded where it is read."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _has_text_keys(one) for key, one in value.items())
+    return all(map(_has_text_keys, value)) if isinstance(value, list) else True
 
 
 def _labels(spec: Mapping[str, Any]) -> Mapping[str, str]:

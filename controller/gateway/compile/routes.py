@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 class RouteResult(msgspec.Struct, frozen=True):
     """``document``: None if the route is not served. ``missing``: servers, by key, that a rule has no substitute for:
-    requests of that rule are answered 503. ``servers``: all that it names. ``attached``: names of listeners.
+    requests of that rule are answered 503. ``servers``: all that it names. ``attached``: names of listeners. ``served``:
+    those of them that serve it; the empty name where there is no Gateway.
     """
 
     document: bytes | None
@@ -40,6 +41,7 @@ class RouteResult(msgspec.Struct, frozen=True):
     status: WantedStatus
     servers: frozenset[str] = frozenset()
     attached: frozenset[str] = frozenset()
+    served: frozenset[str] = frozenset()
 
 
 def compile_routes(
@@ -48,23 +50,27 @@ def compile_routes(
     """Every route by its key. ``servers``: keys of the ModelServers that can be used. ``listeners``: of Gateways; None
     if there is no Gateway of ours, and then ``parentRefs`` have no effect.
 
-    Of two routes with one model name, the older one has it, as in the Gateway API. The other is not served at all: it
-    would be served in part otherwise.
+    Of two routes with one model name on one listener, the older one has it, as in the Gateway API. The other is not served
+    at all: it would be served in part otherwise. A route that no listener serves takes no name from others.
     """
-    owners: dict[str, str] = {}
+    # by listener and name
+    owners: dict[tuple[str, str], str] = {}
     results = {}
     for source in sorted(routes, key=lambda one: one.age):
         problem = source.complaint() or _repeated(source)
-        taken = [name for name in _names(source) if name in owners]
         if problem:
             results[source.key] = _refused(source, "Invalid", problem)
-        elif taken:
-            claims = "; ".join(f"'{name}' belongs to {owners[name]}" for name in taken)
+            continue
+        found = _compile(source, servers, listeners)
+        claims = {(listener, name): source.key for listener in found.served for name in _names(source)}
+        taken = {name: owners[listener, name] for listener, name in sorted(claims.keys() & owners.keys())}
+        if taken:
+            said = "; ".join(f"'{name}' belongs to {owner}" for name, owner in taken.items())
             advice = "which is older; use another name, or delete that route"
-            results[source.key] = _refused(source, "Conflict", f"{claims}, {advice}")
+            results[source.key] = _refused(source, "Conflict", f"{said}, {advice}")
         else:
-            results[source.key] = _compile(source, servers, listeners)
-            owners.update(dict.fromkeys(_names(source), source.key))
+            results[source.key] = found
+            owners.update(claims)
     return results
 
 
@@ -102,6 +108,7 @@ def _compile(source: Source, servers: Collection[str], listeners: Listeners | No
             (holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY)),
             missing,
             named,
+            served=("",),
         )
     parents, attached, served = _attach(source, listeners)
     statuses = _parents(parents, resolved)
@@ -110,7 +117,7 @@ def _compile(source: Source, servers: Collection[str], listeners: Listeners | No
         return _result(source, None, (holds("Accepted", NO_MISTAKE), resolved, programmed), (), (), attached, statuses)
     spec["parentRefs"] = [{"name": "gateway", "sectionName": name} for name in served]
     conditions = holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY)
-    return _result(source, source.document(spec), conditions, missing, named, attached, statuses)
+    return _result(source, source.document(spec), conditions, missing, named, attached, statuses, served)
 
 
 def _attach(source: Source, listeners: Listeners) -> tuple[list[ParentResult], list[str], list[str]]:
@@ -175,6 +182,7 @@ def _result(
     servers: Collection[str] = (),
     attached: Collection[str] = (),
     parents: WantedList | None = None,
+    served: Collection[str] = (),
 ) -> RouteResult:
     status = WantedStatus(
         kind=source.kind,
@@ -183,4 +191,4 @@ def _result(
         conditions=conditions,
         lists=(parents or WantedList(name="parents", entries=()),),
     )
-    return RouteResult(document, frozenset(missing), status, frozenset(servers), frozenset(attached))
+    return RouteResult(document, frozenset(missing), status, frozenset(servers), frozenset(attached), frozenset(served))

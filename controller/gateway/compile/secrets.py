@@ -17,6 +17,8 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 
+from controller.gateway.compile.file_names import bounded_name
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -59,7 +61,7 @@ def pointed_of(thing: Mapping[str, Any]) -> Pointed:
 
 def file_of(pointer: Pointer, name: str) -> str:
     """The file of the value called ``name``. Names of objects have no underscore, so no two values share a file."""
-    return f"{pointer.kind.lower()}.{pointer.key.replace('/', '.', 1)}_{name}.{_SUFFIX}"
+    return bounded_name(f"{pointer.kind.lower()}.{pointer.key.replace('/', '.', 1)}_{name}", f".{_SUFFIX}")
 
 
 def files_of(pointer: Pointer, pointed: Pointed, names: Iterable[str]) -> dict[str, bytes]:
@@ -83,12 +85,12 @@ def certificate_problem(pointed: Pointed) -> str:
     return "" if key.public_key() == chain[0].public_key() else "tls.key is not the key of tls.crt"
 
 
-def authorities_problem(pointed: Pointed) -> str:
-    """Why ``ca.crt`` cannot be used to check certificates; empty if it can."""
-    if not pointed.data.get("ca.crt"):
-        return "it has no ca.crt"
+def authorities_problem(pointed: Pointed, name: str = "ca.crt") -> str:
+    """Why the value called ``name`` cannot be used to check certificates; empty if it can."""
+    if not pointed.data.get(name):
+        return f"it has no {name}"
     try:
-        x509.load_pem_x509_certificates(pointed.data["ca.crt"])
+        x509.load_pem_x509_certificates(pointed.data[name])
     except ValueError:
-        return "ca.crt has no certificate in PEM"
+        return f"{name} has no certificate in PEM"
     return ""

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from controller.cluster.resources import key_of
 from controller.gateway.compile.compiler import Compiler, Outcome, file_name
+from controller.gateway.directory import DirectoryWriter
+from extproc.config.directory import load_directory
 from extproc.config.failure_mode import failure_mode_of
 from extproc.config.load import load
 from extproc.config.spec import object_key
@@ -21,6 +23,7 @@ from tests.kube_objects import Object, picker_config, pod, resource, route, secr
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from extproc.config.picker_config import PickerFile
     from extproc.config.snapshot import Snapshot
@@ -57,6 +60,17 @@ def addresses(outcome: Outcome, name: str = "default/llama") -> list[str]:
 def condition(outcome: Outcome, kind: str, key: str, type_: str) -> tuple[str, str, str]:
     (found,) = (one for one in outcome.statuses[kind, key].conditions if one.type == type_)
     return found.status, found.reason, found.message
+
+
+def test_objects_of_any_name_have_files_of_their_own_that_can_be_written(tmp_path: Path) -> None:
+    names = ["n" * 253, "n" * 252 + "m"]
+    things = [one for name in names for one in (server(name, pickerConfig=name), route(name, model=name[-1]))]
+    outcome = compiled(*things, *(picker_config(name, PICKER) for name in names))
+    DirectoryWriter(tmp_path).write(outcome.files)
+    found = load_directory(tmp_path)
+    assert [one.metadata.name for one in found.routes] == names[::-1]
+    assert {one.spec.picker_config for one in found.servers} == found.picker_files.keys()
+    assert len(found.picker_files) == 2
 
 
 def test_an_empty_cluster_is_a_directory_with_defaults() -> None:

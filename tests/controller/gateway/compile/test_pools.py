@@ -34,13 +34,13 @@ def compiled(thing: Object, *pods: Object) -> tuple[dict[str, Any] | None, str]:
     """The spec in the directory, and why there is none."""
     found = server_of(thing)
     assert found.server is not None, found.complaint
-    servers = ServerSet(check_shape_alone)
+    servers = ServerSet(check_shape_alone, lambda _: None)
     servers.put_pool("team/llama", thing)
     for one in pods:
         servers.put_pod(key_of(one), one)
     servers.compile()
     text = servers.results[server_key("team/llama")].document
-    return (json.loads(text)["spec"] if text else None), servers.pool_problems.get("team/llama", "")
+    return (json.loads(text)["spec"] if text else None), servers.pool_problems().get("team/llama", "")
 
 
 def test_every_port_of_every_ready_pod_is_an_endpoint() -> None:
@@ -92,3 +92,11 @@ def test_a_named_config_map_has_precedence_over_the_annotation() -> None:
     assert found.server is not None
     assert found.server["spec"]["pickerConfig"] == "b"
     assert server_key("team/llama") == "team/inferencepool.llama"
+
+
+@pytest.mark.parametrize("key", ["1", "1.5", "null", "true", "2024-01-01"])
+@pytest.mark.parametrize("text", ["{key}: x", "trafficPolicy: {{{key}: x}}", "endpoint: [[{{{key}: x}}]]"])
+def test_keys_of_the_annotation_that_are_no_text_are_refused(key: str, text: str) -> None:
+    found = server_of(pool(annotation=text.format(key=key)))
+    assert found.server is None
+    assert found.complaint.endswith("every key must be text, so put others in quotes")
