@@ -188,7 +188,8 @@ def _show(rendered: Rendered, bundle: Mapping[str, str], out: Path | None) -> No
 
     for key in rendered.unused:
         print(f"note: GatewayConfig {key} is not served; name the one to serve with --gateway-config", file=sys.stderr)
-    for one in rendered.missing:
+    # definitions are looked at for their release alone
+    for one in (each for each in rendered.missing if each.kind != "CustomResourceDefinition"):
         print(f"note: {one.kind} {one.key} is not there, and something points to it", file=sys.stderr)
     if rendered.foreign:
         print(f"note: left out, as a gateway does not look at them: {', '.join(rendered.foreign)}", file=sys.stderr)

@@ -121,3 +121,18 @@ def test_the_image_for_llm_ds_flags_starts_that_command() -> None:
     assert 'ENTRYPOINT ["attache", "epp"]' in epp
     # what is built without --target
     assert stages[-1].strip() == "attache"
+
+
+def test_removing_the_manager_leaves_the_namespace_that_it_shares_with_the_gateway() -> None:
+    manifests = DEPLOY.parent / "manifests"
+    folders = [yaml.safe_load((manifests / one / "namespace.yaml").read_text()) for one in ("manager", "gateway")]
+    assert folders[0] == folders[1]
+    removal = yaml.safe_load((manifests / "removal/manager/kustomization.yaml").read_text())
+    assert removal["resources"] == ["../../manager"]
+    (kept,) = [yaml.safe_load(one["patch"]) for one in removal["patches"]]
+    assert kept == {
+        "$patch": "delete",
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {"name": folders[0]["metadata"]["name"]},
+    }

@@ -144,7 +144,9 @@ Ctrl-C ends it all."""
 
 def _try(*, has_gateways: bool) -> str:
     question = '{"model": "llama", "messages": [{"role": "user", "content": "Who are you?"}]}'
-    curl = f"curl --retry 30 --retry-all-errors {_URL}/v1/chat/completions -H 'content-type: application/json'"
+    # without a delay of its own curl doubles it: minutes, where the first tries come too early
+    retrying = "curl --retry 60 --retry-delay 1 --retry-all-errors"
+    curl = f"{retrying} {_URL}/v1/chat/completions -H 'content-type: application/json'"
     tried = f"""\
 
 The gateway and two simulated engines are starting. Try

@@ -153,3 +153,8 @@ def test_gateways_and_routes_are_rendered_and_no_private_key_is_printed(
     (status,) = (one["status"] for one in documents if one["kind"] == "Gateway")
     assert [one["attachedRoutes"] for one in status["listeners"]] == [1, 1]
     assert main(["render", str(written(tmp_path / "gone", gateway_class(), gateway(), http_route()))]) == 1
+
+
+def test_definitions_that_files_lack_are_not_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["render", str(written(tmp_path / "in", gateway_class(), gateway()))])
+    assert "CustomResourceDefinition" not in capsys.readouterr().err

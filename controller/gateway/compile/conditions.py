@@ -107,7 +107,7 @@ def merged(wanted: WantedStatus, observed: Mapping[str, Any], now: str) -> dict[
 
 def transitions(status: Mapping[str, Any], observed: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The conditions whose status or reason is not what it was, for Events, those of lists' items as well; what is not
-    known yet is none.
+    known yet is none. The message of a listener's condition begins with the listener's name.
     """
     known = {about: (one.get("status"), one.get("reason")) for about, one in _all_conditions(observed)}
     found = [(about, one) for about, one in _all_conditions(status) if one.get("status") != "Unknown"]
@@ -161,7 +161,13 @@ def _all_conditions(status: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str]
         for item in status.get(name) or ():
             identity = item.get("name") or msgspec.json.encode(item.get("parentRef"), order="deterministic").decode()
             for one in item.get("conditions") or ():
-                yield (f"{item.get('controllerName', '')} {identity}", one.get("type", "")), one
+                told = _of_listener(item["name"], one) if item.get("name") else one
+                yield (f"{item.get('controllerName', '')} {identity}", one.get("type", "")), told
+
+
+def _of_listener(name: str, condition: Mapping[str, Any]) -> Mapping[str, Any]:
+    said = condition.get("message") or f"{condition.get('type')} is {condition.get('status')}"
+    return {**condition, "message": f"listener {name}: {said}"}
 
 
 def _condition(wanted: Wanted, known: Mapping[str, Any] | None, generation: int, now: str) -> dict[str, Any]:

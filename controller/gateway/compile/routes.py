@@ -24,7 +24,7 @@ from extproc.config.model_route import ModelRoute
 from extproc.config.spec import object_key
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from controller.gateway.compile.gateway_api.attachment import Listeners, ParentResult
     from controller.gateway.compile.sources import Source
@@ -113,7 +113,7 @@ def _compile(source: Source, servers: Collection[str], listeners: Listeners | No
     parents, attached, served = _attach(source, listeners)
     statuses = _parents(parents, resolved)
     if not served:
-        programmed = _not_served(parents)
+        programmed = _not_served(source.namespace, parents)
         return _result(source, None, (holds("Accepted", NO_MISTAKE), resolved, programmed), (), (), attached, statuses)
     spec["parentRefs"] = [{"name": "gateway", "sectionName": name} for name in served]
     conditions = holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY)
@@ -144,7 +144,11 @@ def _parents(parents: Iterable[ParentResult], resolved: Wanted) -> WantedList:
     return WantedList(name="parents", entries=entries)
 
 
-def _not_served(parents: Iterable[ParentResult]) -> Wanted:
+def _not_served(namespace: str, parents: Sequence[ParentResult]) -> Wanted:
+    if not parents:
+        why = "while there are Gateways, ModelRoutes are served by their listeners alone"
+        advice = f"let a listener's allowedRoutes allow ModelRoutes of the namespace {namespace}"
+        return fails("Programmed", "NoMatchingParent", f"{why}, and none takes it; {advice}")
     refused = next((one.accepted for one in parents if one.accepted.status != "True"), None)
     if refused is not None:
         return fails("Programmed", refused.reason, refused.message)

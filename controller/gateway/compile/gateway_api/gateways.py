@@ -54,10 +54,10 @@ class GatewayResult(msgspec.Struct, frozen=True, kw_only=True):
     def _accepted(self) -> Wanted:
         if self.refused is not None and self.refused.type == "Accepted":
             return self.refused
-        bad = [one.spec.name for one in self.listeners if not one.is_open]
+        bad = [one for one in self.listeners if not one.is_open]
         if not bad:
             return holds("Accepted")
-        said = f"not accepted: the listeners {', '.join(bad)}"
+        said = "; ".join(f"listener {one.spec.name} is not accepted: {one.accepted.message}" for one in bad)
         if len(bad) == len(self.listeners):
             return fails("Accepted", "ListenersNotValid", said)
         return Wanted("Accepted", "True", "ListenersNotValid", said)
@@ -70,10 +70,11 @@ class GatewayResult(msgspec.Struct, frozen=True, kw_only=True):
         return fails("Programmed", "Invalid", "none of its listeners can be served")
 
     def _resolved(self) -> Wanted:
-        bad = [one.spec.name for one in self.listeners if one.resolved.status != "True"]
+        bad = [one for one in self.listeners if one.resolved.status != "True"]
         if not bad:
             return holds("ResolvedRefs")
-        return fails("ResolvedRefs", "ListenersNotResolved", f"the references of the listeners {', '.join(bad)}")
+        said = "; ".join(f"listener {one.spec.name}: {one.resolved.message}" for one in bad)
+        return fails("ResolvedRefs", "ListenersNotResolved", said)
 
     def _why_not(self, listener: ListenerResult) -> str:
         if not listener.is_open:

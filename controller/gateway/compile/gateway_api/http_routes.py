@@ -72,7 +72,7 @@ def compile_http_route(
     if problem:
         refused = fails("Accepted", "UnsupportedValue", problem)
         parents = [_refuse(one, refused) for one in parents]
-    resolved = next((one.problem for one in resolutions if one.problem is not None), holds("ResolvedRefs"))
+    resolved = _resolved(resolutions)
     note = _note(route.spec)
     entries = [_entry(one, resolved, note) for one in _each_once(parents)]
     status = WantedStatus(
@@ -90,6 +90,15 @@ def compile_http_route(
         resolutions=tuple(resolutions),
         status=status,
     )
+
+
+def _resolved(resolutions: Iterable[Resolution]) -> Wanted:
+    """The reason of the first reference that cannot be resolved, and the messages of all."""
+    problems = [one.problem for one in resolutions if one.problem is not None]
+    if not problems:
+        return holds("ResolvedRefs")
+    said = "; ".join(dict.fromkeys(one.message for one in problems))
+    return fails("ResolvedRefs", problems[0].reason, said)
 
 
 def _content(route: Route, rules: list[Mapping[str, Any]], served: list[str]) -> Mapping[str, Any]:

@@ -88,7 +88,8 @@ class TlsCompiler:
         pointers.add(pointer)
         found = self._pointed(pointer)
         if found is None:
-            return _bad_certificate(f"there is no Secret {pointer.key} that this role may read")
+            advice = "create it, or bind the ClusterRole attache-gateway-secrets in its namespace"
+            return _bad_certificate(f"there is no Secret {pointer.key} that this role may read; {advice}")
         problem = certificate_problem(found)
         if problem:
             return _bad_certificate(f"the Secret {pointer.key} cannot be used: {problem}")

@@ -102,3 +102,24 @@ def test_conditions_of_items_keep_their_times_and_are_told_as_events() -> None:
     (found,) = second["parents"]
     assert [one["lastTransitionTime"] for one in found["conditions"]] == [EARLY, LATE]
     assert [one["type"] for one in transitions(second, first)] == ["ResolvedRefs"]
+
+
+def test_events_of_listeners_say_which_one() -> None:
+    entries = tuple(
+        WantedEntry(identity={"name": name}, conditions=(holds("Accepted"), fails("ResolvedRefs", "X", "no Secret")))
+        for name in ("http", "https")
+    )
+    gateway = WantedStatus(
+        kind="Gateway",
+        key="a/web",
+        generation=1,
+        conditions=(holds("Accepted"),),
+        lists=(WantedList(name="listeners", entries=entries),),
+    )
+    assert [one["message"] for one in transitions(written(gateway, {}, EARLY), {})] == [
+        "",
+        "listener http: Accepted is True",
+        "listener http: no Secret",
+        "listener https: Accepted is True",
+        "listener https: no Secret",
+    ]

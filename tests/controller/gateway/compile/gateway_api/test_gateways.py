@@ -224,6 +224,8 @@ def test_a_certificate_that_cannot_be_used_concerns_its_listener_alone(
     assert listener_says(outcome, "https")["Accepted"] == ("True", "Accepted")
     (message,) = (one.message for one in listeners_of(outcome)["https"].conditions if one.type == "ResolvedRefs")
     assert said in message
+    (of_all,) = (one.message for one in status(outcome, "Gateway", "web").conditions if one.type == "ResolvedRefs")
+    assert of_all == f"listener https: {message}"
     # routes attach, and are served where they can be
     assert attached(outcome) == {"https": 1, "http": 1}
     assert served(outcome) == {"default/app": ["default/web/http"]}

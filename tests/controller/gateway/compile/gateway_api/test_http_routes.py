@@ -119,6 +119,15 @@ def test_a_reference_that_cannot_be_resolved_is_answered_500_and_keeps_its_share
     assert attached(outcome) == {"http": 1}
 
 
+def test_all_references_that_cannot_be_resolved_are_named() -> None:
+    outcome = compiled(
+        gateway(), *APP, http_route("app", backend_ref("one"), backend_ref("two", None, **POOL), backend_ref("one"))
+    )
+    (entry,) = status(outcome, "HTTPRoute", "app").lists[0].entries
+    (said,) = (one.message for one in entry.conditions if one.type == "ResolvedRefs")
+    assert said == "the Service default/one is not there; there is no InferencePool default/two"
+
+
 def test_a_backend_of_another_namespace_needs_a_grant() -> None:
     things = gateway(), service(namespace="blue"), http_route("app", backend_ref(namespace="blue"))
     source = ("default", "gateway.networking.k8s.io", "HTTPRoute")
@@ -349,6 +358,14 @@ def test_a_model_route_that_names_no_gateway_is_served_by_all_that_let_it() -> N
     outcome = compiled(*things, server(), route("llama"), settings=settings)
     (found,) = snapshot(outcome).routes
     assert {one.section_name for one in found.spec.parent_refs} == {"default/web/http", "blue/all/http"}
+
+
+def test_a_model_route_that_no_listener_lets_in_says_where_to_let_it() -> None:
+    outcome = compiled(gateway(namespace="blue"), server(), route("llama"))
+    assert snapshot(outcome).routes == ()
+    (programmed,) = (one for one in status(outcome, "ModelRoute", "llama").conditions if one.type == "Programmed")
+    assert programmed.reason == "NoMatchingParent"
+    assert "allowedRoutes allow ModelRoutes of the namespace default" in programmed.message
 
 
 def test_a_model_route_of_a_gateway_that_does_not_serve_it_is_not_served() -> None:
