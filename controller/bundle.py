@@ -25,6 +25,7 @@ from controller.gateway.publish import (
 )
 from controller.key_files import KeyFiles
 from controller.secret_files import SecretFiles
+from controller.unserved import without
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
 from extproc.config.report import ConfigReport
@@ -32,6 +33,7 @@ from extproc.config.report import ConfigReport
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from controller.gateway.envoy.secrets import SecretSource
     from controller.uptake import Uptake
     from extproc.config.directory import Directory
     from extproc.config.errors import Mistake
@@ -65,13 +67,15 @@ class Follower:
     A configuration that is broken later is logged, and the last good bundle stays. ``is_valid``: whether the directory
     is usable as it is. ``missing_keys``: what is wrong with keys that it names, and that nobody can use so far.
     ``written_at_s``: when the bundle last changed, wall clock. ``secrets``: certificates and keys, which Envoy follows
-    one by one. ``uptake``: None, if nobody looks.
+    one by one. ``unusable``: those of them that were never good; the listeners and servers that need them are not
+    served. ``uptake``: None, if nobody looks.
     """
 
     def __init__(self, config: Directory, out: Path, path: str, uptake: Uptake | None = None) -> None:
         """``path``: where Envoy will find the bundle."""
         self.is_valid = True
         self.missing_keys: tuple[Mistake, ...] = ()
+        self.unusable: Mapping[SecretSource, Mistake] = {}
         self.written_at_s = 0.0
         self.uptake = uptake
         self._config = config
@@ -107,8 +111,7 @@ class Follower:
     def start(self, clock: Callable[[], float]) -> None:
         """Write the first bundle; raises ConfigInvalid."""
         self._snapshot = self._config.read()
-        filled = self._fill(self._snapshot)
-        self._written = filled, self._read_secrets(filled)
+        self._written = self._with_secrets(self._fill(self._snapshot))
         _write_first(*self._written, self._out, self._writer)
         self._note_written(clock())
 
@@ -122,9 +125,7 @@ class Follower:
             if fresh.gateway.admin != self._snapshot.gateway.admin:
                 log.warning("the admin address has changed: restart Envoy for that")
             self._snapshot = fresh
-        queued = self._fill(self._lingering.added_to(self._snapshot, clock()))
-        secrets = self._read_secrets(queued)
-        wanted = queued, secrets
+        wanted = queued, secrets = self._with_secrets(self._fill(self._lingering.added_to(self._snapshot, clock())))
         if wanted == self._written or (wanted == self._failed and clock() < self._retry_at_s):
             return
         if _replace(self._written[0], queued, secrets, self._out, self._writer):
@@ -133,9 +134,20 @@ class Follower:
         else:
             self._failed, self._retry_at_s = wanted, clock() + _RETRY_S
 
-    def _read_secrets(self, snapshot: Snapshot) -> Mapping[str, str]:
-        """Raises ConfigInvalid only for what ``_read`` has not seen."""
-        return self.secrets.read(secret_sources(snapshot), datetime.now(UTC))
+    def _with_secrets(self, snapshot: Snapshot) -> tuple[Snapshot, Mapping[str, str]]:
+        """What of ``snapshot`` can be served, and its secrets. Raises ConfigInvalid only for what ``_read`` has not seen."""
+        secrets, unusable = self.secrets.read_available(secret_sources(snapshot), datetime.now(UTC))
+        served = without(snapshot, unusable)
+        if unusable != self.unusable:
+            self.unusable = unusable
+            if unusable:
+                said = ConfigInvalid(list(unusable.values()))
+                log.error(
+                    "the listeners and servers that need these files are not served until they are good:\n%s", said
+                )
+            else:
+                log.info("all certificates and keys are good")
+        return served, secrets
 
     def _note_written(self, now: float) -> None:
         self.written_at_s = datetime.now(UTC).timestamp()
@@ -146,8 +158,10 @@ class Follower:
     def _read(self) -> Snapshot | None:
         try:
             snapshot = self._config.read()
-            # once read, they are there for good
-            self.secrets.check(secret_sources(snapshot))
+            # Once read, they are there for good. What is not served already is waited for; what is served must not be
+            # replaced by what cannot be.
+            self.secrets.check(source for source in secret_sources(snapshot) if source not in self.unusable)
+            without(snapshot, self.unusable)
         except ConfigInvalid as error:
             log.error("configuration refused, the last good bundle stays:\n%s", error)
             self._refused = str(error)

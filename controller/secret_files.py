@@ -42,8 +42,8 @@ class SecretFiles:
 
     Content that cannot be used, such as a certificate whose private key has not been replaced yet, is said once, and what
     was there before stays. ``folder``: what names of files are relative to. ``bundle``: where an earlier writer may have
-    left good ones, for a start in the middle of a change. ``stale``: how many secrets are out of date. ``ends_at``: by
-    the first file of each secret, when it ends.
+    left good ones, for a start in the middle of a change. ``stale``: how many secrets are out of date or missing.
+    ``ends_at``: by the first file of each secret, when it ends.
     """
 
     def __init__(self, environment: Mapping[str, str], folder: Path = Path(), bundle: Path | None = None) -> None:
@@ -59,13 +59,27 @@ class SecretFiles:
 
     def read(self, sources: Iterable[SecretSource], now: datetime) -> Mapping[str, str]:
         """Files of the bundle to their content. Raises ConfigInvalid for a secret that cannot be used and never could."""
-        found = {source: self._read(source) for source in sources}
+        files, unusable = self.read_available(sources, now)
+        if unusable:
+            raise ConfigInvalid(list(unusable.values()))
+        return files
+
+    def read_available(
+        self, sources: Iterable[SecretSource], now: datetime
+    ) -> tuple[Mapping[str, str], Mapping[SecretSource, Mistake]]:
+        """The same of those that can be had, and what is wrong with the others."""
+        found, unusable = {}, {}
+        for source in dict.fromkeys(sources):
+            try:
+                found[source] = self._read(source)
+            except ConfigInvalid as error:
+                unusable[source] = error.mistakes[0]
         self._last = found
         self._refused = {source: said for source, said in self._refused.items() if source in found}
-        self.stale = len(self._refused)
+        self.stale = len(self._refused) + len(unusable)
         self.ends_at = {_title(source): one.ends_at for source, one in found.items() if one.ends_at is not None}
         self._warn(now)
-        return {source.file: one.file for source, one in found.items()}
+        return {source.file: one.file for source, one in found.items()}, unusable
 
     def check(self, sources: Iterable[SecretSource]) -> None:
         """Raises ConfigInvalid as ``read`` would; what is good is remembered."""

@@ -86,7 +86,7 @@ class FollowerSeries(Collector):
         missing = "attache_bundle_missing_keys"
         yield GaugeMetricFamily(missing, "Keys and key sets that cannot be had.", value=len(follower.missing_keys))
         stale = "attache_bundle_stale_secrets"
-        text = "Certificates and keys whose files cannot be used as they are now; what was there before stays."
+        text = "Certificates and keys whose files cannot be used as they are now."
         yield GaugeMetricFamily(stale, text, value=follower.secrets.stale)
         ends = GaugeMetricFamily(
             "attache_bundle_certificate_end_timestamp_seconds", "When a certificate, or a list, ends.", labels=["file"]

@@ -150,7 +150,7 @@ def _missing_files(snapshot: Snapshot, directory: Path) -> list[str]:
     servers = [(f"ModelServer {one.metadata.key}", one.spec.connection) for one in snapshot.servers]
     named += [(who, file) for who, connection in servers for file in connection.files]
     return [
-        f"{who}: there is no file '{directory / file}' here; without it the bundle's writer refuses the configuration"
+        f"{who}: there is no file '{directory / file}' here; without it this is not served"
         for who, file in dict.fromkeys(named)
         if not (directory / file).is_file()
     ]

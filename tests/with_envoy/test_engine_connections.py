@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +13,10 @@ import pytest_asyncio
 from aiohttp import web
 
 from bench.stack import ALIAS, EngineFlags, Stack, running_stack
+from controller.gateway.compile.compiler import Compiler
+from controller.gateway.directory import DirectoryWriter
 from tests.certificates import Authority, Pair
+from tests.kube_objects import Object, resource, secret
 from tests.waiting import eventually
 from tests.with_envoy.test_admission import edit, spec_of
 
@@ -185,3 +189,54 @@ async def test_verification_can_be_given_up(stack: Stack, engine: Engine) -> Non
     await eventually(is_served, timeout_s=30)
     await eventually(lambda: "/metrics" in engine.paths(), timeout_s=20)
     edit(stack, "ModelServer", connection=before)
+
+
+def as_the_gateway_role_would(stack: Stack, engine: Engine, *secrets: Object) -> None:
+    """Put what a cluster's ModelServer comes to into the directory: its files, then the fields that it decides."""
+    tls = {"serverName": NAME, "caCertificateRef": {"name": "ca"}, "clientCertificateRef": {"name": "client"}}
+    spec = {
+        "model": "m",
+        "endpoints": [{"address": engine.address}],
+        "connection": {"tls": tls, "apiKeyRef": {"name": "keys"}},
+    }
+    compiler = Compiler()
+    authorities = {"kind": "PointedConfigMap", "metadata": {}, "data": {"ca.crt": engine.ca.read_text()}}
+    compiler.put("PointedConfigMap", "default/ca", authorities)
+    for one in secrets:
+        compiler.put("Secret", f"default/{one['metadata']['name']}", one)
+    compiler.put("ModelServer", "default/llama", resource("ModelServer", "llama", spec))
+    files = compiler.compile().files
+    DirectoryWriter(stack.config).write(
+        {name: content for name, content in files.items() if name.startswith(("secret.", "configmap."))}
+    )
+    made = json.loads(files["modelserver.default.llama.json"])["spec"]
+    edit(stack, "ModelServer", endpoints=made["endpoints"], connection=made.get("connection", {}))
+
+
+async def test_a_clusters_secrets_are_used_and_without_them_nothing_reaches_the_engine(
+    stack: Stack, engine: Engine
+) -> None:
+    client = {f"tls.{end}": (engine.folder / f"gateway.{end}").read_text() for end in ("crt", "key")}
+    both = secret("client", client), secret("keys", {"api-key": "sk-of-a-secret"})
+
+    async def answers(status: int) -> None:
+        async def is_so() -> bool:
+            return (await ask(stack, authorization="Bearer sk-of-the-client")).status_code == status
+
+        await eventually(is_so, timeout_s=30)
+
+    as_the_gateway_role_would(stack, engine, both[0])
+    await answers(503)
+    engine.key = "sk-of-a-secret"
+    engine.calls.clear()
+    engine.refused.clear()
+    engine.show(engine.authority.issue(dns=[NAME]))
+    as_the_gateway_role_would(stack, engine, *both)
+    await answers(200)
+    assert {sent for _, sent, _ in engine.calls} == {"Bearer sk-of-a-secret"}
+    as_the_gateway_role_would(stack, engine, both[0])
+    await answers(503)
+    await eventually(lambda: not list((stack.directory / "envoy" / "secrets").glob("*.json")), timeout_s=20)
+    assert (await ask(stack)).status_code == 503
+    # nothing has come without the key, or with the client's own
+    assert not engine.refused

@@ -79,13 +79,14 @@ def engine_key(connection: EngineConnection) -> EngineKey:
 
 def secret_sources(snapshot: Snapshot) -> tuple[SecretSource, ...]:
     """All secrets of a bundle, each once."""
-    found = dict.fromkeys(one for listener in snapshot.gateway.listeners for one in _of_listener(listener))
+    found = dict.fromkeys(one for listener in snapshot.gateway.listeners for one in listener_secrets(listener))
     for server in snapshot.servers:
-        found.update(dict.fromkeys(_of_engines(server.spec.connection)))
+        found.update(dict.fromkeys(engine_secrets(server.spec.connection)))
     return tuple(found)
 
 
-def _of_listener(listener: Listener) -> Iterator[SecretSource]:
+def listener_secrets(listener: Listener) -> Iterator[SecretSource]:
+    """What a listener needs."""
     if listener.tls is None:
         return
     for one in listener.tls.certificates:
@@ -94,7 +95,8 @@ def _of_listener(listener: Listener) -> Iterator[SecretSource]:
         yield authorities(listener.tls.client_certificates)
 
 
-def _of_engines(connection: EngineConnection) -> Iterator[SecretSource]:
+def engine_secrets(connection: EngineConnection) -> Iterator[SecretSource]:
+    """What connections to engines need."""
     if connection.has_key:
         yield engine_key(connection)
     if connection.tls is None:
