@@ -16,7 +16,6 @@ import msgspec
 from controller.gateway.envoy.bundle import BundleWriter
 from controller.gateway.envoy.secrets import secret_sources
 from controller.gateway.publish import (
-    Lingering,
     remove_orphans,
     remove_unused_secrets,
     steps,
@@ -27,6 +26,7 @@ from controller.key_files import KeyFiles
 from controller.secret_files import SecretFiles
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
+from extproc.config.lingering import Lingering
 from extproc.config.report import ConfigReport
 
 if TYPE_CHECKING:
