@@ -16,7 +16,6 @@ import msgspec
 from controller.gateway.envoy.bundle import BundleWriter
 from controller.gateway.envoy.secrets import secret_sources
 from controller.gateway.publish import (
-    Lingering,
     remove_orphans,
     remove_unused_secrets,
     steps,
@@ -28,6 +27,7 @@ from controller.secret_files import SecretFiles
 from controller.unserved import without
 from extproc.config.directory import load_directory
 from extproc.config.errors import ConfigInvalid
+from extproc.config.lingering import Lingering
 from extproc.config.report import ConfigReport
 
 if TYPE_CHECKING:

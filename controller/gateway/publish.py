@@ -11,7 +11,7 @@ import msgspec
 from controller.gateway.envoy.authentication import AUTHENTICATION_FILES, unused_files
 from controller.gateway.envoy.backends import backend_endpoints_file
 from controller.gateway.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
-from controller.gateway.envoy.bundle import with_clusters_of, with_servers
+from controller.gateway.envoy.bundle import with_clusters_of
 from controller.gateway.envoy.clusters import endpoints_file
 from controller.gateway.envoy.listener_groups import ROUTES_FOLDER, routes_files
 from controller.gateway.envoy.secrets import SECRETS_FOLDER
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from controller.gateway.envoy.bundle import BundleWriter
-    from extproc.config.model_server import ModelServer
     from extproc.config.snapshot import Snapshot
 
 # Envoy reads a file within some milliseconds of its being moved into place; clusters then connect and warm up.
@@ -59,38 +58,6 @@ def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> lis
     if gone:
         planned.append(Step(_TAKEN_UP_S, {CLUSTERS_FILE: final[CLUSTERS_FILE]}, gone))
     return planned
-
-
-class Lingering:
-    """Servers that have left the configuration, and to which extproc may still send requests.
-
-    extproc follows the configuration at its own pace, so Envoy keeps their routes for some seconds.
-    """
-
-    def __init__(self, linger_s: float) -> None:
-        self._linger_s = linger_s
-        self._left_at_s: dict[str, float] = {}
-        self._servers: dict[str, ModelServer] = {}
-
-    def follow(self, before: Snapshot, after: Snapshot, now: float) -> None:
-        """The configuration has changed."""
-        names = {server.metadata.key for server in after.servers}
-        for server in before.servers:
-            if server.metadata.key not in names:
-                self._servers[server.metadata.key] = server
-                self._left_at_s[server.metadata.key] = now
-        for name in names & set(self._servers):
-            self._forget(name)
-
-    def added_to(self, snapshot: Snapshot, now: float) -> Snapshot:
-        """``snapshot`` with those that linger at ``now``."""
-        for name, left_at_s in list(self._left_at_s.items()):
-            if now - left_at_s >= self._linger_s:
-                self._forget(name)
-        return with_servers(snapshot, self._servers.values())
-
-    def _forget(self, name: str) -> None:
-        del self._servers[name], self._left_at_s[name]
 
 
 def _comes_first(name: str) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.config.errors import ConfigInvalid
+from extproc.config.lingering import LingeringChosen
 from extproc.config.report import ConfigReport
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 
 # Polling works on every file system, mounted ConfigMaps and network shares included.
 _POLL_S: Final = 0.1
+# For so long Envoy may still choose a server by an HTTPRoute that names it no more: longer than a bundle takes, and
+# shorter than Envoy's own side keeps what has left.
+_LINGER_S: Final = 5.0
 
 
 class DirectoryFeed:
@@ -38,6 +42,7 @@ class DirectoryFeed:
         *,
         settle_s: float,
         apply: Callable[[Snapshot], object],
+        clock: Callable[[], float],
     ) -> None:
         """``apply`` puts a snapshot into use; raises ConfigInvalid, with nothing changed.
 
@@ -49,11 +54,16 @@ class DirectoryFeed:
         self._settle_s = settle_s
         self._core = core
         self._metrics = metrics
+        self._clock = clock
+        self._lingering = LingeringChosen(_LINGER_S)
+        # what was read last and is in use, without servers that linger
+        self._snapshot: Snapshot | None = None
         self._version = ""
         self.report = ConfigReport()
 
     def started_with(self, snapshot: Snapshot) -> None:
         """The core was made with ``snapshot``."""
+        self._snapshot = snapshot
         self._version = snapshot.version
         self.report = ConfigReport(files=snapshot.digests)
         self._metrics.config_applied()
@@ -63,6 +73,8 @@ class DirectoryFeed:
         while True:
             if self._directory.has_changed():
                 await self._reload()
+            else:
+                self._end_lingering()
             await asyncio.sleep(_POLL_S)
 
     async def _reload(self) -> None:
@@ -80,16 +92,12 @@ class DirectoryFeed:
             await asyncio.sleep(self._settle_s)
             if self._directory.has_changed():
                 return  # and begin again with what is there now
-        try:
-            self._apply(snapshot)
-        except ConfigInvalid as error:
-            self._refuse(error)
+        now = self._clock()
+        if self._snapshot is not None:
+            self._lingering.follow(self._snapshot, snapshot, now)
+        if not self._put_into_use(self._lingering.added_to(snapshot, now)):
             return
-        except Exception:
-            self._metrics.config_refused()
-            log.exception("configuration %s could not be applied; please report this", snapshot.version)
-            self._say_refused("makes extproc fail, whose log says how; please report it")
-            return
+        self._snapshot = snapshot
         self._version = snapshot.version
         self.report = ConfigReport(files=snapshot.digests)
         self._metrics.config_applied()
@@ -99,6 +107,28 @@ class DirectoryFeed:
             len(snapshot.routes),
             len(snapshot.servers),
         )
+
+    def _end_lingering(self) -> None:
+        """Forget servers that have left, once Envoy names them no more."""
+        if self._snapshot is None or self._lingering.is_empty:
+            return
+        rest = self._lingering.added_to(self._snapshot, self._clock())
+        if len(rest.servers) != len(self._core.pools):
+            self._put_into_use(rest)
+
+    def _put_into_use(self, snapshot: Snapshot) -> bool:
+        """Whether it is in use; the last good one stays otherwise."""
+        try:
+            self._apply(snapshot)
+        except ConfigInvalid as error:
+            self._refuse(error)
+            return False
+        except Exception:
+            self._metrics.config_refused()
+            log.exception("configuration %s could not be applied; please report this", snapshot.version)
+            self._say_refused("makes extproc fail, whose log says how; please report it")
+            return False
+        return True
 
     def _is_new(self, server: ModelServer) -> bool:
         pool = self._core.pools.get(server.metadata.key)

@@ -107,7 +107,9 @@ class App:
             limits=self._limits,
             tell=self._peers.tell,
         )
-        self._feed = DirectoryFeed(settings.config, core, metrics, settle_s=settings.settle_s, apply=self._apply)
+        self._feed = DirectoryFeed(
+            settings.config, core, metrics, settle_s=settings.settle_s, apply=self._apply, clock=clock
+        )
         self._feed.started_with(snapshot)
         self._missed = ""
         self._unshared: list[str] = []

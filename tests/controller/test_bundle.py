@@ -16,12 +16,13 @@ import pytest
 from controller.__main__ import main
 from controller.bundle import GOLDEN_PATH
 from controller.gateway.envoy.backends import backend_cluster, backend_resource
-from controller.gateway.envoy.bundle import BundleWriter, build, with_servers
+from controller.gateway.envoy.bundle import BundleWriter, build
 from controller.gateway.envoy.envoy_json import to_json, to_resource
 from controller.gateway.envoy.local_replies import local_replies
-from controller.gateway.publish import Lingering, Step, remove_orphans, steps, write
+from controller.gateway.publish import Step, remove_orphans, steps, write
 from extproc.config.backend import Backend, BackendSpec
 from extproc.config.directory import load_directory
+from extproc.config.lingering import Lingering, with_servers
 from extproc.config.load import load
 from extproc.config.spec import Metadata
 from tests.waiting import eventually

@@ -38,13 +38,13 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
     StringMatcher,
     ValueMatcher,
 )
-from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.envoy.bootstrap import file_source
 from controller.gateway.envoy.client_certificates import known_certificates, named_by_certificates
 from controller.gateway.envoy.envoy_json import http_filter, resources_file, to_resource, typed
 from controller.gateway.envoy.key_sets import remote_key_set
 from controller.gateway.envoy.keys import identified_callers, known_keys
+from controller.gateway.envoy.plain import type_url
 from extproc.protocol import TENANT, TOKENS_NAMESPACE, USER
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def authentication_filters(authentication: Authentication | None, directory: str
         HttpFilter(
             name=name,
             config_discovery=ExtensionConfigSource(
-                config_source=file_source(directory, file), type_urls=[Any.pack(message).type_url]
+                config_source=file_source(directory, file), type_urls=[type_url(message)]
             ),
         )
         for file, (name, message) in _followed(authentication).items()

@@ -10,7 +10,6 @@ from envoy_data_plane.envoy.config.core.v3 import Http1ProtocolOptions, Http2Pro
 from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request.v3 import LeastRequest
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptions as UpstreamOptions
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptionsExplicitHttpConfig as ExplicitHttp
-from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.envoy.bootstrap import ENDPOINTS_FOLDER, file_source
 from controller.gateway.envoy.clusters import (
@@ -24,6 +23,7 @@ from controller.gateway.envoy.clusters import (
     unlimited,
 )
 from controller.gateway.envoy.envoy_json import seconds, to_plain, to_resource
+from controller.gateway.envoy.plain import Packed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,14 +56,14 @@ def backend_cluster(backend: Backend, directory: str) -> Cluster:
         load_balancing_policy=balancing_policy("envoy.load_balancing_policies.least_request", LeastRequest()),
         circuit_breakers=unlimited(),
         upstream_connection_options=keepalive(),
-        typed_extension_protocol_options={UPSTREAM_OPTIONS: Any.pack(_protocol(backend))},
+        typed_extension_protocol_options={UPSTREAM_OPTIONS: Packed(_protocol(backend))},
     )
 
 
 def backend_resource(backend: Backend, like: Mapping[str, object], directory: str) -> dict[str, object]:
     """The cluster of ``backend`` as a resource of xDS. ``like``: the one of another Backend of the same protocol.
 
-    The classes of Envoy's schema need some 30 ms for a cluster, and clusters of Backends differ in their names alone.
+    The classes of Envoy's schema need some 0.5 ms for a cluster, and clusters of Backends differ in their names alone.
     """
     name, file = backend_cluster_name(backend.metadata.key), backend_endpoints_file(backend.metadata.key)
     source = to_plain(file_source(directory, file))

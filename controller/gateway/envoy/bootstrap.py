@@ -31,9 +31,10 @@ from envoy_data_plane.envoy.config.overload.v3 import (
 )
 from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.v3 import DownstreamConnectionsConfig
 from envoy_data_plane.envoy.extensions.resource_monitors.fixed_heap.v3 import FixedHeapConfig
-from envoy_data_plane.google.protobuf import Any, Struct, Value
+from envoy_data_plane.google.protobuf import Struct, Value
 
 from controller.gateway.envoy.envoy_json import address, seconds
+from controller.gateway.envoy.plain import Packed
 from extproc.config.expressions import MAX_PROGRAM_SIZE
 
 if TYPE_CHECKING:
@@ -91,10 +92,10 @@ def _overload_manager(gateway: GatewayConfigSpec) -> OverloadManager:
     return OverloadManager(
         refresh_interval=seconds(0.25),
         resource_monitors=[
-            ResourceMonitor(name=heap, typed_config=Any.pack(FixedHeapConfig(max_heap_size_bytes=gateway.max_heap))),
+            ResourceMonitor(name=heap, typed_config=Packed(FixedHeapConfig(max_heap_size_bytes=gateway.max_heap))),
             ResourceMonitor(
                 name="envoy.resource_monitors.global_downstream_max_connections",
-                typed_config=Any.pack(
+                typed_config=Packed(
                     DownstreamConnectionsConfig(max_active_downstream_connections=gateway.max_connections)
                 ),
             ),

@@ -26,6 +26,7 @@ from controller.gateway.envoy.memo import Memo
 from controller.gateway.envoy.route_configurations import route_configuration
 from extproc.config.backend import Backend, BackendSpec
 from extproc.config.failure_mode import failure_mode_of
+from extproc.config.lingering import with_servers
 from extproc.config.spec import Metadata
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ T = TypeVar("T", bound="ModelServer | Backend")
 class BundleWriter:
     """Snapshots to bundles for ``directory``, which is where Envoy will find them.
 
-    Envoy's schema is slow to build and to turn into JSON: what belongs to objects that have not changed is kept. Engines
-    come and go all the time, so a change of endpoints alone costs no more than the files of their servers.
+    A route takes the classes of Envoy's schema a millisecond: what belongs to objects that have not changed is kept.
+    Engines come and go all the time, so a change of endpoints alone costs no more than the files of their servers.
     """
 
     def __init__(self, directory: str) -> None:
@@ -180,11 +181,6 @@ def with_clusters_of(snapshot: Snapshot, before: Snapshot) -> Snapshot:
     return msgspec.structs.replace(
         with_servers(snapshot, before.servers), backends=_with(snapshot.backends, before.backends)
     )
-
-
-def with_servers(snapshot: Snapshot, more: Iterable[ModelServer]) -> Snapshot:
-    """``snapshot`` plus those of ``more`` that it lacks; no rule sends new requests to them."""
-    return msgspec.structs.replace(snapshot, servers=_with(snapshot.servers, more))
 
 
 def _with(own: tuple[T, ...], more: Iterable[T]) -> tuple[T, ...]:

@@ -5,39 +5,30 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
 from envoy_data_plane.envoy.config.core.v3 import Address, Pipe, SocketAddress, TypedExtensionConfig
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
-from envoy_data_plane.google.protobuf import Any
 
+from controller.gateway.envoy.plain import Packed, plain
 from extproc.config.validation import parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from betterproto2 import Casing, Message
-
-
-def _as_it_is(name: str) -> str:
-    """Envoy's own field names: the default camel case breaks those with digits, such as consecutive_5xx."""
-    return name
-
-
-# the parameter is annotated as an enum of callables; any callable will do
-_PROTO_NAMES = cast("Casing", _as_it_is)
+    from betterproto2 import Message
 
 
 def typed(name: str, message: Message) -> TypedExtensionConfig:
     """An extension called ``name`` with its configuration."""
-    return TypedExtensionConfig(name=name, typed_config=Any.pack(message))
+    return TypedExtensionConfig(name=name, typed_config=Packed(message))
 
 
 def http_filter(name: str, message: Message) -> HttpFilter:
     """An HTTP filter called ``name`` with its configuration."""
-    return HttpFilter(name=name, typed_config=Any.pack(message))
+    return HttpFilter(name=name, typed_config=Packed(message))
 
 
 def seconds(value: float) -> timedelta:
@@ -60,13 +51,13 @@ def to_json(message: Message) -> str:
 
 def to_plain(message: Message) -> dict[str, object]:
     """A message as plain JSON data."""
-    plain: dict[str, object] = message.to_dict(casing=_PROTO_NAMES)
-    return plain
+    found: dict[str, object] = plain(message)
+    return found
 
 
 def to_resource(message: Message) -> dict[str, object]:
     """The same with its type, as a resource of xDS."""
-    return to_plain(Any.pack(message))
+    return to_plain(Packed(message))
 
 
 def resources_file(resources: Sequence[Mapping[str, object]]) -> str:

@@ -38,7 +38,6 @@ from envoy_data_plane.envoy.extensions.filters.http.sse_to_metadata.v3 import (
 )
 from envoy_data_plane.envoy.type.matcher.v3 import HttpRequestHeaderMatchInput
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
-from envoy_data_plane.google.protobuf import Any
 from envoy_data_plane.xds.core.v3 import TypedExtensionConfig as XdsTypedExtensionConfig
 from envoy_data_plane.xds.type.matcher.v3 import (
     Matcher,
@@ -56,6 +55,7 @@ from controller.gateway.envoy.authentication import authentication_filters
 from controller.gateway.envoy.clusters import EXTPROC_CLUSTER
 from controller.gateway.envoy.cors import CORS_FILTER
 from controller.gateway.envoy.envoy_json import http_filter, seconds, typed
+from controller.gateway.envoy.plain import Packed
 from controller.gateway.envoy.responses_usage import responses_usage
 from controller.gateway.envoy.stream_usage import stream_usage
 from controller.gateway.envoy.without_extproc import CHANGES_FILTER, changes_body, reads_body
@@ -214,11 +214,11 @@ def _skipped_if(header: str, regex: str, extension: TypedExtensionConfig) -> Ext
     """``extension``, but not for requests whose ``header`` matches ``regex`` as a whole."""
     predicate = MatcherMatcherListPredicateSinglePredicate(
         input=XdsTypedExtensionConfig(
-            name="request-header", typed_config=Any.pack(HttpRequestHeaderMatchInput(header_name=header))
+            name="request-header", typed_config=Packed(HttpRequestHeaderMatchInput(header_name=header))
         ),
         value_match=StringMatcher(safe_regex=RegexMatcher(google_re2=RegexMatcherGoogleRe2(), regex=regex)),
     )
-    skip = MatcherOnMatch(action=XdsTypedExtensionConfig(name="skip", typed_config=Any.pack(SkipFilter())))
+    skip = MatcherOnMatch(action=XdsTypedExtensionConfig(name="skip", typed_config=Packed(SkipFilter())))
     return ExtensionWithMatcher(
         xds_matcher=Matcher(
             matcher_list=MatcherMatcherList(

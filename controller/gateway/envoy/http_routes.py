@@ -162,7 +162,7 @@ def _with_configs(
 ) -> dict[str, object]:
     """``found`` with what it tells filters. ``of_targets``: None for those without inference.
 
-    The classes of Envoy's schema take some 10 ms for each of these, and most are alike: they are put in as plain data.
+    Most of these are alike: they are made once and put in as plain data.
     """
     plain: dict[str, Any] = to_plain(found)
     configs: dict[str, object] = {}

@@ -40,9 +40,9 @@ from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
     UpstreamTlsContext,
 )
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
-from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.envoy.envoy_json import seconds, to_resource
+from controller.gateway.envoy.plain import Packed
 
 if TYPE_CHECKING:
     from extproc.config.authentication import Authentication, RemoteJwks
@@ -91,7 +91,7 @@ def _cluster(name: str, remote: RemoteJwks) -> Cluster:
         ),
         transport_socket=TransportSocket(
             name="envoy.transport_sockets.tls",
-            typed_config=Any.pack(_tls(host, remote.ca_file, is_address=is_address)),
+            typed_config=Packed(_tls(host, remote.ca_file, is_address=is_address)),
         ),
     )
 

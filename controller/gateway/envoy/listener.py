@@ -38,13 +38,13 @@ from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutatio
 )
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
-from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.envoy.bootstrap import file_source
 from controller.gateway.envoy.envoy_json import address, seconds, to_plain, to_resource, typed
 from controller.gateway.envoy.filters import NO_NEEDS, Needs, extproc_service, http_filters
 from controller.gateway.envoy.listener_groups import DEFAULT_ROUTES, listener_groups
 from controller.gateway.envoy.local_replies import local_replies
+from controller.gateway.envoy.plain import Packed
 from controller.gateway.envoy.tls import listener_socket
 from extproc.protocol import (
     ACCESS_LOG_NAME,
@@ -136,7 +136,7 @@ def _routes_of(group: ListenerGroup, directory: str) -> Rds:
 
 
 def _reads_server_name() -> ListenerFilter:
-    return ListenerFilter(name="envoy.filters.listener.tls_inspector", typed_config=Any.pack(TlsInspector()))
+    return ListenerFilter(name="envoy.filters.listener.tls_inspector", typed_config=Packed(TlsInspector()))
 
 
 def _connection_manager(
@@ -200,7 +200,7 @@ def _access_log(gateway: GatewayConfigSpec) -> AccessLog:
     """The outcome of each request, sent to extproc in batches with dynamic metadata (ticket, usage, host)."""
     return AccessLog(
         name="envoy.access_loggers.http_grpc",
-        typed_config=Any.pack(
+        typed_config=Packed(
             HttpGrpcAccessLogConfig(
                 common_config=CommonGrpcAccessLogConfig(
                     log_name=ACCESS_LOG_NAME,

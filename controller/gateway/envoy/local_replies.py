@@ -12,8 +12,9 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
     LocalReplyConfig,
     ResponseMapper,
 )
-from envoy_data_plane.google.protobuf import Any, NullValue, Struct, Value
+from envoy_data_plane.google.protobuf import NullValue, Struct, Value
 
+from controller.gateway.envoy.plain import Packed
 from extproc.protocol import DETAILS_PREFIX
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _when(condition: str) -> AccessLogFilter:
     return AccessLogFilter(
         extension_filter=ExtensionFilter(
             name="envoy.access_loggers.extension_filters.cel",
-            typed_config=Any.pack(ExpressionFilter(expression=condition)),
+            typed_config=Packed(ExpressionFilter(expression=condition)),
         )
     )
 

@@ -18,7 +18,6 @@ from envoy_data_plane.envoy.config.route.v3 import (
     RouteMatch,
     VirtualHost,
 )
-from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.envoy.cors import CORS_FILTER, cors_policy
 from controller.gateway.envoy.direct_answers import error_answer
@@ -26,6 +25,7 @@ from controller.gateway.envoy.envoy_json import to_plain, to_resource
 from controller.gateway.envoy.hosts import domain_of, hosts_of, is_more_specific
 from controller.gateway.envoy.http_routes import Backends, Place, for_extproc, http_routes, without_inference
 from controller.gateway.envoy.listener_groups import listener_groups
+from controller.gateway.envoy.plain import Packed
 from controller.gateway.envoy.routes import routes_without_extproc, server_routes
 from extproc.config.attachment import is_attached
 from extproc.config.host_patterns import ANY_HOST, covers
@@ -46,6 +46,8 @@ from extproc.protocol import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from envoy_data_plane.google.protobuf import Any
 
     from controller.gateway.envoy.hosts import Host
     from controller.gateway.envoy.listener_groups import ListenerGroup
@@ -205,7 +207,7 @@ def _virtual_host(snapshot: Snapshot, name: str, domain: str, *, removed: Sequen
 
 def _cors(gateway: GatewayConfigSpec) -> dict[str, Any]:
     """The gateway's policy; routes may have their own."""
-    return {} if gateway.cors is None else {CORS_FILTER: Any.pack(cors_policy(gateway.cors))}
+    return {} if gateway.cors is None else {CORS_FILTER: Packed(cors_policy(gateway.cors))}
 
 
 def _cors_config(gateway: GatewayConfigSpec) -> dict[str, object]:

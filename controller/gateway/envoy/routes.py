@@ -33,10 +33,10 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
     StringMatcher,
     ValueMatcher,
 )
-from envoy_data_plane.google.protobuf import Any
 
 from controller.gateway.envoy.clusters import server_cluster_name
 from controller.gateway.envoy.envoy_json import seconds, to_plain
+from controller.gateway.envoy.plain import Packed
 from controller.gateway.envoy.without_extproc import (
     CHANGES_FILTER,
     FALLBACK_MODEL,
@@ -51,6 +51,8 @@ from extproc.protocol import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from envoy_data_plane.google.protobuf import Any
 
     from controller.gateway.envoy.memo import Memo
     from extproc.config.model_route import ModelMatch, ModelRoute, RouteRule, StringMatch
@@ -111,8 +113,8 @@ def _match_without_extproc(rule: RouteRule, names: list[str]) -> RouteMatch:
 
 def _changing(route: Route, targets: list[tuple[ModelServer, int]], *, renames: bool) -> Route:
     """``route``, which changes bodies for the engines that the weights choose; ``renames``: the model's name, too."""
-    configs = [
-        {CHANGES_FILTER: Any.pack(change_for(spec.allowed_fields, model=spec.model if renames else None))}
+    configs: list[dict[str, Any]] = [
+        {CHANGES_FILTER: Packed(change_for(spec.allowed_fields, model=spec.model if renames else None))}
         for spec in (server.spec for server, _ in targets)
     ]
     weighted = route.route.weighted_clusters if route.route is not None else None
@@ -158,7 +160,7 @@ def retries(attempts: int) -> RetryPolicy | None:
         # for balancing without extproc: not the same engine again
         retry_host_predicate=[
             RetryPolicyRetryHostPredicate(
-                name="envoy.retry_host_predicates.previous_hosts", typed_config=Any.pack(PreviousHostsPredicate())
+                name="envoy.retry_host_predicates.previous_hosts", typed_config=Packed(PreviousHostsPredicate())
             )
         ],
         host_selection_retry_max_attempts=5,

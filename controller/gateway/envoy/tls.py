@@ -13,8 +13,8 @@ from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
     TlsParametersTlsProtocol,
     UpstreamTlsContext,
 )
-from envoy_data_plane.google.protobuf import Any
 
+from controller.gateway.envoy.plain import Packed
 from controller.gateway.envoy.secrets import Authorities, authorities, certificate, secret_reference
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def listener_socket(tls: ListenerTls, directory: str) -> TransportSocket:
         # A resumed session is not checked again: a certificate that has been revoked since would still be good.
         context.disable_stateless_session_resumption = True
         context.disable_stateful_session_resumption = True
-    return TransportSocket(name="envoy.transport_sockets.tls", typed_config=Any.pack(context))
+    return TransportSocket(name="envoy.transport_sockets.tls", typed_config=Packed(context))
 
 
 def engine_socket(tls: EngineTls, directory: str) -> TransportSocket:
@@ -62,4 +62,4 @@ def engine_socket(tls: EngineTls, directory: str) -> TransportSocket:
         # a resumed session shows no certificate: one that is no longer trusted would still be good
         max_session_keys=0,
     )
-    return TransportSocket(name="envoy.transport_sockets.tls", typed_config=Any.pack(context))
+    return TransportSocket(name="envoy.transport_sockets.tls", typed_config=Packed(context))

@@ -12,6 +12,8 @@ import pytest
 from extproc.config.directory import ConfigDirectory
 from extproc.config.report import ConfigReport, content_digest
 from extproc.core.core import Core
+from extproc.core.types import Head
+from extproc.errors import NoEndpoint
 from extproc.feeds.directory import DirectoryFeed
 from extproc.metrics.registry import Metrics
 from extproc.scheduling.framework import ConfiguredPicker
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
+    from extproc.core.types import Arrival
+
 
 class Watched:
     def __init__(self, directory: Path) -> None:
@@ -31,8 +35,14 @@ class Watched:
         snapshot = followed.read()
         self.core = Core(snapshot, rng=random.Random(0), ticket_prefix="t")
         self.metrics = Metrics(self.core.pools.values, lambda: 0.0, lambda: 0.0)
+        self.now = 0.0
         self.feed = DirectoryFeed(
-            followed, self.core, self.metrics, settle_s=0.3, apply=lambda new: self.core.apply(new, 0.0)
+            followed,
+            self.core,
+            self.metrics,
+            settle_s=0.3,
+            apply=lambda new: self.core.apply(new, 0.0),
+            clock=lambda: self.now,
         )
         self.feed.started_with(snapshot)
 
@@ -141,3 +151,64 @@ async def test_a_picker_is_replaced_with_its_file_and_a_broken_one_is_refused(wa
     assert "MaxScore" in repr(picker())
     file.write_bytes(PICKER)
     await watched.until(lambda: "Random" in repr(picker()))
+
+
+OTHER = CONFIG.split(b"---")[0].replace(b"name: llama}", b"name: other}")
+HTTP_ROUTE = b"""---
+apiVersion: gateway.networking.k8s.io/v1
+kind: HTTPRoute
+metadata: {name: team}
+spec:
+  rules: [{backendRefs: [{group: attache.dev, kind: ModelServer, name: %s}]}]
+"""
+
+
+def chosen(watched: Watched, server: str) -> Arrival:
+    """A request for which Envoy has chosen ``server``."""
+    return watched.core.intake.receive_chosen(server, Head("GET", "/team", {}, has_body=False), b"")
+
+
+async def test_a_server_that_leaves_as_its_http_route_moves_is_served_until_envoy_has_moved_too(
+    watched: Watched,
+) -> None:
+    watched.file.write_bytes(OTHER + b"---" + CONFIG + HTTP_ROUTE % b"other")
+    await watched.until(lambda: watched.core.asks_origin)
+    pool = watched.core.pools["default/other"]
+    watched.now = 100.0
+    watched.file.write_bytes(CONFIG + HTTP_ROUTE % b"llama")
+    await watched.until(lambda: watched.sample("attache_config_reloads_total", result="applied") == 3)
+    # Envoy still has its former routes
+    assert chosen(watched, "default/other").pool is pool
+
+    watched.now = 104.9
+    watched.file.write_bytes(CONFIG.replace(b"modelName: chat", b"modelName: talk") + HTTP_ROUTE % b"llama")
+    await watched.until(lambda: watched.names() == ["talk", "sql"])
+    assert chosen(watched, "default/other").pool is pool
+
+    watched.now = 105.0
+    await watched.until(lambda: "default/other" not in watched.core.pools)
+    with pytest.raises(NoEndpoint):
+        chosen(watched, "default/other")
+
+
+async def test_a_server_that_no_http_route_named_is_gone_at_once(watched: Watched) -> None:
+    watched.file.write_bytes(OTHER + b"---" + CONFIG + HTTP_ROUTE % b"llama")
+    await watched.until(lambda: "default/other" in watched.core.pools)
+    watched.file.write_bytes(CONFIG + HTTP_ROUTE % b"llama")
+    await watched.until(lambda: watched.sample("attache_config_reloads_total", result="applied") == 3)
+    assert set(watched.core.pools) == {"default/llama"}
+
+
+async def test_a_server_that_leaves_with_its_pickers_file_is_served_by_the_default_picker(watched: Watched) -> None:
+    file = watched.file.with_name("epp.yaml")
+    file.write_bytes(PICKER)
+    other = OTHER.replace(b"spec:\n  model:", b"spec:\n  pickerConfig: epp.yaml\n  model:")
+    watched.file.write_bytes(other + b"---" + CONFIG + HTTP_ROUTE % b"other")
+    await watched.until(lambda: watched.core.asks_origin)
+    pool = watched.core.pools["default/other"]
+    assert isinstance(pool.picker, ConfiguredPicker)
+    watched.file.write_bytes(CONFIG + HTTP_ROUTE % b"llama")
+    file.unlink()
+    await watched.until(lambda: not isinstance(pool.picker, ConfiguredPicker))
+    assert chosen(watched, "default/other").pool is pool
+    assert watched.sample("attache_config_valid") == 1
