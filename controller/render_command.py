@@ -130,9 +130,10 @@ def _of_cluster(options: argparse.Namespace, check_picker: PickerCheck) -> Rende
 
 async def _rendered(options: argparse.Namespace, access: Access, check_picker: PickerCheck) -> Rendered:
     from controller.cluster.client import connect  # noqa: PLC0415
-    from controller.cluster.resources import CONFIG_MAPS, SECRETS, split_key  # noqa: PLC0415
+    from controller.cluster.resources import CONFIG_MAPS, CRDS, SECRETS, split_key  # noqa: PLC0415
     from controller.render import render  # noqa: PLC0415
 
+    resources = {one.kind: one for one in (CONFIG_MAPS, CRDS, SECRETS)}
     async with connect(access, manager="attache-render") as client:
         objects = await _listed(client, options.namespace)
         asked: set[Pointer] = set()
@@ -144,7 +145,7 @@ async def _rendered(options: argparse.Namespace, access: Access, check_picker: P
             asked |= fresh
             for one in sorted(fresh):
                 namespace, name = split_key(one.key)
-                found = await client.find(SECRETS if one.kind == "Secret" else CONFIG_MAPS, name, namespace)
+                found = await client.find(resources[one.kind], name, namespace or None)
                 objects += [] if found is None else [found]
 
 

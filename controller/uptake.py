@@ -51,7 +51,7 @@ def versions_of(out: Path, snapshot: Snapshot) -> dict[str, str]:
     """The version of each file of the bundle in ``out``."""
     names = [
         CLUSTERS_FILE,
-        *(endpoints_file(one.metadata.key) for one in snapshot.servers),
+        *map(endpoints_file, snapshot.servers),
         *(backend_endpoints_file(one.metadata.key) for one in snapshot.backends),
         *routes_files(snapshot.gateway),
         LISTENERS_FILE,
@@ -61,12 +61,11 @@ def versions_of(out: Path, snapshot: Snapshot) -> dict[str, str]:
 
 def subscriptions_of(snapshot: Snapshot) -> dict[str, str]:
     """By file, how Envoy's statistics call who reads it."""
-    servers = [one.metadata.key for one in snapshot.servers]
     backends = [one.metadata.key for one in snapshot.backends]
     groups = listener_groups(snapshot.gateway)
     return {
         CLUSTERS_FILE: "cluster_manager.cds",
-        **{endpoints_file(one): f"cluster.{server_cluster_name(one)}" for one in servers},
+        **{endpoints_file(one): f"cluster.{server_cluster_name(one.metadata.key)}" for one in snapshot.servers},
         **{backend_endpoints_file(one): f"cluster.{backend_cluster_name(one)}" for one in backends},
         **{one.routes_file: f"http.attache.rds.{_in_statistics(one.route_config_name)}" for one in groups},
         LISTENERS_FILE: "listener_manager.lds",

@@ -21,6 +21,7 @@ _ISSUER: Final = {
     "jwks": '{"keys": [{"kty": "oct", "k": "c2VjcmV0"}]}',
     "audiences": ["us"],
 }
+_CLIENT: Final = {"certFile": "client.crt", "keyFile": "client.key"}
 
 
 class Case(NamedTuple):
@@ -139,6 +140,41 @@ CASES: Final = (
         _server(connection={"tls": {"caFile": "ca.pem", "serverName": "a.example"}}),
         ("connection", "tls", "insecureSkipVerify"),
         True,
+    ),
+    Case(
+        "an authority in a file or in an object",
+        "ModelServer",
+        _server(connection={"tls": {"caFile": "ca.pem", "serverName": "a.example"}}),
+        ("connection", "tls", "caCertificateRef"),
+        {"name": "ca"},
+    ),
+    Case(
+        "an authority in an object, or none",
+        "ModelServer",
+        _server(connection={"tls": {"insecureSkipVerify": True}}),
+        ("connection", "tls", "caCertificateRef"),
+        {"kind": "Secret", "name": "ca", "key": "root.pem"},
+    ),
+    Case(
+        "TLS checks certificates, or says that it does not",
+        "ModelServer",
+        _server(connection={"tls": {"insecureSkipVerify": True, "serverName": "a.example"}}),
+        ("connection", "tls", "insecureSkipVerify"),
+        None,
+    ),
+    Case(
+        "a client's certificate from one place",
+        "ModelServer",
+        _server(connection={"tls": {"insecureSkipVerify": True, "clientCertificate": _CLIENT}}),
+        ("connection", "tls", "clientCertificateRef"),
+        {"name": "client"},
+    ),
+    Case(
+        "a key in a file or in a Secret",
+        "ModelServer",
+        _server(connection={"apiKeyEnv": "KEY"}),
+        ("connection", "apiKeyRef"),
+        {"name": "engines"},
     ),
     Case(
         "an engine's key from one place",

@@ -20,7 +20,14 @@ from bench.cluster.control_plane import running_control_plane
 from bench.cluster.crds import apply_crds
 from controller.cluster.client import connect
 from controller.cluster.lease import LeaderElection
-from controller.cluster.resources import GATEWAY_CONFIGS, MODEL_ROUTES, MODEL_SERVERS, NAMESPACES, PODS
+from controller.cluster.resources import (
+    GATEWAY_CONFIGS,
+    MODEL_ROUTES,
+    MODEL_SERVERS,
+    NAMESPACES,
+    PODS,
+    SERVICE_ACCOUNTS,
+)
 from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
 from controller.roles.gateway_metrics import GatewayMetrics
 
@@ -80,6 +87,10 @@ async def _make_objects(client: Client) -> None:
         metadata = {"name": name, "namespace": NAMESPACE}
         thing = {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata, "spec": spec}
         await client.create(resource, thing)
+    async with asyncio.timeout(30):
+        # pods are refused until the controllers have made it
+        while await client.find(SERVICE_ACCOUNTS, "default", NAMESPACE) is None:  # noqa: ASYNC110  there is no event
+            await asyncio.sleep(0.05)
     for number in (1, 2):
         await _make_pod(client, f"llama-{number}", f"10.0.0.{number}")
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _MANIFESTS: Final = ROOT / "manifests"
 _URL: Final = "http://127.0.0.1:8080"
+# What the engines of manifests/samples call their model; a pool rewrites nothing.
+_MODEL: Final = "meta-llama/Llama-3.1-8B-Instruct"
 _INSIDE: Final = """
 All of it is in a network of its own. In another terminal enter that first:
 
@@ -97,13 +99,14 @@ async def _stay(assets: Assets, options: argparse.Namespace, console: Console) -
             running_nodes(client, specs, where / "pods", images=images, pod_range=range_),
         ):
             await apply_crds(client, [assets.crds, options.crds])
+            has_gateways = assets.has_gateway_api
             if not options.bare:
-                await _apply(plane, assets, _MANIFESTS / "local")
+                await _apply(plane, assets, _MANIFESTS / ("local-gateway-api" if has_gateways else "local"))
             console.print(_welcome(plane, assets, [one.name for one in specs]), markup=False, soft_wrap=True)
             if options.own_network:
                 console.print(_INSIDE.format(pid=os.getpid()), markup=False, soft_wrap=True)
             if not options.bare:
-                console.print(_try(), markup=False, soft_wrap=True)
+                console.print(_try(has_gateways=has_gateways), markup=False, soft_wrap=True)
             await asyncio.Event().wait()
     console.print("all processes are ended")
 
@@ -139,13 +142,22 @@ logs of others {plane.directory}
 Ctrl-C ends it all."""
 
 
-def _try() -> str:
+def _try(*, has_gateways: bool) -> str:
     question = '{"model": "llama", "messages": [{"role": "user", "content": "Who are you?"}]}'
+    curl = f"curl --retry 30 --retry-all-errors {_URL}/v1/chat/completions -H 'content-type: application/json'"
+    tried = f"""\
+
+The gateway and two simulated engines are starting. Try
+
+  {curl} -d '{question}'"""
+    if not has_gateways:
+        return tried
     return f"""\
+{tried}
 
-The gateway and two simulated engines (manifests/local) are starting. Try
+which the Gateway default/web answers by the ModelRoute default/llama. By the HTTPRoute default/pool, from an InferencePool:
 
-  curl --retry 30 --retry-all-errors {_URL}/v1/chat/completions -H 'content-type: application/json' -d '{question}'"""
+  {curl} -H 'host: pool.example.com' -d '{question.replace('"llama"', f'"{_MODEL}"')}'"""
 
 
 if __name__ == "__main__":

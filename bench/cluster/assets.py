@@ -57,6 +57,11 @@ class Assets(msgspec.Struct, frozen=True):
         """The directory of CRDs, ``gateway-api/`` and ``inference-extension/`` in it; it need not exist."""
         return self.directory / "crds"
 
+    @property
+    def has_gateway_api(self) -> bool:
+        """Whether there are the CRDs of the Gateway API and of its Inference Extension."""
+        return all(any((self.crds / one).glob("*.yaml")) for one in ("gateway-api", "inference-extension"))
+
 
 def versions() -> Versions:
     """The pinned versions."""

@@ -53,7 +53,9 @@ def steps(before: Snapshot | None, after: Snapshot, writer: BundleWriter) -> lis
     planned = [Step(0.0, clusters), Step(_TAKEN_UP_S, others)]
     unused = unused_files(after.gateway.authentication) - unused_files(before.gateway.authentication)
     routes = set(routes_files(before.gateway)) - final.keys()
-    gone = (*(name for name in both if name not in final), *sorted(unused | routes))
+    # a server with another connection has its endpoints in another file
+    moved = {*map(endpoints_file, before.servers)} - both.keys()
+    gone = (*(name for name in both if name not in final), *sorted(unused | routes | moved))
     if gone:
         planned.append(Step(_TAKEN_UP_S, {CLUSTERS_FILE: final[CLUSTERS_FILE]}, gone))
     return planned
@@ -122,7 +124,7 @@ def remove_orphans(out: Path, snapshot: Snapshot) -> None:
     for name in unused_files(snapshot.gateway.authentication):
         (out / name).unlink(missing_ok=True)
     kept = [
-        *(endpoints_file(server.metadata.key) for server in snapshot.servers),
+        *map(endpoints_file, snapshot.servers),
         *(backend_endpoints_file(backend.metadata.key) for backend in snapshot.backends),
         *routes_files(snapshot.gateway),
     ]

@@ -3,27 +3,67 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
+import msgspec
+
+from extproc.config import patterns
 from extproc.config.cel import Rule
 from extproc.config.listeners import CertificateFiles
-from extproc.config.spec import NonEmpty, Spec
+from extproc.config.spec import Name, NonEmpty, Spec
+
+DataKey = Annotated[str, msgspec.Meta(pattern=patterns.DATA_KEY, max_length=253)]
+
+
+class CaCertificateRef(Spec, frozen=True):
+    """Certificates in an object of the same namespace. ``kind``: what holds them. ``name``: the object's. ``key``: of its
+    data.
+    """
+
+    name: Name
+    kind: Literal["ConfigMap", "Secret"] = "ConfigMap"
+    key: DataKey = "ca.crt"
+
+
+class ClientCertificateRef(Spec, frozen=True):
+    """A Secret of the same namespace and the type ``kubernetes.io/tls``. ``name``: the Secret's."""
+
+    name: Name
+
+
+class ApiKeyRef(Spec, frozen=True):
+    """One value of a Secret of the same namespace. ``name``: the Secret's. ``key``: of its data."""
+
+    name: Name
+    key: DataKey = "api-key"
 
 
 class EngineTls(Spec, frozen=True):
     """TLS towards engines; Envoy and extproc use it alike. Both read the files, and follow them; names
-    are relative to the configuration directory.
+    are relative to the configuration directory. Objects of a cluster have references in place of files.
 
-    ``ca_file``: who signs the engines' certificates, in PEM. ``server_name``: the name that those certificates have, and
-    that is asked for (SNI); endpoints may have their own. ``client_certificate``: shown to the
-    engines. ``insecure_skip_verify``: accept any certificate.
+    ``ca_file``: who signs the engines' certificates, in PEM. ``ca_certificate_ref``: the same in a cluster.
+    ``server_name``: the name that those certificates have, and that is asked for (SNI); endpoints may have their
+    own. ``client_certificate``: shown to the engines. ``client_certificate_ref``: the same in a cluster.
+    ``insecure_skip_verify``: accept any certificate.
     """
 
-    CEL: ClassVar = (Rule("has(self.caFile) != self.insecureSkipVerify", "write caFile, or insecureSkipVerify: true"),)
+    CEL: ClassVar = (
+        Rule(
+            "(has(self.caFile) ? 1 : 0) + (has(self.caCertificateRef) ? 1 : 0) + (self.insecureSkipVerify ? 1 : 0) == 1",
+            "write caCertificateRef (in a directory caFile), or insecureSkipVerify: true",
+        ),
+        Rule(
+            "!has(self.clientCertificate) || !has(self.clientCertificateRef)",
+            "write clientCertificate or clientCertificateRef, not both",
+        ),
+    )
 
     ca_file: NonEmpty | None = None
+    ca_certificate_ref: CaCertificateRef | None = None
     server_name: NonEmpty | None = None
     client_certificate: CertificateFiles | None = None
+    client_certificate_ref: ClientCertificateRef | None = None
     insecure_skip_verify: bool = False
 
 
@@ -31,14 +71,21 @@ class EngineConnection(Spec, frozen=True):
     """How engines are reached. ``tls``: without it, plain HTTP.
 
     ``api_key_file``: a file with the key that engines ask for, ``api_key_env``: a variable of the environment with it,
-    of the bundle's writer and of extproc. It takes the place of the client's own ``authorization``.
+    of the bundle's writer and of extproc. ``api_key_ref``: in a cluster, the Secret with it. It takes the place of
+    the client's own ``authorization``.
     """
 
-    CEL: ClassVar = (Rule("!has(self.apiKeyFile) || !has(self.apiKeyEnv)", "write apiKeyFile or apiKeyEnv, not both"),)
+    CEL: ClassVar = (
+        Rule(
+            "(has(self.apiKeyFile) ? 1 : 0) + (has(self.apiKeyEnv) ? 1 : 0) + (has(self.apiKeyRef) ? 1 : 0) <= 1",
+            "write one of apiKeyFile, apiKeyEnv and apiKeyRef",
+        ),
+    )
 
     tls: EngineTls | None = None
     api_key_file: NonEmpty | None = None
     api_key_env: NonEmpty | None = None
+    api_key_ref: ApiKeyRef | None = None
 
     def server_name_of(self, endpoint_name: str | None) -> str | None:
         """The name that the certificate of an endpoint must have. ``endpoint_name``: the endpoint's own."""

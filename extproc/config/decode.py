@@ -77,12 +77,14 @@ _DECODERS: Final[Mapping[str, msgspec.json.Decoder[Any]]] = MappingProxyType(
 )
 
 
-def decode(document: Document) -> tuple[Object | None, list[Mistake]]:
+def decode(document: Document, *, listeners_may_come: bool = False) -> tuple[Object | None, list[Mistake]]:
     """The object and the mistakes in it; no object, and mistakes unless the document is empty, if it has another shape.
 
     An object with mistakes is not for use: it is returned so that references to it are not reported too.
 
     A well-formed document is decoded straight into its type; only others are compared with it field by field.
+
+    ``listeners_may_come``: this is a GatewayConfig as it was applied to a cluster, where Gateways bring the listeners.
     """
     decoded = _decode_json(document) if document.is_json else None
     findings: list[Finding] = []
@@ -97,7 +99,7 @@ def decode(document: Document) -> tuple[Object | None, list[Mistake]]:
         findings.extend(more)
     if decoded is None:
         return None, document.mistakes(findings)
-    findings.extend(_check(decoded))
+    findings.extend(_check(decoded, listeners_may_come=listeners_may_come))
     mistakes = document.mistakes(findings)
     if not isinstance(decoded, EndpointPickerConfig):
         return decoded, mistakes
@@ -163,7 +165,7 @@ def _convert_leniently(value: object, cls: type[_Decoded]) -> _Decoded | None:
     return found
 
 
-def _check(decoded: _Decoded) -> Iterator[Finding]:
+def _check(decoded: _Decoded, *, listeners_may_come: bool) -> Iterator[Finding]:
     match decoded:
         case ModelServer():
             yield from check_server(decoded.spec)
@@ -172,7 +174,7 @@ def _check(decoded: _Decoded) -> Iterator[Finding]:
             yield from check_route(decoded.spec)
         case GatewayConfig():
             yield from check_gateway(decoded.spec)
-            yield from check_listeners(decoded.spec)
+            yield from check_listeners(decoded.spec, may_come=listeners_may_come)
             if decoded.spec.cors is not None:
                 yield from check_cors(decoded.spec.cors, ("spec", "cors"))
         case HTTPRoute():

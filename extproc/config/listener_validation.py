@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from extproc.config.listeners import Listener
 
 
-def check_listeners(spec: GatewayConfigSpec) -> Iterator[Finding]:
-    """Listeners can be told apart, and show what authentication needs."""
+def check_listeners(spec: GatewayConfigSpec, *, may_come: bool = False) -> Iterator[Finding]:
+    """Listeners can be told apart, and show what authentication needs. ``may_come``: Gateways may bring the listeners, so
+    that having none is no mistake.
+    """
     names: set[str] = set()
     hosts: dict[tuple[tuple[str, int], str], str] = {}
     plain: dict[tuple[str, int], Listener] = {}
@@ -40,7 +42,8 @@ def check_listeners(spec: GatewayConfigSpec) -> Iterator[Finding]:
         other = hosts.setdefault((address, (one.hostname or "").lower()), one.name)
         if other != one.name:
             yield path, f"has the address and the host name of '{other}'; change one of them"
-    yield from _check_certificates_shown(spec)
+    if spec.listeners or not may_come:
+        yield from _check_certificates_shown(spec)
 
 
 def _check_certificates_shown(spec: GatewayConfigSpec) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from extproc.config.access_policy import ModelAccessPolicy
 from extproc.config.access_validation import Targets, check_targets
 from extproc.config.attachment import is_attached
 from extproc.config.backend import Backend
+from extproc.config.connection_validation import check_no_references
 from extproc.config.documents import Document
 from extproc.config.failure_mode import who_may
 from extproc.config.gateway_config import GatewayConfig
@@ -118,6 +119,7 @@ def _of_server(server: ModelServer, pickers: Collection[str]) -> Iterator[Findin
     if server.spec.workload_selector is not None:
         message = "selects pods, which a directory has none of; write endpoints, or apply it to a cluster"
         yield ("spec", "workloadSelector"), message
+    yield from check_no_references(server.spec)
     file = server.spec.picker_config
     if file is not None and file not in pickers:
         yield ("spec", "pickerConfig"), f"no file '{file}' holds an EndpointPickerConfig; {suggest(file, pickers)}"

@@ -261,6 +261,39 @@ def test_clusters_come_before_the_routes_that_name_them_and_go_after_them() -> N
     assert all(step.wait_s > 0 for step in planned[1:])
 
 
+def connected(connection: str, *addresses: str) -> Snapshot:
+    listed = ", ".join(f"{{address: '{one}'}}" for one in addresses)
+    spec = f"spec: {{model: m, endpoints: [{listed}], connection: {connection}}}"
+    text = f"apiVersion: attache.dev/v1alpha1\nkind: ModelServer\nmetadata: {{name: one}}\n{spec}\n"
+    return load({"all.yaml": text.encode()})
+
+
+TLS = "{tls: {caFile: ca.pem, serverName: a.b}}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (connected(TLS, "10.0.0.1:1"), connected("{}")),
+        (connected("{}"), connected(TLS, "10.0.0.1:1")),
+        (connected("{apiKeyEnv: A}", "10.0.0.1:1"), connected("{apiKeyEnv: B}", "10.0.0.2:1")),
+    ],
+)
+def test_no_cluster_ever_reads_endpoints_that_are_reached_in_another_way(before: Snapshot, after: Snapshot) -> None:
+    """Not even for the moment in which clusters and endpoints change."""
+    planned = steps(before, after, BundleWriter("/x"))
+    (old,), (new,) = (endpoints_in(build(one, "/x")) for one in (before, after))
+    assert old != new
+    assert all(old not in step.files for step in planned)
+    assert old in planned[-1].gone
+    (cluster,) = (one for one in resources(planned[0].files, "cds.json") if one["name"] == "server/default/one")
+    assert cluster["eds_cluster_config"]["eds_config"]["path_config_source"]["path"] == f"/x/{new}"
+
+
+def endpoints_in(files: Mapping[str, str]) -> list[str]:
+    return [name for name in files if name.startswith("eds/")]
+
+
 def with_backend(name: str) -> Snapshot:
     text = f"""
 apiVersion: attache.dev/v1alpha1

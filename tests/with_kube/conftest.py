@@ -14,7 +14,8 @@ from bench.cluster.assets import Assets, AssetsMissing, find_assets
 from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, running_control_plane
 from bench.cluster.fake.server import FakeServer, running_fake
 from controller.cluster.client import Client, connect
-from controller.cluster.resources import NAMESPACES
+from controller.cluster.resources import NAMESPACES, SERVICE_ACCOUNTS
+from tests.waiting import eventually
 from tests.with_kube.kubes import Kube
 
 if TYPE_CHECKING:
@@ -82,8 +83,15 @@ async def client(kube: Kube) -> AsyncIterator[Client]:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def namespace(client: Client) -> str:
+async def namespace(client: Client, kube: Kube) -> str:
     """A namespace of the test's own; it is never deleted."""
     name = f"test-{uuid.uuid4().hex[:8]}"
     await client.create(NAMESPACES, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    if kube.plane is not None:
+        # pods are refused until the controllers have made it
+        await eventually(lambda: has_account(client, name), timeout_s=30)
     return name
+
+
+async def has_account(client: Client, namespace: str) -> bool:
+    return await client.find(SERVICE_ACCOUNTS, "default", namespace) is not None

@@ -8,35 +8,55 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 import msgspec
 import openai
 import pytest_asyncio
+import yaml
 
+from bench.cluster.crds import apply_crds
 from bench.cluster.node.node import gpu_node
 from bench.cluster.node.running import running_nodes
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
 from controller.cluster.client import Client, connect
+from controller.cluster.errors import AlreadyExists
 from controller.cluster.lease import LeaderElection
-from controller.cluster.resources import DEPLOYMENTS, GATEWAY_CONFIGS, MODEL_ROUTES, MODEL_SERVERS, Resource
+from controller.cluster.resources import (
+    DEPLOYMENTS,
+    GATEWAY_CONFIGS,
+    GATEWAYS,
+    HTTP_ROUTES,
+    INFERENCE_POOLS,
+    MODEL_ROUTES,
+    MODEL_SERVERS,
+    Resource,
+)
+from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
 from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
 from controller.roles.gateway_metrics import GatewayMetrics
 from extproc.scheduling.pickers import InstalledPlugins
+from tests.gateway_objects import gateway_class
 from tests.kube_objects import Object, picker_config, resource, route, server
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL, Kube
 from tests.with_kube.test_crds import install
+from tests.with_kube.test_gateway_api import create as create_plainly
+from tests.with_kube.test_gateway_api import said, status
 from tests.with_kube.test_gateway_role import IMPATIENT, addresses, conditions, create
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
+
+    from bench.cluster.assets import Assets
 
 
 pytestmark = REAL
 PATIENCE_S = 60.0
+SAMPLES: Final = Path(__file__).parents[2] / "manifests" / "samples-gateway-api"
+POOL_HOST: Final = "pool.example.com"
 # How long the API server is away; set it to 30 for a longer trial.
 OUTAGE_S = float(os.environ.get("ATTACHE_OUTAGE_S", "3"))
 WRONG_PICKER = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: queue-scorr}]\n"
@@ -59,23 +79,27 @@ class Site(msgspec.Struct, frozen=True):
 
 
 class Load:
-    """Five clients that ask one question after the other. ``failures``: what was no good answer."""
+    """Five clients that ask one question after the other. ``failures``: what was no good answer. ``host``: that they ask
+    for, with the engines' own name of the model; empty: that of ``url``.
+    """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, host: str = "") -> None:
+        self._headers = {"host": host} if host else {}
+        self._question = {**QUESTION, "model": "org/llama"} if host else QUESTION
         self.answers = 0
         self.failures: list[str] = []
         self._url = url
 
     async def ask(self) -> None:
         """Until cancelled."""
-        async with httpx.AsyncClient(timeout=30) as http, asyncio.TaskGroup() as clients:
+        async with httpx.AsyncClient(timeout=30, headers=self._headers) as http, asyncio.TaskGroup() as clients:
             for _ in range(5):
                 clients.create_task(self._client(http))
 
     async def _client(self, http: httpx.AsyncClient) -> None:
         while True:
             try:
-                answer = await http.post(f"{self._url}/v1/chat/completions", json=QUESTION)
+                answer = await http.post(f"{self._url}/v1/chat/completions", json=self._question)
             except httpx.HTTPError as error:
                 self.failures.append(repr(error))
             else:
@@ -86,8 +110,8 @@ class Load:
 
 
 @contextlib.asynccontextmanager
-async def load(url: str) -> AsyncIterator[Load]:
-    asking = Load(url)
+async def load(url: str, host: str = "") -> AsyncIterator[Load]:
+    asking = Load(url, host)
     task = asyncio.create_task(asking.ask())
     try:
         yield asking
@@ -120,7 +144,39 @@ def engines(namespace: str) -> Object:
 async def site(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> AsyncIterator[Site]:
     """A node with two engines, and the gateway's parts as processes of this machine, serving them."""
     await install(client)
-    listen, admin, grpc, metrics, reports = (f"127.0.0.1:{port}" for port in free_ports(5))
+    async with serving(client, kube, namespace, tmp_path, (f"127.0.0.1:{port}" for port in free_ports(5))) as found:
+        yield found
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def gateway_site(
+    client: Client, kube: Kube, namespace: str, tmp_path: Path, assets: Assets
+) -> AsyncIterator[Site]:
+    """The same behind the Gateway and the HTTPRoute of manifests/samples-gateway-api."""
+    await install(client)
+    await apply_crds(client, [assets.crds])
+    with contextlib.suppress(AlreadyExists):
+        await create_plainly(client, "", gateway_class())
+    for file in ("gateway.yaml", "inference-pool.yaml", "http-route.yaml"):
+        await create_plainly(client, namespace, *yaml.safe_load_all((SAMPLES / file).read_text()))
+    listen, *others = free_ports(5)
+    addresses = (f"127.0.0.1:{port}" for port in (listen, *others))
+    gateways = GatewayApiSettings(bind=("127.0.0.1",), port_offset=listen - 80)
+    async with serving(client, kube, namespace, tmp_path, addresses, gateways) as found:
+        yield found
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    client: Client,
+    kube: Kube,
+    namespace: str,
+    tmp_path: Path,
+    addresses_: Iterable[str],
+    gateways: GatewayApiSettings = GatewayApiSettings(),  # noqa: B008 - frozen
+) -> AsyncIterator[Site]:
+    """``addresses_``: of Envoy, its administration, extproc, its metrics, and the bundle's writer."""
+    listen, admin, grpc, metrics, reports = addresses_
     gateway = resource(
         "GatewayConfig", "main", {"listen": listen, "admin": admin, "extproc": grpc}, namespace=namespace
     )
@@ -135,6 +191,7 @@ async def site(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> As
         namespace=namespace,
         gateway_config=f"{namespace}/main",
         followers={"extproc": metrics, "Envoy": reports},
+        gateway_api=gateways,
     )
     node = gpu_node(f"node-{namespace}", 8, {"test": namespace})
     async with (
@@ -211,6 +268,68 @@ async def test_openais_client_is_answered_and_a_deleted_server_is_told(site: Sit
         await eventually(is_refused, timeout_s=PATIENCE_S)
     found = await conditions(site.client, MODEL_ROUTES, "llama", site.namespace)
     assert found["ResolvedRefs"] == ("False", "BackendNotFound")
+
+
+async def test_a_gateway_and_a_route_to_a_pool_answer_while_engines_come_and_go(gateway_site: Site) -> None:
+    site = gateway_site
+    async with openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="any", max_retries=0) as client:
+        assert [one.id async for one in client.models.list()] == ["llama"]
+        hello: Any = {"max_tokens": 5, "messages": [{"role": "user", "content": "Hello"}]}
+        assert (await client.chat.completions.create(model="llama", **hello)).choices[0].message.content
+        pool = client.with_options(default_headers={"host": POOL_HOST})
+        await eventually(lambda: answers(pool, hello), timeout_s=PATIENCE_S)
+
+    found = await status(site.client, GATEWAYS, "web", site.namespace)
+    assert found["listeners"][0]["attachedRoutes"] == 2, "the HTTPRoute and the ModelRoute"
+
+    async def is_in_use() -> bool:
+        gateway = await status(site.client, GATEWAYS, "web", site.namespace)
+        route = await status(site.client, HTTP_ROUTES, "pool", site.namespace)
+        told = [gateway, gateway["listeners"][0], route["parents"][0]]
+        messages = {one["message"] for thing in told for one in thing["conditions"] if one["type"] == "Programmed"}
+        return messages == {"in use by extproc and Envoy"}
+
+    await eventually(is_in_use, timeout_s=PATIENCE_S)
+    async with load(site.url) as by_model, load(site.url, POOL_HOST) as by_pool:
+        await site.scale(4)
+        await site.scale(1)
+    assert by_model.failures == by_pool.failures == []
+    assert min(by_model.answers, by_pool.answers) > 20
+
+
+async def test_a_pool_that_is_deleted_is_told_by_its_route(gateway_site: Site) -> None:
+    site = gateway_site
+    async with openai.AsyncOpenAI(
+        base_url=f"{site.url}/v1", api_key="any", max_retries=0, default_headers={"host": POOL_HOST}
+    ) as pool:
+        hello: Any = {"max_tokens": 5, "messages": [{"role": "user", "content": "Hello"}]}
+        await eventually(lambda: answers(pool, hello), timeout_s=PATIENCE_S)
+        await site.client.delete(INFERENCE_POOLS, "llama", site.namespace)
+
+        async def is_refused() -> bool:
+            try:
+                await pool.chat.completions.create(model="org/llama", **hello)
+            except openai.APIStatusError as error:
+                # what the Gateway API asks of a reference to nothing
+                return error.status_code == 500 and isinstance(error.body, dict) and bool(error.body.get("message"))
+            return False
+
+        await eventually(is_refused, timeout_s=PATIENCE_S)
+
+    async def is_told() -> bool:
+        (parent,) = (await status(site.client, HTTP_ROUTES, "pool", site.namespace))["parents"]
+        return said(parent["conditions"])["ResolvedRefs"] == ("False", "BackendNotFound")
+
+    await eventually(is_told, timeout_s=PATIENCE_S)
+    assert await is_served(site.url), "the ModelRoute's engines are still there"
+
+
+async def answers(client: openai.AsyncOpenAI, question: dict[str, Any]) -> bool:
+    try:
+        answer = await client.chat.completions.create(model="org/llama", **question)
+    except openai.APIStatusError:
+        return False
+    return bool(answer.choices[0].message.content)
 
 
 async def test_programmed_is_what_extproc_and_envoy_use(site: Site, tmp_path: Path) -> None:

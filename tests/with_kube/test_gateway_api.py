@@ -187,6 +187,7 @@ async def test_a_gateway_and_a_route_become_a_directory_and_say_so(
         assert said(parent["conditions"]) == {
             "Accepted": ("True", "Accepted"),
             "ResolvedRefs": ("False", "BackendNotFound"),
+            "Programmed": ("True", "Programmed"),
         }
         accepted = await status(client, GATEWAY_CLASSES, "attache", None)
         assert said(accepted["conditions"])["Accepted"] == ("True", "Accepted")

@@ -155,12 +155,14 @@ async def test_objects_are_taken_refused_and_warned_of(client: Client, account: 
         assert "stand for InferencePools" in await refusal(
             client, MODEL_SERVERS, server("inferencepool.x", namespace=namespace)
         )
-        (warning,) = await sent(client, MODEL_ROUTES, route("llama", namespace=namespace))
+        # a name of its own: other namespaces serve llama
+        asked = route("llama", namespace=namespace, model=namespace)
+        (warning,) = await sent(client, MODEL_ROUTES, asked)
         assert "there is no ModelServer 'llama'" in warning
         assert await sent(client, MODEL_SERVERS, server(namespace=namespace), dry_run=False) == []
 
         async def is_known() -> bool:
-            return await sent(client, MODEL_ROUTES, route("llama", namespace=namespace)) == []
+            return await sent(client, MODEL_ROUTES, asked) == []
 
         await eventually(is_known)
         # ConfigMaps of others are nothing to be asked about

@@ -17,6 +17,7 @@ from controller.gateway.compile.file_names import bounded_name
 from controller.gateway.compile.gateway_api.gateway_api import GatewayApi
 from controller.gateway.compile.gateway_api.observed import KINDS as GATEWAY_API_KINDS
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
+from controller.gateway.compile.gateway_configs import GatewayConfigs
 from controller.gateway.compile.gateway_document import GatewayDocument, GatewayDocuments
 from controller.gateway.compile.policies import PolicyResult, PolicySet, Served
 from controller.gateway.compile.routes import RouteResult, compile_routes
@@ -69,14 +70,14 @@ class Compiler:
     ) -> None:
         self._gateway = gateway
         self._sources: dict[str, dict[str, Source]] = {kind: {} for kind in DOCUMENT_KINDS}
-        self._servers = ServerSet(check_picker)
         self._usable: frozenset[str] = frozenset()
         self._routes: Mapping[str, RouteResult] = {}
         self._routes_stale = True
         self._policy_set = PolicySet()
         self._policies: Mapping[str, PolicyResult] = {}
-        self._api = GatewayApi(settings, gateway, self._config_problem)
+        self._api = GatewayApi(settings, gateway, GatewayConfigs(self._sources["GatewayConfig"]))
         self._documents = GatewayDocuments(self._api.pointed)
+        self._servers = ServerSet(check_picker, self._api.pointed)
 
     def put(self, kind: str, key: str, thing: Mapping[str, Any] | None) -> None:
         """An object as it is now; None: it is gone."""
@@ -88,6 +89,7 @@ class Compiler:
             self._api.put(kind, key, thing)
             if kind == "InferencePool":
                 self._servers.put_pool(key, thing)
+            self._servers.pointed_changed(kind, key)
         else:
             self._put_source(kind, key, None if thing is None else source_of(thing))
 
@@ -95,7 +97,7 @@ class Compiler:
         """What the objects come to."""
         self._servers.compile()
         usable = self._servers.usable
-        self._routes_stale |= self._api.compile(usable, self._servers.pool_problems)
+        self._routes_stale |= self._api.compile(usable, self._servers.pool_problems())
         if self._routes_stale or usable != self._usable:
             self._routes = compile_routes(self._sources["ModelRoute"].values(), usable, self._api.listeners)
             self._routes_stale, self._usable = False, usable
@@ -107,8 +109,8 @@ class Compiler:
         )
         files = dict(self._files(gateway, documents))
         statuses = {(one.kind, one.key): one for one in self._statuses(gateway, has_policies=has_policies)}
-        refused = self._refusal(gateway) or size_problem(files)
-        return Outcome(files, statuses, refused, self._api.pointers() | gateway.pointers)
+        pointers = self._api.pointers() | self._servers.pointers() | gateway.pointers
+        return Outcome(files, statuses, self._refusal(gateway) or size_problem(files), pointers)
 
     def _put_source(self, kind: str, key: str, source: Source | None) -> None:
         if kind == "ModelServer":
@@ -132,6 +134,7 @@ class Compiler:
     ) -> Iterator[tuple[str, bytes]]:
         """In writing order: what is referred to comes before what refers to it."""
         yield from self._api.files().items()
+        yield from self._servers.connection_files()
         yield from self._servers.picker_files()
         yield GATEWAY_FILE, gateway.content
         for objective in self._sources["InferenceObjective"].values():
@@ -230,15 +233,6 @@ class Compiler:
             gateway=config.decoded.spec,
         )
         return {"failureMode": failure_mode_of(snapshot)}
-
-    def _config_problem(self, key: str) -> str:
-        """Why a GatewayConfig cannot be used; empty if it can."""
-        config = self._sources["GatewayConfig"].get(key)
-        if config is None:
-            return "there is no such GatewayConfig"
-        if config.mistakes or not isinstance(config.decoded, GatewayConfig):
-            return config.complaint()
-        return ""
 
     def _refusal(self, document: GatewayDocument) -> str:
         """Without its GatewayConfig a gateway would serve without the authentication that it asks for."""

@@ -114,6 +114,11 @@ def transitions(status: Mapping[str, Any], observed: Mapping[str, Any]) -> Seque
     return [one for about, one in found if known.get(about) != (one["status"], one["reason"])]
 
 
+def item_about(identity: Mapping[str, Any], items: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The item of a list that has this identity; an empty one if there is none."""
+    return next((one for one in items if all(one.get(name) == value for name, value in identity.items())), {})
+
+
 def _conditions(
     wanted: Iterable[Wanted], observed: Mapping[str, Any], generation: int, now: str
 ) -> list[dict[str, Any]]:
@@ -127,7 +132,7 @@ def _items(
     """Other controllers' items as they are, then ours."""
     items = [one for one in observed if not wanted.is_ours(one, namespace)]
     for entry in wanted.entries:
-        known = next((one for one in observed if _is_at_least(one, entry.identity)), {})
+        known = item_about(entry.identity, observed)
         conditions = _conditions(entry.conditions, known, generation, now)
         items.append({**entry.identity, **entry.fields, "conditions": conditions})
     return items
@@ -146,10 +151,6 @@ def _says(status: Mapping[str, Any], observed: Mapping[str, Any]) -> bool:
         elif known != value:
             return False
     return True
-
-
-def _is_at_least(item: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
-    return all(item.get(name) == value for name, value in identity.items())
 
 
 def _all_conditions(status: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Mapping[str, Any]]]:

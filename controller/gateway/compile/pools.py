@@ -37,6 +37,12 @@ def server_key(pool_key: str) -> str:
     return object_key(namespace, PREFIX + pool_key.removeprefix(f"{namespace}/"))
 
 
+def pool_key(server: str) -> str:
+    """``namespace/name`` of the pool, given that of its ModelServer."""
+    namespace, _, name = server.partition("/")
+    return object_key(namespace, name.removeprefix(PREFIX))
+
+
 def server_of(
     pool: Mapping[str, Any],
     *,

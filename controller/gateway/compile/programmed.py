@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.compiler import GATEWAY_FILE, file_name
-from controller.gateway.compile.conditions import Wanted, WantedStatus, fails, holds
+from controller.gateway.compile.conditions import Wanted, WantedList, WantedStatus, fails, holds, item_about
 from extproc.config.report import ConfigReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 PROGRAMMED: Final = "Programmed"
+# Kinds whose objects are written into the one GatewayConfig; the others have files of their own.
+_IN_GATEWAY_FILE: Final = ("GatewayConfig", "Gateway")
 
 
 class Follower(msgspec.Struct, frozen=True):
@@ -55,20 +57,53 @@ def with_use(
     Endpoints come and go, and each time a file is new. An object that was in use stays so until its generation changes,
     so that pods do not turn its condition this way and that.
     """
-    file = GATEWAY_FILE if wanted.kind == "GatewayConfig" else file_name(wanted.kind, wanted.key)
+    file = GATEWAY_FILE if wanted.kind in _IN_GATEWAY_FILE else file_name(wanted.kind, wanted.key)
     digest = digests.get(file)
-    if digest is None or not any(one.type == PROGRAMMED and one.status == "True" for one in wanted.conditions):
+    if digest is None:
         return wanted
-    programmed = _programmed(file, digest, followers, was_used=_was_used(observed, wanted.generation))
-    conditions = [programmed if one.type == PROGRAMMED else one for one in wanted.conditions]
-    if wanted.kind == "GatewayConfig" and not any(one.type == "ResolvedRefs" for one in conditions):
-        conditions.extend(_keys(followers))
-    return msgspec.structs.replace(wanted, conditions=tuple(conditions))
+
+    def as_used(conditions: tuple[Wanted, ...], before: Mapping[str, Any]) -> tuple[Wanted, ...]:
+        """``before``: the object's status, or the item of a list in it, as it is."""
+        if not _is_programmed(conditions):
+            return conditions
+        programmed = _programmed(file, digest, followers, was_used=_was_used(before, wanted.generation))
+        return tuple(programmed if one.type == PROGRAMMED else one for one in conditions)
+
+    conditions = as_used(wanted.conditions, observed)
+    if wanted.kind == "GatewayConfig" and _is_programmed(wanted.conditions):
+        conditions += () if any(one.type == "ResolvedRefs" for one in conditions) else tuple(_keys(followers))
+    return msgspec.structs.replace(
+        wanted, conditions=conditions, lists=tuple(_list_as_used(one, observed, as_used) for one in wanted.lists)
+    )
 
 
 def is_settled(statuses: Iterable[WantedStatus]) -> bool:
     """Whether nothing is still on its way."""
-    return not any(one.status == "Unknown" for status in statuses for one in status.conditions)
+    return not any(one.status == "Unknown" for status in statuses for one in _all_conditions(status))
+
+
+def _all_conditions(status: WantedStatus) -> Iterator[Wanted]:
+    yield from status.conditions
+    for found in status.lists:
+        for entry in found.entries:
+            yield from entry.conditions
+
+
+def _list_as_used(
+    wanted: WantedList,
+    observed: Mapping[str, Any],
+    as_used: Callable[[tuple[Wanted, ...], Mapping[str, Any]], tuple[Wanted, ...]],
+) -> WantedList:
+    items = observed.get(wanted.name) or ()
+    entries = [
+        msgspec.structs.replace(one, conditions=as_used(one.conditions, item_about(one.identity, items)))
+        for one in wanted.entries
+    ]
+    return msgspec.structs.replace(wanted, entries=tuple(entries))
+
+
+def _is_programmed(conditions: Iterable[Wanted]) -> bool:
+    return any(one.type == PROGRAMMED and one.status == "True" for one in conditions)
 
 
 def _programmed(file: str, digest: str, followers: Sequence[Follower], *, was_used: bool) -> Wanted:

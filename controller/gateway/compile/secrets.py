@@ -85,12 +85,12 @@ def certificate_problem(pointed: Pointed) -> str:
     return "" if key.public_key() == chain[0].public_key() else "tls.key is not the key of tls.crt"
 
 
-def authorities_problem(pointed: Pointed) -> str:
-    """Why ``ca.crt`` cannot be used to check certificates; empty if it can."""
-    if not pointed.data.get("ca.crt"):
-        return "it has no ca.crt"
+def authorities_problem(pointed: Pointed, name: str = "ca.crt") -> str:
+    """Why the value called ``name`` cannot be used to check certificates; empty if it can."""
+    if not pointed.data.get(name):
+        return f"it has no {name}"
     try:
-        x509.load_pem_x509_certificates(pointed.data["ca.crt"])
+        x509.load_pem_x509_certificates(pointed.data[name])
     except ValueError:
-        return "ca.crt has no certificate in PEM"
+        return f"{name} has no certificate in PEM"
     return ""

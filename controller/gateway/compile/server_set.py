@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from controller.gateway.compile.pickers import Picker, picker_of
 from controller.gateway.compile.pod_index import PodIndex
 from controller.gateway.compile.pods import pod_of
-from controller.gateway.compile.pools import PREFIX, server_key, server_of
+from controller.gateway.compile.pools import PREFIX, pool_key, server_key, server_of
 from controller.gateway.compile.servers import ServerResult, compile_server, refused_server
 from controller.gateway.compile.sources import Source, source_of
 from extproc.config.model_server import ModelServer
@@ -18,17 +18,20 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from controller.gateway.compile.conditions import WantedStatus
+    from controller.gateway.compile.connections import Read
+    from controller.gateway.compile.secrets import Pointer
     from extproc.config.picker_config import PickerCheck
 
 
 class ServerSet:
     """``put_...`` takes what changed, None for what is gone; ``compile`` brings ``results`` and ``usable`` up to date.
 
-    ``check_picker``: that of the extproc that reads the directory.
+    ``check_picker``: that of the extproc that reads the directory. ``read``: what Secrets and ConfigMaps hold.
     """
 
-    def __init__(self, check_picker: PickerCheck) -> None:
+    def __init__(self, check_picker: PickerCheck, read: Read) -> None:
         self._check_picker = check_picker
+        self._read = read
         self._sources: dict[str, Source] = {}
         # keys of ModelServer objects that have the name of a pool's
         self._refused: dict[str, Source] = {}
@@ -39,7 +42,7 @@ class ServerSet:
         # keys of those that have a document
         self.usable: frozenset[str] = frozenset()
         # why pools cannot be used, by the pool's key
-        self.pool_problems: dict[str, str] = {}
+        self._pool_problems: dict[str, str] = {}
 
     def put_server(self, key: str, source: Source | None) -> None:
         """A ModelServer object."""
@@ -52,13 +55,13 @@ class ServerSet:
 
     def put_pool(self, key: str, thing: Mapping[str, Any] | None) -> None:
         """An InferencePool, as the API server has it."""
-        self.pool_problems.pop(key, None)
+        self._pool_problems.pop(key, None)
         made = None if thing is None else server_of(thing)
         source = None if made is None or made.server is None else source_of(made.server)
         if made is not None and made.server is None:
-            self.pool_problems[key] = made.complaint
+            self._pool_problems[key] = made.complaint
         elif source is not None and source.mistakes:
-            self.pool_problems[key] = source.complaint()
+            self._pool_problems[key] = source.complaint()
         self._put(server_key(key), source)
 
     def put_pod(self, key: str, thing: Mapping[str, Any] | None) -> None:
@@ -73,6 +76,14 @@ class ServerSet:
         namespace = namespace_of(key)
         self._stale |= {one for one in self._sources if namespace_of(one) == namespace}
 
+    def pointed_changed(self, kind: str, key: str) -> None:
+        """An object that ``read`` gives has changed. ``kind``: as a pointer's ``watched_as``."""
+        self._stale |= {
+            name
+            for name, one in self.results.items()
+            if any((pointer.watched_as, pointer.key) == (kind, key) for pointer in one.pointers)
+        }
+
     def compile(self) -> None:
         """What changed."""
         for key in self._stale:
@@ -80,7 +91,7 @@ class ServerSet:
             if source is None:
                 self.results.pop(key, None)
             else:
-                self.results[key] = compile_server(source, self._pods.of(key), self._pickers)
+                self.results[key] = compile_server(source, self._pods.of(key), self._pickers, self._read)
         if self._stale:
             self.usable = frozenset(key for key, one in self.results.items() if one.document is not None)
         self._stale.clear()
@@ -88,6 +99,22 @@ class ServerSet:
     def picker_files(self) -> Iterator[tuple[str, bytes]]:
         """Names and contents of the EndpointPickerConfigs that can be used."""
         return ((one.file, one.content) for one in self._pickers.values() if not one.problem)
+
+    def pointers(self) -> frozenset[Pointer]:
+        """What connections refer to."""
+        return frozenset(pointer for one in self.results.values() for pointer in one.pointers)
+
+    def connection_files(self) -> Iterator[tuple[str, bytes]]:
+        """Names and contents of the certificates and keys that connections need."""
+        for one in self.results.values():
+            yield from one.files.items()
+
+    def pool_problems(self) -> Mapping[str, str]:
+        """Why pools cannot be used, by the pool's key."""
+        unconnected = {
+            pool_key(key): one.unconnected for key, one in self.results.items() if one.unconnected and is_pools(key)
+        }
+        return {**unconnected, **self._pool_problems}
 
     def documents(self, pools: Collection[str]) -> Iterator[tuple[str, bytes]]:
         """Of all ModelServers, and of ``pools``, which are named by the keys of their ModelServers."""

@@ -65,7 +65,7 @@ def source_of(thing: Mapping[str, Any]) -> Source:
     identity = {"name": metadata["name"], "namespace": metadata.get("namespace", "default")}
     spec = thing.get("spec") or {}
     read = {"apiVersion": api_version, "kind": kind, "metadata": identity, "spec": spec}
-    decoded, mistakes = decode(Document("", to_bytes(read).decode(), is_json=True))
+    decoded, mistakes = decode(Document("", to_bytes(read).decode(), is_json=True), listeners_may_come=True)
     return Source(
         kind=kind,
         namespace=identity["namespace"],

@@ -61,9 +61,7 @@ class BundleWriter:
         Equal snapshots give equal files. In writing order: what is referred to comes before what refers to it.
         """
         self._endpoints.next_build()
-        files = {
-            endpoints_file(server.metadata.key): self._endpoints.get(_endpoints, server) for server in snapshot.servers
-        }
+        files = {endpoints_file(server): self._endpoints.get(_endpoints, server) for server in snapshot.servers}
         files.update(
             {backend_endpoints_file(one.metadata.key): self._endpoints.get(_servers, one) for one in snapshot.backends}
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import xxhash
 from envoy_data_plane.envoy.config.cluster.v3 import (
     CircuitBreakers,
@@ -56,6 +57,7 @@ from controller.gateway.envoy.bootstrap import ENDPOINTS_FOLDER, file_source
 from controller.gateway.envoy.envoy_json import address, http_filter, seconds, to_resource, typed
 from controller.gateway.envoy.secrets import engine_key, secret_reference
 from controller.gateway.envoy.tls import engine_socket
+from extproc.config.connection import EngineConnection
 from extproc.config.validation import parse_address, worker_addresses
 from extproc.protocol import DESTINATION, LB_NAMESPACE, SERVED_HOST, SERVED_NAMESPACE
 
@@ -63,7 +65,6 @@ if TYPE_CHECKING:
     from betterproto2 import Message
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 
-    from extproc.config.connection import EngineConnection
     from extproc.config.gateway_config import GatewayConfigSpec
     from extproc.config.model_server import ModelServer
     from extproc.config.model_server import OutlierDetection as OutlierPolicy
@@ -87,9 +88,17 @@ def server_cluster_name(server: str) -> str:
     return f"server/{server}"
 
 
-def endpoints_file(server: str) -> str:
-    """Where the endpoints of ModelServer ``namespace/name`` are: Envoy takes one cluster from an EDS file."""
-    return f"{ENDPOINTS_FOLDER}/{file_name(server)}"
+def endpoints_file(server: ModelServer) -> str:
+    """Where the endpoints of a ModelServer are: Envoy takes one cluster from an EDS file.
+
+    Another connection is another file. Clusters and endpoints do not change at one moment, and a cluster without TLS,
+    or with another key, must never get the endpoints that are reached with it.
+    """
+    file = f"{ENDPOINTS_FOLDER}/{file_name(server.metadata.key)}"
+    connection = server.spec.connection
+    if connection == EngineConnection():
+        return file
+    return f"{file.removesuffix('.json')}~{xxhash.xxh3_64_hexdigest(msgspec.json.encode(connection))}.json"
 
 
 def file_name(key: str) -> str:
@@ -108,7 +117,7 @@ def server_cluster(server: ModelServer, directory: str) -> Cluster:
         name=name,
         type=ClusterDiscoveryType.EDS,
         eds_cluster_config=ClusterEdsClusterConfig(
-            eds_config=file_source(directory, endpoints_file(server.metadata.key)), service_name=name
+            eds_config=file_source(directory, endpoints_file(server)), service_name=name
         ),
         connect_timeout=seconds(policy.connect_timeout),
         load_balancing_policy=_override_host(),

@@ -16,6 +16,7 @@ from extproc.config.http_route import HTTPRoute, HTTPRouteMatch, HTTPRouteRule, 
 from extproc.config.listeners import Listener
 from extproc.config.spec import Metadata
 from extproc.config.workload import ParentReference
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -173,7 +174,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(directories(), st.lists(requests, min_size=1, max_size=8))
 def test_the_first_entry_of_a_requests_host_is_what_the_gateway_api_asks_for(
     directory: tuple[list[Listener], list[HTTPRoute]], asked: list[Asked]

@@ -45,6 +45,28 @@ ONE = 'endpoints: [{address: "10.0.0.1:8000"}]'
             "spec.connection.tls.serverName: 'a b' is no host name",
         ),
         (
+            f"{ONE}, connection: {{apiKeyRef: {{name: keys}}}}",
+            "spec.connection.apiKeyRef: is in an object of a cluster, which a directory has none of; write apiKeyFile",
+        ),
+        (
+            f"{ONE}, connection: {{tls: {{serverName: a.b, caCertificateRef: {{name: ca}}}}}}",
+            "spec.connection.tls.caCertificateRef: is in an object of a cluster, which a directory has none of; write "
+            "caFile",
+        ),
+        (
+            f"{ONE}, connection: {{tls: {{insecureSkipVerify: true, clientCertificateRef: {{name: a}}}}}}",
+            "spec.connection.tls.clientCertificateRef: is in an object of a cluster, which a directory has none of; "
+            "write clientCertificate",
+        ),
+        (
+            f"{ONE}, connection: {{tls: {{serverName: a.b, caFile: a, caCertificateRef: {{name: ca}}}}}}",
+            "spec.connection.tls: write caFile, or insecureSkipVerify",
+        ),
+        (
+            f"{ONE}, connection: {{apiKeyRef: {{name: keys, key: a/b}}}}",
+            "spec.connection.apiKeyRef.key: 'a/b' is no key of a Secret's or ConfigMap's data",
+        ),
+        (
             "workloadSelector: {matchLabels: {a: b}}, workloadPort: {port: 80}, connection: {tls: {caFile: a}}",
             "spec.connection.tls: nothing says which name the engines' certificates have; write serverName",
         ),

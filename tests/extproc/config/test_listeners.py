@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from extproc.config.decode import decode
+from extproc.config.documents import split
 from extproc.config.errors import ConfigInvalid
 from extproc.config.load import load
 
@@ -69,6 +71,17 @@ def test_callers_known_by_certificate_need_listeners_that_ask_for_one() -> None:
     assert "spec.listeners[0]: asks for no client certificate, by which callers are identified" in said
     said = refusals("    []", f"  authentication: {{{names}}}")
     assert "spec.listen: asks for no client certificate" in said
+
+
+def test_where_gateways_bring_the_listeners_a_config_need_not_have_any() -> None:
+    names = "clientCertificates: [{name: spiffe, field: URI, pattern: 'spiffe://a/{tenant}'}]"
+    head = "{apiVersion: attache.dev/v1alpha1, kind: GatewayConfig, metadata: {name: a}, spec: {authentication: {"
+    (document,) = split("gateway.yaml", f"{head}{names}}}}}}}")
+    assert decode(document, listeners_may_come=True)[1] == []
+    assert len(decode(document)[1]) == 1
+    plain = "listeners: [{name: a, address: '0.0.0.0:80'}], authentication"
+    (document,) = split("gateway.yaml", f"{head.replace('authentication', plain)}{names}}}}}}}")
+    assert len(decode(document, listeners_may_come=True)[1]) == 1
 
 
 @pytest.mark.parametrize(

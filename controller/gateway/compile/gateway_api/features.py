@@ -11,6 +11,7 @@ FEATURES: Final = (
     "GatewayAddressEmpty",
     "GatewayFrontendClientCertificateValidation",
     "GatewayHTTPListenerIsolation",
+    "GatewayHTTPSListenerDetectMisdirectedRequests",
     "GatewayPort8080",
     "GatewayStaticAddresses",
     "HTTPRoute",

@@ -27,11 +27,12 @@ from controller.gateway.compile.secrets import Pointer
 from extproc.config.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from controller.gateway.compile.conditions import WantedStatus
     from controller.gateway.compile.gateway_api.attachment import ParentResult
     from controller.gateway.compile.gateway_api.listeners import ListenerResult
+    from controller.gateway.compile.gateway_api.parameters import Configs
     from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
     from controller.gateway.compile.secrets import Pointed
 
@@ -44,14 +45,13 @@ _RELEASE: Final = "gateway.networking.k8s.io/bundle-version"
 class GatewayApi:
     """``put`` takes what changed, ``compile`` brings everything else up to date.
 
-    ``config``: the GatewayConfig that the role was told to serve. ``problem_of``: why a GatewayConfig cannot be used,
-    empty if it can.
+    ``config``: the GatewayConfig that the role was told to serve. ``configs``: what is known of GatewayConfigs.
     """
 
-    def __init__(self, settings: GatewayApiSettings, config: str | None, problem_of: Callable[[str], str]) -> None:
+    def __init__(self, settings: GatewayApiSettings, config: str | None, configs: Configs) -> None:
         self._settings = settings
         self._config = config
-        self._problem_of = problem_of
+        self._configs = configs
         self._observed = Observed()
         self._stale = Stale()
         self._servers: frozenset[str] = frozenset()
@@ -137,7 +137,7 @@ class GatewayApi:
         """``model_routes``: the names of the listeners that each ModelRoute is attached to."""
         for one in self._observed.classes.values():
             if _is_ours(one):
-                yield class_status(one, class_problem(one, self._problem_of), self._release())
+                yield class_status(one, class_problem(one, self._configs.problem), self._release())
         attached = Counter(name for found in self._routes.values() for name in found.attached)
         for names in model_routes:
             attached.update(names)
@@ -150,12 +150,15 @@ class GatewayApi:
     def _compile_gateways(self) -> bool:
         """Whether their listeners are others now."""
         served = self._observed.served(self._settings.gateway)
-        self.parameters = choose_parameters(served, self._observed.classes, self._config, self._problem_of)
+        self.parameters = choose_parameters(served, self._observed.classes, self._config, self._configs.problem)
         service = self._observed.services.get(self._settings.advertised_service)
         published = advertised(self._settings, service.addresses if service else ())
         tls = TlsCompiler(self._grants, self.pointed)
         before = self._gateways
-        self._gateways = compile_gateways(served, self._settings, published, self.parameters.problems, tls)
+        needs_certificates = self._configs.needs_certificates(self.parameters.config)
+        self._gateways = compile_gateways(
+            served, self._settings, published, self.parameters.problems, tls, needs_certificates=needs_certificates
+        )
         listeners = {key: one.listeners for key, one in self._gateways.items()}
         if listeners == {key: one.listeners for key, one in before.items()} and (self.listeners or not listeners):
             return False

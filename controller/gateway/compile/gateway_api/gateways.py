@@ -80,6 +80,8 @@ class GatewayResult(msgspec.Struct, frozen=True, kw_only=True):
             return listener.accepted.message
         if listener.resolved.status != "True":
             return listener.resolved.message
+        if listener.refused:
+            return listener.refused
         return _NOT_ACCEPTED if self.refused is None else self.refused.message
 
 
@@ -95,9 +97,12 @@ def compile_gateways(
     published: tuple[tuple[str, str], ...],
     problems: Mapping[str, str],
     tls: TlsCompiler,
+    *,
+    needs_certificates: bool,
 ) -> dict[str, GatewayResult]:
     """By key. ``gateways``: the oldest first. ``published``: addresses for statuses, if they are not the bound ones.
-    ``problems``: with what Gateways refer to as parameters.
+    ``problems``: with what Gateways refer to as parameters. ``needs_certificates``: callers are identified by client
+    certificates, so that only listeners that ask for them are served.
     """
     usable = [one for one in gateways if one.identity.key not in problems]
     assigned = assign(usable, settings, published)
@@ -114,6 +119,8 @@ def compile_gateways(
             refused = refused or fails("Programmed", "NoResources", _TOO_MANY)
         address = "" if refused is not None else found.bind
         listeners = compile_listeners(gateway, address, settings.port_offset, tls, claims)
+        if needs_certificates:
+            listeners = tuple(one.asking_for_certificates() for one in listeners)
         count += sum(one.document is not None for one in listeners)
         results[key] = GatewayResult(gateway=gateway, assigned=found, listeners=listeners, refused=refused)
     return results

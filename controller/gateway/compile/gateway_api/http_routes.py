@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.conditions import Wanted, WantedEntry, WantedList, WantedStatus, fails, holds
+from controller.gateway.compile.conditions import (
+    IN_DIRECTORY,
+    Wanted,
+    WantedEntry,
+    WantedList,
+    WantedStatus,
+    fails,
+    holds,
+)
 from controller.gateway.compile.gateway_api.attachment import Attaching, ParentResult
 from controller.gateway.compile.gateway_api.gateway_spec import GROUP
 from controller.gateway.compile.gateway_api.listeners import HTTP_ROUTE
@@ -159,8 +167,17 @@ def _entry(parent: ParentResult, resolved: Wanted, note: str) -> WantedEntry:
     if accepted.status == "True" and note:
         accepted = holds("Accepted", note)
     return WantedEntry(
-        identity={"parentRef": parent.reference(), "controllerName": CONTROLLER_NAME}, conditions=(accepted, resolved)
+        identity={"parentRef": parent.reference(), "controllerName": CONTROLLER_NAME},
+        conditions=(accepted, resolved, _programmed(parent)),
     )
+
+
+def _programmed(parent: ParentResult) -> Wanted:
+    """The Gateway API has this condition for Gateways alone; here it says the same of a route as of our own kinds."""
+    if parent.served:
+        return holds("Programmed", IN_DIRECTORY)
+    why = "none of the listeners that it is attached to is served" if parent.attached else "it is not accepted"
+    return fails("Programmed", "Invalid", why)
 
 
 def _note(spec: Mapping[str, Any]) -> str:

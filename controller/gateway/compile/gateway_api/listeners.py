@@ -23,6 +23,10 @@ HTTP_ROUTE: Final = RouteKind("HTTPRoute")
 MODEL_ROUTE: Final = RouteKind("ModelRoute", API_VERSION.partition("/")[0])
 _KINDS: Final = (HTTP_ROUTE, MODEL_ROUTE)
 _PROTOCOLS: Final = ("HTTP", "HTTPS")
+_NO_CERTIFICATES: Final = (
+    "the GatewayConfig identifies callers by client certificates, and this listener asks for none; "
+    "make it HTTPS and write spec.tls.frontend.default.validation in the Gateway"
+)
 _HIGHEST_PORT: Final = 65535
 # Of a listener in the directory; it is part of the name of a file.
 _LONGEST_NAME: Final = 200
@@ -31,6 +35,7 @@ _LONGEST_NAME: Final = 200
 class ListenerResult(msgspec.Struct, frozen=True, kw_only=True):
     """``name``: unique over all Gateways. ``kinds``: of routes that may attach. ``accepted``, ``resolved``,
     ``conflicted``: its conditions. ``document``: None if it is not served. ``files``: what the document names.
+    ``refused``: why it is not served although it is accepted; empty if that is not so.
     """
 
     name: str
@@ -42,11 +47,18 @@ class ListenerResult(msgspec.Struct, frozen=True, kw_only=True):
     document: Mapping[str, Any] | None = None
     files: Mapping[str, bytes] = {}
     pointers: frozenset[Pointer] = frozenset()
+    refused: str = ""
 
     @property
     def is_open(self) -> bool:
         """Whether routes can attach to it."""
         return self.accepted.status == "True"
+
+    def asking_for_certificates(self) -> ListenerResult:
+        """Itself if it asks for client certificates, by which callers are to be identified, else as one not served."""
+        if self.document is None or "clientCertificates" in self.document.get("tls", {}):
+            return self
+        return msgspec.structs.replace(self, document=None, files={}, refused=_NO_CERTIFICATES)
 
     def entry(self, attached: int, why_not: str) -> WantedEntry:
         """Its part of the Gateway's status. ``attached``: how many routes are. ``why_not``: why it is not served."""

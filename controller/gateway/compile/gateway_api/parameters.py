@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from controller.gateway.compile.gateway_api.objects import Gateway, GatewayClass
 
 _GROUP = API_VERSION.partition("/")[0]
+
+
+class Configs(Protocol):
+    """What is known of GatewayConfigs, by key."""
+
+    def problem(self, key: str) -> str:
+        """Why it cannot be used; empty if it can."""
+
+    def needs_certificates(self, key: str | None) -> bool:
+        """Whether callers are identified by client certificates."""
 
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from extproc.config.failure_mode import failure_mode_of
 from extproc.config.load import load
 from extproc.config.spec import object_key
 from extproc.scheduling.pickers import InstalledPlugins, picker_notes, pickers_for
+from tests.examples import examples
 from tests.kube_objects import Object, picker_config, pod, resource, route, secret, server
 
 if TYPE_CHECKING:
@@ -406,7 +407,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(steps=STEPS, gateway=st.sampled_from([None, "default/a"]))
 def test_any_history_ends_as_a_fresh_compilation_does_and_can_be_read(
     steps: list[tuple[Object, str]], gateway: str | None

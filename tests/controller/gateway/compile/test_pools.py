@@ -34,13 +34,13 @@ def compiled(thing: Object, *pods: Object) -> tuple[dict[str, Any] | None, str]:
     """The spec in the directory, and why there is none."""
     found = server_of(thing)
     assert found.server is not None, found.complaint
-    servers = ServerSet(check_shape_alone)
+    servers = ServerSet(check_shape_alone, lambda _: None)
     servers.put_pool("team/llama", thing)
     for one in pods:
         servers.put_pod(key_of(one), one)
     servers.compile()
     text = servers.results[server_key("team/llama")].document
-    return (json.loads(text)["spec"] if text else None), servers.pool_problems.get("team/llama", "")
+    return (json.loads(text)["spec"] if text else None), servers.pool_problems().get("team/llama", "")
 
 
 def test_every_port_of_every_ready_pod_is_an_endpoint() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from controller.gateway.compile.conditions import Wanted, WantedStatus, fails, holds, merged
+from controller.gateway.compile.conditions import Wanted, WantedEntry, WantedList, WantedStatus, fails, holds, merged
 from controller.gateway.compile.programmed import Follower, is_settled, with_use
 from extproc.config.report import ConfigReport
 
@@ -96,3 +96,60 @@ def test_what_is_unknown_is_looked_at_again_soon() -> None:
     pending = with_use(status(), {}, NEW, [WRITER, Follower("extproc", None)])
     assert not is_settled([pending])
     assert is_settled([with_use(status(), {}, NEW, [WRITER, extproc(files=NEW)])])
+
+
+def shown(wanted: WantedStatus) -> list[str]:
+    """Programmed of the object itself, if it has it, then of the items of its lists."""
+    entries = [entry.conditions for found in wanted.lists for entry in found.entries]
+    return [
+        f"{one.status} {one.message}".strip()
+        for conditions in (wanted.conditions, *entries)
+        for one in conditions
+        if one.type == "Programmed"
+    ]
+
+
+def test_a_gateway_and_its_listeners_are_what_the_gateway_config_holds() -> None:
+    def entry(name: str, programmed: Wanted) -> WantedEntry:
+        return WantedEntry(identity={"name": name}, conditions=(programmed,))
+
+    entries = entry("http", holds("Programmed")), entry("https", fails("Programmed", "Invalid", "no certificate"))
+    gateway = WantedStatus(
+        kind="Gateway",
+        key="default/web",
+        generation=2,
+        conditions=(holds("Accepted"), holds("Programmed")),
+        lists=(WantedList(name="listeners", entries=entries),),
+        is_plain=True,
+    )
+    behind = Follower("extproc", ConfigReport(files={"gateway.json": "old"}))
+    pending = with_use(gateway, {}, NEW, [WRITER, behind])
+    not_yet = "Unknown extproc has not taken it yet"
+    assert shown(pending) == [not_yet, not_yet, "False no certificate"]
+    assert not is_settled([pending])
+    used = with_use(gateway, {}, NEW, [WRITER, extproc(files=NEW)])
+    assert shown(used) == ["True in use by extproc", "True in use by extproc", "False no certificate"]
+    assert is_settled([used])
+    # another Gateway's change makes the file new; a listener that comes into use waits for it
+    served = merged(used, {}, "2026-11-01T00:00:00Z")
+    assert served is not None
+    more = WantedList(name="listeners", entries=(entries[0], entry("https", holds("Programmed"))))
+    changed = WantedStatus(
+        kind="Gateway", key="default/web", generation=2, conditions=gateway.conditions, lists=(more,), is_plain=True
+    )
+    assert shown(with_use(changed, served, NEW, [WRITER, behind])) == [
+        "True in use by extproc",
+        "True in use by extproc",
+        not_yet,
+    ]
+
+
+def test_a_route_says_of_each_parent_whether_its_file_is_used() -> None:
+    parent = {"parentRef": {"name": "web"}, "controllerName": "attache.dev/gateway"}
+    entry = WantedEntry(identity=parent, conditions=(holds("Accepted"), holds("Programmed")))
+    parents = WantedList(name="parents", entries=(entry,), controller="attache.dev/gateway")
+    route = WantedStatus(kind="HTTPRoute", key="default/app", generation=1, conditions=(), lists=(parents,))
+    digests = {"httproute.default.app.json": "new"}
+    use = [Follower("extproc", ConfigReport(files=digests)), Follower("Envoy", None)]
+    assert shown(with_use(route, {}, digests, use)) == ["Unknown Envoy does not answer"]
+    assert shown(with_use(route, {}, digests, use[:1])) == ["True in use by extproc"]

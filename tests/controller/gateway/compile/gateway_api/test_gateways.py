@@ -306,6 +306,34 @@ def test_a_gateways_parameters_are_a_gateway_config() -> None:
     assert conditions(status(outcome, "GatewayConfig", "main").conditions)["Programmed"][0] == "True"
 
 
+SPIFFE = {"clientCertificates": [{"name": "workloads", "field": "URI", "pattern": "spiffe://a/{tenant}"}]}
+
+
+def test_callers_can_be_identified_by_certificates_where_the_gateway_asks_for_them() -> None:
+    things = config(authentication=SPIFFE), tls_secret(), authorities()
+    asks = gateway("web", https("https", 443, "cert"), listener("http"), tls=frontend(CA), infrastructure=parameters())
+    outcome = compiled(asks, *things)
+    assert not outcome.refused
+    authentication = snapshot(outcome).gateway.authentication
+    assert authentication is not None
+    assert [one.name for one in authentication.client_certificates] == ["workloads"]
+    # nobody could be identified by the plain one
+    assert list(addresses(outcome)) == ["default/web/https"]
+    assert listener_says(outcome, "http")["Programmed"] == ("False", "Invalid")
+    said = next(one.message for one in listeners_of(outcome)["http"].conditions if one.type == "Programmed")
+    assert "this listener asks for none" in said
+    assert conditions(status(outcome, "GatewayConfig", "main").conditions)["Programmed"][0] == "True"
+
+
+def test_without_a_listener_that_asks_for_certificates_nothing_is_changed() -> None:
+    plain = gateway("web", listener("http"), infrastructure=parameters())
+    outcome = compiled(plain, config(authentication=SPIFFE))
+    assert "asks for no client certificate" in outcome.refused
+    assert gateway_says(outcome)["Programmed"] == ("False", "Invalid")
+    alone = compiled(config(authentication=SPIFFE), config="default/main")
+    assert "asks for no client certificate" in alone.refused
+
+
 def test_a_class_has_parameters_for_its_gateways() -> None:
     reference = {**parameters()["parametersRef"], "namespace": "default"}  # type: ignore[dict-item]
     outcome = compiled(gateway_class(parametersRef=reference), gateway(namespace="blue"), config(failureMode="Close"))

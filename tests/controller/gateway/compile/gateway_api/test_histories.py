@@ -103,7 +103,13 @@ TARGETS = st.one_of(
     st.builds(dict, kind=st.just("Gateway"), group=st.just(GROUP), name=NAMES, sectionName=NAMES),
     st.builds(dict, kind=st.sampled_from(["ModelServer", "ModelRoute", "GatewayConfig"]), name=NAMES),
 )
+CONNECTIONS: list[Object] = [
+    {"apiKeyRef": {"name": "a", "key": "tls.crt"}},
+    {"tls": {"caCertificateRef": {"name": "a"}, "serverName": "a.b", "clientCertificateRef": {"name": "b"}}},
+    {"tls": {"caCertificateRef": {"kind": "Secret", "name": "a", "key": "tls.crt"}, "serverName": "a.b"}},
+]
 THINGS = st.one_of(
+    st.builds(server, NAMES, namespace=SPACES, app=NAMES, connection=st.sampled_from(CONNECTIONS)),
     st.builds(gateway_class, st.just("attache"), st.sampled_from(["attache.dev/gateway", "example.com/other"])),
     gateways(),
     http_routes(),
@@ -151,7 +157,7 @@ def test_any_history_ends_as_a_fresh_compilation(
 
 
 def assert_loads(outcome: Outcome) -> None:
-    """extproc takes it, every reference of a route is there, and each file that a listener names."""
+    """extproc takes it, every reference of a route is there, and each file that a listener or a connection names."""
     found = snapshot(outcome)
     names = {one.name for one in found.gateway.listeners}
     documents = {("ModelServer", one.metadata.key) for one in found.servers}
@@ -164,3 +170,5 @@ def assert_loads(outcome: Outcome) -> None:
     for listener_ in found.gateway.listeners:
         for pair in listener_.tls.certificates if listener_.tls else ():
             assert {pair.cert_file, pair.key_file} <= outcome.files.keys()
+    for server_ in found.servers:
+        assert set(server_.spec.connection.files) <= outcome.files.keys()

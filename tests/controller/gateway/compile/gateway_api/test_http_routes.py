@@ -36,7 +36,8 @@ from tests.gateway_objects import (
 )
 from tests.kube_objects import pod, route, server
 
-GOOD = {"Accepted": ("True", "Accepted"), "ResolvedRefs": ("True", "ResolvedRefs")}
+RESOLVED = {"Accepted": ("True", "Accepted"), "ResolvedRefs": ("True", "ResolvedRefs")}
+GOOD = {**RESOLVED, "Programmed": ("True", "Programmed")}
 APP = service(), endpoint_slice("app", "10.1.0.1")
 ATTACHE = {"group": "attache.dev", "kind": "ModelServer"}
 POOL = {"group": "inference.networking.k8s.io", "kind": "InferencePool"}
@@ -107,7 +108,7 @@ def test_a_reference_that_cannot_be_resolved_is_answered_500_and_keeps_its_share
         pool("pickerless"),
         http_route("app", backend_ref(weight=3), {**reference, "weight": 7}),
     )
-    assert route_says(outcome) == {"Accepted": ("True", "Accepted"), "ResolvedRefs": ("False", reason)}
+    assert route_says(outcome) == {**GOOD, "ResolvedRefs": ("False", reason)}
     assert targets(outcome) == [
         ("Backend", "default/service.app.8080", 3),
         ("Backend", "default/unresolved", 7),
@@ -140,7 +141,7 @@ def test_a_route_to_a_pool_goes_to_its_ready_pods() -> None:
     (found,) = snapshot(outcome).servers
     assert [one.address for one in found.spec.endpoints] == ["10.0.0.1:8000"]
     (parent,) = parents(outcome, "InferencePool", "llama")
-    assert parent == {"name": "web", **GOOD}
+    assert parent == {"name": "web", **RESOLVED}
 
 
 def test_the_port_of_a_reference_to_a_pool_has_no_effect() -> None:
@@ -324,7 +325,7 @@ def test_a_model_route_is_served_by_the_listeners_that_it_names() -> None:
     outcome = compiled(web, server(), named)
     (found,) = snapshot(outcome).routes
     assert [one.section_name for one in found.spec.parent_refs] == ["default/web/b"]
-    assert parents(outcome, "ModelRoute", "llama") == [{"name": "web", **GOOD}]
+    assert parents(outcome, "ModelRoute", "llama") == [{"name": "web", **RESOLVED}]
     assert attached(outcome) == {"a": 0, "b": 1}
 
 
