@@ -36,6 +36,11 @@ _OTHERS: Final[Mapping[str, type]] = MappingProxyType(
 _ASKING: Final = ("spec", "data")
 
 
+def counted_as(kind: str) -> str:
+    """``kind`` in metrics. Whoever reaches the server may write anything: unknown kinds share one name."""
+    return kind if kind in _DOCUMENTS or kind in _OTHERS or kind == "ConfigMap" else "other"
+
+
 def judge(review: Review, known: Known, check_picker: PickerCheck) -> Verdict:
     """``known``: the objects of the cluster, by kind and key, as they were last heard."""
     if review.new is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from controller.admission.checks import judge
+from controller.admission.checks import counted_as, judge
 from controller.cluster.informer import Informer, InformerTiming, Selection
 from controller.cluster.resources import (
     AUTOSCALING_POLICIES,
@@ -109,7 +109,7 @@ class ManagerRole:
         return judge(review, known, self._check_picker)
 
     def _count(self, kind: str, outcome: str) -> None:
-        self._metrics.reviews.labels(kind, outcome).inc()
+        self._metrics.reviews.labels(counted_as(kind), outcome).inc()
 
     def _ends_at_s(self) -> float:
         material = self._rotation.material

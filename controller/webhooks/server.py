@@ -62,7 +62,7 @@ async def serving(
     async def validate(request: web.Request) -> web.Response:
         try:
             review = read_review(await request.read())
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             count("", "unread")
             return web.Response(status=400, text=f"no AdmissionReview: {error}\n")
         try:

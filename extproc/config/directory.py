@@ -129,7 +129,7 @@ class ConfigDirectory:
     def _read_file(self, name: str) -> bytes:
         """Raises OSError. A file that grows while it is read is cut off here, and read again as changed."""
         with (self.path / name).open("rb") as file:
-            return file.read(_limit(name))
+            return file.read(max_bytes(name))
 
     def _content_of(self, name: str) -> bytes | None:
         try:
@@ -169,9 +169,9 @@ def _check_sizes(directory: Path, seen: Mapping[str, _Identity]) -> None:
     """Before anything is read. Raises ConfigInvalid."""
     sizes = {name: identity[-1] for name, identity in seen.items()}
     mistakes = [
-        Mistake(name, 0, "", f"has {size} bytes, and {_limit(name)} are read; split it, or write large ones as JSON")
+        Mistake(name, 0, "", f"has {size} bytes, and {max_bytes(name)} are read; split it, or write large ones as JSON")
         for name, size in sizes.items()
-        if size > _limit(name)
+        if size > max_bytes(name)
     ]
     total = sum(sizes.values())
     if not mistakes and total > MAX_DIRECTORY_BYTES:
@@ -181,5 +181,6 @@ def _check_sizes(directory: Path, seen: Mapping[str, _Identity]) -> None:
         raise ConfigInvalid(mistakes)
 
 
-def _limit(name: str) -> int:
+def max_bytes(name: str) -> int:
+    """The largest file of this name that is read."""
     return MAX_JSON_BYTES if name.endswith(".json") else MAX_YAML_BYTES

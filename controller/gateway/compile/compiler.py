@@ -24,6 +24,7 @@ from controller.gateway.compile.routes import RouteResult, compile_routes
 from controller.gateway.compile.secrets import Pointer
 from controller.gateway.compile.server_set import ServerSet
 from controller.gateway.compile.servers import empty_server
+from controller.gateway.compile.sizes import size_problem
 from controller.gateway.compile.sources import DOCUMENT_KINDS, Source, source_of
 from extproc.config.failure_mode import failure_mode_of
 from extproc.config.gateway_config import GatewayConfig
@@ -109,7 +110,7 @@ class Compiler:
         files = dict(self._files(gateway, documents))
         statuses = {(one.kind, one.key): one for one in self._statuses(gateway, has_policies=has_policies)}
         pointers = self._api.pointers() | self._servers.pointers() | gateway.pointers
-        return Outcome(files, statuses, self._refusal(gateway), pointers)
+        return Outcome(files, statuses, self._refusal(gateway) or size_problem(files), pointers)
 
     def _put_source(self, kind: str, key: str, source: Source | None) -> None:
         if kind == "ModelServer":

@@ -16,6 +16,7 @@ import msgspec
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 
 from controller.gateway.compile.file_names import bounded_name
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 # Directories read *.json and *.yaml as documents: whoever may write a Secret must not be able to write a document.
 _SUFFIX: Final = "data"
+# Of bits. Envoy refuses smaller keys.
+_SMALLEST_RSA: Final = 2048
 
 
 class Pointer(msgspec.Struct, frozen=True, order=True):
@@ -82,6 +85,8 @@ def certificate_problem(pointed: Pointed) -> str:
         key = serialization.load_pem_private_key(pointed.data["tls.key"], None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         return "tls.key is not a private key in PEM without a password"
+    if isinstance(key, rsa.RSAPrivateKey) and key.key_size < _SMALLEST_RSA:
+        return f"its RSA key has {key.key_size} bits, and Envoy takes none below {_SMALLEST_RSA}"
     return "" if key.public_key() == chain[0].public_key() else "tls.key is not the key of tls.crt"
 
 

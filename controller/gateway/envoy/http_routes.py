@@ -98,11 +98,18 @@ class Backends:
 
 def http_routes(host: Host, place: Place, backends: Backends, memo: Memo) -> Iterator[dict[str, object]]:
     """The routes of ``host`` for HTTPRoutes, in their order of precedence."""
-    where, off = msgspec.json.encode(place).decode(), memo.get(without_inference, place.is_open)
+    # the domain makes a difference to redirects alone: other routes are made once for all hosts
+    here, anywhere = _as_json(place), _as_json(msgspec.structs.replace(place, domain=""))
+    off = memo.get(without_inference, place.is_open)
     for entry in host.entries:
         rule = entry.rule_spec
         named = [backends.of(entry.route, ref) for ref in _refs(rule)]
+        where = here if any(one.request_redirect is not None for one in rule.filters) else anywhere
         yield memo.get(_route, where, off, entry.route, entry.rule, entry.number, *named)
+
+
+def _as_json(place: Place) -> str:
+    return msgspec.json.encode(place).decode()
 
 
 def needs_of(routes: Sequence[HTTPRoute]) -> tuple[bool, bool]:

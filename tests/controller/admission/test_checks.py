@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from controller.admission.checks import judge
+from controller.admission.checks import counted_as, judge
 from controller.admission.reviews import Verdict, answer, read_review
 from controller.cluster.resources import key_of
 from extproc.scheduling.pickers import InstalledPlugins
@@ -173,3 +173,8 @@ def test_answers_are_as_the_api_server_wants_them() -> None:
 def test_what_is_no_review_is_told(body: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         read_review(body)
+
+
+def test_kinds_that_nobody_registered_share_one_name_in_metrics() -> None:
+    assert [counted_as(kind) for kind in ("ModelRoute", "Model", "ConfigMap")] == ["ModelRoute", "Model", "ConfigMap"]
+    assert {counted_as(kind) for kind in ("", "Pod", "x" * 10_000, "a\nb")} == {"other"}

@@ -137,3 +137,14 @@ def test_prefixes_are_replaced_by_whole_elements(prefix: str, new: str, told: st
 
 def test_a_header_of_the_configuration_holds_no_commands_of_envoy() -> None:
     assert literal("100% %REQ(x)%") == "100%% %%REQ(x)%%"
+
+
+def test_a_route_for_all_hosts_is_made_once_however_many_hosts_others_have() -> None:
+    anywhere = route("anywhere", rule("/", ref("a")))
+    several = route("several", rule("/x", ref("a")), hostnames=["a.test", "b.test"])
+    (hosts,) = configurations([{"name": "one", "address": "127.0.0.1:80"}], anywhere, several).values()
+    one, other = (
+        next(found for found in hosts[domain]["routes"] if found["name"] == "http/default/anywhere/0/0")
+        for domain in ("a.test", "b.test")
+    )
+    assert one is other
