@@ -58,6 +58,10 @@ class Packed(Any):
     def __bytes__(self) -> bytes:
         return bytes(Any.pack(self.message))
 
+    def unpack(self, message_pool: object = None) -> Message:  # noqa: ARG002 - the library's signature
+        """The message itself."""
+        return self.message
+
     def to_dict(self, **options: typing.Any) -> dict[str, typing.Any]:  # noqa: ANN401 - the library's signature
         """What the library writes."""
         return Any.pack(self.message).to_dict(**options)

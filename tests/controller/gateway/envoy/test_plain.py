@@ -15,7 +15,12 @@ from envoy_data_plane.envoy.config.core.v3 import (
     SocketOption,
     SocketOptionSocketState,
 )
-from envoy_data_plane.envoy.config.route.v3 import RedirectAction, RouteAction, RouteMatch
+from envoy_data_plane.envoy.config.route.v3 import (
+    RedirectAction,
+    RedirectActionRedirectResponseCode,
+    RouteAction,
+    RouteMatch,
+)
 from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
 from envoy_data_plane.envoy.type.v3 import Int64Range, Percent
 from envoy_data_plane.google.protobuf import Any as AnyMessage
@@ -159,7 +164,9 @@ def test_so_is_a_bundle_with_all_that_a_gateway_can_have(credentials: str, monke
         RouteMatch(),
         RouteMatch(prefix=""),
         RouteAction(timeout=timedelta(0), hash_policy=[]),
-        RedirectAction(response_code=2, port_redirect=0, https_redirect=False),
+        RedirectAction(
+            response_code=RedirectActionRedirectResponseCode.SEE_OTHER, port_redirect=0, https_redirect=False
+        ),
         Percent(value=float("inf")),
         Percent(value=float("-inf")),
         Percent(value=0.1),
@@ -184,7 +191,7 @@ def test_each_kind_of_field_is_written_as_the_library_writes_it(message: Any) ->
 
 def test_a_packed_message_is_packed_for_readers_of_bytes() -> None:
     packed = Packed(Router(suppress_envoy_headers=True))
-    assert AnyMessage.parse(bytes(packed)).unpack() == packed.message
+    assert AnyMessage.parse(bytes(packed)).unpack() == packed.unpack() == packed.message
 
 
 def test_a_field_of_the_wrong_type_is_refused_even_if_it_was_set_later() -> None:
