@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from extproc.config.own_addresses import OF_CLUSTER, is_own
 from extproc.config.validation import parse_endpoint
 
 if TYPE_CHECKING:
@@ -89,6 +90,9 @@ def _resolved(server: ModelServer, addresses: Addresses) -> ModelServer:
     if all(parse_endpoint(one.address).is_ip for one in spec.endpoints):
         return server
     found: dict[str, StaticEndpoint] = {}
+    if OF_CLUSTER in server.metadata.annotations:
+        # its author may own the name, and the gateway's machine is none of theirs
+        addresses = {name: tuple(ip for ip in ips if not is_own(ip)) for name, ips in addresses.items()}
     for one in spec.endpoints:
         for endpoint in _endpoints(one, spec, addresses):
             # two names may stand for one engine

@@ -16,6 +16,7 @@ from controller.gateway.compile.pods import PRICE, pod_endpoints
 from controller.gateway.compile.secrets import Pointer
 from controller.gateway.compile.sources import Source, to_bytes
 from extproc.config.model_server import ModelServer, ModelServerSpec
+from extproc.config.own_addresses import OF_CLUSTER
 from extproc.config.spec import API_VERSION, namespace_of, object_key
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def compile_server(source: Source, pods: Iterable[Pod], pickers: Mapping[str, Pi
         available = msgspec.structs.replace(available, message=f"{available.message}; {wrong}")
     conditions = (holds("Accepted", NO_MISTAKE), resolved, holds("Programmed", IN_DIRECTORY), available)
     made = _result(
-        source, source.document(content), conditions, endpoints=len(endpoints), ready=ready, draining=draining
+        source, _document(source, content), conditions, endpoints=len(endpoints), ready=ready, draining=draining
     )
     return msgspec.structs.replace(made, files=connection.files, pointers=connection.pointers)
 
@@ -111,7 +112,7 @@ def _unconnected(
         fails("Programmed", "Invalid", "it is served without endpoints until ResolvedRefs is True"),
         fails("Available", "ConnectionNotUsable", _UNCONNECTED),
     )
-    made = _result(source, source.document(content), conditions, endpoints=0, ready=0, draining=0)
+    made = _result(source, _document(source, content), conditions, endpoints=0, ready=0, draining=0)
     return msgspec.structs.replace(
         made, pointers=connection.pointers, unconnected=f"{resolved.message}; {_UNCONNECTED}"
     )
@@ -185,3 +186,8 @@ def _result(source: Source, document: bytes | None, conditions: tuple[Wanted, ..
         kind=source.kind, key=source.key, generation=source.generation, conditions=conditions, fields=counts
     )
     return ServerResult(document, status)
+
+
+def _document(source: Source, content: Mapping[str, Any]) -> bytes:
+    """Whoever resolves host names in it must know that it is a cluster's."""
+    return source.document(content, {OF_CLUSTER: "true"})

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -49,11 +50,15 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         """Every mistake, for a condition's message; empty if there is none."""
         return "; ".join(f"{one.path}: {one.message}" if one.path else one.message for one in self.mistakes)
 
-    def document(self, spec: Mapping[str, Any] | None = None) -> bytes:
-        """The object as a document of the directory, with another ``spec`` if given."""
+    def document(
+        self, spec: Mapping[str, Any] | None = None, annotations: Mapping[str, str] = MappingProxyType({})
+    ) -> bytes:
+        """The object as a document of the directory, with another ``spec`` if given. ``annotations``: its own are left out."""
         metadata: dict[str, Any] = {"name": self.name, "namespace": self.namespace}
         if self.labels:
             metadata["labels"] = dict(self.labels)
+        if annotations:
+            metadata["annotations"] = dict(annotations)
         content = {"apiVersion": self.api_version, "kind": self.kind, "metadata": metadata}
         return to_bytes({**content, "spec": self.spec if spec is None else spec})
 

@@ -170,3 +170,14 @@ def test_without_names_nothing_is_looked_up(tmp_path: Path) -> None:
 
 def test_addresses_of_version_4_are_preferred() -> None:
     assert lookup("localhost") == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize("own", ["127.0.0.1", "::1", "169.254.169.254", "::ffff:127.0.0.1", "::"])
+def test_a_name_of_a_clusters_server_leads_to_no_address_of_the_gateways_own(own: str) -> None:
+    """Its author may own the name: Envoy's admin interface and a cloud's metadata are none of theirs."""
+    answers = {"engines.example": (own, "10.0.0.2")}
+    by_hand = load({"a.yaml": CONFIG.encode()})
+    assert len(with_addresses(by_hand, answers).servers[0].spec.endpoints) == 3
+    compiled = CONFIG.replace("{name: llama}", '{name: llama, annotations: {attache.dev/of-cluster: "true"}}')
+    resolved = with_addresses(load({"a.yaml": compiled.encode()}), answers)
+    assert [one.address for one in resolved.servers[0].spec.endpoints] == ["10.0.0.1:8000", "10.0.0.2:8000"]

@@ -327,7 +327,8 @@ def test_documents_say_nothing_of_who_changed_them() -> None:
     thing["metadata"]["managedFields"] = [{"manager": "kubectl"}]
     thing["metadata"]["annotations"] = {"kubectl.kubernetes.io/last-applied-configuration": "x" * 1000}
     (text,) = (text for name, text in compiled(thing).files.items() if name.startswith("modelserver"))
-    assert json.loads(text)["metadata"] == {"name": "llama", "namespace": "default"}
+    annotations = {"attache.dev/of-cluster": "true"}
+    assert json.loads(text)["metadata"] == {"name": "llama", "namespace": "default", "annotations": annotations}
 
 
 # few, so that objects meet
