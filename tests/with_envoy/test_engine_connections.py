@@ -196,7 +196,8 @@ def as_the_gateway_role_would(stack: Stack, engine: Engine, *secrets: Object) ->
     tls = {"serverName": NAME, "caCertificateRef": {"name": "ca"}, "clientCertificateRef": {"name": "client"}}
     spec = {
         "model": "m",
-        "endpoints": [{"address": engine.address}],
+        # objects of a cluster may not name an address of this machine, where the engine is
+        "endpoints": [{"address": "10.0.0.1:8000"}],
         "connection": {"tls": tls, "apiKeyRef": {"name": "keys"}},
     }
     compiler = Compiler()
@@ -210,7 +211,8 @@ def as_the_gateway_role_would(stack: Stack, engine: Engine, *secrets: Object) ->
         {name: content for name, content in files.items() if name.startswith(("secret.", "configmap."))}
     )
     made = json.loads(files["modelserver.default.llama.json"])["spec"]
-    edit(stack, "ModelServer", endpoints=made["endpoints"], connection=made.get("connection", {}))
+    endpoints = [{**one, "address": engine.address} for one in made["endpoints"]]
+    edit(stack, "ModelServer", endpoints=endpoints, connection=made.get("connection", {}))
 
 
 async def test_a_clusters_secrets_are_used_and_without_them_nothing_reaches_the_engine(
