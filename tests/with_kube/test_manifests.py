@@ -14,11 +14,12 @@ import pytest_asyncio
 
 from bench.cluster.crds import apply_crds
 from controller.cluster.client import connect
-from controller.cluster.errors import AlreadyExists, Forbidden, NotFound
+from controller.cluster.errors import Forbidden, NotFound
 from controller.cluster.lease import LeaderElection
 from controller.cluster.resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
+    GATEWAY_CLASSES,
     GATEWAY_CONFIGS,
     GATEWAYS,
     HTTP_ROUTES,
@@ -107,8 +108,10 @@ async def test_the_role_works_with_its_own_account(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     await apply_crds(client, [assets.crds])
-    with contextlib.suppress(AlreadyExists):
-        await create_plainly(client, "", gateway_class())
+    # without a status, which an earlier role may have written
+    with contextlib.suppress(NotFound):
+        await client.delete(GATEWAY_CLASSES, gateway_class()["metadata"]["name"])
+    await create_plainly(client, "", gateway_class())
     await create_plainly(client, SYSTEM, gateway(namespace, https("https", 443, namespace)), tls_secret(namespace))
     # names of their own: this role serves all namespaces, those of other tests too
     policy = resource("ModelAccessPolicy", namespace, {"rules": []}, namespace=namespace)

@@ -41,10 +41,14 @@ def repository(image: str) -> str:
     return folder + slash + last.partition(":")[0]
 
 
-def command(container: Mapping[str, Any], images: Mapping[str, Sequence[str]]) -> list[str]:
-    """The words to run: ``command`` replaces the image's entry point, ``args`` follow it. Raises ImageMissing."""
+def command(container: Mapping[str, Any], images: Mapping[str, Sequence[str]]) -> tuple[Sequence[str], Sequence[str]]:
+    """The words to run: those of the image's entry point, which ``command`` replaces, and those of the container.
+
+    Raises ImageMissing.
+    """
     image = container.get("image", "")
     name = repository(image).removeprefix("library/")
     if name not in images:
         raise ImageMissing(f'failed to pull image "{image}": this node has none called {name}')
-    return [*(container.get("command") or images[name]), *(container.get("args") or ())]
+    given, args = container.get("command") or (), container.get("args") or ()
+    return () if given else images[name], (*given, *args)

@@ -82,7 +82,8 @@ class PodFiles:
         """
         self._check_image(container.image)
         self._entered = await self._place.enter()
-        words = _CRASH if self._crashes() else command(container.raw, self._images)
+        # an image's own words are paths of this machine already, whatever is mounted over their beginnings
+        own_words, words = (_CRASH, []) if self._crashes() else command(container.raw, self._images)
         # a restart does not wait for the API server: what was known some seconds ago will do
         sources = self._known or await self._sources(pod)
         # unless something is missing in it
@@ -99,7 +100,11 @@ class PodFiles:
         self._places[container.name] = places
         self._environments[container.name] = {**inherited, **own, **self._cluster_access(pod), **variables}
         return Launch(
-            command=[*self._entered, *(rewritten(expanded(word, given), places, self._listen_ip) for word in words)],
+            command=[
+                *self._entered,
+                *own_words,
+                *(rewritten(expanded(word, given), places, self._listen_ip) for word in words),
+            ],
             environment=self._environments[container.name],
             directory=self.directory,
             log=self.log_of(container.name),
