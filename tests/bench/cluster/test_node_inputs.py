@@ -52,7 +52,7 @@ def test_a_repository_is_an_image_without_registry_and_tag(image: str, name: str
 
 
 def test_a_command_replaces_the_entry_point_and_args_follow_it() -> None:
-    entry = list(IMAGES["attache/engine-sim"])
+    entry = IMAGES["attache/engine-sim"]
     assert command({"image": "attache/engine-sim", "args": ["--port", "1"]}, IMAGES) == (entry, ("--port", "1"))
     assert command({"image": "busybox", "command": ["sh"], "args": ["-c"]}, IMAGES) == ((), ("sh", "-c"))
     with pytest.raises(ImageMissing, match="nobody/nothing"):
