@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import msgspec
 import numpy as np
 
+from extproc.config.label_requirement import requirement_holds
 from extproc.scheduling.labels import rows_where
 
 if TYPE_CHECKING:
@@ -31,15 +32,7 @@ class Requirement(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
 
     def holds(self, labels: Mapping[str, str]) -> bool:
         """Whether ``labels`` satisfy it. As in Kubernetes, a missing key satisfies NotIn."""
-        match self.operator:
-            case "In":
-                return labels.get(self.key) in self.values
-            case "NotIn":
-                return labels.get(self.key) not in self.values
-            case "Exists":
-                return self.key in labels
-            case "DoesNotExist":
-                return self.key not in labels
+        return requirement_holds(self.key, self.operator, self.values, labels)
 
 
 class LabelSelector(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

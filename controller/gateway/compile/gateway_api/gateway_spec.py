@@ -8,6 +8,8 @@ from typing import Final
 
 import msgspec
 
+from extproc.config.label_requirement import requirement_holds
+
 GROUP: Final = "gateway.networking.k8s.io"
 
 
@@ -33,16 +35,7 @@ class Requirement(Read, frozen=True):
 
     def holds(self, labels: Mapping[str, str]) -> bool:
         """As Kubernetes has it."""
-        match self.operator:
-            case "In":
-                return labels.get(self.key) in self.values
-            case "NotIn":
-                return labels.get(self.key) not in self.values
-            case "Exists":
-                return self.key in labels
-            case "DoesNotExist":
-                return self.key not in labels
-        return False
+        return requirement_holds(self.key, self.operator, self.values, labels)
 
 
 class LabelSelector(Read, frozen=True):
