@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-LARGE = random_bytes(24 * MIB)
-# requests of 1 MiB, two at a time: a crash costs at most these, and what the sockets between us hold
-WORDS = ("--parallel", "2", "--part-size", "1Mi", "--keep-free", "1Mi")
-LOST = 2 * MIB + 2 * MIB
+LARGE = random_bytes(8 * MIB)
+# requests of 256 KiB, two at a time: a crash costs at most these; their headers come on top
+WORDS = ("--parallel", "2", "--part-size", "256Ki", "--keep-free", "1Mi")
+LOST = 2 * 256 * 1024 + 100_000
 
 
 @contextlib.asynccontextmanager
