@@ -95,3 +95,12 @@ AUTOSCALING_POLICIES: Final = Resource("attache.dev", "v1alpha1", "autoscalingpo
 AUTOSCALING_POLICY_BINDINGS: Final = Resource(
     "attache.dev", "v1alpha1", "autoscalingpolicybindings", "AutoscalingPolicyBinding"
 )
+MODELS: Final = Resource("attache.dev", "v1alpha1", "models", "Model")
+MODEL_INFERS: Final = Resource("attache.dev", "v1alpha1", "modelinfers", "ModelInfer")
+SERVING_RUNTIMES: Final = Resource("attache.dev", "v1alpha1", "servingruntimes", "ServingRuntime")
+CLUSTER_SERVING_RUNTIMES: Final = Resource(
+    "attache.dev", "v1alpha1", "clusterservingruntimes", "ClusterServingRuntime", namespaced=False
+)
+MODEL_TEMPLATES: Final = Resource("attache.dev", "v1alpha1", "modeltemplates", "ModelTemplate")
+DAEMON_SETS: Final = Resource("apps", "v1", "daemonsets", "DaemonSet")
+JOBS: Final = Resource("batch", "v1", "jobs", "Job")
