@@ -250,6 +250,7 @@ class App:
             self._metrics.registry,
             is_ready=lambda: self._is_ready,
             report=lambda: self._feed.report,
+            loads=self._core.loads,
             explain=explain,
         )
 
