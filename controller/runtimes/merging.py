@@ -77,11 +77,6 @@ def pod_layers(value: object) -> list[Mapping[str, Any]]:
     return [value] if isinstance(value, Mapping) else []
 
 
-def strategic(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """A partial PodSpec over another."""
-    return _merged(lower, upper, _POD_KEYS)
-
-
 def _merged(lower: Mapping[str, Any], upper: Mapping[str, Any], keyed: Mapping[str, str]) -> dict[str, Any]:
     directive = upper.get(_DIRECTIVE)
     if directive == "delete":
