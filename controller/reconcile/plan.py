@@ -47,7 +47,18 @@ class Delete(msgspec.Struct, frozen=True):
     grace_s: int | None = None
 
 
-Action = Create | Apply | Annotate | Delete
+class SetStatus(msgspec.Struct, frozen=True):
+    """Say ``fields`` in the status of one object that the reconciled one owns; only while it still is the one with
+    ``uid``. Fields that are not named stay.
+    """
+
+    resource: Resource
+    key: str
+    uid: str
+    fields: Mapping[str, Any]
+
+
+Action = Create | Apply | Annotate | Delete | SetStatus
 
 
 class Happened(msgspec.Struct, frozen=True):

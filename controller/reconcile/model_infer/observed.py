@@ -40,8 +40,10 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """``thing``: the ModelInfer as the API server has it. ``pods``, ``services``, ``revisions`` (ControllerRevisions),
     ``pod_groups``, ``role_scales`` (ModelInferRoles): what it owns. ``lost_nodes``: nodes of its pods that are gone or
     not ready, with the instant since when. ``room``: nodes with what is free on them; None where nobody looked, and
-    nothing waits for room then. ``loads``: by pod's key, as far as gateways have answered lately. ``log_tails``: the
-    last lines of crashed containers' logs, by pod's key. ``gang``: what the cluster can schedule together.
+    nothing waits for room then. ``loads``: by pod's key, as far as gateways have answered lately. ``loads_asked_of``:
+    pods that gateways were asked about for this look, whether they answered or not; a choice by load waits until it
+    was asked for once. ``log_tails``: the last lines of crashed containers' logs, by pod's key. ``gang``: what the
+    cluster can schedule together.
     """
 
     thing: Object
@@ -53,5 +55,6 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     lost_nodes: Mapping[str, float] = {}
     room: Sequence[NodeRoom] | None = None
     loads: Mapping[str, Load] = {}
+    loads_asked_of: frozenset[str] = frozenset()
     log_tails: Mapping[str, str] = {}
     gang: PodGroups = PodGroups()
