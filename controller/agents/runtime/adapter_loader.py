@@ -233,7 +233,7 @@ class AdapterLoader:
     @staticmethod
     def _link(target: Path, link: Path) -> None:
         """A local directory becomes a model of the repository."""
-        if link == target or link.exists():
+        if link == target or (link.exists() and not link.is_symlink()):
             return
         link.parent.mkdir(parents=True, exist_ok=True)
         link.unlink(missing_ok=True)
