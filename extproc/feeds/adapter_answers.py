@@ -16,6 +16,7 @@ import msgspec
 from extproc.core.types import LoadProblem
 
 _ALREADY: Final = re.compile(r"already (been )?loaded", re.IGNORECASE)
+_FULL: Final = re.compile(r"(maximum|max) number|max_(cpu_|loaded_)?loras|no (free |more )?(room|slot)", re.IGNORECASE)
 _LONGEST: Final = 300
 _NO_SUCH_CALL: Final = frozenset({405, 501})
 _NOT_ALLOWED: Final = frozenset({401, 403})
@@ -42,7 +43,7 @@ def answer_to_load(status: int, body: bytes) -> LoadAnswer:
     if _ALREADY.search(message):
         return LoadAnswer(message=message, was_there=True)
     said_so = f"{status} {message}"
-    if status in _BUSY:
+    if status in _BUSY or (_FULL.search(message) and "rank" not in message.lower()):
         return LoadAnswer(LoadProblem.BUSY, said_so)
     is_of_a_model = isinstance(content, dict) and ("error" in content or content.get("object") == "error")
     if status in _NO_SUCH_CALL or status in _NOT_ALLOWED or (status == 404 and not is_of_a_model):
