@@ -21,6 +21,7 @@ _ISSUER: Final = {
     "jwks": '{"keys": [{"kty": "oct", "k": "c2VjcmV0"}]}',
     "audiences": ["us"],
 }
+_ON_DEMAND: Final = {"adapters": [{"name": "a", "source": "/adapters/a"}]}
 _CLIENT: Final = {"certFile": "client.crt", "keyFile": "client.key"}
 
 
@@ -117,6 +118,27 @@ CASES: Final = (
         _server(pdGroup={"prefillLabels": {"role": "prefill"}, "decodeLabels": {"role": "decode"}}),
         ("pickerConfig",),
         "epp.yaml",
+    ),
+    Case(
+        "adapters on demand without pdGroup",
+        "ModelServer",
+        _server(adapterLoading=_ON_DEMAND),
+        ("pdGroup",),
+        {"prefillLabels": {"role": "prefill"}, "decodeLabels": {"role": "decode"}},
+    ),
+    Case(
+        "other engines than vLLM have an agent that loads",
+        "ModelServer",
+        _server(engine="SGLang", adapterLoading={**_ON_DEMAND, "port": 9000}),
+        ("adapterLoading", "port"),
+        None,
+    ),
+    Case(
+        "an adapter twice",
+        "ModelServer",
+        _server(adapterLoading=_ON_DEMAND),
+        ("adapterLoading", "adapters"),
+        [{"name": "a", "source": "/a"}, {"name": "a", "source": "/b"}],
     ),
     Case(
         "an address twice",

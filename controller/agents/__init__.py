@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in the pods of engines."""
+"""What runs beside engines in their pods: the downloader of weights and the runtime agent."""

@@ -9,7 +9,7 @@ a container's command, arguments and variables that is a mount's path, or begins
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bench.cluster.node.environment import Missing, Sources, field, plain_data
 
@@ -17,13 +17,40 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+_KEPT: Final = {"hostPath", "persistentVolumeClaim"}
+
 
 def volume_files(pod: Mapping[str, Any], sources: Sources) -> dict[str, dict[str, bytes]]:
     """The files of each volume by the volume's name; empty for emptyDir. Raises Missing.
 
-    Of other sources (claims, host paths, CSI) the volume is an empty directory.
+    Of other sources (CSI, NFS) the volume is an empty directory. Those of ``kept_volumes`` are not among them.
     """
-    return {volume["name"]: _files(volume, pod, sources) for volume in pod["spec"].get("volumes") or ()}
+    return {
+        volume["name"]: _files(volume, pod, sources)
+        for volume in pod["spec"].get("volumes") or ()
+        if not volume.keys() & _KEPT
+    }
+
+
+class Kept(NamedTuple):
+    """Where volumes are that outlive pods. ``host``: stands for the node's root directory. ``claims``: holds a directory
+    for each claim that any pod of the cluster has used.
+    """
+
+    host: Path
+    claims: Path
+
+
+def kept_volumes(pod: Mapping[str, Any], kept: Kept) -> dict[str, Path]:
+    """The directories of the pod's host paths and claims, by the name of the volume."""
+    found: dict[str, Path] = {}
+    for volume in pod["spec"].get("volumes") or ():
+        if "hostPath" in volume:
+            found[volume["name"]] = kept.host.joinpath(*_parts(volume["hostPath"]["path"]))
+        elif "persistentVolumeClaim" in volume:
+            claim = volume["persistentVolumeClaim"]["claimName"]
+            found[volume["name"]] = kept.claims / pod["metadata"]["namespace"] / claim
+    return found
 
 
 def token_file(pod: Mapping[str, Any], volumes: Path) -> Path | None:
@@ -80,6 +107,19 @@ def remove_others(directory: Path, files: Mapping[str, bytes]) -> None:
     for path in directory.iterdir():
         if path.is_file() and path.name not in files:
             path.unlink()
+
+
+def link_to(link: Path, target: Path) -> None:
+    """Make ``link`` lead to the directory ``target``, which is made if it is not there."""
+    target.mkdir(parents=True, exist_ok=True)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink():
+        link.symlink_to(target, target_is_directory=True)
+
+
+def _parts(path: str) -> list[str]:
+    """Of an absolute path, without what would lead out of the directory that stands for the root."""
+    return [part for part in path.split("/") if part not in {"", ".", ".."}]
 
 
 def _files(volume: Mapping[str, Any], pod: Mapping[str, Any], sources: Sources) -> dict[str, bytes]:
