@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 
-
 @contextlib.asynccontextmanager
 async def serving(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
     """``host:port`` of a server on which ``handler`` answers everything."""
@@ -133,7 +132,7 @@ class Hub:
 
     commit = "0123456789abcdef0123456789abcdef01234567"
 
-    def __init__(self, files: Mapping[str, bytes], token: str = "") -> None:  # noqa: S107
+    def __init__(self, files: Mapping[str, bytes], token: str = "") -> None:
         self.files = dict(files)
         self.token = token
         self.store = Files({f"/blob/{name}": content for name, content in files.items()})
@@ -153,7 +152,7 @@ class Hub:
             return unexpected(request, "the redirect's query was changed")
         return await self.store.answer(request)
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:  # noqa: PLR0911 - one an answer
         self.calls.append(request.path)
         if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
             return web.Response(status=401, headers={"X-Error-Code": "GatedRepo"})
@@ -191,7 +190,7 @@ class Registry:
 
     manifest_type = "application/vnd.oci.image.manifest.v1+json"
 
-    def __init__(self, user: str = "", password: str = "") -> None:  # noqa: S107
+    def __init__(self, user: str = "", password: str = "") -> None:
         self.blobs = Files({})
         self.manifests: dict[str, tuple[str, bytes]] = {}
         self._basic = base64.b64encode(f"{user}:{password}".encode()).decode() if user else ""
@@ -204,7 +203,9 @@ class Registry:
         self.blobs.files[f"/{digest}"] = content
         return digest, len(content)
 
-    def push(self, tag: str, layers: list[tuple[str, str, bytes]], config: str = "application/vnd.oci.empty.v1+json") -> str:
+    def push(
+        self, tag: str, layers: list[tuple[str, str, bytes]], config: str = "application/vnd.oci.empty.v1+json"
+    ) -> str:
         """A manifest of layers (media type, title, content) under a tag; its digest."""
         described = []
         for kind, title, content in layers:
@@ -238,7 +239,7 @@ class Registry:
             return unexpected(request, "the registry's token was sent to another host")
         return await self.blobs.answer(request)
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:  # noqa: PLR0911 - one an answer
         if request.path == "/token":
             if request.headers.get("authorization") != f"Basic {self._basic}":
                 return web.Response(status=401)
@@ -250,7 +251,9 @@ class Registry:
             return web.Response(status=401, headers={"WWW-Authenticate": said})
         if found := re.fullmatch(r"/v2/org/model/manifests/(.+)", request.path):
             if self.manifest_type not in request.headers.get("accept", ""):
-                return unexpected(request, "a registry answers with an old kind of manifest to whoever accepts no new one")
+                return unexpected(
+                    request, "a registry answers with an old kind of manifest to whoever accepts no new one"
+                )
             if found[1] not in self.manifests:
                 return web.Response(status=404)
             kind, text = self.manifests[found[1]]
@@ -291,7 +294,11 @@ class WebHdfs:
         if path in self.files:
             found = {"": len(self.files[path])}
         else:
-            below = {name.removeprefix(f"{path}/"): len(one) for name, one in self.files.items() if name.startswith(f"{path}/")}
+            below = {
+                name.removeprefix(f"{path}/"): len(one)
+                for name, one in self.files.items()
+                if name.startswith(f"{path}/")
+            }
             if not below:
                 return web.json_response({"RemoteException": {"exception": "FileNotFoundException"}}, status=404)
             found = {name.partition("/")[0]: -1 if "/" in name else size for name, size in below.items()}
@@ -350,7 +357,10 @@ class AzureBlobs:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """A list or a blob."""
         if request.query.get("comp") == "list":
-            if not request.headers.get("authorization", "").startswith("SharedKey account:") and "sig" not in request.query:
+            if (
+                not request.headers.get("authorization", "").startswith("SharedKey account:")
+                and "sig" not in request.query
+            ):
                 return web.Response(status=403)
             return web.Response(text=self._listed(request.query.get("prefix", "")), content_type="application/xml")
         if not request.query.get("sig"):

@@ -13,7 +13,7 @@ import pytest
 from controller.agents.downloader.core.errors import ContentRefused
 from controller.agents.downloader.core.members import ArchiveLimits, Member, Members
 from controller.agents.downloader.unpacking import Unpacker, files_in
-from tests.controller.agents.downloader.downloads import MIB, fetched
+from tests.controller.agents.downloader.downloads import MIB, below, fetched
 from tests.controller.agents.downloader.servers import Files, serving
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def zip_with(*members: tuple[str, bytes], mode: int = 0o644, compression: int = 
     return out.getvalue()
 
 
-async def unpacked(tmp_path: Path, name: str, content: bytes, **more: Any) -> Path:
+async def unpacked(tmp_path: Path, name: str, content: bytes, **more: Any) -> Path:  # noqa: ANN401 - fields of Job
     async with serving(Files({f"/{name}": content}).answer) as host:
         return await fetched(f"http://{host}/{name}", tmp_path / "cache", **more)
 
@@ -98,12 +98,14 @@ async def test_an_archive_stays_as_it_is_if_asked_to(tmp_path: Path) -> None:
 MALICIOUS = {
     "upwards": tar_with(("../evil", b"x", {})),
     "upwards within": tar_with(("a/../../evil", b"x", {})),
-    "absolute": tar_with(("/tmp/evil", b"x", {})),
+    "absolute": tar_with(("/evil", b"x", {})),
     "absolute link": tar_with(("l", None, link("/etc"))),
     "link upwards": tar_with(("a/l", None, link("../../evil"))),
     "link through a link": tar_with(("d/deep", None, link("../e/f")), ("x", None, link("d/deep/../../../evil"))),
     "write through a link": tar_with(("here", None, link(".")), ("here/evil", b"x", {})),
-    "directory over a link": tar_with(("l", None, link("a")), ("l", None, {"type": tarfile.DIRTYPE}), ("l/evil", b"x", {})),
+    "directory over a link": tar_with(
+        ("l", None, link("a")), ("l", None, {"type": tarfile.DIRTYPE}), ("l/evil", b"x", {})
+    ),
     "link over a directory": tar_with(("d/x", b"x", {}), ("d", None, link("e"))),
     "hard link outside": tar_with(("h", None, link("/etc/passwd", tarfile.LNKTYPE))),
     "hard link upwards": tar_with(("h", None, link("../../evil", tarfile.LNKTYPE))),
@@ -122,8 +124,8 @@ async def test_a_malicious_tar_writes_nothing_outside_and_leaves_nothing(tmp_pat
     good = ("good.bin", b"good", {})
     with pytest.raises(ContentRefused):
         await unpacked(tmp_path, "m.tar", MALICIOUS[name])
-    assert [one.name for one in tmp_path.rglob("*") if "evil" in one.name] == []
-    left = [one for one in (tmp_path / "cache").rglob("*") if one.is_file() and one.parent.name not in ("locks", "answers")]
+    assert [one.name for one in below(tmp_path) if "evil" in one.name] == []
+    left = [one for one in below(tmp_path / "cache") if one.is_file() and one.parent.name not in ("locks", "answers")]
     assert left == []
     # the same directory still serves what is good
     await unpacked(tmp_path, "m.tar", tar_with(good))
@@ -144,7 +146,7 @@ async def test_a_malicious_tar_writes_nothing_outside_and_leaves_nothing(tmp_pat
 async def test_a_malicious_zip_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ContentRefused):
         await unpacked(tmp_path, "m.zip", content)
-    assert [one.name for one in tmp_path.rglob("*") if "evil" in one.name or one.is_symlink()] == []
+    assert [one.name for one in below(tmp_path) if "evil" in one.name or one.is_symlink()] == []
 
 
 @pytest.mark.parametrize("kind", ["m.zip", "m.tar.gz"])
@@ -154,7 +156,7 @@ async def test_an_archive_that_unpacks_to_too_much_for_its_size_is_a_bomb(tmp_pa
     assert len(bomb) < 20_000
     with pytest.raises(ContentRefused, match="times its size"):
         await unpacked(tmp_path, kind, bomb, limits=ArchiveLimits(ratio_from=MIB))
-    assert sum(one.stat().st_size for one in tmp_path.rglob("*") if one.is_file()) < 2 * MIB
+    assert sum(one.stat().st_size for one in below(tmp_path) if one.is_file()) < 2 * MIB
     await unpacked(tmp_path, kind, bomb)  # the default allows small archives of zeros
 
 
@@ -168,9 +170,10 @@ async def test_size_and_members_of_an_archive_are_limited(tmp_path: Path) -> Non
 
 def test_directories_that_names_only_imply_count_as_members() -> None:
     members = Members(ArchiveLimits(members=100))
+    for number in range(4):
+        members.admit(Member(f"{number}/" + "/".join("x" * 20), "file"))
     with pytest.raises(ContentRefused, match="more than 100 members"):
-        for number in range(100):
-            members.admit(Member(f"{number}/" + "/".join("x" * 20), "file"))
+        members.admit(Member("5/" + "/".join("x" * 20), "file"))
 
 
 def test_a_huge_header_is_refused_before_it_is_read(tmp_path: Path) -> None:

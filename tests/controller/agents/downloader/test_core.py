@@ -47,7 +47,9 @@ from controller.agents.downloader.core.uri import (
 )
 
 DIGEST = "sha256:" + "a" * 64
-SPANS = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)).map(lambda one: Span(min(one), max(one))), max_size=12)
+SPANS = st.lists(
+    st.tuples(st.integers(0, 300), st.integers(0, 300)).map(lambda one: Span(min(one), max(one))), max_size=12
+)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,9 @@ def test_what_is_shown_of_a_uri_has_no_credentials() -> None:
 
 
 def test_the_same_weights_have_one_key_and_others_another() -> None:
-    def key(uri: str, revision: str = "r", files: tuple[RemoteFile, ...] = (RemoteFile("a", 1, "u"),), **more: object) -> str:
+    def key(
+        uri: str, revision: str = "r", files: tuple[RemoteFile, ...] = (RemoteFile("a", 1, "u"),), **more: object
+    ) -> str:
         return content_key(Wanted(parse_uri(uri), **more), Listing(revision, files))  # type: ignore[arg-type]
 
     signed = "https://h/m?file=a&X-Amz-Signature={0}&X-Amz-Date={0}"
@@ -148,7 +152,9 @@ def test_what_is_missing_and_what_is_there_make_the_whole(there: list[Span], siz
 
 
 @given(SPANS, st.integers(1, 400), st.integers(1, 100))
-def test_parts_are_no_larger_than_asked_and_fetch_each_missing_byte_once(there: list[Span], size: int, part: int) -> None:
+def test_parts_are_no_larger_than_asked_and_fetch_each_missing_byte_once(
+    there: list[Span], size: int, part: int
+) -> None:
     parts = list(parts_of(3, RemoteFile("a", size, "u"), there, part))
     assert all(one.end is not None and one.end - one.start <= part for one in parts)
     asked = [byte for one in parts for byte in range(one.start, one.end or 0)]
@@ -162,7 +168,9 @@ def test_a_file_without_ranges_is_one_part() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), SPANS.filter(bool)), max_size=5), st.integers(0, 200))
-def test_a_journal_that_a_crash_cut_short_never_says_more_than_is_there(wrote: list[tuple[int, list[Span]]], cut: int) -> None:
+def test_a_journal_that_a_crash_cut_short_never_says_more_than_is_there(
+    wrote: list[tuple[int, list[Span]]], cut: int
+) -> None:
     head = journal_head(Listing("r", ()), "digest")
     lines = [journal_line(file, span) for file, spans in wrote for span in spans if span.end > span.start]
     whole = head + "".join(lines)
