@@ -58,6 +58,12 @@ class Server:
         body = {"apiVersion": resource.api_version, "kind": resource.kind, **thing}
         return self._objects.create(target, body, How(manager=manager))
 
+    def dry_run(self, resource: Resource, thing: Object) -> Object:
+        """What ``create`` would make, which has no uid yet."""
+        target = Target(self.kind(resource), thing["metadata"].get("namespace"))
+        body = {"apiVersion": resource.api_version, "kind": resource.kind, **thing}
+        return self._objects.create(target, body, How(dry_run=True))
+
     def apply(self, resource: Resource, thing: Object, manager: str) -> Object:
         """Server-side apply, which takes fields from others."""
         metadata = thing["metadata"]
