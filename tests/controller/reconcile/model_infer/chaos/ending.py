@@ -41,7 +41,7 @@ def has_what_it_should(history: History) -> None:
     if any(_pods_of_group(spec)) and len(groups) != spec["replicas"]:
         raise Broken("ends in the desired state", f"groups {groups} of {spec['replicas']}")
     wanted = Counter((group, *seat) for group in groups for seat in _pods_of_group(spec))
-    found = Counter(_placed(one) for one in pods)
+    found = Counter(_compact(pods))
     if wanted != found:
         raise Broken("ends in the desired state", f"missing {wanted - found}, too many {found - wanted}")
     for pod in pods:
@@ -49,7 +49,7 @@ def has_what_it_should(history: History) -> None:
         image = pod["spec"]["containers"][0]["image"]
         if image != image_of(spec, seat.role, seat.index):
             raise Broken("ends in the desired state", f"{named(pod)} runs {image}")
-    _services(history, groups)
+    _services(history, pods)
     _revisions(history, pods)
     _status(history, pods, groups)
 
@@ -117,21 +117,18 @@ def _pods_of_group(spec: Spec) -> list[tuple[str, int, int]]:
     ]
 
 
-def _placed(pod: Object) -> tuple[int, str, int, int]:
-    """Ordinals of replicas may have gaps; they are numbered anew by ``_compact``."""
-    seat = seat_of(pod)
-    return seat.group, seat.role, seat.replica, seat.index
+def _compact(pods: Sequence[Object]) -> list[tuple[int, str, int, int]]:
+    """Where pods sit, with replicas numbered anew: their ordinals may have gaps."""
+    seats = [seat_of(one) for one in pods]
+    ordinals = sorted({(one.group, one.role, one.replica) for one in seats})
+    order = {one: [other[2] for other in ordinals if other[:2] == one[:2]].index(one[2]) for one in ordinals}
+    return [(one.group, one.role, order[one.group, one.role, one.replica], one.index) for one in seats]
 
 
-def _services(history: History, groups: Sequence[int]) -> None:
-    spec = history.spec
-    wanted = {
-        f"one-{group}-{role['name']}-{replica}"
-        for group in groups
-        for role in spec["template"]["roles"]
-        if role.get("workerReplicas", 0)
-        for replica in range(role.get("replicas", 1))
-    }
+def _services(history: History, pods: Sequence[Object]) -> None:
+    """One for each replica of more than one pod."""
+    seats = [seat_of(one) for one in pods]
+    wanted = {f"one-{one.group}-{one.role}-{one.replica}" for one in seats if one.index}
     found = {named(one) for one in history.cluster.server.all(SERVICES)}
     if wanted != found:
         raise Broken("ends in the desired state", f"services: missing {wanted - found}, too many {found - wanted}")

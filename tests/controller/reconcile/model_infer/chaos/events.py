@@ -144,7 +144,7 @@ of_the_user = st.one_of(
     st.builds(Scale, st.integers(0, 5)),
     st.builds(NewImage, images, roles),
     st.builds(NewImage, images, roles),
-    st.builds(Resize, st.integers(0, 2), replicas=st.integers(0, 3)),
+    st.builds(Resize, st.integers(0, 2), replicas=st.integers(0, 2)),
     st.builds(Resize, st.integers(0, 2), workers=st.integers(0, 2)),
     st.just(GoBack()),
     _sets,

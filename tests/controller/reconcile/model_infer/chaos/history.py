@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 KEY = "default/one"
 GPUS = "4"
+# of 16 GPUs: five groups and their surge of three roles of two replicas of three pods
+ENOUGH_NODES = 10
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,8 +86,8 @@ class History:
         cluster = self.cluster
         cluster.faults.heal()
         cluster.requests.answers = True
-        while len(cluster.nodes.names()) < 12:
-            self._add_node()
+        for _ in range(ENOUGH_NODES):
+            self._add_node(gpus="16")
         if not cluster.manager.is_running:
             cluster.run_for(300)
         for one in cluster.nodes.living():
@@ -153,9 +155,9 @@ class History:
         metadata = {"name": "one", "namespace": "default"}
         self.cluster.server.create(MODEL_INFERS, {"metadata": metadata, "spec": copy.deepcopy(self.spec)})
 
-    def _add_node(self) -> None:
+    def _add_node(self, gpus: str = GPUS) -> None:
         self._machines += 1
-        self.cluster.nodes.add(f"node-{self._machines}", {"cpu": "64", "pods": "50", "nvidia.com/gpu": GPUS})
+        self.cluster.nodes.add(f"node-{self._machines}", {"cpu": "64", "pods": "50", "nvidia.com/gpu": gpus})
 
     def _happen(self, event: events.Event) -> None:
         after, faults = self.cluster.clock.after, self.cluster.faults
