@@ -78,7 +78,8 @@ def _services(wanted: Changes, target: Target, observed: Observed) -> Iterator[C
 
 
 def _unused_services(groups: Sequence[Group], wanted: Changes, observed: Observed, target: Target) -> Iterator[Delete]:
-    places = [one.place for group in groups for one in group.replicas] + [one.place for one in wanted.missing]
+    alive = [one.place for group in groups for one in group.replicas if max(one.size, len(one.pods)) > 1]
+    places = alive + [one.place for one in wanted.missing if one.role.workers]
     used = {names.service_name(target.name, one) for one in places}
     for one in observed.services:
         if one["metadata"]["name"] not in used and is_owned(one, target.uid):

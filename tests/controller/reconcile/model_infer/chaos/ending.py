@@ -51,7 +51,8 @@ def has_what_it_should(history: History) -> None:
             raise Broken("ends in the desired state", f"{named(pod)} runs {image}")
     _services(history, pods)
     _revisions(history, pods)
-    _status(history, pods, groups)
+    if any(_pods_of_group(spec)):
+        _status(history, pods, groups)
 
 
 def no_orphans(history: History) -> None:
@@ -93,7 +94,7 @@ def old_revision_serves(history: History, old: Spec) -> None:
     """A rollout that cannot succeed has stopped, and enough groups of the revision before serve."""
     pods = history.cluster.server.pods()
     serving = [one for one in pods if _is_of(one, old)]
-    ready = ready_groups(replicas_ready(serving, (), ()), old, serving=False)
+    ready = ready_groups(replicas_ready(serving, (), ()), old)
     least = old["replicas"] - group_budget(old)[0]
     if len(ready) < least:
         raise Broken("the old revision serves", f"groups {sorted(ready)}, {least} must")

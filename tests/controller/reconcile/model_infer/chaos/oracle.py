@@ -18,6 +18,7 @@ from tests.controller.reconcile.model_infer.chaos.view import (
     ready_groups,
     replicas_ready,
     seat_of,
+    serving_groups,
     size_of,
 )
 
@@ -52,6 +53,8 @@ class Oracle:
         self.log: deque[str] = deque(maxlen=400)
         self._calm = calm
         self._withdrawn: set[str] = set()
+        # pods of groups that were whole and ready once
+        self._served: set[str] = set()
         self._recent: deque[float] = deque()
 
     def looked(self, look: Look) -> None:
@@ -59,6 +62,7 @@ class Oracle:
         self.looks += 1
         self.events += len(look.plan.events)
         self.last = look
+        self._remember(look)
         self._recent.append(look.at_s)
         while self._recent[0] < look.at_s - 60:
             self._recent.popleft()
@@ -165,13 +169,18 @@ class Oracle:
         before = replicas_ready(seen.pods, self._withdrawn, seen.lost_nodes)
         self._withdrawn.add(uid)
         after = replicas_ready(seen.pods, self._withdrawn, seen.lost_nodes)
-        for serving in {False, self._calm}:
-            lost = ready_groups(before, spec, serving=serving) - ready_groups(after, spec, serving=serving)
-            left = len(ready_groups(after, spec, serving=serving))
-            least = spec["replicas"] - group_budget(spec)[0]
-            if lost and left < least:
-                word = "serve" if serving else "are ready"
-                raise Broken("never fewer than maxUnavailable allows", f"without {key} {left} {word}, {least} must")
+        least = spec["replicas"] - group_budget(spec)[0]
+        left = ready_groups(after, spec)
+        if ready_groups(before, spec) - left and len(left) < least:
+            raise Broken("never fewer than maxUnavailable allows", f"without {key} {len(left)} are ready, {least} must")
+        served = {seat_of(one).group for one in seen.pods if one["metadata"]["uid"] in self._served}
+        serving = serving_groups(after, spec) & served
+        if self._calm and (serving_groups(before, spec) & served) - serving and len(serving) < least:
+            raise Broken("never fewer than maxUnavailable allows", f"without {key} {len(serving)} serve, {least} must")
+
+    def _remember(self, look: Look) -> None:
+        ready = ready_groups(replicas_ready(look.observed.pods, (), ()), look.observed.thing["spec"])
+        self._served |= {one["metadata"]["uid"] for one in look.observed.pods if seat_of(one).group in ready}
 
     def _was_drained(self, look: Look, action: Delete) -> None:
         """No request is cut, unless its engine is dead, or has had its time to drain."""

@@ -73,17 +73,21 @@ def replicas_ready(
     return found
 
 
-def ready_groups(ready: dict[int, dict[str, int]], spec: Spec, *, serving: bool) -> set[int]:
-    """Groups with all replicas of all roles of the spec; if ``serving`` counts, with one of each role that they have."""
+def ready_groups(ready: dict[int, dict[str, int]], spec: Spec) -> set[int]:
+    """Groups with all replicas of all roles of the spec."""
     roles = {one["name"]: one.get("replicas", 1) for one in spec["template"]["roles"]}
-    if serving:
-        return {
-            group
-            for group, found in ready.items()
-            if found and all(count > 0 for name, count in found.items() if roles.get(name, 1))
-        }
     return {
         group for group, found in ready.items() if all(found.get(name, 0) >= count for name, count in roles.items())
+    }
+
+
+def serving_groups(ready: dict[int, dict[str, int]], spec: Spec) -> set[int]:
+    """Groups with a replica of each role that they have and should have."""
+    roles = {one["name"]: one.get("replicas", 1) for one in spec["template"]["roles"]}
+    return {
+        group
+        for group, found in ready.items()
+        if found and all(count > 0 for name, count in found.items() if roles.get(name, 1))
     }
 
 
