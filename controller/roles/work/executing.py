@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from controller.cluster.errors import AlreadyExists, BadRequest, Conflict, Forbidden, Invalid, NotFound
+from controller.cluster.errors import AlreadyExists, BadRequest, ClusterError, Conflict, Forbidden, Invalid, NotFound
 from controller.cluster.resources import Object, Resource, key_of, split_key
 from controller.reconcile.plan import Action, Annotate, Apply, Create, Delete, SetStatus
 from controller.roles.work.index import owner_uid
@@ -20,7 +20,7 @@ Counted = Callable[[str, str], None]
 """Gets the kind and the verb of each write."""
 
 
-class Refused(Exception):
+class Refused(ClusterError):
     """The API server does not take an object, and trying again alone will not help: somebody must change something.
 
     ``reason``: one word, as conditions have it.
