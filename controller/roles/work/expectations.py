@@ -39,6 +39,13 @@ class Expectations:
         self._copy = copy
         self._patience_s = patience_s
         self._writes: dict[Hashable, list[_Write]] = {}
+        # whose work waits to see an object
+        self._about: dict[tuple[Resource, str], set[Hashable]] = {}
+
+    def heard(self, resource: Resource, key: str) -> None:
+        """An object has changed in our copies. What is seen once is seen, even if it is gone by the next look."""
+        for work in list(self._about.get((resource, key), ())):
+            self._check(work)
 
     def wrote(self, work: Hashable, resource: Resource, thing: Object, now_s: float) -> None:
         """``thing`` is what the server answered to a write."""
@@ -51,20 +58,31 @@ class Expectations:
 
     def left_s(self, work: Hashable, now_s: float) -> float | None:
         """How long to wait for what is not seen yet; None: all is seen. 0: it took too long."""
-        waiting = [one for one in self._writes.get(work, ()) if not self._is_seen(one)]
-        if not waiting:
-            self._writes.pop(work, None)
-            return None
-        self._writes[work] = waiting
-        return max(0.0, min(one.until_s for one in waiting) - now_s)
+        self._check(work)
+        waiting = self._writes.get(work)
+        return None if waiting is None else max(0.0, min(one.until_s for one in waiting) - now_s)
 
     def forget(self, work: Hashable) -> None:
         """Nothing is awaited for it any more."""
-        self._writes.pop(work, None)
+        self._keep(work, [])
+
+    def _check(self, work: Hashable) -> None:
+        self._keep(work, [one for one in self._writes.get(work, ()) if not self._is_seen(one)])
+
+    def _keep(self, work: Hashable, waiting: list[_Write]) -> None:
+        for one in self._writes.pop(work, ()):
+            works = self._about.get((one.resource, one.key), set())
+            works.discard(work)
+            if not works:
+                self._about.pop((one.resource, one.key), None)
+        for one in waiting:
+            self._about.setdefault((one.resource, one.key), set()).add(work)
+        if waiting:
+            self._writes[work] = waiting
 
     def _add(self, work: Hashable, resource: Resource, key: str, uid: str, version: str, now_s: float) -> None:
         write = _Write(resource, key, uid, version, now_s + self._patience_s)
-        self._writes.setdefault(work, []).append(write)
+        self._keep(work, [*self._writes.get(work, ()), write])
 
     def _is_seen(self, write: _Write) -> bool:
         known = self._copy(write.resource, write.key)

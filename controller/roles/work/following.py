@@ -11,6 +11,8 @@ from controller.cluster.errors import ClusterError
 from controller.cluster.informer import Informer, InformerTiming, Selection
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from controller.cluster.client import Client
     from controller.cluster.resources import Object, Resource
     from controller.cluster.store import Slim
@@ -38,6 +40,7 @@ class Following:
         # of kinds that the cluster may lack: set once it is known that it does
         self._missing: dict[Informer, asyncio.Event] = {}
         self._late: asyncio.Queue[Informer] = asyncio.Queue()
+        self._listeners: list[Callable[[Resource, str], None]] = []
 
     def add(
         self,
@@ -60,6 +63,10 @@ class Following:
         informer = self._made(resource, "", slim, everywhere=True)
         self._late.put_nowait(informer)
         return informer
+
+    def subscribe(self, listener: Callable[[Resource, str], None]) -> None:
+        """Call ``listener`` with the kind and key of each object that changes."""
+        self._listeners.append(listener)
 
     def get(self, resource: Resource, key: str) -> Object | None:
         """An object as last heard by any informer of its kind."""
@@ -90,7 +97,13 @@ class Following:
 
     def _made(self, resource: Resource, labels: str, slim: Slim | None, *, everywhere: bool) -> Informer:
         namespace = self._namespace if resource.namespaced and not everywhere else None
-        return Informer(self._client, resource, Selection(namespace, labels), timing=self._timing, slim=slim)
+        made = Informer(self._client, resource, Selection(namespace, labels), timing=self._timing, slim=slim)
+        made.subscribe(lambda key: self._tell(resource, key))
+        return made
+
+    def _tell(self, resource: Resource, key: str) -> None:
+        for listener in self._listeners:
+            listener(resource, key)
 
     async def _run_one(self, informer: Informer) -> None:
         if informer in self._missing:

@@ -82,6 +82,7 @@ class Work:
         self._gateways = self._following.add(PODS, labels=LOADS_LABEL, everywhere=True)
         self._keepers: Mapping[str, Keeper] = {one.resource.kind: one for one in (self._infers,)}
         self._expectations = Expectations(self._known, settings.patience_s)
+        self._following.subscribe(self._expectations.heard)
         self._executor = Executor(client, self._expectations, self._known, clock=_loop_s, counted=metrics.wrote)
         self._recorder = Recorder(client, component, _loop_s, metrics.wrote)
         self._asks: dict[WorkKey, frozenset[str]] = {}
