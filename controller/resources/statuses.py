@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Literal
 
 import msgspec
@@ -90,14 +91,61 @@ class ModelInferStatus(Status, frozen=True):
     roles: Annotated[tuple[GroupStatus, ...], msgspec.Meta(max_length=8, extra_json_schema=keyed_by("name"))] = ()
 
 
+class StartTimes(Spec, frozen=True):
+    """How long the engine that became ready last took to start. ``scheduling_seconds``: from the pod's creation until it
+    had a node. ``download_seconds``: fetching weights. ``load_seconds``: from there until the model answered.
+    """
+
+    scheduling_seconds: float | None = None
+    download_seconds: float | None = None
+    load_seconds: float | None = None
+
+
+class BackendStatus(Spec, frozen=True):
+    """``name``: of the backend. ``runtime``: the preset that it uses, with its namespace if it has one. ``replicas``: how
+    many there are. ``ready_replicas``: how many serve. ``updated_replicas``: how many are of the newest revision.
+    ``weight``: its share of requests now. ``start``: what the last start took.
+    """
+
+    name: NonEmpty
+    runtime: str | None = None
+    replicas: int = 0
+    ready_replicas: int = 0
+    updated_replicas: int = 0
+    weight: int = 0
+    start: StartTimes | None = None
+
+
+class PhaseTime(Spec, frozen=True):
+    """``name``: of a phase. ``seconds``: that the Model spent in it before the present stay."""
+
+    name: NonEmpty
+    seconds: float = 0.0
+
+
+class ModelFailure(Spec, frozen=True):
+    """``reason``: in one word. ``message``: for people, and what to do."""
+
+    reason: NonEmpty
+    message: str = ""
+
+
 class ModelStatus(Status, frozen=True):
-    """``url``: where the model is served. ``replicas`` and ``ready_replicas``: of all backends. ``conditions``: Ready, and
-    one for each object that was made.
+    """``url``: where the model is served. ``replicas`` and ``ready_replicas``: of all backends. ``phase``: of the model.
+    ``transition_status``: whether what runs is what is written. ``phase_since``: when the phase began. ``phase_times``:
+    how long each phase was, without the present one. ``failure``: why it is not loaded. ``backends``: each way to run
+    it. ``conditions``: Ready, and one by kind of object that was made.
     """
 
     url: str | None = None
     replicas: int = 0
     ready_replicas: int = 0
+    phase: Literal["Pending", "Standby", "Loading", "Loaded", "FailedToLoad"] | None = None
+    transition_status: Literal["UpToDate", "InProgress", "BlockedByFailedLoad", "InvalidSpec"] | None = None
+    phase_since: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
+    phase_times: Annotated[tuple[PhaseTime, ...], msgspec.Meta(max_length=8, extra_json_schema=keyed_by("name"))] = ()
+    failure: ModelFailure | None = None
+    backends: Annotated[tuple[BackendStatus, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()
 
 
 class TargetStatus(Spec, frozen=True):
