@@ -56,6 +56,7 @@ def reconcile(observed: Observed, now_s: float) -> Plan:
             *recovered.deleted,
             *drained.deleted,
             *_services(missing, target, observed),
+            *_lost_services(groups, target, observed),
             *_pods(missing, target, groups),
             *_unused_services(groups, wanted, observed, target),
             *_old_revisions(groups, target),
@@ -105,6 +106,14 @@ def _services(missing: Sequence[Missing], target: Target, observed: Observed) ->
         if one.role.workers and name not in there:
             there.add(name)
             yield Create(SERVICES, services.service(target.owner, one.place))
+
+
+def _lost_services(groups: Sequence[Group], target: Target, observed: Observed) -> Iterator[Create]:
+    """Of replicas that are there: somebody has deleted them."""
+    there = {one["metadata"]["name"] for one in observed.services}
+    for replica in (one for group in groups for one in group.replicas):
+        if replica.size > 1 and not replica.is_going and names.service_name(target.name, replica.place) not in there:
+            yield Create(SERVICES, services.service(target.owner, replica.place))
 
 
 def _unused_services(groups: Sequence[Group], wanted: Changes, observed: Observed, target: Target) -> Iterator[Delete]:
