@@ -20,6 +20,7 @@ from controller.cluster.resources import (
     Object,
     Resource,
 )
+from controller.runtimes.mistakes import FILE_PATHS
 
 # In the order in which they are applied; what is no longer wanted is deleted in the opposite one.
 CHILDREN: Final[tuple[Resource, ...]] = (
@@ -44,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     image: str = "attache"
     pause_image: str = "registry.k8s.io/pause:3.10"
-    file_paths: tuple[str, ...] = ("/models", "/mnt/models", "/var/lib/attache")
+    file_paths: tuple[str, ...] = FILE_PATHS
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from controller.cluster.resources import DAEMON_SETS, JOBS, Resource
 from controller.reconcile.model.names import digest
 from controller.reconcile.model.observed import BACKEND, MODEL
@@ -47,8 +49,9 @@ def warmers(model: Resolved, settings: Settings) -> Iterator[tuple[Resource, str
     if model.spec.cache.claim is not None:
         pod = {**_pod(model, settings), "restartPolicy": "OnFailure"}
         pod["containers"] = pod.pop("initContainers")
-        # a Job's template cannot change: another URI has another Job
-        yield JOBS, f"{model.name}-{_WARM}-{digest(model.spec.uri)}", {"backoffLimit": 6, "template": {"spec": pod}}
+        # a Job's template cannot change: another one has another name
+        name = f"{model.name}-{_WARM}-{digest(msgspec.json.encode(pod, order='sorted').decode())}"
+        yield JOBS, name, {"backoffLimit": 6, "template": {"metadata": {"labels": {MODEL: model.name}}, "spec": pod}}
         return
     seen: list[object] = []
     for made in model.backends:
