@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import yaml
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Object = dict[str, Any]
 
-KINDS: Final = frozenset({"Model", "ModelTemplate", "ServingRuntime", "ClusterServingRuntime"})
+_SETTINGS = Settings()
 
 
 class RenderedModel(msgspec.Struct, frozen=True):
@@ -37,11 +37,11 @@ class RenderedModel(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def render_models(objects: Iterable[Object], settings: Settings = Settings()) -> list[RenderedModel]:  # noqa: B008 - frozen
+def render_models(objects: Iterable[Mapping[str, Any]], settings: Settings = _SETTINGS) -> list[RenderedModel]:
     """Every Model among ``objects``, with the runtimes and templates among them."""
     by_kind: dict[str, list[Object]] = {}
     for one in objects:
-        by_kind.setdefault(one["kind"], []).append(one)
+        by_kind.setdefault(one["kind"], []).append(dict(one))
     return [_rendered(model, by_kind, settings) for model in sorted(by_kind.get("Model", ()), key=key_of)]
 
 
