@@ -71,7 +71,7 @@ def _ours(
     init = [download(model, settings)] if model.weights.is_downloaded else []
     volumes = list(model.weights.volumes)
     if has_agent:
-        init.append(_sidecar(model, made, settings))
+        init.append(_sidecar(model, made, config, settings))
     if has_agent and model.spec.adapters:
         volumes.append({"name": _ADAPTERS, "configMap": {"name": f"{model.name}-adapters"}})
         if not model.weights.is_downloaded:
@@ -164,7 +164,7 @@ def _credentials(model: Resolved) -> Plain:
     return {"envFrom": [{"secretRef": {"name": model.spec.secret_ref}}]} if model.spec.secret_ref else {}
 
 
-def _sidecar(model: Resolved, made: ResolvedBackend, settings: Settings) -> Plain:
+def _sidecar(model: Resolved, made: ResolvedBackend, config: EngineConfig, settings: Settings) -> Plain:
     """The sidecar: it starts before the engine and ends after it."""
     preset = made.preset.spec
     found: Plain = {
@@ -175,6 +175,9 @@ def _sidecar(model: Resolved, made: ResolvedBackend, settings: Settings) -> Plai
             "agent",
             f"--engine=http://127.0.0.1:{preset.port}",
             f"--dialect={preset.agent.dialect}",
+            f"--model={model.served_name}",
+            f"--drain-timeout={_drain_s(config)}",
+            *([f"--max-adapters={most}"] if model.spec.adapters and (most := config.lora.max_loaded) else []),
             *([f"--adapters={ADAPTERS_PATH}/{ADAPTERS_FILE}"] if model.spec.adapters else []),
             *preset.agent.args,
         ],
