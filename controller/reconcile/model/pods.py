@@ -173,12 +173,17 @@ def _sidecar(model: Resolved, made: ResolvedBackend, config: EngineConfig, setti
         "restartPolicy": "Always",
         "args": [
             "agent",
+            f"--listen=0.0.0.0:{AGENT_PORT}",
             f"--engine=http://127.0.0.1:{preset.port}",
             f"--dialect={preset.agent.dialect}",
             f"--model={model.served_name}",
             f"--drain-timeout={_drain_s(config)}",
             *([f"--max-adapters={most}"] if model.spec.adapters and (most := config.lora.max_loaded) else []),
-            *([f"--adapters={ADAPTERS_PATH}/{ADAPTERS_FILE}"] if model.spec.adapters else []),
+            *(
+                [f"--adapters={ADAPTERS_PATH}/{ADAPTERS_FILE}", f"--weights-cache={CACHE_PATH}"]
+                if model.spec.adapters
+                else []
+            ),
             *preset.agent.args,
         ],
         "ports": [{"name": "agent", "containerPort": AGENT_PORT}],
