@@ -144,12 +144,15 @@ class AdapterLoader:
         self._counters.adapters = len(adapters)
         return Shelf(adapters, pinned, self.limit or slots, self._uses.are_known(page))
 
-    async def follow_file(self) -> None:
-        """Do what the file of adapters asks for, as far as the engine lets us now. To be called again and again."""
+    async def follow_file(self) -> bool:
+        """Do what the file of adapters asks for, as far as the engine lets us now. To be called again and again.
+
+        Returns whether all pinned adapters are there, or failed at least once.
+        """
         self.file.poll()
         self._unwanted &= set(self.file.declared)
         if not self.file.declared and not self.file.removed:
-            return
+            return True
         shelf = await self.shelf()
         paths = {name: self._declared_path(name, one) for name, one in self.file.declared.items()}
         wishes = Wishes(
@@ -168,6 +171,7 @@ class AdapterLoader:
         for name in wanted.load:
             if len(self._coming) < _MOST_COMING:
                 _ = self._start(name, "")
+        return shelf.pinned <= {*shelf.loaded, *self.failures}
 
     def engine_started_again(self) -> None:
         """Forget what the former engine said of its limits."""

@@ -246,6 +246,30 @@ async def test_declared_adapters_are_loaded_at_start_and_again_after_a_restart(
         assert (await agent.load("chat")).status_code == 200
 
 
+async def test_ready_once_pinned_adapters_are_there_or_have_failed(engine: FakeEngine, tmp_path: Path) -> None:
+    file = tmp_path / "volume" / "adapters.json"
+    declare(file, {"sql": {"uri": "hf://acme/sql", "pinned": True}, "bad": {"uri": "hf://acme/bad", "pinned": True}})
+    async with beside(engine, tmp_path, adapters={"file": file}) as agent:
+        agent.downloads.gate = asyncio.Event()
+        agent.downloads.fails = ["404"]
+        await eventually(lambda: len(agent.downloads.fetched) == 2)
+        await eventually(lambda: agent.agent.watch.health.phase == "serving")
+        assert (await agent.http.get("/ready")).text == "pinned adapters are being loaded\n"
+        agent.downloads.gate.set()
+        await eventually(agent.is_ready)
+        assert len(engine.adapters) == 1
+        # a restart of the engine begins anew
+        agent.downloads.gate.clear()
+        await engine.stop()
+        await eventually(lambda: agent.agent.watch.health.phase == "starting")
+        await asyncio.sleep(0.1)
+        engine.adapters = {}
+        await engine.start()
+        await eventually(lambda: agent.agent.watch.health.phase == "serving")
+        agent.downloads.gate.set()
+        await eventually(agent.is_ready)
+
+
 async def test_the_file_is_followed(engine: FakeEngine, tmp_path: Path) -> None:
     file = tmp_path / "volume" / "adapters.json"
     declare(file, {"a": {"uri": "hf://acme/a"}, "b": {"uri": "hf://acme/b"}})
