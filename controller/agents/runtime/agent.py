@@ -8,6 +8,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Final
 
+from controller.agents.runtime.adapter_files import AdapterFiles
 from controller.agents.runtime.adapter_loader import AdapterLoader, LoadRefused
 from controller.agents.runtime.counters import Counters
 from controller.agents.runtime.declared_file import DeclaredFile
@@ -58,7 +59,7 @@ class Agent:
             adapters,
             dialect,
             engine=engine,
-            downloads=downloads,
+            files=AdapterFiles(adapters, downloads, is_repository=dialect.adapters == "repository"),
             file=self.file,
             counters=self._counters,
             page=self.watch.page,
