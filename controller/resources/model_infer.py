@@ -21,6 +21,7 @@ class Role(Spec, frozen=True):
     role in each group. ``worker_replicas``: further pods that each replica's entry pod commands. ``worker_template``:
     those pods. ``starts_after``: roles of the group that must be ready before this one is started.
     ``max_unavailable`` and ``max_surge``: replicas that may be missing, or more than wanted, while the role changes.
+    ``scalable``: the role gets a ModelInferRole, by which autoscalers set its replicas instead of ``replicas``.
     """
 
     CEL: ClassVar = (
@@ -35,6 +36,7 @@ class Role(Spec, frozen=True):
     starts_after: Annotated[tuple[ShortName, ...], msgspec.Meta(max_length=8)] = ()
     max_unavailable: IntOrPercent | None = None
     max_surge: IntOrPercent | None = None
+    scalable: bool = False
 
 
 class Gang(Spec, frozen=True):

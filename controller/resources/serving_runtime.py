@@ -47,7 +47,7 @@ class RuntimeAgent(Spec, frozen=True):
     """
 
     enabled: bool = True
-    dialect: Literal["vLLM", "SGLang", "TensorRT-LLM", "V2", "OpenAI"] = "OpenAI"
+    dialect: Literal["vLLM", "SGLang", "TensorRT-LLM", "Triton", "MLServer", "OpenAI"] = "OpenAI"
     args: Annotated[tuple[str, ...], msgspec.Meta(max_length=32)] = ()
 
 

@@ -41,12 +41,13 @@ Node = Literal["entry", "worker"]
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine is started for. ``served_name``: of the model. ``format``: of its weights. ``port``: where it
+    """What one engine is started for. ``served_name``: of the model. ``path`` and ``format``: of its weights. ``port``: where it
     listens. ``config``: all layers merged. ``role`` and ``connector``: of prefill and decode. ``has_adapters``: LoRA
     adapters are loaded into it.
     """
 
     served_name: str
+    path: str
     format: ModelFormat
     port: int
     config: EngineConfig
@@ -84,7 +85,7 @@ def settings_of(engine: Engine, node: Node) -> Mapping[str, str]:
     }
     texts = {
         "name": engine.served_name,
-        "model": MODEL_PATH,
+        "model": engine.path,
         "format": engine.format.name,
         "formatVersion": engine.format.version,
         "node": node if config.nodes > 1 else None,
