@@ -233,7 +233,7 @@ class AdapterLoader:
                 continue
             result, message = await self._engine.load(name, path, timeout_s=self._settings.load_timeout_s)
             if result in {"loaded", "already"}:
-                self._uses.touch(name, self._clock())
+                self._uses.loaded(name, path, self._clock())
                 self._counters.adapters = len(shelf.loaded) + 1
                 return tuple(gone)
             if result == "failed" or not shelf.loaded:
