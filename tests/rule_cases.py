@@ -21,6 +21,7 @@ _ISSUER: Final = {
     "jwks": '{"keys": [{"kty": "oct", "k": "c2VjcmV0"}]}',
     "audiences": ["us"],
 }
+_ON_DEMAND: Final = {"adapters": [{"name": "a", "source": "/adapters/a"}]}
 _CLIENT: Final = {"certFile": "client.crt", "keyFile": "client.key"}
 
 
@@ -117,6 +118,27 @@ CASES: Final = (
         _server(pdGroup={"prefillLabels": {"role": "prefill"}, "decodeLabels": {"role": "decode"}}),
         ("pickerConfig",),
         "epp.yaml",
+    ),
+    Case(
+        "adapters on demand without pdGroup",
+        "ModelServer",
+        _server(adapterLoading=_ON_DEMAND),
+        ("pdGroup",),
+        {"prefillLabels": {"role": "prefill"}, "decodeLabels": {"role": "decode"}},
+    ),
+    Case(
+        "other engines than vLLM have an agent that loads",
+        "ModelServer",
+        _server(engine="SGLang", adapterLoading={**_ON_DEMAND, "port": 9000}),
+        ("adapterLoading", "port"),
+        None,
+    ),
+    Case(
+        "an adapter twice",
+        "ModelServer",
+        _server(adapterLoading=_ON_DEMAND),
+        ("adapterLoading", "adapters"),
+        [{"name": "a", "source": "/a"}, {"name": "a", "source": "/b"}],
     ),
     Case(
         "an address twice",
@@ -243,6 +265,14 @@ CASES: Final = (
         in_directory=False,
     ),
     Case(
+        "a role can change",
+        "ModelInfer",
+        {"template": {"roles": [{**_INFER["template"]["roles"][0], "maxUnavailable": 0, "maxSurge": 1}]}},
+        ("template", "roles", 0, "maxSurge"),
+        None,
+        in_directory=False,
+    ),
+    Case(
         "roles of the gang",
         "ModelInfer",
         {"template": {**_INFER["template"], "gang": {"minRoleReplicas": {"all": 1}}}},
@@ -264,6 +294,46 @@ CASES: Final = (
         {**_INFER, "rollout": {"maxUnavailable": 0, "maxSurge": 1}},
         ("rollout", "maxSurge"),
         "0%",
+        in_directory=False,
+    ),
+    Case(
+        "a lower bound has an upper one",
+        "Model",
+        {"uri": "hf://org/model", "backends": [{"name": "a", "minReplicas": 1, "maxReplicas": 2}]},
+        ("backends", 0, "maxReplicas"),
+        None,
+        in_directory=False,
+    ),
+    Case(
+        "scale to zero belongs to the policy",
+        "Model",
+        {"uri": "hf://org/model", "autoscaling": {"policyRef": "p"}},
+        ("autoscaling", "scaleToZero"),
+        "5m",
+        in_directory=False,
+    ),
+    Case(
+        "one place for weights",
+        "ModelTemplate",
+        {"cache": {"claim": "weights"}},
+        ("cache", "hostPath"),
+        "/models",
+        in_directory=False,
+    ),
+    Case(
+        "a rule adds something",
+        "ServingRuntime",
+        {"engine": "vLLM", "arguments": [{"when": {"tensor": "*"}, "args": ["--tp={tensor}"]}]},
+        ("arguments", 0, "args"),
+        None,
+        in_directory=False,
+    ),
+    Case(
+        "a rule adds something",
+        "ClusterServingRuntime",
+        {"engine": "vLLM", "arguments": [{"env": [{"name": "A", "value": "{name}"}]}]},
+        ("arguments", 0, "env"),
+        None,
         in_directory=False,
     ),
     Case(

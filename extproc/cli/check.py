@@ -22,6 +22,7 @@ from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from extproc.config.model_server import ModelServerSpec
     from extproc.config.snapshot import Snapshot
 
 
@@ -52,6 +53,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
         notes = [
             *_undone_by_open(snapshot),
             *_too_long(snapshot),
+            *_unrouted_adapters(snapshot),
             *_unknown_models(snapshot),
             *_unreached(snapshot),
             *_missing_files(snapshot, directory),
@@ -89,13 +91,38 @@ def _undone_by_open(snapshot: Snapshot) -> list[str]:
 
 
 def _too_long(snapshot: Snapshot) -> list[str]:
-    """Holds that Envoy ends before extproc does."""
-    controls = [(server.metadata.key, snapshot.flow_control_of(server.spec)) for server in snapshot.servers]
+    """Waits that Envoy ends before extproc does."""
+    waits = [(server, snapshot.longest_wait_s_of(server.spec)) for server in snapshot.servers]
     return [
-        f"ModelServer {name}: flowControl holds requests for up to {control.longest_wait_s:g} s, and Envoy waits an hour at "
-        "most; write timeout and noEndpointTimeout of 59m or less"
-        for name, control in controls
-        if control is not None and control.longest_wait_s + snapshot.gateway.message_timeout > LONGEST_MESSAGE_TIMEOUT_S
+        f"ModelServer {server.metadata.key}: {_who_holds(server.spec)} for up to {wait_s:g} s, and Envoy waits an hour at "
+        "most; write timeouts of 59m or less"
+        for server, wait_s in waits
+        if wait_s and wait_s + snapshot.gateway.message_timeout > LONGEST_MESSAGE_TIMEOUT_S
+    ]
+
+
+def _who_holds(spec: ModelServerSpec) -> str:
+    return (
+        "flowControl holds requests" if spec.adapter_loading is None else "flowControl and adapterLoading hold requests"
+    )
+
+
+def _unrouted_adapters(snapshot: Snapshot) -> list[str]:
+    """Adapters that could be loaded and that no client can ask for."""
+    asked = {
+        (route.server_key(target), adapter)
+        for route in snapshot.routes
+        for rule in route.spec.rules
+        for target in rule.target_models
+        for adapter in route.spec.lora_adapters
+    }
+    return [
+        f"ModelServer {server.metadata.key}: no ModelRoute sends requests for the adapter '{adapter.name}' there; add it to "
+        "loraAdapters of one"
+        for server in snapshot.servers
+        if server.spec.adapter_loading is not None
+        for adapter in server.spec.adapter_loading.adapters
+        if (server.metadata.key, adapter.name) not in asked
     ]
 
 

@@ -67,7 +67,8 @@ class ModelRouteSpec(Spec, frozen=True):
     name.
 
     ``rules``: the first one that matches decides. ``model_name``: what clients ask for. ``lora_adapters``: adapters
-    that the engines have loaded, and clients may ask for. ``rate_limits``: each request must pass all of them.
+    that clients may ask for; the engines have loaded them, or load them when asked for (``adapterLoading`` of the
+    ModelServer). ``rate_limits``: each request must pass all of them.
     ``parent_refs``: the gateways of a cluster that serve it; without them, all of its namespace.
     """
 

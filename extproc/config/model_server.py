@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from extproc.config.adapter_loading import AdapterLoading
 from extproc.config.admission import FlowControl
 from extproc.config.cel import Rule, exactly_one, together
 from extproc.config.client_fields import CacheIsolation, InternalField
@@ -107,6 +108,14 @@ class ModelServerSpec(Spec, frozen=True):
         exactly_one("endpoints", "workloadSelector"),
         together("workloadSelector", "workloadPort"),
         Rule("!has(self.pickerConfig) || !has(self.pdGroup)", "pdGroup has no effect beside pickerConfig"),
+        Rule(
+            "!has(self.adapterLoading) || !has(self.pdGroup)",
+            "adapters are loaded on demand where one engine does both prefill and decode; remove pdGroup or adapterLoading",
+        ),
+        Rule(
+            "!has(self.adapterLoading) || has(self.adapterLoading.port) || !has(self.engine) || self.engine == 'vLLM'",
+            "only vLLM loads adapters by itself here; write adapterLoading.port, of the runtime agents beside the engines",
+        ),
     )
 
     model: NonEmpty
@@ -141,6 +150,8 @@ class ModelServerSpec(Spec, frozen=True):
     allowed_fields: Annotated[tuple[InternalField, ...], msgspec.Meta(max_length=32)] = ()
     # Which requests go first while engines are full; without it, every request goes at once.
     flow_control: FlowControl | None = None
+    # LoRA adapters that are loaded when a request asks for them; without it, those that the engines have.
+    adapter_loading: AdapterLoading | None = None
 
     @property
     def endpoints(self) -> tuple[StaticEndpoint, ...]:

@@ -41,3 +41,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         if spec.flow_control is not None or spec.picker_config is None:
             return spec.flow_control
         return self.picker_files[spec.picker_config].flow_control
+
+    def longest_wait_s_of(self, spec: ModelServerSpec) -> float:
+        """The longest that a request waits before an engine of the server gets it: for its adapter, then in the queue."""
+        control, loading = self.flow_control_of(spec), spec.adapter_loading
+        for_adapter_s = 0.0 if loading is None else float(loading.timeout)
+        return for_adapter_s + (0.0 if control is None else control.longest_wait_s)

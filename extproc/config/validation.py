@@ -13,6 +13,7 @@ from extproc.config.header_validation import check_answer_header, check_header_n
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from extproc.config.adapter_loading import AdapterLoading
     from extproc.config.backend import BackendSpec
     from extproc.config.errors import Finding, Path
     from extproc.config.gateway_config import GatewayConfigSpec
@@ -54,10 +55,31 @@ def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
         yield ("spec", "pdGroup"), "has no effect beside pickerConfig; set groupKey of its disagg-profile-handler"
     if spec.cache_scope_header is not None:
         yield from check_header_name(spec.cache_scope_header, ("spec", "cacheScopeHeader"))
+    yield from _check_adapters(spec, spec.adapter_loading)
     if spec.flow_control is not None:
         yield from check_header_name(spec.flow_control.session_header, ("spec", "flowControl", "sessionHeader"))
         yield from check_flow_control(spec.flow_control)
     yield from _check_traffic(spec.traffic_policy, ("spec", "trafficPolicy"))
+
+
+def _check_adapters(spec: ModelServerSpec, loading: AdapterLoading | None) -> Iterator[Finding]:
+    """Who loads can be asked, each adapter has one source, and none has the base model's name."""
+    if loading is None:
+        return
+    path: Path = ("spec", "adapterLoading")
+    if spec.pd_group is not None:
+        yield path, "has no effect beside pdGroup: adapters are loaded where one engine does both prefill and decode"
+    if loading.port is None and spec.engine != "vLLM":
+        yield path, f"{spec.engine} is asked to load nothing; write port, of the runtime agents beside the engines"
+    yield from _check_duration(loading.timeout, (*path, "timeout"), longest_s=LONGEST_MESSAGE_S)
+    seen: set[str] = set()
+    for index, adapter in enumerate(loading.adapters):
+        place = (*path, "adapters", index, "name")
+        if adapter.name in seen:
+            yield place, f"'{adapter.name}' is listed twice; write each adapter once"
+        if adapter.name == spec.model:
+            yield place, f"'{adapter.name}' is the base model; give the adapter another name"
+        seen.add(adapter.name)
 
 
 def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:

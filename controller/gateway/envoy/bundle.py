@@ -172,8 +172,7 @@ def _extproc(gateway: GatewayConfigSpec) -> dict[str, object]:
 
 def longest_wait_s(snapshot: Snapshot) -> float:
     """The longest time for which extproc may hold a request of any server."""
-    controls = [snapshot.flow_control_of(server.spec) for server in snapshot.servers]
-    return max((control.longest_wait_s for control in controls if control is not None), default=0.0)
+    return max((snapshot.longest_wait_s_of(server.spec) for server in snapshot.servers), default=0.0)
 
 
 def with_clusters_of(snapshot: Snapshot, before: Snapshot) -> Snapshot:

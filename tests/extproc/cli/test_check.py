@@ -136,3 +136,23 @@ def test_routes_that_no_listener_takes_are_noted(tmp_path: Path, capsys: pytest.
     assert "note: HTTPRoute default/lost: no listener that it is attached to takes its hostnames (b.test);" in said
     assert said.count("note:") == 1
     assert "2 HTTPRoutes, 1 Backend" in said
+
+
+def test_an_adapter_that_nobody_can_ask_for_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_text("""apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec:
+  model: m
+  endpoints: [{address: "127.0.0.1:1"}]
+  adapterLoading: {adapters: [{name: sql, source: /adapters/sql}, {name: law, source: /adapters/law}]}
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: chat}
+spec: {loraAdapters: [sql], rules: [{targetModels: [{modelServerName: llama}]}]}
+""")
+    assert main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "no ModelRoute sends requests for the adapter 'law' there; add it to loraAdapters of one" in said
+    assert "'sql'" not in said
