@@ -190,6 +190,8 @@ class Life:
                 self.decided.append(own.ticket)
                 run = self.core._records[own.ticket].run
                 assert run is not None
+                row, adapter = run.assignment.endpoint.row, run.assignment.adapter
+                assert adapter is None or adapter in (run.pool.table.loras[row].served or ())
                 self.sent[own.ticket] = own.grants, run
 
     def must_wake(self) -> None:
