@@ -73,13 +73,9 @@ class LoadingRequests:
     def __init__(self, records: Mapping[str, Record], dispatcher: Dispatcher, *, has_peers: bool) -> None:
         self._records = records
         self._dispatcher = dispatcher
-        self._groups: dict[_Key, _Group] = {}
+        # who waits; every event of every request looks whether it is empty
+        self.groups: dict[_Key, _Group] = {}
         self._loads = AdapterLoads(has_peers=has_peers)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether any request waits for an adapter."""
-        return bool(self._groups)
 
     def admit(self, record: Record, arrival: Arrival, slots: AdapterSlots, now: float, out: list[Effect]) -> bool:
         """Whether the request has to wait for its adapter: it is in state LOADING then. Raises a Refusal."""
@@ -91,7 +87,7 @@ class LoadingRequests:
         holders, key = slots.has(adapter) & rows, _key(pool, adapter, subset)
         is_broken = self._loads.is_broken(pool, adapter, now)
         if holders.any():
-            if key not in self._groups and not is_broken:
+            if key not in self.groups and not is_broken:
                 self._copy(pool, slots, adapter, rows_in(rows & ~holders), now, out)
             return False
         if not rows.any():
@@ -99,9 +95,9 @@ class LoadingRequests:
             return False
         if is_broken:
             raise broken(adapter)
-        group = self._groups.get(key)
+        group = self.groups.get(key)
         if group is None:
-            group = self._groups[key] = _Group(pool, adapter, subset)
+            group = self.groups[key] = _Group(pool, adapter, subset)
         group.deadlines[record.ticket] = now + timeout_of(pool)
         slots.waiting += 1
         record.loading_since_s = now
@@ -112,7 +108,7 @@ class LoadingRequests:
     def withdraw(self, record: Record) -> None:
         """Its client went away; the others of its group do not notice."""
         arrival = record.arrived
-        group = self._groups.get(_key(arrival.pool, arrival.destination.model, record.attachment.subset))
+        group = self.groups.get(_key(arrival.pool, arrival.destination.model, record.attachment.subset))
         if group is not None:
             _remove(group, record.ticket)
 
@@ -126,7 +122,7 @@ class LoadingRequests:
     def ready(self, now: float) -> list[Record]:
         """Those whose adapter is there. They must go before ``tick``, which may give its slot away if nothing uses it."""
         found = list[Record]()
-        for group in self._groups.values():
+        for group in self.groups.values():
             slots = group.pool.slots
             if slots is not None and (slots.has(group.adapter) & self._rows(group, now)).any():
                 found += [self._records[ticket] for ticket in list(group.deadlines) if _remove(group, ticket)]
@@ -134,7 +130,7 @@ class LoadingRequests:
 
     def tick(self, now: float, out: list[Effect]) -> None:
         """Ask for loads, and refuse those that have waited too long."""
-        for key, group in list(self._groups.items()):
+        for key, group in list(self.groups.items()):
             for ticket in [one for one, at_s in group.deadlines.items() if at_s <= now]:
                 self._refuse(group, ticket, self._too_late(group), now, out)
             slots = group.pool.slots
@@ -143,13 +139,13 @@ class LoadingRequests:
                 self._look_at(group, slots, now, out)
             if not group.deadlines:
                 self._reopen(group, now, out)
-                self._groups.pop(key, None)
+                self.groups.pop(key, None)
         self._say_when(now, out)
         self._loads.forget(now)
 
     def move(self, pools: Mapping[str, Pool], now: float, out: list[Effect]) -> None:
         """After a change of configuration: refuse those whose server or adapter is not there any more."""
-        for group in self._groups.values():
+        for group in self.groups.values():
             pool = group.pool
             is_there = pools.get(pool.name) is pool and pool.slots is not None and group.adapter in pool.slots.sources
             if not is_there:
@@ -191,7 +187,7 @@ class LoadingRequests:
     def _in_use(self, group: _Group, slots: AdapterSlots, rows: list[int], now: float) -> Place | None:
         """Which adapter gives way although it is in use."""
         held = sum(len(slots.held(row)) for row in rows)
-        stay_s = shortest_stay_s(timeout_of(group.pool), waiting=len(self._groups), slots=held)
+        stay_s = shortest_stay_s(timeout_of(group.pool), waiting=len(self.groups), slots=held)
         return place(slots, group.pool.table, group.adapter, rows, now=now, shortest_stay_s=stay_s)
 
     def _close_one(
@@ -217,7 +213,7 @@ class LoadingRequests:
 
     def _failed(self, result: LoadResult, problem: LoadProblem, pool: Pool, row: int, now: float) -> None:
         """Remember it for those that wait, and for those that come."""
-        groups = [one for one in self._groups.values() if one.pool is pool and one.adapter == result.adapter]
+        groups = [one for one in self.groups.values() if one.pool is pool and one.adapter == result.adapter]
         match problem:
             case LoadProblem.BUSY:
                 if pool.slots is not None:
@@ -237,11 +233,11 @@ class LoadingRequests:
     def _say_when(self, now: float, out: list[Effect]) -> None:
         """When to look again; other processes hear again what is still so."""
         loads = self._loads
-        soonest = [at_s for group in self._groups.values() for at_s in group.deadlines.values()]
-        if self._groups or (loads.has_peers and len(loads)):
+        soonest = [at_s for group in self.groups.values() for at_s in group.deadlines.values()]
+        if self.groups or (loads.has_peers and len(loads)):
             soonest.append(now + _LOOK_AGAIN_S)
         loads.tell_again(out)
-        for group in self._groups.values():
+        for group in self.groups.values():
             closing = group.closing
             if closing is not None and loads.has_peers:
                 soonest.append(max(now + _NEWS_S / 2, closing.since_s + _NEWS_S))

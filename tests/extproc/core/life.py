@@ -413,7 +413,7 @@ class Life:
         # whoever is held is told within the longest wait, without anything else happening
         self.pass_time(31.0)
         assert not self.pending
-        assert not self.core._loading.is_waiting
+        assert not self.core._loading.groups
         for ask in list(self.loads):
             self.load_ends(ask, LoadProblem.UNREACHABLE)
         for ticket in list(self.decided):
