@@ -205,7 +205,7 @@ async def _run(options: argparse.Namespace, access: Access, check_picker: Picker
     async with connect(access, manager=_LEASE if options.pool is None else "attache-picker") as client:
         make = _gateway_role if options.pool is None else _picker_role
         role = make(options, client, metrics, check_picker)
-        async with pages(options.metrics, metrics.registry, role.ready.is_set):
+        async with pages(options.metrics, metrics.registry, role.ready.is_set, extprocs=options.extproc):
             await until_signalled(role.run())
 
 

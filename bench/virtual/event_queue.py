@@ -25,6 +25,17 @@ class EventQueue:
         """Plan ``act`` for the instant ``at_s``; it is called with that instant."""
         heapq.heappush(self._heap, (at_s, next(self._order), act))
 
+    @property
+    def next_at_s(self) -> float | None:
+        """When the next action is due; None if nothing is planned."""
+        return self._heap[0][0] if self._heap else None
+
+    def step(self) -> float:
+        """Run the next action; its instant."""
+        now, _, act = heapq.heappop(self._heap)
+        act(now)
+        return now
+
     def run(self) -> None:
         """Act until nothing is planned any more."""
         heap = self._heap

@@ -69,6 +69,7 @@ CONFIG_MAPS: Final = Resource("", "v1", "configmaps", "ConfigMap")
 SECRETS: Final = Resource("", "v1", "secrets", "Secret")
 SERVICE_ACCOUNTS: Final = Resource("", "v1", "serviceaccounts", "ServiceAccount")
 EVENTS: Final = Resource("", "v1", "events", "Event")
+CONTROLLER_REVISIONS: Final = Resource("apps", "v1", "controllerrevisions", "ControllerRevision")
 DEPLOYMENTS: Final = Resource("apps", "v1", "deployments", "Deployment")
 ENDPOINT_SLICES: Final = Resource("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice")
 LEASES: Final = Resource("coordination.k8s.io", "v1", "leases", "Lease")
@@ -95,3 +96,16 @@ AUTOSCALING_POLICIES: Final = Resource("attache.dev", "v1alpha1", "autoscalingpo
 AUTOSCALING_POLICY_BINDINGS: Final = Resource(
     "attache.dev", "v1alpha1", "autoscalingpolicybindings", "AutoscalingPolicyBinding"
 )
+MODELS: Final = Resource("attache.dev", "v1alpha1", "models", "Model")
+MODEL_INFERS: Final = Resource("attache.dev", "v1alpha1", "modelinfers", "ModelInfer")
+MODEL_INFER_ROLES: Final = Resource("attache.dev", "v1alpha1", "modelinferroles", "ModelInferRole")
+VOLCANO_POD_GROUPS: Final = Resource("scheduling.volcano.sh", "v1beta1", "podgroups", "PodGroup")
+# of the scheduler-plugins' coscheduling
+SCHEDULER_POD_GROUPS: Final = Resource("scheduling.x-k8s.io", "v1alpha1", "podgroups", "PodGroup")
+SERVING_RUNTIMES: Final = Resource("attache.dev", "v1alpha1", "servingruntimes", "ServingRuntime")
+CLUSTER_SERVING_RUNTIMES: Final = Resource(
+    "attache.dev", "v1alpha1", "clusterservingruntimes", "ClusterServingRuntime", namespaced=False
+)
+MODEL_TEMPLATES: Final = Resource("attache.dev", "v1alpha1", "modeltemplates", "ModelTemplate")
+DAEMON_SETS: Final = Resource("apps", "v1", "daemonsets", "DaemonSet")
+JOBS: Final = Resource("batch", "v1", "jobs", "Job")

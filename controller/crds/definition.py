@@ -27,7 +27,7 @@ def definition_of(kind: Kind) -> dict[str, Any]:
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
         "metadata": {"name": f"{kind.plural}.{GROUP}"},
-        "spec": {"group": GROUP, "names": names, "scope": "Namespaced", "versions": [_version(kind)]},
+        "spec": {"group": GROUP, "names": names, "scope": kind.scope, "versions": [_version(kind)]},
     }
 
 

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
 from controller.resources import statuses
 from controller.resources.autoscaling import AutoscalingPolicy, AutoscalingPolicyBinding
-from controller.resources.model import Model
-from controller.resources.model_infer import ModelInfer
+from controller.resources.model import Model, ModelTemplate, ModelTemplateStatus
+from controller.resources.model_infer import ModelInfer, ModelInferRole
+from controller.resources.serving_runtime import ClusterServingRuntime, ServingRuntime, ServingRuntimeStatus
 from extproc.config.access_policy import ModelAccessPolicy
 from extproc.config.gateway_config import GatewayConfig
 from extproc.config.model_route import ModelRoute
@@ -28,7 +29,8 @@ class Column(msgspec.Struct, frozen=True):
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """How a kind is defined. ``spec_of``: the struct of its documents. ``scaled_by``: the paths of its replicas in spec
-    and status, and of the status' label selector, if it has a scale subresource.
+    and status, and of the status' label selector, if it has a scale subresource. ``scope``: whether objects are in
+    namespaces.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     columns: tuple[Column, ...]
     scaled_by: tuple[str, str, str] | None = None
     needs_spec: bool = True
+    scope: Literal["Namespaced", "Cluster"] = "Namespaced"
 
 
 def _condition(name: str) -> Column:
@@ -46,6 +49,12 @@ def _condition(name: str) -> Column:
 
 
 _AGE: Final = Column("Age", ".metadata.creationTimestamp", "date")
+_RUNTIME_COLUMNS: Final = (
+    Column("Engine", ".spec.engine"),
+    Column("Formats", ".spec.supports[*].name"),
+    Column("Disabled", ".spec.disabled", "boolean"),
+    _AGE,
+)
 
 KINDS: Final[tuple[Kind, ...]] = (
     Kind(
@@ -120,7 +129,23 @@ KINDS: Final[tuple[Kind, ...]] = (
             Column("Ready", ".status.readyReplicas", "integer"),
             Column("Updated", ".status.updatedReplicas", "integer"),
             _condition("Available"),
-            Column("Reason", '.status.conditions[?(@.type=="Degraded")].reason', wide=True),
+            Column("Status", ".status.summary"),
+            Column("Revision", ".status.updateRevision", wide=True),
+            _AGE,
+        ),
+        scaled_by=(".spec.replicas", ".status.replicas", ".status.labelSelector"),
+    ),
+    Kind(
+        name="ModelInferRole",
+        plural="modelinferroles",
+        short_names=("mir",),
+        document=ModelInferRole,
+        status=statuses.ModelInferRoleStatus,
+        columns=(
+            Column("ModelInfer", ".spec.modelInfer"),
+            Column("Role", ".spec.role"),
+            Column("Replicas", ".spec.replicas", "integer"),
+            Column("Ready", ".status.readyReplicas", "integer"),
             _AGE,
         ),
         scaled_by=(".spec.replicas", ".status.replicas", ".status.labelSelector"),
@@ -134,11 +159,38 @@ KINDS: Final[tuple[Kind, ...]] = (
         columns=(
             Column("Ready", '.status.conditions[?(@.type=="Ready")].status'),
             Column("Reason", '.status.conditions[?(@.type=="Ready")].reason'),
+            Column("Phase", ".status.phase"),
             Column("Replicas", ".status.readyReplicas", "integer"),
             Column("URL", ".status.url"),
             Column("URI", ".spec.uri", wide=True),
             _AGE,
         ),
+    ),
+    Kind(
+        name="ModelTemplate",
+        plural="modeltemplates",
+        short_names=("mt",),
+        document=ModelTemplate,
+        status=ModelTemplateStatus,
+        columns=(Column("URI", ".spec.uri"), _AGE),
+        needs_spec=False,
+    ),
+    Kind(
+        name="ServingRuntime",
+        plural="servingruntimes",
+        short_names=("srt",),
+        document=ServingRuntime,
+        status=ServingRuntimeStatus,
+        columns=_RUNTIME_COLUMNS,
+    ),
+    Kind(
+        name="ClusterServingRuntime",
+        plural="clusterservingruntimes",
+        short_names=("csrt",),
+        document=ClusterServingRuntime,
+        status=ServingRuntimeStatus,
+        columns=_RUNTIME_COLUMNS,
+        scope="Cluster",
     ),
     Kind(
         name="AutoscalingPolicy",

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import inspect
 
 from controller.crds import field_docs
+from controller.resources.common import Layered
 from extproc.config.quantities import ByteSize, Duration
 
 if TYPE_CHECKING:
@@ -108,7 +109,11 @@ def _union(types: list[inspect.Type]) -> Schema:
 
 def _object(kind: inspect.StructType) -> Schema:
     docs = field_docs.read(kind.cls)
-    properties = {field.encode_name: _property(field, docs.fields.get(field.name, "")) for field in kind.fields}
+    is_layered = issubclass(kind.cls, Layered)
+    properties = {
+        field.encode_name: _property(field, docs.fields.get(field.name, ""), has_default=not is_layered)
+        for field in kind.fields
+    }
     schema: Schema = {"type": "object", "properties": properties}
     if docs.text:
         schema["description"] = docs.text
@@ -121,11 +126,11 @@ def _object(kind: inspect.StructType) -> Schema:
     return schema
 
 
-def _property(field: inspect.Field, description: str) -> Schema:
+def _property(field: inspect.Field, description: str, *, has_default: bool) -> Schema:
     schema = _schema(field.type)
     if description:
         schema["description"] = description
-    default = _default(field)
+    default = _default(field) if has_default else None
     if default is not None:
         schema["default"] = default
         if _may_be_null(field.type):

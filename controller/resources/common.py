@@ -37,6 +37,10 @@ class Condition(msgspec.Struct, frozen=True, rename="camel", kw_only=True, omit_
 Conditions = Annotated[tuple[Condition, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("type"))]
 
 
+class Layered(Spec, frozen=True):
+    """Written in layers. The API server fills in no defaults: what one layer leaves out may stand in the one below."""
+
+
 class ObjectMetadata(Spec, frozen=True):
     """``labels`` and ``annotations``: of the pods that are made, beside our own."""
 

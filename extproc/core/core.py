@@ -27,6 +27,7 @@ from extproc.core.feedback import take_change, take_report
 from extproc.core.intake import Intake
 from extproc.core.level_exchange import LevelExchange
 from extproc.core.loading import LoadingRequests
+from extproc.core.loads import loads_of
 from extproc.core.mirror import Mirror
 from extproc.core.peer_events import AdapterChanged, Alive, AskLevels, Ended, EngineSaid, Learned, Levels, Spent
 from extproc.core.record import Record
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterable, Sequence
 
+    from extproc.config.loads import EndpointLoad
     from extproc.config.snapshot import Snapshot
     from extproc.core.entering import Answer, Own
     from extproc.core.explanation import Explanation
@@ -274,6 +276,10 @@ class Core:
     def count(self, *states: State) -> int:
         """How many requests are in these states."""
         return sum(1 for one in self._records.values() if one.state in states)
+
+    def loads(self) -> dict[str, EndpointLoad]:
+        """What each engine does for this process, by address."""
+        return loads_of(self._records.values(), self.pools.values())
 
     def _finish_elsewhere(self, tickets: Iterable[str], now: float, out: list[Effect]) -> None:
         """Requests of another process are over."""

@@ -2,7 +2,11 @@
 """Rate limits that all machines share: buckets in Redis, one round trip a request.
 
 Scripts change the buckets atomically, with the arithmetic of ``admission/buckets.py``. They use Redis' time, so the
-machines' clocks need not agree. What is granted while Redis is away is charged to it afterwards (``admission/store_memory.py``).
+machines' clocks need not agree. What is granted while Redis is away is charged to it afterwards, exactly once: every message carries
+what this process owes (``admission/store_memory.py``).
+
+Two cases remain inexact, each by the requests in flight at that moment. What Redis granted to a connection that broke is not given
+back. And where one answer is late and others are still to come, the late request is granted from all that was left, theirs included.
 """
 
 from __future__ import annotations
@@ -14,14 +18,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from extproc.admission.buckets import Claim
 from extproc.admission.limits import Charge, Grant, StoreAway, refusal
-from extproc.admission.store_memory import Debt, StoreMemory
+from extproc.admission.store_memory import StoreMemory
 from extproc.feeds.redis_scripts import RESERVE, SETTLE
 from extproc.replication.redis_bus import redis_client
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from extproc.admission.buckets import Limit
     from extproc.admission.limits import Usage
+    from extproc.admission.store_memory import Statement
     from extproc.errors import RateLimited
     from extproc.metrics.registry import Metrics
 
@@ -42,12 +48,13 @@ _BATCH_SIZE: Final = 200
 class RedisLimits:
     """Reserves and settles in Redis."""
 
-    def __init__(self, url: str, prefix: str, metrics: Metrics, clock: Callable[[], float]) -> None:
-        """``url``: redis://host:port/db. ``prefix``: of the keys in Redis."""
+    def __init__(self, url: str, prefix: str, metrics: Metrics, clock: Callable[[], float], *, process: str) -> None:
+        """``url``: redis://host:port/db. ``prefix``: of the keys in Redis. ``process``: names this one among all, ever."""
         self._redis, self._error = redis_client(url, timeout_s=2 * _TIMEOUT_S, connections=_CONNECTIONS)
         self._reserve: Any = self._redis.register_script(RESERVE)
         self._settle: Any = self._redis.register_script(SETTLE)
         self._prefix = prefix
+        self._process = process
         self._metrics = metrics
         self._clock = clock
         self._retry_at_s = 0.0
@@ -64,20 +71,20 @@ class RedisLimits:
         if now < self._retry_at_s:
             self._metrics.admission.asked_redis("away", 0.0)
             return self._away(charges)
-        debts = [Debt(charge.key, charge.limit, self._memory.take_debt(charge.key)) for charge in charges]
+        stated = self._state(charges, now)
         # a task of its own: Redis may grant what is not waited for any more, and that must be given back
-        asked = asyncio.create_task(self._ask(charges, debts))
+        asked = asyncio.create_task(self._ask(charges, stated))
         try:
             answer = await _in_time(asked)
         except asyncio.CancelledError:
-            self._give_back_later(charges, debts, asked)
+            self._give_back_later(charges, asked)
             raise
         except (self._error, OSError) as error:  # includes TimeoutError
-            self._give_back_later(charges, debts, asked)
+            self._give_back_later(charges, asked)
             self._note_failure(error)
             return self._away(charges)
-        found, levels = _read_answer(charges, answer)
-        self._memory.saw(charges, levels, self._clock())
+        found, levels, store_at_s = _read_answer(charges, answer)
+        self._note_levels(charges, stated, levels, store_at_s)
         result = "granted" if isinstance(found, Grant) else "refused"
         self._metrics.admission.asked_redis(result, self._clock() - now)
         return found
@@ -101,7 +108,7 @@ class RedisLimits:
             while task is None or not task.cancelling():
                 await self._has_news.wait()
                 await asyncio.sleep(max(0.0, self._retry_at_s - self._clock()))
-                # what was used without Redis first: until then others may be granted the same
+                # what was used without Redis first: until then other processes may be granted the same
                 await (self._pay_batch() if self._memory.has_debts else self._settle_batch())
                 if not self._settlements and not self._memory.has_debts:
                     self._has_news.clear()
@@ -122,79 +129,88 @@ class RedisLimits:
         now = self._clock()
         return StoreAway([self._memory.most_left(charge.key, charge.limit, now) for charge in charges])
 
-    async def _ask(self, charges: Sequence[Charge], debts: Sequence[Debt], client: Any = None) -> list[Any]:  # noqa: ANN401 - the library has no types
+    def _state(self, charges: Sequence[Charge], now: float) -> list[Statement]:
+        return [self._memory.state(charge.key, charge.limit, now) for charge in charges]
+
+    def _note_levels(
+        self, charges: Sequence[Charge], stated: Sequence[Statement], levels: Sequence[float], store_at_s: float
+    ) -> None:
         now = self._clock()
+        for charge, statement, level in zip(charges, stated, levels, strict=True):
+            self._memory.answered(charge.key, statement, level, store_at_s=store_at_s, now=now)
+
+    async def _ask(self, charges: Sequence[Charge], stated: Sequence[Statement], client: Any = None) -> list[Any]:  # noqa: ANN401 - the library has no types
         numbers = [
             number
-            for charge, debt in zip(charges, debts, strict=True)
-            for number in (
-                charge.limit.rate,
-                charge.limit.capacity,
-                charge.amount,
-                debt.amount,
-                self._memory.most_left(charge.key, charge.limit, now),
-            )
+            for charge, statement in zip(charges, stated, strict=True)
+            for number in (*_numbers(charge.limit, statement), charge.amount)
         ]
         answer: list[Any] = await self._reserve(
-            keys=[self._key(charge.key) for charge in charges], args=numbers, client=client
+            keys=[self._key(charge.key) for charge in charges], args=[self._process, *numbers], client=client
         )
         return answer
 
-    def _give_back_later(
-        self, charges: Sequence[Charge], debts: Sequence[Debt], asked: asyncio.Future[list[Any]]
-    ) -> None:
+    def _give_back_later(self, charges: Sequence[Charge], asked: asyncio.Future[list[Any]]) -> None:
         """Nobody waits for this answer any more; if it is a grant, it is settled with nothing used."""
 
         def arrived(answer: asyncio.Future[list[Any]]) -> None:
             self._late.discard(answer)
             if answer.cancelled() or answer.exception() is not None:
-                # Redis may have taken them; twice is safer than never
-                self._owe_again(debts)
                 return
-            found, _ = _read_answer(charges, answer.result())
+            found, _, _ = _read_answer(charges, answer.result())
             if isinstance(found, Grant):
                 self.settle(found, None)
 
         self._late.add(asked)
         asked.add_done_callback(arrived)
 
-    def _owe_again(self, debts: Sequence[Debt]) -> None:
-        for debt in debts:
-            if debt.amount > 0:
-                self._memory.owe(debt.key, debt.limit, debt.amount)
-                self._has_news.set()
-
     async def _pay_batch(self) -> None:
-        """Charge Redis for one batch of what was used without it."""
-        debts = self._memory.take_debts(_BATCH_SIZE)
+        """Charge Redis for one batch of what was used without it: ask for nothing, and state what is owed."""
+        batch = [[Charge(key, limit, "requests", 0.0)] for key, limit in self._memory.owing(_BATCH_SIZE)]
+        stated = [self._state(charges, self._clock()) for charges in batch]
         try:
             # left without its end, a pipeline would keep its connection
             async with asyncio.timeout(1.0), self._redis.pipeline(transaction=False) as pipe:
-                for debt in debts:
-                    await self._ask([Charge(debt.key, debt.limit, "requests", 0.0)], [debt], client=pipe)
-                await pipe.execute()
+                for charges, statements in zip(batch, stated, strict=True):
+                    await self._ask(charges, statements, client=pipe)
+                answers = await pipe.execute()
         except (self._error, OSError) as error:
-            self._owe_again(debts)
             self._note_failure(error)
+            return
+        for charges, statements, answer in zip(batch, stated, answers, strict=True):
+            _, levels, store_at_s = _read_answer(charges, answer)
+            self._note_levels(charges, statements, levels, store_at_s)
 
     async def _settle_batch(self) -> None:
         """Settle one batch. A failed batch is not repeated: applied twice, it would refund too much; what went beyond is owed."""
         count = min(_BATCH_SIZE, len(self._settlements))
         batch = [self._settlements.popleft() for _ in range(count)]
+        stated = [self._state(grant.charges, self._clock()) for grant, _ in batch]
         try:
             # left without its end, a pipeline would keep its connection
             async with asyncio.timeout(1.0), self._redis.pipeline(transaction=False) as pipe:
-                for grant, used in batch:
+                for (grant, used), statements in zip(batch, stated, strict=True):
                     await self._settle(
                         keys=[self._key(charge.key) for charge in grant.charges],
-                        args=list(_settled(grant, used)),
+                        args=[self._process, *_settled(grant, used, statements)],
                         client=pipe,
                     )
-                await pipe.execute()
+                answers = await pipe.execute()
         except (self._error, OSError) as error:
             for grant, used in batch:
-                self._owe_again(_overruns(grant, used))
+                self._owe_overruns(grant, used)
             self._note_failure(error)
+            return
+        for (grant, _), statements, answer in zip(batch, stated, answers, strict=True):
+            store_at_s, *levels = map(float, answer)
+            self._note_levels(grant.charges, statements, levels, store_at_s)
+
+    def _owe_overruns(self, grant: Grant, used: Usage | None) -> None:
+        """Owe by how much the usage went beyond the reservation."""
+        if used is None:
+            return
+        for charge in grant.charges:
+            self.owe(charge, max(0.0, used.of(charge.resource) - charge.amount))
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}:limit:{key}"
@@ -216,31 +232,28 @@ async def _in_time(asked: asyncio.Future[list[Any]]) -> list[Any]:
             return await asyncio.shield(asked)
 
 
-def _read_answer(charges: Sequence[Charge], answer: list[Any]) -> tuple[Grant | RateLimited, list[float]]:
-    """What was found, and the levels that are left."""
-    granted, *fields = answer
+def _read_answer(charges: Sequence[Charge], answer: list[Any]) -> tuple[Grant | RateLimited, list[float], float]:
+    """What was found, the levels that are left, and Redis' time."""
+    granted, store_at_s, *fields = answer
     levels = [float(one) for one in fields[::3]]
     if not granted:
-        return refusal(charges, levels), levels
+        return refusal(charges, levels), levels, float(store_at_s)
     states = zip(charges, fields[1::3], fields[2::3], strict=True)
     claims = [Claim(charge.amount, float(shrink), int(epoch)) for charge, shrink, epoch in states]
-    return Grant(charges, claims, levels, is_global=True), levels
+    return Grant(charges, claims, levels, is_global=True), levels, float(store_at_s)
 
 
-def _overruns(grant: Grant, used: Usage | None) -> list[Debt]:
-    """By how much the usage went beyond the reservation."""
-    if used is None:
-        return []
-    return [Debt(one.key, one.limit, used.of(one.resource) - one.amount) for one in grant.charges]
+def _numbers(limit: Limit, stated: Statement) -> tuple[float, ...]:
+    """With which a script's arguments for a bucket begin."""
+    return limit.rate, limit.capacity, stated.most_left, stated.owed, stated.told
 
 
-def _settled(grant: Grant, used: Usage | None) -> list[float]:
+def _settled(grant: Grant, used: Usage | None, stated: Sequence[Statement]) -> list[float]:
     return [
         number
-        for charge, claim in zip(grant.charges, grant.claims, strict=True)
+        for charge, claim, statement in zip(grant.charges, grant.claims, stated, strict=True)
         for number in (
-            charge.limit.rate,
-            charge.limit.capacity,
+            *_numbers(charge.limit, statement),
             claim.amount,
             claim.shrink,
             claim.epoch,

@@ -92,7 +92,7 @@ class App:
         self._tokenizers = Tokenizers(metrics, access)
         self._limits: RedisLimits | None = None
         if settings.redis is not None:
-            self._limits = RedisLimits(settings.redis, settings.redis_channel, metrics, clock)
+            self._limits = RedisLimits(settings.redis, settings.redis_channel, metrics, clock, process=origin)
         self._saved: SavedLevels | None = None
         if settings.state is not None:
             number = 0 if settings.worker is None else settings.worker.number
@@ -265,6 +265,7 @@ class App:
             self._metrics.registry,
             is_ready=lambda: self._is_ready,
             report=lambda: self._feed.report,
+            loads=self._core.loads,
             explain=explain,
         )
 

@@ -104,6 +104,12 @@ class CacheEstimator:
         if self.kv_index is not None:
             self.kv_index.forget(row)
 
+    def tokens_held(self, row: int) -> int:
+        """Tokens of prompts that the endpoint of ``row`` has cached: by its events if they are complete, else as remembered."""
+        if self.kv_index is not None and self.whole_feeds >> row & 1:
+            return self.kv_index.blocks_held(row) * self._block_tokens
+        return int(self.index.bytes_held(row) / self.bytes_per_token)
+
     def set_cache_config(self, row: int, cache: CacheConfig) -> None:
         """Record the block size and capacity that the engine of ``row`` reports."""
         if self._caches.get(row) == cache:

@@ -19,7 +19,7 @@ from bench.cluster.node.node import Node, gpu_node
 from bench.cluster.node.running import running_nodes
 from controller.cluster.client import Client
 from controller.cluster.errors import Forbidden
-from controller.cluster.resources import CONFIG_MAPS, DEPLOYMENTS, NODES, PODS, SECRETS
+from controller.cluster.resources import CONFIG_MAPS, DEPLOYMENTS, NODES, PODS, SECRETS, Resource
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 QUICK = NodeTiming(restart_s=0.2, restart_max_s=0.4, pull_s=0.2, pull_max_s=0.4, heartbeat_s=1.0)
 SERVE = [sys.executable, "-u", "-m", "http.server", "--bind", "0.0.0.0", "8000"]  # noqa: S104 - becomes the pod's address
 PATIENCE_S = 30.0
+PERSISTENT_VOLUMES = Resource("", "v1", "persistentvolumes", "PersistentVolume", namespaced=False)
+CLAIMS = Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -229,6 +231,37 @@ async def test_init_containers_run_before_one_after_the_other(place: Place) -> N
     assert condition(status, "Initialized") == "True"
     assert [one["state"]["terminated"]["exitCode"] for one in status["initContainerStatuses"]] == [0, 0]
     await eventually(lambda: place.log("one") == "first\nsecond\n")
+
+
+async def claim(place: Place, name: str) -> None:
+    """A claim and the volume that it is bound to, without which a real scheduler waits."""
+    volume = f"{place.namespace}-{name}"
+    size, modes = {"storage": "1Gi"}, ["ReadWriteMany"]
+    whole = {"capacity": size, "accessModes": modes, "hostPath": {"path": "/ignored"}, "storageClassName": ""}
+    claimed = {"resources": {"requests": size}, "accessModes": modes, "volumeName": volume, "storageClassName": ""}
+    for resource, spec, names in (
+        (PERSISTENT_VOLUMES, whole, {"name": volume}),
+        (CLAIMS, claimed, {"name": name, "namespace": place.namespace}),
+    ):
+        thing = {"apiVersion": "v1", "kind": resource.kind, "metadata": names, "spec": spec}
+        await place.client.create(resource, thing)
+
+
+async def test_host_paths_and_claims_outlive_their_pods(place: Place, kube: Kube) -> None:
+    volumes = [
+        {"name": "cache", "hostPath": {"path": "/var/cache/models"}},
+        {"name": "claimed", "persistentVolumeClaim": {"claimName": "weights"}},
+    ]
+    if kube.fake is None:
+        await claim(place, "weights")
+    mounts = [{"name": "cache", "mountPath": "/cache"}, {"name": "claimed", "mountPath": "/claimed"}]
+    for name in ("first", "second"):
+        both = shell("echo $HOSTNAME | tee -a /cache/names /claimed/names", volumeMounts=mounts)
+        await place.create(place.pod(name, containers=[both], volumes=volumes, restartPolicy="Never"))
+        await place.until(lambda one: one.get("phase") == "Succeeded", name)
+        await place.client.delete(PODS, name, place.namespace)
+    for kept in ("host/var/cache/models/names", f"../claims/{place.namespace}/weights/names"):
+        assert (place.node.directory / kept).read_text() == "first\nsecond\n"
 
 
 async def test_an_init_container_that_fails_keeps_the_pod_pending(place: Place) -> None:

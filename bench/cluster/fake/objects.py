@@ -43,6 +43,10 @@ class Objects:
         # who owns which field, by an object's uid
         self._owners: dict[str, Owners] = {}
 
+    def owners(self, uid: str) -> Owners:
+        """The leaves of the object with this uid, by the manager that owns them."""
+        return self._owners.get(uid, {})
+
     def create(self, target: Target, thing: Object, how: How) -> Object:
         """A new object; raises Refused."""
         if target.subresource == "binding":

@@ -49,11 +49,14 @@ class Change(msgspec.Struct, frozen=True):
 class Storage:
     """All objects. What it hands out must not be changed."""
 
-    def __init__(self, wall: Callable[[], datetime], remembered: int = _REMEMBERED) -> None:
+    def __init__(
+        self, wall: Callable[[], datetime], remembered: int = _REMEMBERED, new_uid: Callable[[], str] | None = None
+    ) -> None:
         self.version = 1
         self.floor = 1
         self.changes: deque[Change] = deque(maxlen=remembered)
         self._wall = wall
+        self._new_uid = new_uid or (lambda: str(uuid.uuid4()))
         self._objects: dict[Place, dict[str, Object]] = {}
         self._kinds: dict[Place, Kind] = {}
         self._listeners: list[Callable[[Change], None]] = []
@@ -104,7 +107,7 @@ class Storage:
             raise not_found("namespaces", namespace)
         if self.find(kind, namespace, metadata["name"]) is not None:
             raise exists(kind.resource.plural, metadata["name"])
-        metadata.update(uid=str(uuid.uuid4()), creationTimestamp=_time(self._wall()))
+        metadata.update(uid=self._new_uid(), creationTimestamp=_time(self._wall()))
         metadata.pop("deletionTimestamp", None)
         if kind.counts_generations:
             metadata["generation"] = 1

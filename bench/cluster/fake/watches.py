@@ -48,12 +48,16 @@ class Watches:
         queue: asyncio.Queue[Change | Refused | None] = asyncio.Queue()
         since, begins = query.get("resourceVersion", ""), query.get("sendInitialEvents") == "true"
         # nothing is awaited between looking back and listening: no change is lost or seen twice
-        before = self._current(target) if begins or since in ("", "0") else self._storage.since(int(since))
+        before, refused = self._before(target, since, begins=begins)
         stop = self._storage.subscribe(queue.put_nowait)
         self.open.add(queue)
         answer = web.StreamResponse(headers={"content-type": "application/json"})
         try:
             await answer.prepare(request)
+            if refused is not None:
+                # in the stream: a real server's answer has begun by then
+                await self._send(answer, {"type": "ERROR", "object": refused.status()})
+                return answer
             for change in before:
                 await self._send(answer, chosen.event(change))
             if begins:
@@ -93,6 +97,15 @@ class Watches:
         if event is not None:
             await self._faults.thawed()
             await answer.write(msgspec.json.encode(event) + b"\n")
+
+    def _before(self, target: Target, since: str, *, begins: bool) -> tuple[list[Change], Refused | None]:
+        """What a watch from ``since`` begins with, or why it cannot."""
+        if begins or since in ("", "0"):
+            return self._current(target), None
+        try:
+            return self._storage.since(int(since)), None
+        except Refused as refused:
+            return [], refused
 
     def _current(self, target: Target) -> list[Change]:
         """What is there now, as additions."""

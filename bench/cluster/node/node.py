@@ -22,6 +22,7 @@ from bench.cluster.node.node_status import Heartbeat, NodeSpec
 from bench.cluster.node.pod_files import PodFiles
 from bench.cluster.node.pod_spec import pod_spec
 from bench.cluster.node.pod_worker import PodWorker, Tools
+from bench.cluster.node.volumes import Kept
 from controller.cluster.errors import ClusterError
 from controller.cluster.informer import Informer, InformerTiming, Selection
 from controller.cluster.resources import PODS
@@ -156,6 +157,7 @@ class Node:
             self._client,
             place=place,
             host_ip=self._network.host_ip,
+            kept=Kept(host=self.directory / "host", claims=self.directory.parent / "claims"),
             images=self._images,
             check_image=self.faults.check_image,
             crashes=lambda: self.faults.crashes(key),

@@ -14,7 +14,18 @@ from bench.cluster.node.container_process import Launch
 from bench.cluster.node.environment import Sources, environment, expanded, references
 from bench.cluster.node.images import command
 from bench.cluster.node.probing import Surroundings
-from bench.cluster.node.volumes import mounts, remove_others, rewritten, token_file, volume_files, write_files
+from bench.cluster.node.volumes import (
+    Kept,
+    kept_volumes,
+    link_to,
+    mounts,
+    ports_of,
+    remove_others,
+    rewritten,
+    token_file,
+    volume_files,
+    write_files,
+)
 from controller.cluster.access import Access
 from controller.cluster.resources import CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS
 
@@ -44,7 +55,7 @@ _CRASH: Final = ("sh", "-c", "echo this pod was made to crash; exit 1")
 
 
 class PodFiles:
-    """One pod's directory, below that of its node."""
+    """One pod's directory, below that of its node. ``kept``: for volumes that outlive it."""
 
     def __init__(
         self,
@@ -53,6 +64,7 @@ class PodFiles:
         *,
         place: PodPlace,
         host_ip: str,
+        kept: Kept,
         images: Mapping[str, Sequence[str]],
         check_image: Callable[[str], None],
         crashes: Callable[[], bool],
@@ -62,6 +74,7 @@ class PodFiles:
         # a server that would listen on all addresses listens on this one, if pods share their ports
         self._listen_ip = place.address if place.shares_ports else ""
         self.directory = directory
+        self._kept = kept
         self._client = client
         self._host_ip = host_ip
         self._images = images
@@ -92,7 +105,8 @@ class PodFiles:
         self._write_volumes(pod, sources)
         given = environment(pod, container.raw, sources)
         self._known = sources
-        variables = {name: rewritten(value, places, self._listen_ip) for name, value in given.items()}
+        ports = ports_of(pod)
+        variables = {name: rewritten(value, places, self._listen_ip, ports) for name, value in given.items()}
         inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         # our programs are found from any directory
         inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH", "")]))
@@ -103,7 +117,7 @@ class PodFiles:
             command=[
                 *self._entered,
                 *own_words,
-                *(rewritten(expanded(word, given), places, self._listen_ip) for word in words),
+                *(rewritten(expanded(word, given), places, self._listen_ip, ports) for word in words),
             ],
             environment=self._environments[container.name],
             directory=self.directory,
@@ -164,6 +178,8 @@ class PodFiles:
         return self._token
 
     def _write_volumes(self, pod: Object, sources: Sources) -> None:
+        for name, kept in kept_volumes(pod, self._kept).items():
+            link_to(self.directory / "volumes" / name, kept)
         for name, files in volume_files(pod, sources).items():
             volume = self.directory / "volumes" / name
             write_files(volume, files)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 PRICE: Final = "attache.dev/price"
 DRAIN: Final = "attache.dev/drain"
+# Since when the manager wants a pod to go.
+DRAINING: Final = "attache.dev/draining"
 # Characters of what people have written wrongly.
 _MOST_SHOWN: Final = 40
 _OURS: Final = "attache.dev/"
@@ -25,8 +27,8 @@ POD_LABEL: Final = "attache.dev/pod"
 
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
-    """What counts of a pod. ``ip``: empty until it has one. ``is_leaving``: it is being deleted, or its annotation
-    ``attache.dev/drain`` says ``true``. ``price``: that of its annotation ``attache.dev/price``, if it is one.
+    """What counts of a pod. ``ip``: empty until it has one. ``is_leaving``: it is being deleted, its annotation
+    ``attache.dev/drain`` says ``true``, or it has the annotation ``attache.dev/draining``. ``price``: that of its annotation ``attache.dev/price``, if it is one.
     ``wrong_price``: what that annotation says instead; empty if nothing is wrong.
     """
 
@@ -78,7 +80,7 @@ def pod_of(thing: Mapping[str, Any]) -> Pod:
         labels=metadata.get("labels") or {},
         ip=_ip(status.get("podIP")),
         is_ready=ready and status.get("phase") == "Running",
-        is_leaving="deletionTimestamp" in metadata or annotations.get(DRAIN) == "true",
+        is_leaving="deletionTimestamp" in metadata or annotations.get(DRAIN) == "true" or DRAINING in annotations,
         price=price,
         wrong_price=wrong_price,
     )

@@ -14,48 +14,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.admission.buckets import Bucket, Limit
-from extproc.admission.limits import Charge, Grant, StoreAway, Usage, refusal
+from extproc.admission.buckets import Limit
+from extproc.admission.limits import Charge, Grant, Usage
 from extproc.admission.local_limits import LocalLimits
 from extproc.admission.store_memory import StoreMemory
 from extproc.core.accounts import Accounts
 from extproc.core.effects import Effect, Owe, SettleGrant
 from extproc.errors import RateLimited
 from tests.examples import examples
+from tests.store_model import Store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LIMIT = Limit(rate=10.0, capacity=100.0)
 ROUNDING = 0.01
-
-
-class Store:
-    """As the scripts in Redis do it."""
-
-    def __init__(self) -> None:
-        self.is_there = True
-        self.buckets: dict[str, Bucket] = {}
-
-    def bucket(self, charge: Charge, most_left: float, now: float) -> Bucket:
-        if charge.key not in self.buckets:
-            self.buckets[charge.key] = Bucket(min(charge.limit.capacity, most_left), now)
-        bucket = self.buckets[charge.key]
-        bucket.fill(charge.limit, now)
-        return bucket
-
-    def reserve(self, charge: Charge, debt: float, most_left: float, now: float) -> tuple[Grant | RateLimited, float]:
-        bucket = self.bucket(charge, most_left, now)
-        bucket.level -= debt
-        if bucket.shortfall(charge.amount) > 0:
-            return refusal([charge], [bucket.level]), bucket.level
-        claim = bucket.reserve(charge.amount)
-        return Grant([charge], [claim], [bucket.level], is_global=True), bucket.level
-
-    def settle(self, grant: Grant, used: Usage | None, now: float) -> None:
-        (charge,), (claim,) = grant.charges, grant.claims
-        amount = 0.0 if used is None else used.of(charge.resource)
-        self.bucket(charge, charge.limit.capacity, now).settle(claim, amount)
 
 
 class Taken(msgspec.Struct):
@@ -68,8 +41,9 @@ class Taken(msgspec.Struct):
 class Process:
     """One process: its accounts, and the part of its Redis client that decides."""
 
-    def __init__(self, store: Store, peers: int) -> None:
+    def __init__(self, store: Store, peers: int, name: str = "") -> None:
         self.store = store
+        self.name = name
         self.accounts = Accounts(LocalLimits(), machine="here", peers=lambda: peers)
         self.memory = StoreMemory()
         self.running: list[tuple[Grant, Taken]] = []
@@ -77,17 +51,17 @@ class Process:
     def ask(self, amount: float, now: float) -> Taken | None:
         charge = Charge("k", LIMIT, "output_tokens", amount, is_global=True)
         out: list[Effect] = []
-        most_left = self.memory.most_left("k", LIMIT, now)
         try:
             if self.store.is_there:
-                found, level = self.store.reserve(charge, self.memory.take_debt("k"), most_left, now)
-                self.memory.saw([charge], [level], now)
+                stated = self.memory.state("k", LIMIT, now)
+                found, level = self.store.reserve(self.name, charge, stated, now)
+                self.memory.answered("k", stated, level, store_at_s=now, now=now)
                 self.accounts.store_answered()
                 if isinstance(found, RateLimited):
                     return None
                 grant = found
             else:
-                grant = self.accounts.reserve_alone([charge], StoreAway([most_left]).most_left, now, out)
+                grant = self.accounts.reserve_alone([charge], [self.memory.most_left("k", LIMIT, now)], now, out)
         except RateLimited:
             return None
         finally:
@@ -109,13 +83,16 @@ class Process:
                 case Owe():
                     self.memory.owe(effect.charge.key, effect.charge.limit, effect.amount)
                 case SettleGrant() if self.store.is_there:
-                    self.store.settle(effect.grant, effect.used, now)
+                    stated = self.memory.state("k", LIMIT, now)
+                    level = self.store.settle(self.name, effect.grant, effect.used, stated, now)
+                    self.memory.answered("k", stated, level, store_at_s=now, now=now)
 
     def pay(self, now: float) -> None:
         """As soon as the store is back."""
-        for debt in self.memory.take_debts(10):
-            charge = Charge(debt.key, debt.limit, "requests", 0.0)
-            self.store.reserve(charge, debt.amount, self.memory.most_left("k", LIMIT, now), now)
+        for key, limit in self.memory.owing(10):
+            stated = self.memory.state(key, limit, now)
+            _, level = self.store.reserve(self.name, Charge(key, limit, "requests", 0.0), stated, now)
+            self.memory.answered(key, stated, level, store_at_s=now, now=now)
 
 
 EVENTS = st.lists(
@@ -133,7 +110,7 @@ EVENTS = st.lists(
 def play(events: Sequence[tuple[str, float, float, int]], processes: int) -> list[Taken]:
     """All that was granted. ``empty``: the store comes back without its buckets."""
     store, now, taken = Store(), 0.0, list[Taken]()
-    made = [Process(store, processes - 1) for _ in range(processes)]
+    made = [Process(store, processes - 1, str(number)) for number in range(processes)]
     for event, passes_s, share, number in events:
         now += passes_s
         process = made[number % processes]
@@ -148,7 +125,7 @@ def play(events: Sequence[tuple[str, float, float, int]], processes: int) -> lis
             case "back" | "empty" if not store.is_there:
                 store.is_there = True
                 if event == "empty":
-                    store.buckets.clear()
+                    store.forget()
                 for each in made:
                     each.pay(now)
     return taken

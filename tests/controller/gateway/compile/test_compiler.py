@@ -98,11 +98,12 @@ def test_a_pod_that_is_deleted_or_drained_stays_until_it_is_gone_and_gets_nothin
         server(),
         pod("a", "10.0.0.1", deletionTimestamp="2026-11-01T00:00:00Z"),
         pod("b", "10.0.0.2", annotations={"attache.dev/drain": "true"}),
+        pod("d", "10.0.0.4", annotations={"attache.dev/draining": "2026-11-22T05:00:00Z"}),
         pod("c", "10.0.0.3"),
     )
     (found,) = snapshot(outcome).servers
-    assert [one.draining for one in found.spec.endpoints] == [True, True, False]
-    assert outcome.statuses["ModelServer", "default/llama"].fields == {"endpoints": 3, "ready": 1, "draining": 2}
+    assert [one.draining for one in found.spec.endpoints] == [True, True, False, True]
+    assert outcome.statuses["ModelServer", "default/llama"].fields == {"endpoints": 4, "ready": 1, "draining": 3}
 
 
 def test_a_server_whose_endpoints_all_drain_is_available_and_says_so() -> None:

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each engine does for a process, as the page /loads tells it."""
+
+from __future__ import annotations
+
+import json
+import random
+
+from extproc.config.load import load
+from extproc.config.loads import EndpointLoad, total
+from extproc.core.core import Core
+from extproc.core.types import Head
+from extproc.request.model import Api
+
+ROUTE = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: chat}
+spec:
+  modelName: m
+  rules: [{targetModels: [{modelServerName: llama}]}]
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec:
+  model: m
+"""
+ONE = ROUTE + '  endpoints: [{address: "10.0.0.1:8000"}]\n'
+OTHER = ROUTE + '  endpoints: [{address: "10.0.0.2:8000"}]\n'
+HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
+
+
+def core_of(text: str) -> Core:
+    return Core(load({"all.yaml": text.encode()}), rng=random.Random(0), ticket_prefix="t")
+
+
+def send(core: Core, text: str = "word " * 400) -> str:
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
+    own, _ = core.arrive(core.intake.receive(Api.CHAT, HEAD, body), 0.0)
+    return own.ticket
+
+
+def test_a_request_counts_at_its_engine_until_its_stream_is_closed() -> None:
+    core = core_of(ONE)
+    assert core.loads() == {"10.0.0.1:8000": EndpointLoad(0, 0)}
+    ticket = send(core)
+    # 2,000 characters are a little under 500 tokens at the initial 4 bytes a token, kept in whole blocks
+    there = core.loads()["10.0.0.1:8000"]
+    assert there.in_flight == 1
+    assert 300 < there.cached_tokens <= 520
+    core.finish(ticket, 1.0)
+    assert core.loads()["10.0.0.1:8000"].in_flight == 0
+
+
+def test_an_engine_that_has_left_the_configuration_counts_while_it_answers() -> None:
+    core = core_of(ONE)
+    ticket = send(core)
+    core.apply(load({"all.yaml": OTHER.encode()}), 1.0)
+    assert core.loads() == {"10.0.0.1:8000": EndpointLoad(1, 0), "10.0.0.2:8000": EndpointLoad(0, 0)}
+    core.finish(ticket, 2.0)
+    assert core.loads() == {"10.0.0.2:8000": EndpointLoad(0, 0)}
+
+
+def test_requests_of_several_processes_add_up_and_caches_are_the_same_ones() -> None:
+    pages = [{"a": EndpointLoad(1, 500), "b": EndpointLoad(2, 0)}, {"a": EndpointLoad(3, 800)}]
+    assert total(pages) == {"a": EndpointLoad(4, 800), "b": EndpointLoad(2, 0)}

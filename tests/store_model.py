@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared store of limits, as the scripts in Redis keep it (a test compares them), in virtual time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from extproc.admission.buckets import Bucket
+from extproc.admission.limits import Charge, Grant, Usage, refusal
+
+if TYPE_CHECKING:
+    from extproc.admission.store_memory import Statement
+    from extproc.errors import RateLimited
+
+
+class Store:
+    """All buckets, and what each process has paid into them."""
+
+    def __init__(self) -> None:
+        self.is_there = True
+        self.buckets: dict[str, Bucket] = {}
+        self._paid: dict[tuple[str, str], float] = {}
+        self._first_epoch = 0
+
+    def forget(self) -> None:
+        """It comes back empty."""
+        self.buckets.clear()
+        self._paid.clear()
+
+    def bucket(self, process: str, charge: Charge, stated: Statement, now: float) -> Bucket:
+        """Filled, and charged with what the process owes."""
+        key, limit = charge.key, charge.limit
+        if key not in self.buckets:
+            self._first_epoch += 1_000_000
+            self.buckets[key] = Bucket(min(limit.capacity, stated.most_left), now, epoch=self._first_epoch)
+        bucket = self.buckets[key]
+        bucket.fill(limit, now)
+        paid = self._paid.get((key, process), 0.0)
+        debt = max(0.0, stated.owed - max(paid, stated.told))
+        bucket.level -= debt
+        if debt > 0:
+            self._paid[key, process] = stated.owed
+        return bucket
+
+    def reserve(self, process: str, charge: Charge, stated: Statement, now: float) -> tuple[Grant | RateLimited, float]:
+        """What it answers, and the level that is left."""
+        bucket = self.bucket(process, charge, stated, now)
+        if bucket.shortfall(charge.amount) > 0:
+            return refusal([charge], [bucket.level]), bucket.level
+        claim = bucket.reserve(charge.amount)
+        return Grant([charge], [claim], [bucket.level], is_global=True), bucket.level
+
+    def settle(self, process: str, grant: Grant, used: Usage | None, stated: Statement, now: float) -> float:
+        """The level that is left."""
+        (charge,), (claim,) = grant.charges, grant.claims
+        bucket = self.bucket(process, charge, stated, now)
+        bucket.settle(claim, 0.0 if used is None else used.of(charge.resource))
+        return bucket.level
