@@ -70,7 +70,7 @@ def new_services(groups: Sequence[Group], wanted: Changes, target: Target, obser
 
 def unused_services(groups: Sequence[Group], wanted: Changes, target: Target, observed: Observed) -> Iterator[Delete]:
     """Of replicas of which nothing is left."""
-    there = [one.place for group in groups for one in group.replicas]
+    there = [one.place for group in groups for one in group.replicas if max(one.size, len(one.pods)) > 1]
     used = {names.service_name(target.name, one) for one in (*there, *_with_service(groups, wanted))}
     for one in observed.services:
         if one["metadata"]["name"] not in used and is_owned(one, target.uid):
