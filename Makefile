@@ -16,6 +16,8 @@ GATEWAY := .tools/sglang-router
 DOCS   := .venv-docs
 
 PYTEST := $(RUN) $(if $(COVERAGE),-m coverage run) -m pytest
+# For tests with real processes. RERUN=1, as in CI: the few that fail are run once more, each alone (tools/rerun_failed.py).
+PYTEST_REAL := $(RUN) $(if $(COVERAGE),-m coverage run) -m $(if $(RERUN),tools.rerun_failed,pytest)
 
 .PHONY: help run up up-kube test test-pure test-envoy test-kube test-real-time test-some test-vllm coverage coverage-report check fix bench \
   sglang-gateway lab manifests generate docs lock envoy-binary kube-assets conformance clean
@@ -43,13 +45,13 @@ test-pure: $(VENV)/ready ## tests that need neither Envoy nor Redis, side by sid
 
 # Twice as many as there are processors where CI runs: these tests wait for others half of their time.
 test-envoy: $(VENV)/ready $(ENVOY) ## tests with a real Envoy and a real Redis, side by side
-	$(PYTEST) -n 4 --dist loadfile -m 'not real_time' $(filter-out tests/with_kube,$(wildcard tests/with_*))
+	$(PYTEST_REAL) -n 4 --dist loadfile -m 'not real_time' $(filter-out tests/with_kube,$(wildcard tests/with_*))
 
 test-kube: $(VENV)/ready ## tests with a Kubernetes API server: a fake one, and a real one if `make kube-assets` has built it
-	$(PYTEST) -n 2 --dist loadfile tests/with_kube
+	$(PYTEST_REAL) -n 2 --dist loadfile tests/with_kube
 
 test-real-time: $(VENV)/ready $(ENVOY) ## tests that depend on how fast the machine is, one after the other (ARGS="-n 2 --dist loadfile": two at a time)
-	$(PYTEST) -m real_time tests/with_* $(ARGS)
+	$(PYTEST_REAL) -m real_time tests/with_* $(ARGS)
 
 coverage: $(VENV)/ready $(ENVOY) ## branches that the tests take, by package; fails where a pure package has less than it should
 	$(RUN) -m coverage erase

@@ -70,6 +70,8 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
             Command(
                 "manager", "check objects when they are applied to a cluster", "attache.cluster_commands", "controller"
             ),
+            Command("download", "have a model's weights on this node", "controller.download_command", "weights"),
+            Command("agent", "run beside an engine: readiness, drain, adapters, metrics", "controller.agent_command"),
             Command("envoy", "run Envoy, or fetch it", "attache.envoy", passes_options=True),
         ),
         "Look inside": (

@@ -135,6 +135,23 @@ class QueueTimeout(Refusal):
     outcome = "queue_timeout"
 
 
+class AdapterUnavailable(Refusal):
+    """The adapter is not loaded, and no engine could load it in time: all slots are in use, or none answers."""
+
+    status = 503
+    error_type = "service_unavailable_error"
+    code = "adapter_unavailable"
+    outcome = "adapter_unavailable"
+
+
+class AdapterBroken(Refusal):
+    """Engines were asked to load the adapter, and cannot."""
+
+    status = 502
+    code = "adapter_not_loadable"
+    outcome = "adapter_not_loadable"
+
+
 class InternalError(Refusal):
     """Our own code or a plugin failed. ``cause``: the exception, for the log of the shell."""
 

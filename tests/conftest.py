@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if IS_CI else "local")
+
+# Else pytest-asyncio makes a loop for want of one, before its first test, and drops it unclosed: whichever test runs when the garbage
+# is collected would fail for it.
+asyncio.set_event_loop(None)
 
 _END_OF_ONE: Final = "-----END CERTIFICATE-----"
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from bench.engine.adapters import AdapterLimits
 from bench.engine.hardware import PRESETS
 from bench.engine.publisher import KvEventsConfig
 from bench.engine.scheduler import EngineLimits
@@ -64,6 +65,8 @@ def _read(arguments: list[str] | None, prog: str) -> list[EngineSettings]:
     if options.max_model_len is not None and options.max_model_len > capacity:
         made.error(f"--max-model-len {options.max_model_len} is more than the KV cache holds ({capacity} tokens)")
 
+    lora = _adapter_limits(options)
+
     def engine(number: int) -> EngineSettings:
         return EngineSettings(
             host=options.host,
@@ -71,16 +74,35 @@ def _read(arguments: list[str] | None, prog: str) -> list[EngineSettings]:
             model=options.model,
             adapters=tuple(options.lora),
             hardware=hardware,
-            limits=EngineLimits(options.max_num_seqs, options.max_num_batched_tokens, options.block_size, blocks),
+            limits=EngineLimits(
+                options.max_num_seqs,
+                options.max_num_batched_tokens,
+                options.block_size,
+                blocks,
+                0 if lora is None else lora.max_loras,
+            ),
             max_model_len=options.max_model_len or min(131_072, capacity),
             default_max_tokens=options.default_max_tokens,
             speed=options.speed,
             seed=options.seed + number,
             headers_first=options.stream_headers == "immediate",
+            lora=lora,
             events=_publisher(options, ports[number], events[number], replays[number]),
         )
 
     return [engine(number) for number in range(len(ports))]
+
+
+def _adapter_limits(options: argparse.Namespace) -> AdapterLimits | None:
+    if not options.enable_lora:
+        return None
+    return AdapterLimits(
+        max_loras=options.max_loras,
+        max_cpu_loras=options.max_cpu_loras or options.max_loras,
+        max_lora_rank=options.max_lora_rank,
+        load_s=options.lora_load_time,
+        overflow=options.lora_overflow,
+    )
 
 
 def _publisher(options: argparse.Namespace, port: int, events: int | None, replay: int | None) -> KvEventsConfig | None:
@@ -115,6 +137,7 @@ def parser(prog: str = "bench.engine") -> argparse.ArgumentParser:
     add("--default-max-tokens", type=int, default=256, help="of requests that set no limit (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the first engine; each further one has one more (default: %(default)s)")
     _add_limits(made)
+    _add_adapters(made)
     add = made.add_argument_group(
         "KV events", "with several engines: one port for each, in the order of --port"
     ).add_argument
@@ -141,6 +164,33 @@ def _add_limits(made: argparse.ArgumentParser) -> None:
     add("--block-size", type=int, default=16, help="tokens in a KV block (default: %(default)s)")
     add("--num-gpu-blocks-override", type=int, metavar="N", help="KV blocks (default: what the GPU's memory holds)")
     add("--max-model-len", type=int, metavar="N", help="longest request in tokens (default: 131072, or the KV cache)")
+
+
+def _add_adapters(made: argparse.ArgumentParser) -> None:
+    add = made.add_argument_group("LoRA adapters at run time").add_argument
+    add(
+        "--enable-lora",
+        action="store_true",
+        help="serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM does with "
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; a path that ends with 'missing' is not found, and 'rank-N' has rank N",
+    )
+    add(
+        "--max-loras",
+        type=int,
+        default=1,
+        metavar="N",
+        help="adapters in a batch; requests for others wait (default: 1)",
+    )
+    add("--max-cpu-loras", type=int, metavar="N", help="adapters whose weights it keeps (default: --max-loras)")
+    add("--max-lora-rank", type=int, default=16, metavar="N", help="the highest rank it loads (default: 16)")
+    add("--lora-load-time", type=float, default=0.5, metavar="SECONDS", help="to read weights (default: %(default)s)")
+    add(
+        "--lora-overflow",
+        choices=["evict", "refuse"],
+        default="evict",
+        help="beyond --max-cpu-loras: forget the least recently used weights and read them again when they are asked for, "
+        "as vLLM does, or refuse to load (default: %(default)s)",
+    )
 
 
 if __name__ == "__main__":

@@ -50,13 +50,25 @@ class Driver:
 
     def stall(self, duration_s: float) -> None:
         """Compute nothing for this long on the wall clock, like a GPU that hangs."""
-        self._stalled_until_s = asyncio.get_running_loop().time() + duration_s
+        self._stalled_until_s = max(self._stalled_until_s, asyncio.get_running_loop().time() + duration_s)
 
-    def new_request(self, prompt: bytes, output_tokens: int, *, model: str) -> Request:
-        """A request whose answer will have ``output_tokens`` tokens."""
-        answer = answer_text(self._rng, output_tokens)
-        keeps_text = self._journal is not None
-        return Request(next(self._keys), prompt, answer, model=model, block_size=self.block_size, keeps_text=keeps_text)
+    async def read_weights(self, duration_s: float) -> None:
+        """Read an adapter's weights for this long, in engine seconds: between two steps, of which none runs meanwhile."""
+        if duration_s:
+            self.stall(duration_s / self.speed)
+            await asyncio.sleep(duration_s / self.speed)
+
+    def new_request(self, prompt: bytes, output_tokens: int, *, model: str, adapter: str = "") -> Request:
+        """A request whose answer will have ``output_tokens`` tokens. ``adapter``: that it needs, empty for none."""
+        return Request(
+            next(self._keys),
+            prompt,
+            answer_text(self._rng, output_tokens),
+            model=model,
+            block_size=self.block_size,
+            keeps_text=self._journal is not None,
+            adapter=adapter,
+        )
 
     async def tokens(self, request: Request) -> AsyncIterator[Token]:
         """Add ``request`` and follow its answer. A caller that stops early aborts it."""

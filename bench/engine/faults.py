@@ -54,7 +54,15 @@ class DropEvents(msgspec.Struct, frozen=True, tag_field="fault", tag="drop-event
     times: Count
 
 
-Fault = Refuse | Stall | Cut | Unavailable | Ill | DropEvents
+class FailLoads(msgspec.Struct, frozen=True, tag_field="fault", tag="fail-loads"):
+    """Answer the next ``times`` loads of adapters with ``status``, 0 to load them, after ``after_s`` seconds."""
+
+    times: Count
+    status: Annotated[int, msgspec.Meta(ge=0, le=599)] = 500
+    after_s: Seconds = 0.0
+
+
+Fault = Refuse | Stall | Cut | Unavailable | Ill | DropEvents | FailLoads
 
 
 class FaultPlan:
@@ -64,8 +72,9 @@ class FaultPlan:
         self._cut = Cut(0, 0)
         self._unavailable = Unavailable(0)
         self._ill = Ill("garbage", 0)
+        self._loads = FailLoads(0)
 
-    def set(self, fault: Cut | Unavailable | Ill) -> None:
+    def set(self, fault: Cut | Unavailable | Ill | FailLoads) -> None:
         """Plan a fault; it replaces an earlier one of its kind."""
         match fault:
             case Cut():
@@ -74,6 +83,16 @@ class FaultPlan:
                 self._unavailable = fault
             case Ill():
                 self._ill = fault
+            case FailLoads():
+                self._loads = fault
+
+    def next_load(self) -> FailLoads | None:
+        """How to fail or delay this load of an adapter; None: load it."""
+        fault = self._loads
+        if not fault.times:
+            return None
+        self._loads = msgspec.structs.replace(fault, times=fault.times - 1)
+        return fault
 
     def next_status(self) -> int | None:
         """The HTTP status to answer this request with; None: serve it."""

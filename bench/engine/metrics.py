@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from prometheus_client.metrics_core import Metric
 
+    from bench.engine.adapters import Adapters
+    from bench.engine.request import Request
     from bench.engine.scheduler import EngineLimits, Scheduler
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -24,7 +27,7 @@ _BETWEEN = (0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0
 class ServerMetrics:
     """Counters and histograms of requests, and a collector that reads the scheduler. Times are engine seconds."""
 
-    def __init__(self, scheduler: Scheduler, limits: EngineLimits, *, model: str, adapters: list[str]) -> None:
+    def __init__(self, scheduler: Scheduler, limits: EngineLimits, *, model: str, adapters: Adapters) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_SchedulerCollector(scheduler, limits, model, adapters))
         names = ["model_name", "engine"]
@@ -53,8 +56,32 @@ class ServerMetrics:
         self._finished.labels(self._model, "0", reason).inc()
 
 
+class Observation:
+    """Times of one answer, in engine seconds, into the metrics."""
+
+    def __init__(self, metrics: ServerMetrics, request: Request, speed: float) -> None:
+        self._metrics = metrics
+        self._request = request
+        self._speed = speed
+        self._clock = asyncio.get_running_loop().time
+        self._began = self._last = self._clock()
+
+    def __enter__(self) -> Callable[[], None]:
+        return self._token_came
+
+    def __exit__(self, *_: object) -> None:
+        self._metrics.finished("length" if self._request.is_done else "abort")
+        self._metrics.whole.observe((self._clock() - self._began) * self._speed)
+
+    def _token_came(self) -> None:
+        now = self._clock()
+        observe = self._metrics.ttft.observe if self._request.produced == 1 else self._metrics.between.observe
+        observe((now - self._last) * self._speed)
+        self._last = now
+
+
 class _SchedulerCollector(Collector):
-    def __init__(self, scheduler: Scheduler, limits: EngineLimits, model: str, adapters: list[str]) -> None:
+    def __init__(self, scheduler: Scheduler, limits: EngineLimits, model: str, adapters: Adapters) -> None:
         self._scheduler = scheduler
         self._limits = limits
         self._labels = [model, "0"]
@@ -84,9 +111,11 @@ class _SchedulerCollector(Collector):
 
         names = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         info = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of the requests in the engine.", labels=names)
-        running = {request.model for request in self._scheduler.running}.intersection(self._adapters)
-        waiting = {request.model for request in self._scheduler.waiting}.intersection(self._adapters)
-        info.add_metric([str(len(self._adapters)), ",".join(sorted(running)), ",".join(sorted(waiting))], self._clock())
+        running = {request.adapter for request in self._scheduler.running if request.adapter}
+        waiting = {request.adapter for request in self._scheduler.waiting if request.adapter}
+        limits = self._adapters.limits
+        most = len(self._adapters.paths) if limits is None else limits.max_loras
+        info.add_metric([str(most), ",".join(sorted(running)), ",".join(sorted(waiting))], self._clock())
         return info
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

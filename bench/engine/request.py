@@ -15,6 +15,7 @@ class Request:
     |---|---|
     | `key` | number that tells requests of one engine or simulation apart |
     | `model` | the name that was asked for, maybe an adapter's |
+    | `adapter` | the LoRA adapter that it needs, empty for none |
     | `answer` | the whole answer, four bytes a token, known from the start |
     | `tokens` | of the prompt and of what has been produced |
     | `produced` | of the answer so far |
@@ -26,11 +27,20 @@ class Request:
     """
 
     def __init__(
-        self, key: int, prompt: bytes, answer: bytes, *, model: str, block_size: int, keeps_text: bool = False
+        self,
+        key: int,
+        prompt: bytes,
+        answer: bytes,
+        *,
+        model: str,
+        block_size: int,
+        keeps_text: bool = False,
+        adapter: str = "",
     ) -> None:
         """``block_size``: tokens of a KV block. ``keeps_text``: blocks keep their text, for KV events."""
         self.key = key
         self.model = model
+        self.adapter = adapter
         self.answer = answer
         self.output_tokens = len(answer) // BYTES_PER_TOKEN
         self.prompt_tokens = count_tokens(prompt)

@@ -24,12 +24,16 @@ if TYPE_CHECKING:
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
-    """vLLM's flags of the same names: requests in a batch, tokens of a step, tokens of a KV block, KV blocks."""
+    """vLLM's flags of the same names: requests in a batch, tokens of a step, tokens of a KV block, KV blocks.
+
+    ``max_loras``: LoRA adapters in a batch, 0 for any number; requests for others wait, and those behind them do not.
+    """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     block_size: int = 16
     num_gpu_blocks: int = 1024
+    max_loras: int = 0
 
 
 class SchedulerCounters(msgspec.Struct):
@@ -151,8 +155,12 @@ class Scheduler:
 
     def _schedule_waiting(self, budget: int) -> list[tuple[Request, int]]:
         parts = []
+        skipped: list[Request] = []
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting[0]
+            if self.limits.max_loras and request.adapter and not self._has_slot(request.adapter):
+                skipped.append(self.waiting.popleft())
+                continue
             # the last token is always computed: the answer begins with its logits
             usable = (request.tokens - 1) // self.limits.block_size
             shared = self.pool.match(request.text.hashes[:usable])
@@ -166,7 +174,13 @@ class Scheduler:
             self._start(request, blocks, cached)
             parts.append((request, count))
             budget -= count
+        self.waiting.extendleft(reversed(skipped))
         return parts
+
+    def _has_slot(self, adapter: str) -> bool:
+        """Whether the batch may use the adapter: it does already, or it uses few enough others."""
+        used = {request.adapter for request in self.running if request.adapter}
+        return adapter in used or len(used) < self.limits.max_loras
 
     def _start(self, request: Request, blocks: list[int], cached: int) -> None:
         request.blocks, request.computed, request.is_running = blocks, cached, True

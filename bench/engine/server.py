@@ -13,6 +13,8 @@ from aiohttp import web
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from bench.engine.adapter_routes import AdapterRoutes
+from bench.engine.adapters import AdapterLimits, Adapters
 from bench.engine.api import (
     ChatRequest,
     CompletionRequest,
@@ -28,7 +30,7 @@ from bench.engine.faults import DropEvents, Fault, FaultPlan, Refuse, Stall
 from bench.engine.formats import ChatFormat, CompletionFormat, Format, ResponsesFormat, error_body
 from bench.engine.hardware import Hardware
 from bench.engine.illness import answer_wrongly
-from bench.engine.metrics import ServerMetrics
+from bench.engine.metrics import Observation, ServerMetrics
 from bench.engine.publisher import KvEventPublisher, KvEventsConfig
 from bench.engine.scheduler import EngineLimits
 from bench.engine.text import count_tokens
@@ -59,6 +61,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     # vLLM sends a stream's headers at once. SGLang and others send them with the first token; until then Envoy may retry.
     headers_first: bool
     events: KvEventsConfig | None = None
+    # of adapters that are loaded at run time; None: there are none but ``adapters``
+    lora: AdapterLimits | None = None
 
 
 class EngineServer:
@@ -75,10 +79,12 @@ class EngineServer:
         self._driver = Driver(
             settings.hardware, settings.limits, speed=settings.speed, seed=settings.seed, publisher=self._publisher
         )
+        self._adapters = Adapters(settings.adapters, settings.lora)
         self._metrics = ServerMetrics(
-            self._driver.scheduler, settings.limits, model=settings.model, adapters=list(settings.adapters)
+            self._driver.scheduler, settings.limits, model=settings.model, adapters=self._adapters
         )
         self._faults = FaultPlan()
+        self._adapter_routes = AdapterRoutes(self._adapters, self._faults, self._driver.read_weights)
         self._site: web.TCPSite | None = None
         self._runner: web.AppRunner | None = None
         self._mends: set[asyncio.Task[None]] = set()
@@ -97,6 +103,7 @@ class EngineServer:
                 web.get("/health", self._health),
                 web.get("/metrics", self._show_metrics),
                 web.post("/faults", self._fault),
+                *self._adapter_routes.routes,
             ]
         )
         # a client that disconnects cancels its handler, and with it the request in the engine
@@ -136,7 +143,9 @@ class EngineServer:
                 return _error(400, str(error), "BadRequestError")
             if (refused := self._refuse(job)) is not None:
                 return refused
-            request = self._driver.new_request(job.prompt, self._answer_length(job), model=job.model)
+            adapter = job.model if job.model in self._adapters else ""
+            await self._driver.read_weights(self._adapters.use(adapter))
+            request = self._driver.new_request(job.prompt, self._answer_length(job), model=job.model, adapter=adapter)
             # identifiers rise in the order in which requests came
             form = new_format(f"{secrets.token_hex(4)}{request.key:08x}", int(_wall_clock()), job.model)
             if job.is_streamed:
@@ -146,7 +155,7 @@ class EngineServer:
         return handle
 
     def _refuse(self, job: Job) -> web.Response | None:
-        if job.model != self._settings.model and job.model not in self._settings.adapters:
+        if job.model != self._settings.model and job.model not in self._adapters:
             return _error(404, f"The model `{job.model}` does not exist.", "NotFoundError", param="model")
         tokens = count_tokens(job.prompt) + 1
         longest = self._settings.max_model_len
@@ -192,8 +201,8 @@ class EngineServer:
                     break
         return web.Response(body=form.whole(request), content_type="application/json")
 
-    def _observed(self, request: Request) -> _Observation:
-        return _Observation(self._metrics, request, self._settings.speed)
+    def _observed(self, request: Request) -> Observation:
+        return Observation(self._metrics, request, self._settings.speed)
 
     async def _embed(self, http: web.Request) -> web.Response:
         """Vectors of the texts' first bytes: equal texts have equal vectors. Costs a prefill and one token."""
@@ -221,7 +230,7 @@ class EngineServer:
     async def _list_models(self, _: web.Request) -> web.Response:
         base = {"object": "model", "created": 0, "owned_by": "vllm", "max_model_len": self._settings.max_model_len}
         models = [{**base, "id": self._settings.model, "parent": None}]
-        models.extend({**base, "id": name, "parent": self._settings.model} for name in self._settings.adapters)
+        models.extend({**base, "id": name, "parent": self._settings.model} for name in self._adapters.paths)
         return web.json_response({"object": "list", "data": models})
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -234,7 +243,7 @@ class EngineServer:
         try:
             fault = msgspec.json.decode(await http.read(), type=Fault)
         except msgspec.DecodeError as error:
-            message = f"{error}; faults are refuse, stall, cut, unavailable, ill and drop-events"
+            message = f"{error}; faults are refuse, stall, cut, unavailable, ill, drop-events and fail-loads"
             return _error(400, message, "BadRequestError")
         if isinstance(fault, Stall):
             self._driver.stall(fault.for_s)
@@ -254,30 +263,6 @@ class EngineServer:
     async def _listen_again(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
         await self._listen()
-
-
-class _Observation:
-    """Times of one answer, in engine seconds, into the metrics."""
-
-    def __init__(self, metrics: ServerMetrics, request: Request, speed: float) -> None:
-        self._metrics = metrics
-        self._request = request
-        self._speed = speed
-        self._clock = asyncio.get_running_loop().time
-        self._began = self._last = self._clock()
-
-    def __enter__(self) -> Callable[[], None]:
-        return self._token_came
-
-    def __exit__(self, *_: object) -> None:
-        self._metrics.finished("length" if self._request.is_done else "abort")
-        self._metrics.whole.observe((self._clock() - self._began) * self._speed)
-
-    def _token_came(self) -> None:
-        now = self._clock()
-        observe = self._metrics.ttft.observe if self._request.produced == 1 else self._metrics.between.observe
-        observe((now - self._last) * self._speed)
-        self._last = now
 
 
 def _error(status: int, message: str, kind: str, *, param: str | None = None) -> web.Response:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +18,7 @@ from controller.gateway.compile.sources import source_of
 from controller.resources.autoscaling import AutoscalingPolicy, AutoscalingPolicyBinding
 from controller.resources.model import Model
 from controller.resources.model_infer import ModelInfer
+from controller.resources.model_infer_mistakes import mistakes
 from extproc.config.quantities import decode_quantity
 
 if TYPE_CHECKING:
@@ -74,6 +76,8 @@ def _mistakes(review: Review, thing: Object, known: Known, check_picker: PickerC
         yield f"names that begin with '{PREFIX}' stand for InferencePools; use another name"
     if kind == "ModelRoute":
         yield from _repeated_names(thing)
+    if kind == "ModelInfer":
+        yield from _impossible(thing)
     if kind == "AutoscalingPolicyBinding":
         yield from _second_owners(review.key, review.namespace, thing, known)
 
@@ -85,6 +89,14 @@ def _wrong_shape(thing: Object, cls: type) -> Iterator[str]:
         msgspec.convert({"metadata": {"name": "x"}, "spec": thing.get("spec") or {}}, cls, dec_hook=decode_quantity)
     except (msgspec.ValidationError, ValueError) as error:
         yield f"the object has a mistake: {error}"
+
+
+def _impossible(thing: Object) -> Iterator[str]:
+    """Nothing of a ModelInfer with another shape: that is told already."""
+    metadata = {"name": thing["metadata"].get("name", "generated")}
+    with contextlib.suppress(msgspec.ValidationError, ValueError):
+        document = {"metadata": metadata, "spec": thing.get("spec") or {}}
+        yield from mistakes(msgspec.convert(document, ModelInfer, dec_hook=decode_quantity))
 
 
 def _repeated_names(route: Object) -> Iterator[str]:

@@ -20,12 +20,13 @@ from extproc.core.dispatch import Dispatcher, constraints_of, prompt_of
 from extproc.core.effects import Effect, Tell
 from extproc.core.entering import EnteringRequests
 from extproc.core.explanation import explain
-from extproc.core.feedback import take_report
+from extproc.core.feedback import take_change, take_report
 from extproc.core.intake import Intake
 from extproc.core.level_exchange import LevelExchange
+from extproc.core.loading import LoadingRequests
 from extproc.core.loads import loads_of
 from extproc.core.mirror import Mirror
-from extproc.core.peer_events import Alive, AskLevels, Ended, EngineSaid, Learned, Levels, Spent
+from extproc.core.peer_events import AdapterChanged, Alive, AskLevels, Ended, EngineSaid, Learned, Levels, Spent
 from extproc.core.record import Record
 from extproc.core.running import RunningRequests
 from extproc.core.states import Event, IllegalEvent, State, is_legal
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from extproc.core.entering import Answer, Own
     from extproc.core.explanation import Explanation
     from extproc.core.peer_events import EventBatch
-    from extproc.core.types import Arrival, Attachment, Outcome
+    from extproc.core.types import Arrival, Attachment, LoadResult, Outcome
     from extproc.scheduling.pickers import MadePicker, MakePicker
 
 
@@ -85,9 +86,10 @@ class Core:
         self.levels = LevelExchange(self.admission.limits, machine=machine, origin=ticket_prefix)
         self._records: dict[str, Record] = {}
         dispatcher = Dispatcher(self._records, self._accounts, rng=rng, has_peers=machine is not None)
-        self._waiting = WaitingRequests(self._records, self.admission, dispatcher)
+        self._loading = LoadingRequests(self._records, dispatcher, has_peers=machine is not None)
+        self._waiting = WaitingRequests(self._records, self.admission, self._loading, dispatcher)
         self._entering = EnteringRequests(
-            self.admission, self._accounts, self._waiting, dispatcher, pools=lambda: self.pools
+            self.admission, self._accounts, self._waiting, self._loading, dispatcher, pools=lambda: self.pools
         )
         self._running = RunningRequests(self._records, self._accounts, has_peers=machine is not None)
         self.apply(snapshot, 0.0)
@@ -108,7 +110,7 @@ class Core:
             if known is not None and (known.spec is not server.spec or known.picker is not picker):
                 known.update(server.spec, picker)
             pools[name] = known or Pool(name, server.spec, picker)
-            pools[name].adapters = routing.adapters_of(name)
+            pools[name].name_adapters(routing.adapters_of(name))
         gates, out = self.admission.gates, list[Effect]()
         self.pools, self.snapshot, self._pickers = pools, snapshot, pickers
         self.admission.apply(snapshot, pools)
@@ -123,6 +125,7 @@ class Core:
         self.asks_origin = bool(snapshot.http_routes or snapshot.gateway.listeners)
         who_may = WhoMay(access, identities, routing)
         self.intake = Intake(routing, identities, isolation, who_may, pools, self.admission, self._rng)
+        self._loading.move(pools, now, out)
         self._waiting.move(gates, pools, now, out)
         self._waiting.wake(now, out)
         return out
@@ -165,7 +168,15 @@ class Core:
     def tick(self, now: float) -> list[Effect]:
         """Held requests that can go are sent, and those that have waited too long are refused."""
         out = list[Effect]()
+        for record in self._loading.tick(now, out):
+            self._entering.loaded(record, now, out)
         self._waiting.tick(now, out)
+        return out
+
+    def take_load(self, result: LoadResult, now: float) -> list[Effect]:
+        """A load that was asked for has ended."""
+        out = list[Effect]()
+        self._loading.ended(result, self.pools.get(result.server), now, out)
         return out
 
     def leave(self, ticket: str, now: float) -> list[Effect]:
@@ -227,6 +238,8 @@ class Core:
                     take_report(self.pools, event, now)
                 case Alive():
                     self._finish_elsewhere(self.mirror.lost(origin, event.running), now, out)
+                case AdapterChanged():
+                    take_change(self.pools, event, now)
                 case Spent() | AskLevels() | Levels():
                     self.levels.hear(event, origin, now, out)
         self._waiting.wake(now, out)

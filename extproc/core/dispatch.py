@@ -112,9 +112,12 @@ class Dispatcher:
             declines_usage=request.declines_usage,
             input_estimate=None if record.limited is None else pool.input_estimates.of(arrival.caller.tenant),
         )
+        waited_s = 0.0
         if gate is not None and queued is not None:
-            run.waited_s = now - queued.arrived_at_s
+            waited_s = run.waited_s = now - queued.arrived_at_s
             _charge(run, gate, queued, gate.service(run.reserved, assignment.cached_tokens), now)
+        if record.loading_s:
+            run.waited_s = waited_s + record.loading_s
         self.put(record, State.RUNNING)
         # an outcome may take hours, or never come: the prompt is not kept that long
         record.arrival, record.tokens = None, None
@@ -129,7 +132,8 @@ class Dispatcher:
             explanation=explanation,
             queued=queued,
             was_held=was_held,
-            waited_s=run.waited_s,
+            waited_s=waited_s,
+            adapter_wait_s=record.loading_s,
             grants=record.grants,
             adds_usage=adds_usage,
         )
@@ -208,6 +212,7 @@ def _started(record: Record, run: Run) -> RequestStarted:
         priority=0 if queued is None else queued.priority,
         service=run.charged,
         answers=run.answers,
+        adapter=assignment.adapter,
     )
 
 

@@ -11,7 +11,7 @@ from extproc.admission.limits import Charge, Grant, Usage
 from extproc.admission.queued_request import QueuedRequest
 from extproc.core.explanation import Explanation
 from extproc.core.peer_events import PeerEvent
-from extproc.core.types import Arrival, Outcome
+from extproc.core.types import Arrival, LoadResult, Outcome
 from extproc.endpoints.health import Failure
 from extproc.errors import Refusal
 from extproc.scheduling.pool import Assignment
@@ -21,7 +21,8 @@ class Decision(msgspec.Struct, frozen=True):
     """Answer: the request goes to these endpoints.
 
     ``body``: what to send instead of the client's body, None to send that. ``queued``: its entry in its server's queue,
-    None without flow control. ``was_held``: it waited there, for ``waited_s``. ``adds_usage``: we asked the engine for
+    None without flow control, where it waited for ``waited_s``. ``was_held``: it waited there, or for its adapter for
+    ``adapter_wait_s``. ``adds_usage``: we asked the engine for
     usage that the client did not ask for, so the client must not see it.
     """
 
@@ -33,12 +34,13 @@ class Decision(msgspec.Struct, frozen=True):
     queued: QueuedRequest | None = None
     was_held: bool = False
     waited_s: float = 0.0
+    adapter_wait_s: float = 0.0
     grants: tuple[Grant, ...] = ()
     adds_usage: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """Answer: the request is refused. ``was_held``: it waited in its server's queue before."""
+    """Answer: the request is refused. ``was_held``: it waited in its server's queue, or for its adapter."""
 
     ticket: str
     refusal: Refusal
@@ -68,6 +70,36 @@ class Hold(msgspec.Struct, frozen=True):
 
     ticket: str
     longest_s: float
+
+
+class AwaitAdapter(msgspec.Struct, frozen=True):
+    """The request waits for its adapter, and then maybe in the queue; a Decision or Refused with its ticket comes after
+    ``longest_s`` at most.
+    """
+
+    ticket: str
+    adapter: str
+    longest_s: float
+
+
+class LoadAdapter(msgspec.Struct, frozen=True):
+    """Have the engine at ``address`` load an adapter, then ``take_load`` with a LoadResult.
+
+    ``source``: where its weights are. ``unload``: the adapter that is unloaded first. ``timeout_s``: for all of it.
+    """
+
+    server: str
+    address: str
+    adapter: str
+    source: str
+    unload: str | None
+    timeout_s: float
+
+
+class LoadEnded(msgspec.Struct, frozen=True):
+    """A load has ended, well or not."""
+
+    result: LoadResult
 
 
 class Left(msgspec.Struct, frozen=True):
@@ -134,12 +166,15 @@ class WakeAt(msgspec.Struct, frozen=True):
 
 
 # What a request may have to wait for after ``arrive`` or ``resume``.
-Pending = AskLimits | AskTokens | Hold
+Pending = AskLimits | AskTokens | AwaitAdapter | Hold
 Effect = (
     Decision
     | Refused
     | AskLimits
     | AskTokens
+    | AwaitAdapter
+    | LoadAdapter
+    | LoadEnded
     | Hold
     | Left
     | SettleGrant

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from extproc.admission.limits import Grant, StoreAway, unavailable
 from extproc.core.admission_controller import usage_to_reserve
 from extproc.core.dispatch import prompt_of
-from extproc.core.effects import AskLimits, AskTokens, Decision, Effect, Hold, Left, Refused
-from extproc.core.states import IllegalEvent, State
+from extproc.core.effects import AskLimits, AskTokens, AwaitAdapter, Decision, Effect, Hold, Left, Refused
+from extproc.core.states import Event, IllegalEvent, State, is_legal
 from extproc.core.waiting import WaitingRequests, no_longer_served
 from extproc.errors import InternalError, Refusal
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from extproc.core.accounts import Accounts
     from extproc.core.admission_controller import AdmissionController
     from extproc.core.dispatch import Dispatcher
+    from extproc.core.loading import LoadingRequests
     from extproc.core.record import Record
     from extproc.core.types import Arrival
     from extproc.scheduling.pool import Pool
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 # What a shell may resume a request with: what was asked for, or None if it cannot be had.
 Answer = Grant | Refusal | StoreAway | Sequence[int] | None
 # What each step says of the request itself.
-Own = Decision | Refused | AskLimits | AskTokens | Hold
+Own = Decision | Refused | AskLimits | AskTokens | AwaitAdapter | Hold
 
 
 class EnteringRequests:
@@ -39,6 +40,7 @@ class EnteringRequests:
         admission: AdmissionController,
         accounts: Accounts,
         waiting: WaitingRequests,
+        loading: LoadingRequests,
         dispatcher: Dispatcher,
         *,
         pools: Callable[[], Mapping[str, Pool]],
@@ -47,6 +49,7 @@ class EnteringRequests:
         self._admission = admission
         self._accounts = accounts
         self._waiting = waiting
+        self._loading = loading
         self._dispatcher = dispatcher
         self._pools = pools
 
@@ -81,16 +84,33 @@ class EnteringRequests:
             return self._enter(record, arrival, now, out)
         raise IllegalEvent(type(answer).__name__, record.state.name, f"request {record.ticket}")
 
-    def fail(self, record: Record, error: Exception, now: float, out: list[Effect]) -> Refused:
+    def loaded(self, record: Record, now: float, out: list[Effect]) -> None:
+        """An engine has its adapter: the request goes there, or to the queue."""
+        is_legal(record.state, Event.LOADED, record.ticket)
+        record.loading_s += now - record.loading_since_s
+        try:
+            own = self._pass_gate(record, record.arrived, now, out, was_held=True)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others of its group go on
+            own = self.fail(record, error, now, out, was_held=True)
+        if not isinstance(own, Hold):
+            # a stream that is held already waits on
+            out.append(own)
+
+    def fail(
+        self, record: Record, error: Exception, now: float, out: list[Effect], *, was_held: bool = False
+    ) -> Refused:
         """Our own code has failed: the request is refused, and nothing of it remains."""
+        self._loading.withdraw(record)
         self._waiting.withdraw(record)
-        return self._dispatcher.refuse(record, InternalError(error), now, out)
+        return self._dispatcher.refuse(record, InternalError(error), now, out, was_held=was_held)
 
     def withdraw(self, record: Record, now: float, out: list[Effect]) -> None:
         """Its client went away while it waited for something."""
         if record.state is State.QUEUED and record.queued is not None:
             self._waiting.withdraw(record)
             out.append(Left(record.ticket, record.arrived.pool.name, record.queued))
+        elif record.state is State.LOADING:
+            self._loading.withdraw(record)
         self._dispatcher.drop(record, now, out)
 
     def _granted(
@@ -132,24 +152,52 @@ class EnteringRequests:
         return AskTokens(record.ticket, arrival)
 
     def _enter(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
-        gate, pool = self._admission.gates.get(arrival.pool.name), arrival.pool
-        if self._pools().get(pool.name) is not pool:
-            # the configuration changed while the request waited for its limits or tokens
-            return self._dispatcher.refuse(record, no_longer_served(pool.name), now, out)
+        slots, pool = arrival.pool.slots, arrival.pool
+        if slots is not None and self._is_served(pool):
+            try:
+                if self._loading.admit(record, arrival, slots, now, out):
+                    return AwaitAdapter(record.ticket, arrival.destination.model, self._longest_wait_s(pool))
+            except Refusal as refusal:
+                return self._dispatcher.refuse(record, refusal, now, out)
+        return self._pass_gate(record, arrival, now, out)
+
+    def _pass_gate(
+        self, record: Record, arrival: Arrival, now: float, out: list[Effect], *, was_held: bool = False
+    ) -> Decision | Refused | Hold:
+        gate, pool, dispatcher = self._admission.gates.get(arrival.pool.name), arrival.pool, self._dispatcher
+        if not self._is_served(pool):
+            # the configuration changed while the request waited for its limits, tokens or adapter
+            return dispatcher.refuse(record, no_longer_served(pool.name), now, out, was_held=was_held)
         if gate is None:
-            return self._dispatcher.dispatch(record, arrival, now, out)
+            return dispatcher.dispatch(record, arrival, now, out, was_held=was_held)
         expectation = pool.expect(prompt_of(arrival, record.tokens), now)
         queued = self._admission.queue_entry(record.ticket, arrival, record.attachment, expectation, now)
         record.queued = queued
         try:
             with_room = gate.pass_through(queued, now)
             if with_room is not None:
-                return self._dispatcher.dispatch(
-                    record, arrival, now, out, gate=gate, with_room=with_room, expectation=expectation
+                return dispatcher.dispatch(
+                    record,
+                    arrival,
+                    now,
+                    out,
+                    gate=gate,
+                    with_room=with_room,
+                    expectation=expectation,
+                    was_held=was_held,
                 )
             self._waiting.enter(record, gate, now, out)
         except Refusal as refusal:
-            return self._dispatcher.refuse(record, refusal, now, out)
-        self._dispatcher.put(record, State.QUEUED)
+            return dispatcher.refuse(record, refusal, now, out, was_held=was_held)
+        dispatcher.put(record, State.QUEUED)
         self._waiting.wake(now, out)
         return Hold(record.ticket, gate.control.longest_wait_s)
+
+    def _is_served(self, pool: Pool) -> bool:
+        return self._pools().get(pool.name) is pool
+
+    def _longest_wait_s(self, pool: Pool) -> float:
+        """For an adapter, and in the queue after that."""
+        gate, loading = self._admission.gates.get(pool.name), pool.spec.adapter_loading
+        in_queue_s = 0.0 if gate is None else gate.control.longest_wait_s
+        return in_queue_s + (0.0 if loading is None else float(loading.timeout))

@@ -18,7 +18,7 @@ from extproc.prefix.turns import Turn
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from extproc.core.peer_events import EngineSaid
+    from extproc.core.peer_events import AdapterChanged, EngineSaid
     from extproc.core.record import Run
     from extproc.core.types import Outcome
     from extproc.scheduling.pool import Pool
@@ -40,14 +40,25 @@ def take_report(pools: Mapping[str, Pool], event: EngineSaid, now: float) -> Non
     if pool is None or row is None:
         return
     if event.models is not None:
-        pool.table.set_loras(row, msgspec.structs.replace(pool.table.loras[row], served=event.models))
+        models = event.models if pool.slots is None else pool.slots.corrected(row, event.models, now)
+        pool.table.set_loras(row, msgspec.structs.replace(pool.table.loras[row], served=models))
         return
     apply_report(pool.table, row, event.state, now)
     if event.has_restarted:
         pool.caches.cache_lost(row)
+        if pool.slots is not None:
+            pool.slots.restarted(row)
     if event.cache is not None:
         pool.caches.set_cache_config(row, event.cache)
         pool.table.kv_capacity_tokens[row] = event.cache.total_tokens
+
+
+def take_change(pools: Mapping[str, Pool], event: AdapterChanged, now: float) -> None:
+    """Another process has changed which adapters an engine has."""
+    pool = pools.get(event.server)
+    row = pool.table.row_of(event.address) if pool is not None else None
+    if pool is not None and row is not None and pool.slots is not None and event.adapter in pool.slots.sources:
+        pool.slots.change(row, event.adapter, event.change, now, is_ours=False)
 
 
 def learn(run: Run, outcome: Outcome, now: float, *, is_ours: bool, has_limits: bool) -> None:
@@ -70,6 +81,15 @@ def learn(run: Run, outcome: Outcome, now: float, *, is_ours: bool, has_limits: 
     if outcome.served == run.assignment.endpoint.address:
         _learn_rate(run, outcome)
         _learn_prefix(run, outcome)
+
+
+def lost_adapter(run: Run, outcome: Outcome, now: float) -> None:
+    """An engine that answers 404 has the request's adapter no more: it has restarted, or somebody else unloaded it."""
+    slots, row, adapter = run.pool.slots, run.pool.table.row_of(outcome.served), run.assignment.adapter
+    if slots is None or row is None or adapter is None or outcome.status != 404:
+        return
+    if run.sent_at_s >= slots.loaded_at_s(row, adapter):
+        slots.change(row, adapter, "gone", now, is_ours=True)
 
 
 def _learn_endpoint(run: Run, outcome: Outcome, now: float) -> None:

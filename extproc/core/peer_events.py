@@ -16,6 +16,7 @@ import msgspec
 from extproc.admission.buckets import Limit
 from extproc.admission.local_limits import BucketLevel
 from extproc.core.types import Outcome
+from extproc.endpoints.adapter_slots import Change
 from extproc.endpoints.engine_reports import CacheConfig, EngineReport
 from extproc.scheduling.request_started import RequestStarted
 
@@ -75,7 +76,16 @@ class Levels(msgspec.Struct, frozen=True, array_like=True, tag="v"):
     levels: list[BucketLevel]
 
 
-PeerEvent = RequestStarted | Ended | Learned | EngineSaid | Alive | Spent | AskLevels | Levels
+class AdapterChanged(msgspec.Struct, frozen=True, array_like=True, tag="d"):
+    """A process loads, closes or unloads an adapter at an engine."""
+
+    server: str
+    address: str
+    adapter: str
+    change: Change
+
+
+PeerEvent = RequestStarted | Ended | Learned | EngineSaid | Alive | Spent | AskLevels | Levels | AdapterChanged
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):

@@ -58,6 +58,7 @@ class Record(msgspec.Struct):
     """One request. ``origin``: the process that decides it, OURS for this one.
 
     ``arrival``: until it is sent to an engine; ``run``: from then on. ``queued``: how it stands, or stood, in its server's queue.
+    ``loading_since_s``: since when it waits for its adapter, ``loading_s``: how long it did before.
     ``charges``: of the limits that all machines share. ``limited``: the tokens that its limits were asked for, if it has any.
     """
 
@@ -73,6 +74,8 @@ class Record(msgspec.Struct):
     grants: tuple[Grant, ...] = ()
     queued: QueuedRequest | None = None
     run: Run | None = None
+    loading_since_s: float = 0.0
+    loading_s: float = 0.0
 
     @property
     def arrived(self) -> Arrival:

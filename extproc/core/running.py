@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.core.dispatch import repeat
 from extproc.core.effects import Effect, Fault, Settled, Tell
-from extproc.core.feedback import learn, usage_of
+from extproc.core.feedback import learn, lost_adapter, usage_of
 from extproc.core.health_feedback import judge
 from extproc.core.peer_events import Ended
 from extproc.core.states import Event, State, is_legal
@@ -74,6 +74,8 @@ class RunningRequests:
         try:
             judge(run, outcome, now, out)
             learn(run, outcome, now, is_ours=record.is_ours, has_limits=bool(record.grants))
+            if run.assignment.adapter is not None:
+                lost_adapter(run, outcome, now)
         except Exception as error:  # noqa: BLE001 - what is learned is an estimate; what was granted must be settled
             out.append(Fault("an outcome could not be learned from", error))
         service = 0.0

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The states of a request and the events that are legal in each, as one table.
 
-    ABSENT ───▶ ASKING_LIMITS ───▶ ASKING_TOKENS ───▶ QUEUED ───▶ RUNNING ───▶ ENDED ───▶ ABSENT
-                                                                     └────▶ SETTLED ───▶ ABSENT
+    ABSENT ───▶ ASKING_LIMITS ───▶ ASKING_TOKENS ───▶ LOADING ───▶ QUEUED ───▶ RUNNING ───▶ ENDED ───▶ ABSENT
+                                                                                  └────▶ SETTLED ───▶ ABSENT
 
-Any of the first three may be skipped, and a refusal ends them. A running request has two ends, in any order: its
-stream closes (FINISHED), and its outcome becomes known (OUTCOME).
+Any of the first four may be skipped, and a refusal ends them. A queued request whose turn comes when its adapter is gone
+waits for it again. A running request has two ends, in any order: its stream closes (FINISHED), and its outcome becomes
+known (OUTCOME).
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ class State(enum.IntEnum):
     ABSENT = 0
     ASKING_LIMITS = 1
     ASKING_TOKENS = 2
-    QUEUED = 3
+    # its adapter is being loaded, or waits for room at an engine
+    LOADING = 3
+    QUEUED = 4
     # sent to an engine, and its stream is open
-    RUNNING = 4
+    RUNNING = 5
     # the same, and its outcome is known
-    SETTLED = 5
+    SETTLED = 6
     # its stream is closed, and its outcome is not known yet
-    ENDED = 6
+    ENDED = 7
 
 
 class Event(enum.IntEnum):
@@ -48,6 +51,8 @@ class Event(enum.IntEnum):
     OUTCOME = 7
     # its outcome does not come: too many have ended since
     FORGOTTEN = 8
+    # an engine has its adapter
+    LOADED = 9
 
 
 class IllegalEvent(Exception):
@@ -64,7 +69,7 @@ ILLEGAL: Final = None
 
 Successors = frozenset[State] | None
 
-_ABSENT, _LIMITS, _TOKENS, _QUEUED, _RUNNING, _SETTLED, _ENDED = State
+_ABSENT, _LIMITS, _TOKENS, _LOADING, _QUEUED, _RUNNING, _SETTLED, _ENDED = State
 _GONE: Final = frozenset({_ABSENT})
 
 
@@ -75,7 +80,7 @@ def _to(*states: State) -> frozenset[State]:
 # fmt: off
 TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
     _ABSENT: {
-        Event.ARRIVED: _to(_LIMITS, _TOKENS, _QUEUED, _RUNNING, _ABSENT),
+        Event.ARRIVED: _to(_LIMITS, _TOKENS, _LOADING, _QUEUED, _RUNNING, _ABSENT),
         Event.STARTED_ELSEWHERE: _to(_RUNNING, _ABSENT),
         Event.ANSWERED: IGNORED,    # its client went away meanwhile; what was granted is given back
         Event.DISPATCHED: ILLEGAL,
@@ -84,39 +89,55 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.FINISHED: IGNORED,    # the other processes' ends come more than once
         Event.OUTCOME: IGNORED,     # and so do outcomes
         Event.FORGOTTEN: ILLEGAL,
+        Event.LOADED: ILLEGAL,
     },
     _LIMITS: {
         Event.ARRIVED: ILLEGAL,
         Event.STARTED_ELSEWHERE: IGNORED,
-        Event.ANSWERED: _to(_TOKENS, _QUEUED, _RUNNING, _ABSENT),
+        Event.ANSWERED: _to(_TOKENS, _LOADING, _QUEUED, _RUNNING, _ABSENT),
         Event.DISPATCHED: ILLEGAL,
         Event.GIVEN_UP: ILLEGAL,
         Event.LEFT: _GONE,
         Event.FINISHED: _GONE,
         Event.OUTCOME: IGNORED,
         Event.FORGOTTEN: ILLEGAL,
+        Event.LOADED: ILLEGAL,
     },
     _TOKENS: {
         Event.ARRIVED: ILLEGAL,
         Event.STARTED_ELSEWHERE: IGNORED,
-        Event.ANSWERED: _to(_QUEUED, _RUNNING, _ABSENT),
+        Event.ANSWERED: _to(_LOADING, _QUEUED, _RUNNING, _ABSENT),
         Event.DISPATCHED: ILLEGAL,
         Event.GIVEN_UP: ILLEGAL,
         Event.LEFT: _GONE,
         Event.FINISHED: _GONE,
         Event.OUTCOME: IGNORED,
         Event.FORGOTTEN: ILLEGAL,
+        Event.LOADED: ILLEGAL,
     },
-    _QUEUED: {
+    _LOADING: {
         Event.ARRIVED: ILLEGAL,
         Event.STARTED_ELSEWHERE: IGNORED,
         Event.ANSWERED: ILLEGAL,
-        Event.DISPATCHED: _to(_RUNNING, _ABSENT),
+        Event.DISPATCHED: ILLEGAL,
         Event.GIVEN_UP: _GONE,
         Event.LEFT: _GONE,
         Event.FINISHED: _GONE,
         Event.OUTCOME: IGNORED,
         Event.FORGOTTEN: ILLEGAL,
+        Event.LOADED: _to(_QUEUED, _RUNNING, _ABSENT),
+    },
+    _QUEUED: {
+        Event.ARRIVED: ILLEGAL,
+        Event.STARTED_ELSEWHERE: IGNORED,
+        Event.ANSWERED: ILLEGAL,
+        Event.DISPATCHED: _to(_RUNNING, _LOADING, _ABSENT),
+        Event.GIVEN_UP: _GONE,
+        Event.LEFT: _GONE,
+        Event.FINISHED: _GONE,
+        Event.OUTCOME: IGNORED,
+        Event.FORGOTTEN: ILLEGAL,
+        Event.LOADED: ILLEGAL,
     },
     _RUNNING: {
         Event.ARRIVED: ILLEGAL,
@@ -128,6 +149,7 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.FINISHED: _to(_ENDED),
         Event.OUTCOME: _to(_SETTLED),
         Event.FORGOTTEN: ILLEGAL,
+        Event.LOADED: ILLEGAL,
     },
     _SETTLED: {
         Event.ARRIVED: ILLEGAL,
@@ -139,6 +161,7 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.FINISHED: _GONE,
         Event.OUTCOME: IGNORED,
         Event.FORGOTTEN: ILLEGAL,
+        Event.LOADED: ILLEGAL,
     },
     _ENDED: {
         Event.ARRIVED: ILLEGAL,
@@ -150,6 +173,7 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.FINISHED: IGNORED,
         Event.OUTCOME: _GONE,
         Event.FORGOTTEN: _GONE,
+        Event.LOADED: ILLEGAL,
     },
 }
 # fmt: on

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Final
@@ -86,6 +87,35 @@ class Arrival(msgspec.Struct, frozen=True):
     def tenant(self) -> str:
         """The name under which it is counted."""
         return self.caller.flow or self.caller.tenant
+
+
+class LoadProblem(enum.Enum):
+    """Why an engine did not load an adapter.
+
+    BUSY: all of its slots are in use. BROKEN: it cannot use these weights, or finds none. UNREACHABLE: it, or its agent, did
+    not answer in time, or has nothing to load adapters with.
+    """
+
+    BUSY = "busy"
+    BROKEN = "broken"
+    UNREACHABLE = "unreachable"
+
+
+class LoadResult(msgspec.Struct, frozen=True):
+    """What became of a load that the core asked for.
+
+    ``problem``: None if the engine has the adapter now. ``message``: what it said, for the log. ``was_there``: it had it
+    before. ``unloaded``: all that it has no more, the one that was to make room included.
+    """
+
+    server: str
+    address: str
+    adapter: str
+    problem: LoadProblem | None = None
+    message: str = ""
+    was_there: bool = False
+    unloaded: tuple[str, ...] = ()
+    duration_s: float = 0.0
 
 
 class Outcome(msgspec.Struct, frozen=True):

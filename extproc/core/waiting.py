@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from extproc.admission.queued_request import QueuedRequest
     from extproc.core.admission_controller import AdmissionController
     from extproc.core.dispatch import Dispatcher
+    from extproc.core.loading import LoadingRequests
     from extproc.core.record import Record
     from extproc.endpoints.table import Bools
     from extproc.scheduling.pool import Pool
@@ -34,16 +35,23 @@ def no_longer_served(server: str) -> NoEndpoint:
 class WaitingRequests:
     """Records in state QUEUED. The queues of the gates hold their tickets."""
 
-    def __init__(self, records: Mapping[str, Record], admission: AdmissionController, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self,
+        records: Mapping[str, Record],
+        admission: AdmissionController,
+        loading: LoadingRequests,
+        dispatcher: Dispatcher,
+    ) -> None:
         self._records = records
         self._admission = admission
+        self._loading = loading
         self._dispatcher = dispatcher
         # tickets whose gate is gone: they go at the next tick
         self._freed: deque[str] = deque()
 
     def wake(self, now: float, out: list[Effect]) -> None:
-        """Something has changed that may let a held request go."""
-        if self._freed or any(len(gate.queue) for gate in self._admission.gates.values()):
+        """Something has changed that may let a held request go, or one that waits for its adapter."""
+        if self._loading.is_waiting or self._freed or any(len(gate.queue) for gate in self._admission.gates.values()):
             out.append(WakeAt(now))
 
     def enter(self, record: Record, gate: Gate, now: float, out: list[Effect]) -> None:
@@ -106,6 +114,15 @@ class WaitingRequests:
         record = self._records[ticket]
         is_legal(record.state, Event.DISPATCHED, ticket)
         arrival = record.arrived
+        slots = arrival.pool.slots
+        if slots is not None:
+            try:
+                if self._loading.admit(record, arrival, slots, now, out):
+                    # its adapter has gone meanwhile
+                    return
+            except Refusal as refusal:
+                out.append(self._dispatcher.refuse(record, refusal, now, out, was_held=True))
+                return
         gate = self._admission.gates.get(arrival.pool.name)
         out.append(self._dispatcher.dispatch(record, arrival, now, out, gate=gate, with_room=with_room, was_held=True))
 

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from extproc.config.snapshot import Snapshot
+    from extproc.core.effects import LoadAdapter
+    from extproc.feeds.adapters import AdapterLoader
     from extproc.runtime.settings import Settings
 
 
@@ -106,7 +108,10 @@ class App:
             tokenizers=self._tokenizers,
             limits=self._limits,
             tell=self._peers.tell,
+            load=self._load,
         )
+        self._loader: AdapterLoader | None = None
+        self._access = access
         self._feed = DirectoryFeed(
             settings.config, core, metrics, settle_s=settings.settle_s, apply=self._apply, clock=clock
         )
@@ -129,6 +134,14 @@ class App:
             answer_to=performer.answer_to,
         )
         self._health_port = HealthPort(self._server.health)
+
+    def _load(self, ask: LoadAdapter) -> None:
+        """Have an engine load an adapter; the HTTP client comes with the first of them."""
+        if self._loader is None:
+            from extproc.feeds.adapters import AdapterLoader  # noqa: PLC0415 - as the pages' HTTP library
+
+            self._loader = AdapterLoader(self._core, self._access, clock=self._clock, deliver=self._performer.take_load)
+        self._loader.start(ask)
 
     def _apply(self, snapshot: Snapshot) -> None:
         self._performer.apply(snapshot)
@@ -185,6 +198,8 @@ class App:
             if self._saved is not None:
                 self._saved.save()
             await self._tokenizers.close()
+            if self._loader is not None:
+                await self._loader.close()
             if self._log_file is not None:
                 self._log_file.close()
             await self._health_port.stop()

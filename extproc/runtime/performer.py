@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Final
 
 from extproc.core.effects import (
     AskLimits,
     AskTokens,
+    AwaitAdapter,
     Decision,
     Fault,
     HealthChanged,
     Hold,
+    LoadAdapter,
+    LoadEnded,
     Owe,
     Refused,
     Settled,
@@ -21,6 +25,7 @@ from extproc.core.effects import (
     Tell,
     WakeAt,
 )
+from extproc.core.types import LoadProblem
 from extproc.endpoints.health import ADVICE
 from extproc.errors import InternalError
 from extproc.streams.failures import FailureLog
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     from extproc.core.effects import Effect, Pending
     from extproc.core.entering import Answer
     from extproc.core.peer_events import EngineSaid, EventBatch, PeerEvent
+    from extproc.core.types import LoadResult
     from extproc.feeds.redis_limits import RedisLimits
     from extproc.feeds.tokens import Tokenizers
     from extproc.metrics.registry import Metrics
@@ -52,20 +58,25 @@ class Performer:
         tokenizers: Tokenizers,
         limits: RedisLimits | None,
         tell: Callable[[PeerEvent], None],
+        load: Callable[[LoadAdapter], None],
     ) -> None:
-        """``limits``: the store of global limits, if there is one. ``tell``: takes events for the other processes."""
+        """``limits``: the store of global limits, if there is one. ``tell``: takes events for the other processes.
+        ``load``: starts a load, of which ``take_load`` gets the result.
+        """
         self._core = core
         self._metrics = metrics
         self._clock = clock
         self._tokenizers = tokenizers
         self._limits = limits
         self._tell = tell
+        self._load = load
         self._failures = FailureLog(log)
         self._loop = asyncio.get_running_loop()
         # held requests by ticket
         self._waits: dict[str, asyncio.Future[Decision | Refused]] = {}
         self._soon: asyncio.Handle | None = None
         self._later: asyncio.TimerHandle | None = None
+        self._later_at_s = math.inf
 
     def perform(self, effects: list[Effect]) -> None:
         """Perform all effects. A request that was not held gets its Decision or Refused from its own stream."""
@@ -77,14 +88,14 @@ class Performer:
                 case Settled():
                     # one of every request: counted, and nothing else is to be done
                     pass
-                case Hold():
+                case Hold() | AwaitAdapter():
                     self._waits[effect.ticket] = self._loop.create_future()
                 case WakeAt():
                     self._wake_at(effect.at_s)
-                case HealthChanged():
-                    _log_health(effect)
-                case Fault():
-                    self._failures.note(effect.what, effect.error)
+                case HealthChanged() | LoadEnded() | Fault():
+                    self._say(effect)
+                case LoadAdapter():
+                    self._load(effect)
                 case Tell():
                     self._tell(effect.event)
                 case SettleGrant() | Owe() if self._limits is not None:
@@ -102,7 +113,7 @@ class Performer:
                 return await self._tokenizers.tokens_of(pending.arrival)
             case AskLimits():
                 return None if self._limits is None else await self._limits.reserve(pending.charges)
-            case Hold():
+            case Hold() | AwaitAdapter():
                 try:
                     if tell_gateway is not None:
                         await tell_gateway()
@@ -118,6 +129,10 @@ class Performer:
         """An engine has told this process how it is."""
         self.perform(self._core.take_report(event, self._clock()))
 
+    def take_load(self, result: LoadResult) -> None:
+        """An engine has loaded an adapter, or has not."""
+        self.perform(self._core.take_load(result, self._clock()))
+
     def hear(self, batch: EventBatch) -> None:
         """Another process has told what it did."""
         self.perform(self._core.hear(batch, self._clock()))
@@ -126,6 +141,15 @@ class Performer:
         """Once a second."""
         self.perform(self._core.beat(self._clock()))
         self._metrics.peers(self._core.mirror.peers)
+
+    def _say(self, effect: HealthChanged | LoadEnded | Fault) -> None:
+        match effect:
+            case HealthChanged():
+                _log_health(effect)
+            case LoadEnded():
+                _log_load(effect.result)
+            case Fault():
+                self._failures.note(effect.what, effect.error)
 
     def _deliver(self, end: Decision | Refused) -> None:
         """To its stream, if that waits; other streams follow theirs without us."""
@@ -147,14 +171,17 @@ class Performer:
                 self._soon = self._loop.call_soon(self._tick)
             return
         if self._later is not None:
+            if at_s >= self._later_at_s:
+                # a tick says anew when the next one is due
+                return
             self._later.cancel()
-        self._later = self._loop.call_later(delay_s, self._tick)
+        self._later, self._later_at_s = self._loop.call_later(delay_s, self._tick), at_s
 
     def _tick(self) -> None:
         self._soon = None
         if self._later is not None:
             self._later.cancel()
-            self._later = None
+            self._later, self._later_at_s = None, math.inf
         self.perform(self._core.tick(self._clock()))
 
 
@@ -176,3 +203,31 @@ def _log_health(change: HealthChanged) -> None:
         change.failure.value,
         ADVICE[change.failure],
     )
+
+
+def _log_load(result: LoadResult) -> None:
+    if result.problem is None:
+        log.info("engine %s of %s has the adapter %s: %s", result.address, result.server, result.adapter, _took(result))
+        return
+    log.warning(
+        "engine %s of %s has not loaded the adapter %s, %s: %s. Advice: %s",
+        result.address,
+        result.server,
+        result.adapter,
+        _took(result),
+        result.message,
+        _LOAD_ADVICE[result.problem],
+    )
+
+
+def _took(result: LoadResult) -> str:
+    unloaded = f", {', '.join(result.unloaded)} unloaded" if result.unloaded else ""
+    return f"{'had it already' if result.was_there else f'after {result.duration_s:.3g} s'}{unloaded}"
+
+
+_LOAD_ADVICE: Final = {
+    LoadProblem.BUSY: "nothing while it happens now and then; else give the engines more slots, or add engines",
+    LoadProblem.BROKEN: "look at the adapter's source in adapterLoading, its rank and its base model",
+    LoadProblem.UNREACHABLE: "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or write the port of "
+    "the runtime agents, if it is not just starting",
+}

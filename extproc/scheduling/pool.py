@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from extproc.admission.estimates import InputEstimates, OutputEstimate
+from extproc.endpoints.adapter_slots import AdapterSlots, slots_for
 from extproc.endpoints.backoff import begin_probe
 from extproc.endpoints.ledger import backlog_of, begin_request, end_request
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
@@ -49,6 +50,7 @@ class Assignment(msgspec.Struct, frozen=True):
     ``stage``                                why ``prefill`` is set or not
     ``is_precise``                           ``cached_tokens`` follows from KV events
     ``pins``                                 the blocks that it holds in the prefix index, by row
+    ``adapter``                              the adapter that it needs, if that is loaded on demand
     ====================  =================  ==============================================================
     """
 
@@ -67,6 +69,7 @@ class Assignment(msgspec.Struct, frozen=True):
     stage: str = ""
     is_precise: bool = False
     pins: Mapping[int, Pin] = {}
+    adapter: str | None = None
 
     @property
     def prefilled_by(self) -> EndpointRef:
@@ -102,7 +105,8 @@ class Consideration(msgspec.Struct, frozen=True):
 class Pool:
     """One ModelServer's endpoints.
 
-    ``adapters``: LoRA adapters that routes request from it. ``typical_ttft_s``: recent mean.
+    ``adapters``: LoRA adapters that routes request from it. ``slots``: those that are loaded on demand, None without
+    ``adapterLoading``. ``typical_ttft_s``: recent mean.
     ``reports_cached_tokens``: its engines report cached tokens, so an answer without them had none. ``reports_usage``:
     its engines report usage. ``typical_duration_s``: recent mean of whole answers.
     """
@@ -113,6 +117,7 @@ class Pool:
         self.table = EndpointTable()
         self.caches = CacheEstimator()
         self.adapters: frozenset[str] = frozenset()
+        self.slots: AdapterSlots | None = None
         self.typical_ttft_s = 0.0
         self.input_estimates = InputEstimates()
         self.output_estimate = OutputEstimate()
@@ -132,6 +137,15 @@ class Pool:
         endpoints = {one.address: EndpointConfig(one.labels, one.price, one.draining) for one in spec.endpoints}
         for row in self.table.replace(endpoints):
             self.caches.forget(row)
+            if self.slots is not None:
+                self.slots.drop(row)
+        self.slots = slots_for(spec, self.table, self.slots)
+
+    def name_adapters(self, adapters: frozenset[str]) -> None:
+        """Those that routes request from it."""
+        self.adapters = adapters
+        if self.slots is not None:
+            self.slots.fixed = adapters - self.slots.sources.keys()
 
     def stages(self) -> tuple[Bools, Bools, NDArray[np.intp]] | None:
         """The rows of prefill and of decode endpoints, and the group of each row; None: every endpoint does both."""
@@ -190,6 +204,7 @@ class Pool:
         pins = {row: self.caches.record_sent(row, expectation, now) for row in dict.fromkeys((computing, first))}
         tokens = expectation.input_tokens + output_tokens
         endpoint, prefill = self._begin(first, pick.prefill_row, work=work, tokens=tokens, now=now)
+        adapter = None if self.slots is None else self.slots.begin(first, considered.view.request.adapter, now)
         # the ledger has just counted the request as the last of them
         tokens_ahead = float(table.backlog_tokens[computing]) if work else backlog_of(table, computing, now)
         return Assignment(
@@ -208,6 +223,7 @@ class Pool:
             stage=pick.stage,
             is_precise=expectation.kv_chains is not None and bool(self.caches.whole_feeds >> computing & 1),
             pins=pins,
+            adapter=adapter,
         )
 
     def record_remote(self, event: RequestStarted, now: float) -> Assignment | None:
@@ -220,6 +236,7 @@ class Pool:
         last_used_at_s = self.caches.last_use_of(computing, event.chain, event.indexed_tokens)
         pins = {one: self.caches.index.pin(one, event.chain, now) for one in {row, computing}}
         endpoint, prefill = self._begin(row, prefill_row, work=event.work, tokens=event.tokens, now=now)
+        adapter = None if self.slots is None else self.slots.begin(row, event.adapter, now)
         return Assignment(
             endpoint=endpoint,
             addresses=(event.address,),
@@ -233,6 +250,7 @@ class Pool:
             tokens=event.tokens,
             prefill=prefill,
             pins=pins,
+            adapter=adapter,
         )
 
     def release(self, assignment: Assignment, now: float) -> None:
@@ -242,6 +260,8 @@ class Pool:
         end_request(self.table, assignment.endpoint, now, assignment.tokens)
         if assignment.prefill is not None:
             end_request(self.table, assignment.prefill, now, assignment.tokens)
+        if assignment.adapter is not None and self.slots is not None:
+            self.slots.end(assignment.endpoint, assignment.adapter, now)
 
     def _begin(
         self, row: int, prefill_row: int | None, *, work: float, tokens: float, now: float
@@ -268,7 +288,7 @@ class Pool:
             eligible = np.zeros(len(table.addresses), np.bool_)
             eligible[[row for one in subset for row in table.rows_named(one)]] = True
         if adapter is not None and self.adapters:
-            serving = serves_adapter(table, adapter)
+            serving = serves_adapter(table, adapter) if self.slots is None else self.slots.has(adapter)
             # an engine without the adapter answers 404; if no engine lists it, all are eligible
             if serving.any():
                 eligible = serving if eligible is None else eligible & serving

@@ -35,3 +35,5 @@ class RequestStarted(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     service: float = 0.0
     # how many the engine writes; the outcome's tokens are those of all of them
     answers: int = 1
+    # that it needs, if it is loaded on demand
+    adapter: str | None = None

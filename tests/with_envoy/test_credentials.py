@@ -178,6 +178,22 @@ async def is_said(stack: Stack, what: str) -> bool:
     return what in (stack.directory / "bundle.log").read_text()
 
 
+async def read_all(directory: Path) -> dict[Path, str]:
+    """All files, none of which was moved to its place meanwhile."""
+    found: dict[Path, str] = {}
+
+    def none_is_gone() -> bool:
+        found.clear()
+        try:
+            found.update((file, file.read_text()) for file in directory.rglob("*") if file.is_file())
+        except FileNotFoundError:
+            return False
+        return True
+
+    await eventually(none_is_gone)
+    return found
+
+
 async def test_keys_are_nowhere_to_be_read(stack: Stack, http: httpx.AsyncClient, key_file: Path) -> None:
     for key in (PLAIN, HASHED, FILED, DATED, LORA_ONLY):
         await status(http, key)
@@ -188,14 +204,14 @@ async def test_keys_are_nowhere_to_be_read(stack: Stack, http: httpx.AsyncClient
         explained = await pages.post(f"{stack.metrics}/debug/explain/v1/chat/completions", json=asked)
         assert explained.status_code == 200
         shown.append(explained.text)
-    written = [file for file in (stack.directory / "envoy").rglob("*") if file.is_file()]
+    written = await read_all(stack.directory / "envoy")
     logs = [*stack.directory.glob("*.log"), key_file.with_name("decisions")]
     assert written
     assert {file.stem for file in logs} >= {"envoy", "extproc", "bundle"}
-    shown += [file.read_text() for file in (*written, *logs)]
+    shown += [*written.values(), *(file.read_text() for file in logs)]
     for key in (PLAIN, HASHED, FILED, DATED, LORA_ONLY, *LONG):
         assert not [text for text in shown if key in text]
     assert await is_said(stack, "everybody on this machine can read the key in it")
-    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in written}
-    assert modes["keys.json"] == 0o600
-    assert modes["lds.json"] == 0o644
+    by_name = {file.name: file for file in written}
+    assert stat.S_IMODE(by_name["keys.json"].stat().st_mode) == 0o600
+    assert stat.S_IMODE(by_name["lds.json"].stat().st_mode) == 0o644

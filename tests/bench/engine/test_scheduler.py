@@ -205,3 +205,18 @@ def test_whatever_comes_every_request_is_served_whole_and_no_block_is_lost(
     for request in requests:
         assert request in gone or request.is_done
     assert engine.scheduler.pool.in_use == 0
+
+
+def test_requests_of_more_adapters_than_a_batch_may_use_wait_and_those_behind_them_do_not() -> None:
+    limits = EngineLimits(num_gpu_blocks=64, max_loras=1)
+    scheduler = Scheduler(Roofline(PRESETS["h100-llama-3.1-8b"]), limits)
+    for key, adapter in enumerate(["sql", "law", "sql", ""]):
+        scheduler.add(Request(key, b"word" * 20, b"word", model="m", block_size=16, adapter=adapter))
+    step = scheduler.begin_step()
+    assert step is not None
+    assert [request.key for request, _ in step.parts] == [0, 2, 3]
+    assert [request.key for request in scheduler.waiting] == [1]
+    scheduler.end_step(step)
+    step = scheduler.begin_step()
+    assert step is not None
+    assert [request.key for request, _ in step.parts] == [1]

@@ -21,9 +21,11 @@ from extproc.core.core import Core
 from extproc.core.effects import (
     AskLimits,
     AskTokens,
+    AwaitAdapter,
     Decision,
     Effect,
     Hold,
+    LoadAdapter,
     Refused,
     Settled,
     SettleGrant,
@@ -33,7 +35,7 @@ from extproc.core.effects import (
 from extproc.core.feedback import usage_of
 from extproc.core.peer_events import SILENCE_S, Alive, EventBatch, Learned, PeerEvent, Spent
 from extproc.core.states import TRANSITIONS, Event, State
-from extproc.core.types import Head, Outcome
+from extproc.core.types import Head, LoadProblem, LoadResult, Outcome
 from extproc.errors import RateLimited, Refusal
 from extproc.request.model import Api
 from extproc.scheduling.request_started import RequestStarted
@@ -77,7 +79,9 @@ class Life:
         self.store = LocalLimits()
         self.unsettled: list[Grant] = []
         # own requests: whose streams wait for something, which were sent and are not closed, all that there were
-        self.pending: dict[str, AskLimits | AskTokens | Hold] = {}
+        self.pending: dict[str, AskLimits | AskTokens | AwaitAdapter | Hold] = {}
+        # loads that were asked for and have not ended
+        self.loads: list[LoadAdapter] = []
         self.decided: list[str] = []
         self.own: list[str] = []
         # what each was granted by this process, and its run, from its decision until it is accounted for
@@ -107,7 +111,10 @@ class Life:
             happened = event if ticket == subject else None
             if ticket in ends:
                 gave_up = isinstance(ends[ticket], Refused)
-                happened = Event.GIVEN_UP if gave_up else Event.DISPATCHED
+                goes_on = Event.LOADED if state is State.LOADING else Event.DISPATCHED
+                happened = Event.GIVEN_UP if gave_up else goes_on
+            elif happened is None and after is not state and {state, after} == {State.LOADING, State.QUEUED}:
+                happened = Event.LOADED if state is State.LOADING else Event.DISPATCHED
             elif happened is None and after is not state:
                 assert state is State.ENDED or ticket in self.elsewhere, (ticket, state, after, event)
                 happened = Event.FORGOTTEN if state is State.ENDED else Event.FINISHED
@@ -146,8 +153,10 @@ class Life:
             match effect:
                 case Decision() | Refused() if effect.was_held:
                     # delivered to a stream that waits, and nobody else
-                    assert isinstance(self.pending.pop(effect.ticket), Hold)
+                    assert isinstance(self.pending.pop(effect.ticket), Hold | AwaitAdapter)
                     self.follow(effect)
+                case LoadAdapter():
+                    self.asked_to_load(effect)
                 case SettleGrant():
                     self.unsettled.remove(effect.grant)
                     self.store.settle(effect.grant, effect.used, self.now)
@@ -156,9 +165,26 @@ class Life:
                 case WakeAt():
                     self.wake_at_s = effect.at_s if self.wake_at_s is None else min(self.wake_at_s, effect.at_s)
 
+    def asked_to_load(self, ask: LoadAdapter) -> None:
+        """Each load once, and no adapter is unloaded that a request needs."""
+        keys = [(one.address, one.adapter) for one in self.loads]
+        assert (ask.address, ask.adapter) not in keys
+        for run in (one.run for one in self.core._records.values() if one.state in IN_FLIGHT):
+            at = None if run is None else (run.assignment.endpoint.address, run.assignment.adapter)
+            is_current = run is not None and run.pool.table.is_current(run.assignment.endpoint)
+            assert not is_current or ask.unload is None or at != (ask.address, ask.unload)
+        self.loads.append(ask)
+
+    def load_ends(self, ask: LoadAdapter, problem: LoadProblem | None = None) -> None:
+        self.loads.remove(ask)
+        gone = () if ask.unload is None or problem is LoadProblem.UNREACHABLE else (ask.unload,)
+        result = LoadResult(ask.server, ask.address, ask.adapter, problem, unloaded=gone)
+        self.happens(None, "", lambda: self.core.take_load(result, self.now))
+        self.must_wake()
+
     def follow(self, own: Own | None) -> None:
         match own:
-            case AskLimits() | AskTokens() | Hold():
+            case AskLimits() | AskTokens() | AwaitAdapter() | Hold():
                 self.pending[own.ticket] = own
             case Decision():
                 self.decided.append(own.ticket)
@@ -168,13 +194,24 @@ class Life:
 
     def must_wake(self) -> None:
         """Room may have come up: whoever waits is looked at soon."""
-        assert not self.core.count(State.QUEUED) or (self.wake_at_s is not None and self.wake_at_s <= self.now)
+        assert not self.core.count(State.QUEUED, State.LOADING) or (
+            self.wake_at_s is not None and self.wake_at_s <= self.now
+        )
 
-    def arrive(self, count: int, *, words: int = 50, tenant: str = "a", urgency: str = "", stream: bool = True) -> None:
+    def arrive(
+        self,
+        count: int,
+        *,
+        words: int = 50,
+        tenant: str = "a",
+        urgency: str = "",
+        stream: bool = True,
+        model: str = "m",
+    ) -> None:
         headers = {"x-attache-tenant": tenant, "x-urgency": urgency}
         head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=True)
         for _ in range(count):
-            arrival = self.core.intake.receive(Api.CHAT, head, body(words, stream=stream))
+            arrival = self.core.intake.receive(Api.CHAT, head, body(words, stream=stream, model=model))
             ticket = f"t-{len(self.own) + 1:x}"
 
             def verb() -> list[Effect]:
@@ -189,7 +226,7 @@ class Life:
             self.seen.append(ticket)
 
     def asking(self) -> list[str]:
-        return [ticket for ticket, one in self.pending.items() if not isinstance(one, Hold)]
+        return [ticket for ticket, one in self.pending.items() if not isinstance(one, Hold | AwaitAdapter)]
 
     def all_that_was_asked_for_comes(self) -> None:
         while asking := self.asking():
@@ -257,6 +294,8 @@ class Life:
             assert ticks < _MOST_TICKS
         self.now = until
         for record in self.core._records.values():
+            if record.state is State.LOADING:
+                assert record.loading_since_s + 10.0 > self.now, "its client should have been told"
             if record.state is State.QUEUED:
                 assert record.queued is not None
                 assert record.queued.expires_at_s > self.now, "its client should have been told"
@@ -324,8 +363,8 @@ class Life:
 
     def _streams_and_records_agree(self) -> None:
         records = self.core._records.values()
-        assert {ticket for ticket, one in self.pending.items() if isinstance(one, Hold)} == {
-            one.ticket for one in records if one.state is State.QUEUED
+        assert {ticket for ticket, one in self.pending.items() if isinstance(one, Hold | AwaitAdapter)} == {
+            one.ticket for one in records if one.state in {State.QUEUED, State.LOADING}
         }
         assert {*self.decided, *self.elsewhere} == {one.ticket for one in records if one.state in IN_FLIGHT}
         # beside those that have ended and wait for their outcomes, there is nothing else
@@ -337,10 +376,15 @@ class Life:
         for pool in self.core.pools.values():
             table, requests = pool.table, np.zeros(len(pool.table.in_flight))
             tokens = np.zeros(len(requests))
+            adapters = Counter[tuple[int, str | None]]()
             for run in (one.run for one in self.core._records.values() if one.state in IN_FLIGHT):
                 if run is not None and run.pool is pool and table.is_current(run.assignment.endpoint):
                     requests[run.assignment.endpoint.row] += 1
                     tokens[run.assignment.endpoint.row] += run.assignment.tokens
+                    adapters[run.assignment.endpoint.row, run.assignment.adapter] += 1
+            for row, name in ((row, name) for row in table.active_rows for name in ("sql", "law")):
+                assert pool.slots is not None
+                assert pool.slots.in_flight(row, name) == adapters[row, name]
             # rows of endpoints that are gone keep their last numbers until they are used again
             assert (table.in_flight == requests)[table.is_active].all()
             assert np.isclose(table.in_flight_tokens, tokens)[table.is_active].all()
@@ -365,8 +409,11 @@ class Life:
     def everything_ends(self) -> None:
         self.all_that_was_asked_for_comes()
         # whoever is held is told within the longest wait, without anything else happening
-        self.pass_time(21.0)
+        self.pass_time(31.0)
         assert not self.pending
+        assert not self.core._loading.is_waiting
+        for ask in list(self.loads):
+            self.load_ends(ask, LoadProblem.UNREACHABLE)
         for ticket in list(self.decided):
             self.close(ticket, Event.FINISHED)
         self.beat(SILENCE_S + 1)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from extproc.admission.queued_request import FlowKey
 from extproc.config.load import load
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Effect, Tell
+from extproc.core.effects import AwaitAdapter, Decision, Effect, LoadAdapter, Tell
 from extproc.core.states import TRANSITIONS, Event, State
-from extproc.core.types import Head, Outcome
+from extproc.core.types import Head, LoadResult, Outcome
 from extproc.prefix.turns import Tail
 from extproc.request.model import Api
 from extproc.scheduling.request_started import RequestStarted
@@ -44,6 +44,7 @@ spec:
   scrapeInterval: 0s
   kvEvents: {port: 5557}
   endpoints: [%s]
+  adapterLoading: {slots: 1, timeout: 10s, adapters: [{name: sql, source: /sql}, {name: law, source: /law}]}
   %s
 ---
 apiVersion: attache.dev/v1alpha1
@@ -51,6 +52,7 @@ kind: ModelRoute
 metadata: {name: chat}
 spec:
   modelName: m
+  loraAdapters: [sql, law]
   rules:
     - {priority: 10, modelMatch: {headers: {x-urgency: {exact: high}}}, targetModels: [{modelServerName: llama}]}
     - {priority: -1, modelMatch: {headers: {x-urgency: {exact: low}}}, targetModels: [{modelServerName: llama}]}
@@ -72,9 +74,9 @@ def snapshot(endpoints: str = TWO, gate: str = "", limits: str = "") -> Snapshot
     return load({"a.yaml": (CONFIGURATION % (endpoints, gate, limits)).encode()})
 
 
-def body(words: int, *, stream: bool) -> bytes:
+def body(words: int, *, stream: bool, model: str = "m") -> bytes:
     messages = [{"role": "user", "content": "word " * words}]
-    return json.dumps({"model": "m", "messages": messages, "stream": stream, "max_tokens": 50}).encode()
+    return json.dumps({"model": model, "messages": messages, "stream": stream, "max_tokens": 50}).encode()
 
 
 def outcome_of(ticket: str, status: int = 200, tokens: int | None = 100) -> Outcome:
@@ -113,12 +115,21 @@ class Worker:
         self.core = Core(snapshot(gate=gate), rng=random.Random(1), ticket_prefix=name, machine="there")
         self.running: list[str] = []
 
-    def starts(self, words: int, now: float) -> list[PeerEvent]:
+    def starts(self, words: int, now: float, model: str = "m") -> list[PeerEvent]:
         head = Head("POST", "/v1/chat/completions", {"x-attache-tenant": "a"}, has_body=True, is_trusted=True)
-        own, effects = self.core.arrive(self.core.intake.receive(Api.CHAT, head, body(words, stream=False)), now)
-        if isinstance(own, Decision):
-            self.running.append(own.ticket)
-        return told(effects)
+        arrival = self.core.intake.receive(Api.CHAT, head, body(words, stream=False, model=model))
+        own, effects = self.core.arrive(arrival, now)
+        said = list(effects)
+        if isinstance(own, AwaitAdapter):
+            # its engine loads at once
+            effects = self.core.tick(now)
+            for one in [one for one in effects if isinstance(one, LoadAdapter)]:
+                gone = () if one.unload is None else (one.unload,)
+                loaded = LoadResult(one.server, one.address, one.adapter, unloaded=gone)
+                effects += [*self.core.take_load(loaded, now), *self.core.tick(now)]
+            said += effects
+        self.running += [one.ticket for one in said if isinstance(one, Decision)]
+        return told(said)
 
     def ends(self, ticket: str, now: float) -> list[PeerEvent]:
         self.running.remove(ticket)

@@ -21,9 +21,9 @@ from hypothesis.stateful import (
 
 from extproc.core.core import Core
 from extproc.core.effects import AskLimits
-from extproc.core.peer_events import SILENCE_S, Alive, Ended, EngineSaid
+from extproc.core.peer_events import SILENCE_S, AdapterChanged, Alive, Ended, EngineSaid
 from extproc.core.states import TRANSITIONS, Event, IllegalEvent, State
-from extproc.core.types import Head
+from extproc.core.types import Head, LoadProblem
 from extproc.endpoints.engine_reports import EngineReport
 from extproc.errors import Refusal
 from extproc.request.model import Api
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from extproc.core.entering import Answer
+    from extproc.endpoints.adapter_slots import Change
 
+MODELS = st.sampled_from(["m", "m", "sql", "law"])
 WHO = {"tenant": st.sampled_from("ab"), "urgency": st.sampled_from(["high", "", "low"])}
 # Events that need nothing beside a ticket.
 SELF_CONTAINED = [Event.LEFT, Event.FINISHED, Event.OUTCOME, Event.STARTED_ELSEWHERE]
@@ -79,13 +81,13 @@ class Requests(Life, RuleBasedStateMachine):
         if goes_on:
             self.all_that_was_asked_for_comes()
 
-    @rule(words=st.integers(1, 3000), stream=st.booleans(), **WHO)
-    def a_request_arrives(self, words: int, tenant: str, urgency: str, *, stream: bool) -> None:
-        self.arrive(1, words=words, tenant=tenant, urgency=urgency, stream=stream)
+    @rule(words=st.integers(1, 3000), stream=st.booleans(), model=MODELS, **WHO)
+    def a_request_arrives(self, words: int, tenant: str, urgency: str, model: str, *, stream: bool) -> None:
+        self.arrive(1, words=words, tenant=tenant, urgency=urgency, stream=stream, model=model)
 
-    @rule(count=st.integers(2, 5), **WHO)
-    def many_arrive_and_get_what_they_ask_for(self, count: int, tenant: str, urgency: str) -> None:
-        self.arrive(count, words=20, tenant=tenant, urgency=urgency, stream=False)
+    @rule(count=st.integers(2, 5), model=MODELS, **WHO)
+    def many_arrive_and_get_what_they_ask_for(self, count: int, tenant: str, urgency: str, model: str) -> None:
+        self.arrive(count, words=20, tenant=tenant, urgency=urgency, stream=False, model=model)
         self.all_that_was_asked_for_comes()
         self.pass_time(0.0)
 
@@ -149,9 +151,31 @@ class Requests(Life, RuleBasedStateMachine):
             self.happens(None, "", lambda: self.core.take_report(said, self.now))
             self.must_wake()
 
-    @rule(name=st.sampled_from("pq"), words=st.integers(1, 500), is_lost=st.booleans())
-    def a_worker_sends_a_request(self, name: str, words: int, *, is_lost: bool) -> None:
-        events = self.workers[name].starts(words, self.now)
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data(), problem=st.sampled_from([None, None, *LoadProblem]))
+    def a_load_ends(self, data: st.DataObject, problem: LoadProblem | None) -> None:
+        self.load_ends(data.draw(st.sampled_from(self.loads)), problem)
+
+    @rule(
+        address=st.sampled_from(["10.0.0.1:8000", "10.0.0.2:8000"]), adapters=st.sets(st.sampled_from(["sql", "law"]))
+    )
+    def an_engine_lists_its_models(self, address: str, adapters: set[str]) -> None:
+        """Whatever it lists: others may load and unload, too."""
+        said = EngineSaid(SERVER, address, EngineReport(), models=frozenset({"m", *adapters}))
+        self.happens(None, "", lambda: self.core.take_report(said, self.now))
+        self.must_wake()
+
+    @rule(
+        address=st.sampled_from(["10.0.0.1:8000", "10.0.0.2:8000"]),
+        adapter=st.sampled_from(["sql", "law", "unknown"]),
+        change=st.sampled_from(["loading", "loaded", "closed", "gone"]),
+    )
+    def a_worker_changes_an_adapter(self, address: str, adapter: str, change: Change) -> None:
+        self.hear("p", AdapterChanged(SERVER, address, adapter, change))
+
+    @rule(name=st.sampled_from("pq"), words=st.integers(1, 500), model=MODELS, is_lost=st.booleans())
+    def a_worker_sends_a_request(self, name: str, words: int, model: str, *, is_lost: bool) -> None:
+        events = self.workers[name].starts(words, self.now, model)
         self.seen += [one.ticket for one in events if isinstance(one, RequestStarted)]
         self.deliver(name, events, is_lost=is_lost)
 
@@ -224,7 +248,7 @@ def in_state(life: Life, state: State) -> str:
     life.set_feed(is_there=state is State.ASKING_TOKENS)
     if state is State.ABSENT:
         return "unknown"
-    life.arrive(3 if waits else 1)
+    life.arrive(3 if waits else 1, model="sql" if state is State.LOADING else "m")
     # whoever waits has been looked at
     life.pass_time(0.0)
     ticket = life.own[-1]
@@ -245,6 +269,9 @@ def make_happen(life: Life, event: Event, ticket: str) -> None:
             life.resume(ticket, None)
         case Event.DISPATCHED:
             life.make(Event.FINISHED, life.decided[0])
+            life.pass_time(0.0)
+        case Event.LOADED:
+            life.load_ends(life.loads[0])
             life.pass_time(0.0)
         case Event.GIVEN_UP:
             life.pass_time(20.0)

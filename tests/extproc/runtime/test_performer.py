@@ -56,7 +56,13 @@ class Shell:
         metrics = Metrics(lambda: list(self.core.pools.values()), lambda: 0.0, self.clock)
         tokenizers = Tokenizers(metrics, EngineAccess({}, self.clock))
         self.performer = Performer(
-            self.core, metrics, clock=self.clock, tokenizers=tokenizers, limits=None, tell=lambda _: None
+            self.core,
+            metrics,
+            clock=self.clock,
+            tokenizers=tokenizers,
+            limits=None,
+            tell=lambda _: None,
+            load=lambda _: None,
         )
 
     def arrive(self) -> Own:

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache and its entries on the disk: directories, locks of the kernel, markers that are written last."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.agents.downloader.core.errors import CacheUnusable, DiskFull
+from controller.agents.downloader.core.marker import Entry, Marker, read_marker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_KEY_LENGTH: Final = 32
+
+
+class CacheEntry:
+    """One model at one revision: ``content/`` for engines, ``incoming/`` for what is not verified yet."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.content = directory / "content"
+        self.incoming = directory / "incoming"
+        self.journal = directory / "journal"
+        self._marker = directory / "ready.json"
+        self._used = directory / "used"
+
+    def make(self) -> None:
+        """The directories; raises OSError."""
+        self.content.mkdir(parents=True, exist_ok=True)
+        self.incoming.mkdir(exist_ok=True)
+
+    def marker(self) -> Marker | None:
+        """None: the entry is not complete."""
+        try:
+            return read_marker(self._marker.read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def complete(self, marker: Marker) -> None:
+        """Write the marker once everything else is on the disk. The journal goes after it: no crash fetches all again."""
+        shutil.rmtree(self.incoming, ignore_errors=True)
+        for folder, _, _ in os.walk(self.content):
+            sync(Path(folder))
+        write_whole(self._marker, msgspec.json.encode(marker))
+        sync(self.directory.parent)
+        self.journal.unlink(missing_ok=True)
+
+    def touch(self) -> None:
+        """Remember this use, for eviction. A cache that is mounted read-only is no reason to fail."""
+        with contextlib.suppress(OSError):
+            self._used.touch()
+
+    def clear(self) -> None:
+        """Forget what was fetched so far."""
+        self.journal.unlink(missing_ok=True)
+        for directory in (self.incoming, self.content):
+            if directory.exists():
+                shutil.rmtree(directory)
+        self.make()
+
+    def describe(self, *, is_held: bool) -> Entry:
+        """What eviction decides by; raises OSError if the entry disappears meanwhile."""
+        marker = self.marker()
+        seen = [
+            path.stat().st_mtime for path in (self._used, self.journal, self._marker, self.directory) if path.exists()
+        ]
+        size = marker.size if marker else occupied(self.directory)
+        return Entry(self.directory.name, size, max(seen, default=0.0), is_held=is_held, is_ready=marker is not None)
+
+
+class Cache:
+    """A directory that all pods of a node share."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._locks = root / "locks"
+        self._answers = root / "answers"
+
+    def make(self) -> None:
+        """The directories; raises CacheUnusable."""
+        try:
+            for directory in (self.root, self._locks, self._answers):
+                directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CacheUnusable(f"the cache {self.root} cannot be made: {error.strerror}") from error
+
+    def entry(self, key: str) -> CacheEntry:
+        """The entry of this key, which may not exist."""
+        return CacheEntry(self.root / key)
+
+    def remove(self, key: str) -> None:
+        """Delete an entry whose locks the caller holds. A crash half way leaves no entry that looks complete."""
+        directory = self.root / key
+        (directory / "ready.json").unlink(missing_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def lock(self, key: str) -> Lock:
+        """Held by whoever writes the entry."""
+        return Lock(self._locks / key)
+
+    def use(self, key: str) -> Lock:
+        """Shared by whoever reads the entry for longer (``--hold``); eviction wants it for itself alone."""
+        return Lock(self._locks / f"{key}.use")
+
+    def remember(self, question: str, key: str) -> None:
+        """What a question was answered with, for when its source is away."""
+        write_whole(self._answers / question, key.encode())
+
+    def remembered(self, question: str) -> str:
+        """The key of the last answer; empty if there is none."""
+        try:
+            return (self._answers / question).read_text().strip()
+        except OSError:
+            return ""
+
+    def entries(self) -> list[str]:
+        """Keys of all entries, complete or not."""
+        return [path.name for path in self.root.iterdir() if len(path.name) == _KEY_LENGTH and path.is_dir()]
+
+    def free_bytes(self) -> int:
+        """What a process without privileges may still write."""
+        found = os.statvfs(self.root)
+        return found.f_bavail * found.f_frsize
+
+
+class Lock:
+    """A lock of the kernel on a file: a process that dies, however, has let go of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def acquire(self, *, shared: bool = False) -> bool:
+        """Take the lock if it is free. Raises CacheUnusable where the file system has no locks."""
+        if self._descriptor is not None:
+            return True
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise CacheUnusable(f"{self._path} cannot be locked: {error.strerror}; is it NFS without locks?") from error
+        self._descriptor = descriptor
+        return True
+
+    def release(self) -> None:
+        """Let go. The file stays: to remove it would let two processes lock two files of one name."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def sync(path: Path) -> None:
+    """Have a file or directory on the disk before going on."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace a file so that readers, and a machine that crashes, see the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def occupied(directory: Path) -> int:
+    """Bytes on the disk below ``directory``."""
+    total = 0
+    for folder, _, files in os.walk(directory):
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):  # its owner is at work
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512  # noqa: PTH118 - a hundred thousand files
+    return total
+
+
+@contextlib.contextmanager
+def disk_errors(what: str, free_bytes: int | None = None) -> Iterator[None]:
+    """Turn errors of the file system into ours: DiskFull, else CacheUnusable."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            left = "" if free_bytes is None else f" ({free_bytes} bytes were free)"
+            raise DiskFull(f"no room left to write {what}{left}: {error.strerror}") from error
+        raise CacheUnusable(f"cannot write {what}: {error.strerror or error}") from error

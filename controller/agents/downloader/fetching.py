@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetch what is missing of a listing into a cache entry: parts side by side, each file verified when it is whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from controller.agents.downloader.checksums import digest_of
+from controller.agents.downloader.core.errors import ChecksumMismatch, SourceChanged, Unavailable
+from controller.agents.downloader.core.key import listing_digest
+from controller.agents.downloader.core.parts import (
+    Part,
+    Span,
+    forgetting_line,
+    journal_head,
+    journal_line,
+    parts_of,
+    read_journal,
+)
+from controller.agents.downloader.core.retrying import Patience, wait_s
+from controller.agents.downloader.threads import in_thread
+from controller.agents.downloader.transfer import Wants
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+    from pathlib import Path
+
+    from controller.agents.downloader.core.listing import Listing, RemoteFile
+    from controller.agents.downloader.entry import CacheEntry
+    from controller.agents.downloader.sources.source import Source
+    from controller.agents.downloader.tracking import Tracker
+    from controller.agents.downloader.transfer import Transfer
+
+_MIB: Final = 1024**2
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """``parallel``: requests at once. ``part``: bytes of a request. ``block``: bytes held by one before they are written.
+
+    ``record``: after so many bytes they are synced and noted, so a crash costs at most that many, times ``parallel``.
+    """
+
+    parallel: int = 4
+    part: int = 64 * _MIB
+    block: int = _MIB
+    record: int = 8 * _MIB
+
+
+class _Position:
+    """How far a part is: ``at``: written up to; ``noted``: on the disk and in the journal up to."""
+
+    def __init__(self, start: int) -> None:
+        self.at = start
+        self.noted = start
+
+
+class _Target(NamedTuple):
+    """Where bytes go."""
+
+    part: Part
+    name: str
+    position: _Position
+
+
+class Fetch:
+    """One run over one entry, whose lock the caller holds."""
+
+    def __init__(
+        self,
+        source: Source,
+        transfer: Transfer,
+        entry: CacheEntry,
+        tracker: Tracker,
+        *,
+        listing: Listing,
+        sizes: Sizes,
+        patience: Patience,
+    ) -> None:
+        self._source = source
+        self._transfer = transfer
+        self._entry = entry
+        self._tracker = tracker
+        self._listing = listing
+        self._unpacks = any(file.archive for file in listing.files)
+        self._sizes = sizes
+        self._patience = patience
+        self._chance = random.Random()
+        self._stopped = threading.Event()
+        self._left: dict[int, int] = {}
+
+    async def run(self) -> None:
+        """Complete when it returns: each file in ``content/``, or all in ``incoming/`` if there is an archive.
+
+        Raises a DownloadError or OSError. What was written is kept, but for a file with a wrong checksum.
+        """
+        parts = await asyncio.to_thread(self._plan)
+        self._tracker.phase("Downloading")
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self._sizes.parallel, len(parts))):
+                    group.create_task(self._work(parts))
+        except* Exception as failures:  # noqa: BLE001 - one of them is raised
+            raise first_of(failures) from None
+        finally:
+            self._stopped.set()
+
+    def missing_bytes(self) -> int:
+        """What is still to be written, as far as sizes are known."""
+        there = self._there()
+        return sum(
+            (file.size or 0) - sum(span.end - span.start for span in there.get(index, ()))
+            for index, file in enumerate(self._listing.files)
+            if not self._is_done(file)
+        )
+
+    def _plan(self) -> deque[Part]:
+        there = self._there()
+        head = _head(self._listing)
+        if not self._entry.journal.exists() or not self._entry.journal.read_text().startswith(head):
+            self._entry.clear()
+            there = {}
+            self._entry.journal.write_text(head)
+        parts: deque[Part] = deque()
+        done = size = 0
+        for index, file in enumerate(self._listing.files):
+            if self._is_done(file):
+                done += 1
+                size += file.size or 0
+                continue
+            spans = there.get(index, []) if file.ranges and (self._entry.incoming / file.path).exists() else []
+            size += sum(span.end - span.start for span in spans)
+            wanted = list(parts_of(index, file, spans, self._sizes.part)) or [Part(index, file.size or 0, file.size)]
+            self._left[index] = len(wanted)
+            parts.extend(wanted)
+        self._tracker.there(files=done, size=size)
+        return parts
+
+    def _there(self) -> dict[int, list[Span]]:
+        try:
+            text = self._entry.journal.read_text()
+        except FileNotFoundError:
+            return {}
+        return read_journal(text, _head(self._listing)) or {}
+
+    def _is_done(self, file: RemoteFile) -> bool:
+        """A file is moved to ``content/`` once it is verified. Beside archives it waits for them in ``incoming/``."""
+        return not self._unpacks and (self._entry.content / file.path).exists()
+
+    async def _work(self, parts: deque[Part]) -> None:
+        while parts:
+            part = parts.popleft()
+            file = self._listing.files[part.file]
+            path = self._entry.incoming / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            await self._part(part, file, path)
+            self._left[part.file] -= 1
+            if not self._left[part.file]:
+                await self._finish(part.file, file, path)
+
+    async def _part(self, part: Part, file: RemoteFile, path: Path) -> None:
+        """All bytes of a part, however many attempts that takes as long as they bring something."""
+        failures = 0
+        position = _Position(part.start)
+        while position.at != part.end or not part.end:
+            before = position.at
+            try:
+                await self._attempt(part, position, file, path)
+                return
+            except Unavailable as error:
+                failures = 1 if position.at > before else failures + 1
+                if not file.ranges or part.end is None:
+                    self._tracker.lost(position.at - part.start)
+                    position = _Position(part.start)
+                pause_s = (
+                    wait_s(self._patience, failures, error.retry_after_s, self._chance) if error.is_temporary else None
+                )
+                if pause_s is None:
+                    raise
+                self._tracker.retried(error, pause_s)
+                await asyncio.sleep(pause_s)
+
+    async def _attempt(self, part: Part, position: _Position, file: RemoteFile, path: Path) -> None:
+        """One request from ``position`` to the end of the part."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            if part.end == 0:  # an empty file
+                return
+            request = await self._source.request(file, position.at, part.end)
+            wants = Wants(position.at, part.end, file.size, file.version, file.ranges)
+            async with self._transfer.open(request, wants) as chunks:
+                await self._write(descriptor, _Target(part, file.path, position), chunks)
+        finally:
+            # what came before a failure counts, too; a full disk says so where it is written to
+            if file.ranges and position.at > position.noted:
+                with contextlib.suppress(OSError):
+                    self._note(descriptor, part.file, position)
+            os.close(descriptor)
+
+    async def _write(self, descriptor: int, target: _Target, chunks: AsyncGenerator[bytes]) -> None:
+        part, position = target.part, target.position
+        async with contextlib.aclosing(_blocks(chunks, self._sizes.block)) as blocks:
+            async for block in blocks:
+                if part.end is not None and position.at + len(block) > part.end:
+                    raise SourceChanged(f"{target.name} is longer than it was said to be")
+                await in_thread(_write_at, descriptor, block, position.at)
+                position.at += len(block)
+                self._tracker.fetched(len(block))
+                if position.at - position.noted >= self._sizes.record and part.end is not None:
+                    await in_thread(self._note, descriptor, part.file, position)
+        if part.end is not None and position.at < part.end:
+            raise Unavailable(f"{target.name} was cut short: {part.end - position.at} bytes are missing")
+
+    def _note(self, descriptor: int, index: int, position: _Position) -> None:
+        """The bytes first, then the line that says that they are there."""
+        span = Span(position.noted, position.at)
+        os.fdatasync(descriptor)
+        with self._entry.journal.open("a") as journal:
+            journal.write(journal_line(index, span))
+        position.noted = span.end
+
+    async def _finish(self, index: int, file: RemoteFile, path: Path) -> None:
+        try:
+            await in_thread(self._verify, file, path, on_cancel=self._stopped.set)
+        except ChecksumMismatch:
+            with self._entry.journal.open("a") as journal:
+                journal.write(forgetting_line(index))
+            raise
+        self._tracker.file_done()
+
+    def _verify(self, file: RemoteFile, path: Path) -> None:
+        """Compare the file with what its source says, and move it to where engines look. A wrong one is removed."""
+        size = path.stat().st_size
+        if file.size is not None and size != file.size:
+            path.unlink()
+            raise ChecksumMismatch(f"{file.path} has {size} bytes instead of {file.size}; it was removed")
+        if file.checksum is not None:
+            found = digest_of(path, file.checksum, self._stopped.is_set)
+            if found is None:
+                return
+            if found.lower() != file.checksum.value.lower():
+                path.unlink()
+                wanted = f"{file.checksum.algorithm} {file.checksum.value}"
+                raise ChecksumMismatch(f"{file.path} should have {wanted}, and has {found}; it was removed")
+        if not self._unpacks:
+            target = self._entry.content / file.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("rb") as done:
+                os.fsync(done.fileno())
+            path.replace(target)
+
+
+def first_of(failures: BaseExceptionGroup[Exception]) -> Exception:
+    """One error for the user: the first; others are mostly its consequence."""
+    first: BaseException = failures
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first if isinstance(first, Exception) else RuntimeError(str(first))
+
+
+async def _blocks(chunks: AsyncGenerator[bytes], size: int) -> AsyncGenerator[bytes]:
+    """Chunks gathered to about ``size`` bytes, so that threads are asked less often."""
+    gathered = bytearray()
+    async for chunk in chunks:
+        gathered += chunk
+        if len(gathered) >= size:
+            yield bytes(gathered)
+            gathered.clear()
+    if gathered:
+        yield bytes(gathered)
+
+
+def _write_at(descriptor: int, block: bytes, at: int) -> None:
+    view = memoryview(block)
+    while view:
+        count = os.pwrite(descriptor, view, at)
+        view, at = view[count:], at + count
+
+
+def _head(listing: Listing) -> str:
+    return journal_head(listing, listing_digest([(one.path, one.size, one.version) for one in listing.files]))

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""hf://: a repository of a Hugging Face hub or a mirror, pinned to a commit."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from controller.agents.downloader.core.errors import AccessRefused, NotThere, Unavailable
+from controller.agents.downloader.core.listing import Checksum, Listing, RemoteFile
+from controller.agents.downloader.libraries import library
+from controller.agents.downloader.transfer import Request, failure
+
+if TYPE_CHECKING:
+    from controller.agents.downloader.core.uri import HubPlace
+    from controller.agents.downloader.credentials import Environment
+
+_PUBLIC: Final = "https://huggingface.co"
+_API_TIMEOUT_S: Final = 30.0
+
+
+class HubSource:
+    """``HF_ENDPOINT`` names a mirror, ``HF_TOKEN`` is sent to the hub and to nobody that it redirects to.
+
+    The library says which commit and which files, with sizes and checksums. The files come through our own fetcher:
+    the library's downloader keeps no ranges across a crash and does not compare checksums.
+    """
+
+    def __init__(self, place: HubPlace, environment: Environment) -> None:
+        self._place = place
+        self._endpoint = (environment.get("HF_ENDPOINT") or _PUBLIC).rstrip("/")
+        self._token = environment.get("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+        self._hub = library("huggingface_hub", "hub")
+
+    async def resolve(self, revision: str) -> Listing:
+        """The commit that ``revision``, or ``main``, is now."""
+        info = await asyncio.to_thread(self._info, revision or "main")
+        commit = str(info.sha or "")
+        if not re.fullmatch(r"[0-9a-f]{40,64}", commit):
+            raise Unavailable(f"the hub names no commit for {self._place.repo}", is_temporary=False)
+        files = [self._file(one, commit) for one in info.siblings or ()]
+        return Listing(commit, tuple(one for one in files if one is not None))
+
+    async def request(self, file: RemoteFile, start: int, end: int | None) -> Request:
+        """The hub redirects to where large files are, with a signature that expires: asked anew each time."""
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        return Request(file.locator, headers)
+
+    def _info(self, revision: str) -> Any:  # noqa: ANN401 - the library's ModelInfo
+        api = self._hub.HfApi(endpoint=self._endpoint, token=self._token or False)
+        where = f"{self._place.repo}@{revision}"
+        errors = library("huggingface_hub.errors", "hub")
+        try:
+            return api.model_info(self._place.repo, revision=revision, files_metadata=True, timeout=_API_TIMEOUT_S)
+        except errors.GatedRepoError as error:
+            raise AccessRefused(f"{where} is gated: accept its terms, and put HF_TOKEN into a Secret") from error
+        except errors.RevisionNotFoundError as error:
+            raise NotThere(f"{self._place.repo} has no revision {revision!r}") from error
+        except errors.RepositoryNotFoundError as error:
+            raise NotThere(f"the hub has no {self._place.repo}, or none for this token") from error
+        except errors.HfHubHTTPError as error:
+            status = getattr(error.response, "status_code", 0)
+            raise failure(status, f"{self._endpoint} ({where})", error.response.headers.get("retry-after")) from error
+        except Exception as error:
+            raise Unavailable(f"{self._endpoint} does not answer: {type(error).__name__}") from error
+
+    def _file(self, sibling: Any, commit: str) -> RemoteFile | None:  # noqa: ANN401 - the library's RepoSibling
+        name = str(sibling.rfilename)
+        path = name
+        if self._place.path:
+            if name == self._place.path:
+                path = name.rpartition("/")[2]
+            elif name.startswith(f"{self._place.path}/"):
+                path = name.removeprefix(f"{self._place.path}/")
+            else:
+                return None
+        checksum = None
+        if sibling.lfs is not None:
+            checksum = Checksum("sha256", sibling.lfs.sha256)
+        elif sibling.blob_id:
+            checksum = Checksum("git-sha1", sibling.blob_id)
+        url = self._hub.hf_hub_url(self._place.repo, name, revision=commit, endpoint=self._endpoint)
+        return RemoteFile(path, sibling.size, url, checksum)

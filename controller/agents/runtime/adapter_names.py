@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which names and sources of adapters are accepted, and where the files of each are linked."""
+
+from __future__ import annotations
+
+import re
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_LONGEST: Final = 256
+_LONGEST_URI: Final = 2048
+_SEGMENT: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@+-]*")
+_URI: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^\s]+")
+_DIGEST: Final = 12
+
+
+class Declared(msgspec.Struct, frozen=True):
+    """An adapter of the file. ``uri``: may be empty for a model of a repository that has its files already."""
+
+    uri: str = ""
+    pinned: bool = False
+
+
+class NameInvalid(ValueError):
+    """The message tells the caller what to correct."""
+
+
+class SourcePolicy(msgspec.Struct, frozen=True):
+    """``directories``: below which local paths may be. ``prefixes``: with which URIs must begin; none: any."""
+
+    directories: tuple[Path, ...] = ()
+    prefixes: tuple[str, ...] = ()
+
+
+def check_name(name: str, *, is_directory: bool = False) -> None:
+    """Raises NameInvalid. ``is_directory``: the name is that of a directory in a model repository."""
+    segments = name.split("/")
+    accepted = (
+        len(name) <= _LONGEST and all(map(_SEGMENT.fullmatch, segments)) and (len(segments) == 1 or not is_directory)
+    )
+    if not accepted:
+        where = "" if is_directory else "; segments may be separated by '/'"
+        raise NameInvalid(f"{name[:80]!r} is no name of an adapter: letters, digits and ._:@+- only{where}")
+
+
+def is_uri(source: str) -> bool:
+    """Whether it has to be downloaded; else it is a path."""
+    return "://" in source and not source.startswith("file://")
+
+
+def check_uri(uri: str, policy: SourcePolicy) -> None:
+    """Raises NameInvalid for a URI that the downloader must not be given."""
+    if len(uri) > _LONGEST_URI or not _URI.fullmatch(uri) or "/.." in uri:
+        raise NameInvalid(f"{uri[:80]!r} is no URI of an adapter")
+    if policy.prefixes and not any(uri.startswith(prefix) for prefix in policy.prefixes):
+        raise NameInvalid(f"{uri[:80]!r} does not begin with one of {', '.join(policy.prefixes)}")
+
+
+def local_path(source: str, policy: SourcePolicy) -> str:
+    """The path of a local source, symbolic links resolved; raises NameInvalid unless it lies below an allowed directory.
+
+    The engine is given the resolved path, so that a link cannot be changed between the check and the loading.
+    """
+    path = Path(source.removeprefix("file://"))
+    if not path.is_absolute() or "\0" in source:
+        raise NameInvalid(f"{source[:80]!r}: write an absolute path or a URI")
+    resolved = path.resolve()
+    for directory in policy.directories:
+        if resolved.is_relative_to(directory.resolve()) and resolved != directory.resolve():
+            return str(resolved)
+    allowed = ", ".join(map(str, policy.directories)) or "none is allowed"
+    raise NameInvalid(f"{source[:80]!r} is not below an allowed directory ({allowed})")
+
+
+def link_name(name: str, uri: str) -> str:
+    """Of the link to an adapter's files; another URI has another link, so the files of a loaded one never change."""
+    digest = sha256(f"{name}\n{uri}".encode()).hexdigest()[:_DIGEST]
+    return f"{name.replace('/', '-')[:80]}-{digest}"
+
+
+def read_declared(content: bytes, policy: SourcePolicy, *, is_directory: bool = False) -> Mapping[str, Declared]:
+    """The adapters of the file; raises ValueError with the mistake."""
+    try:
+        found = msgspec.json.decode(content, type=dict[str, Declared])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"no JSON object of adapters: {error}") from error
+    for name, one in found.items():
+        check_name(name, is_directory=is_directory)
+        if is_uri(one.uri):
+            # whoever writes the file is not bound by --allow-uri
+            check_uri(one.uri, SourcePolicy())
+        elif one.uri:
+            local_path(one.uri, policy)
+        elif not is_directory:
+            raise ValueError(f"{name}: uri is missing")
+    return found

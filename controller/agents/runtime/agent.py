@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's parts joined: probes, metrics, drain and adapters, until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Final
+
+from controller.agents.runtime.adapter_loader import AdapterLoader, LoadRefused
+from controller.agents.runtime.counters import Counters
+from controller.agents.runtime.declared_file import DeclaredFile
+from controller.agents.runtime.drainer import Drainer
+from controller.agents.runtime.engine_watch import EngineWatch
+from controller.agents.runtime.exposition import AgentState, write_page
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from controller.agents.runtime.downloads import Downloads
+    from controller.agents.runtime.engine_client import EngineClient
+    from controller.agents.runtime.settings import AgentSettings
+
+# Of the engine's metrics on a page of ours.
+_PAGE_AGE_S: Final = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Agent:
+    """``clock``: monotonic seconds; ``unix_clock``: by which engines tell times. ``follow_s``: between looks at adapters."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        engine: EngineClient,
+        downloads: Downloads,
+        *,
+        clock: Callable[[], float],
+        unix_clock: Callable[[], float],
+        follow_s: float = 2.0,
+    ) -> None:
+        self.settings = settings
+        dialect = settings.dialect
+        self._counters = Counters()
+        self._clock = clock
+        self._follow_s = follow_s
+        self.watch = EngineWatch(settings, engine, self._counters, clock=clock, unix_clock=unix_clock)
+        self.drainer = Drainer(
+            settings.drain, self.watch.load, finishes_requests=dialect.finishes_requests, clock=clock
+        )
+        adapters = settings.adapters
+        self.file = DeclaredFile(adapters.file, adapters.policy, is_directory=dialect.adapters == "repository")
+        self.loader = AdapterLoader(
+            adapters,
+            dialect,
+            engine=engine,
+            downloads=downloads,
+            file=self.file,
+            counters=self._counters,
+            page=self.watch.page,
+            clock=clock,
+        )
+
+    @property
+    def is_draining(self) -> bool:
+        """From the begin of a drain until it is taken back."""
+        return self.drainer.drain is not None
+
+    def why_not_ready(self) -> str:
+        """Empty if the engine should get requests."""
+        return self.watch.why_not_ready(is_draining=self.is_draining)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.watch.probe_forever())
+                tasks.create_task(self.watch.observe_forever())
+                tasks.create_task(self.drainer.run())
+                if self.settings.dialect.adapters:
+                    tasks.create_task(self._follow_adapters())
+        finally:
+            await self.loader.aclose()
+
+    async def run_until(self, ending: asyncio.Event) -> None:
+        """Until ``ending`` is set, and then until the engine is drained: the agent must not go before the engine."""
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(self.run())
+            await ending.wait()
+            await self.drainer.begin()
+            await self.drainer.ended()
+            running.cancel()
+
+    async def metrics_page(self) -> str:
+        """Prometheus' text format."""
+        page = await self.watch.page(_PAGE_AGE_S)
+        drain, slots = self.drainer.drain, 0
+        if page is not None and page.adapters is not None:
+            slots = page.adapters.slots
+        state = AgentState(
+            dialect=self.settings.dialect.name,
+            is_ready=not self.why_not_ready(),
+            is_alive=not self.watch.why_not_alive(),
+            has_answered=self.watch.health.phase != "starting",
+            drain_s=None if drain is None else (drain.ended_at_s or self._clock()) - drain.began_at_s,
+            file_is_good=not self.file.problem,
+            coming=len(self.loader.coming),
+            limit=self.loader.limit or slots,
+        )
+        return write_page(page, state, self._counters)
+
+    async def _follow_adapters(self) -> None:
+        answers = False
+        while True:
+            if self.watch.health.phase == "starting":
+                if answers:
+                    self.loader.engine_started_again()
+                answers = False
+                # a mistake in it is said early
+                self.file.poll()
+            elif not self.is_draining:
+                answers = True
+                with contextlib.suppress(LoadRefused):  # the engine does not tell now: it is asked again
+                    await self.loader.follow_file()
+            await asyncio.sleep(self._follow_s)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the agent needs to know of each kind of engine: paths, APIs and names of metrics."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Kind = Literal["gauge", "ratio", "counter", "histogram"]
+# How the model is asked for one token, and how adapters are loaded.
+Api = Literal["completions", "chat", "embeddings", "repository"]
+AdapterApi = Literal["lora", "repository", ""]
+
+
+class Family(msgspec.Struct, frozen=True):
+    """A metric of ours. Series of one model are added up (data-parallel ranks); a ``ratio`` is averaged."""
+
+    name: str
+    kind: Kind
+    help: str
+
+
+FAMILIES: Final = (
+    Family("running_requests", "gauge", "Requests that the engine computes."),
+    Family("waiting_requests", "gauge", "Requests that wait in the engine."),
+    Family("kv_cache_usage_ratio", "ratio", "Share of the KV cache in use, 0 to 1."),
+    Family("prompt_tokens_total", "counter", "Prompt tokens."),
+    Family("cached_prompt_tokens_total", "counter", "Prompt tokens that were found in the prefix cache."),
+    Family("generation_tokens_total", "counter", "Generated tokens."),
+    Family("finished_requests_total", "counter", "Requests that ended well."),
+    Family("failed_requests_total", "counter", "Requests that failed in the engine."),
+    Family("preemptions_total", "counter", "Requests that lost their place in the batch to others."),
+    Family("time_to_first_token_seconds", "histogram", "From arrival at the engine to the first token."),
+    Family("inter_token_latency_seconds", "histogram", "Between two tokens of an answer."),
+    Family("request_duration_seconds", "histogram", "From arrival at the engine to the last token."),
+    Family("queue_duration_seconds", "histogram", "From arrival at the engine to the first computation."),
+)
+
+
+class Source(msgspec.Struct, frozen=True):
+    """An engine's metric. ``where``: only series with this value of a label. Histograms without their suffixes."""
+
+    name: str
+    where: tuple[str, str] | None = None
+
+
+Sources = MappingProxyType[str, tuple[Source, ...]]
+
+
+class Dialect(msgspec.Struct, frozen=True):
+    """One kind of engine.
+
+    ``health``: the path of the cheap probe. ``metrics_port``: 0 if the engine has its metrics on its own port.
+    ``sources``: by family, tried in order. ``model_label``: of its series. ``lora_info``: tells which adapters are in use.
+    ``finishes_requests``: after SIGTERM it waits by itself for running requests, although its metrics do not tell them.
+    """
+
+    name: str
+    health: str
+    asks: tuple[Api, ...]
+    sources: Sources
+    adapters: AdapterApi = ""
+    load_path: str = ""
+    unload_path: str = ""
+    metrics_port: int = 0
+    metrics_path: str = "/metrics"
+    model_label: str = "model_name"
+    lora_info: str = ""
+    finishes_requests: bool = False
+
+
+def _sources(names: Mapping[str, str | Source | tuple[str | Source, ...]]) -> Sources:
+    def several(one: str | Source | tuple[str | Source, ...]) -> tuple[Source, ...]:
+        listed = one if isinstance(one, tuple) else (one,)
+        return tuple(each if isinstance(each, Source) else Source(each) for each in listed)
+
+    return MappingProxyType({family: several(one) for family, one in names.items()})
+
+
+_OPENAI: Final[tuple[Api, ...]] = ("completions", "chat", "embeddings")
+
+_VLLM: Final = Dialect(
+    name="vLLM",
+    health="/health",
+    asks=_OPENAI,
+    adapters="lora",
+    load_path="/v1/load_lora_adapter",
+    unload_path="/v1/unload_lora_adapter",
+    lora_info="vllm:lora_requests_info",
+    sources=_sources(
+        {
+            "running_requests": "vllm:num_requests_running",
+            "waiting_requests": "vllm:num_requests_waiting",
+            "kv_cache_usage_ratio": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+            "prompt_tokens_total": "vllm:prompt_tokens_total",
+            "cached_prompt_tokens_total": "vllm:prefix_cache_hits_total",
+            "generation_tokens_total": "vllm:generation_tokens_total",
+            "finished_requests_total": "vllm:request_success_total",
+            "preemptions_total": "vllm:num_preemptions_total",
+            "time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+            "inter_token_latency_seconds": ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+            "request_duration_seconds": "vllm:e2e_request_latency_seconds",
+            "queue_duration_seconds": "vllm:request_queue_time_seconds",
+        }
+    ),
+)
+_SGLANG: Final = Dialect(
+    name="SGLang",
+    health="/health",
+    asks=_OPENAI,
+    adapters="lora",
+    load_path="/load_lora_adapter",
+    unload_path="/unload_lora_adapter",
+    sources=_sources(
+        {
+            "running_requests": "sglang:num_running_reqs",
+            "waiting_requests": "sglang:num_queue_reqs",
+            "kv_cache_usage_ratio": "sglang:token_usage",
+            "prompt_tokens_total": "sglang:prompt_tokens_total",
+            "cached_prompt_tokens_total": "sglang:cached_tokens_total",
+            "generation_tokens_total": "sglang:generation_tokens_total",
+            "finished_requests_total": "sglang:num_requests_total",
+            "failed_requests_total": "sglang:num_aborted_requests_total",
+            "time_to_first_token_seconds": "sglang:time_to_first_token_seconds",
+            "inter_token_latency_seconds": (
+                "sglang:inter_token_latency_seconds",
+                "sglang:time_per_output_token_seconds",
+            ),
+            "request_duration_seconds": "sglang:e2e_request_latency_seconds",
+            "queue_duration_seconds": "sglang:queue_time_seconds",
+        }
+    ),
+)
+_TRTLLM: Final = Dialect(
+    name="TensorRT-LLM",
+    health="/health",
+    asks=_OPENAI,
+    # with return_perf_metrics; /metrics is a list of iterations in JSON
+    metrics_path="/prometheus/metrics",
+    sources=_sources(
+        {
+            "running_requests": "trtllm_num_requests_running",
+            "waiting_requests": "trtllm_num_requests_waiting",
+            "kv_cache_usage_ratio": "trtllm_kv_cache_utilization",
+            "prompt_tokens_total": "trtllm_prompt_tokens_total",
+            "generation_tokens_total": "trtllm_generation_tokens_total",
+            "finished_requests_total": "trtllm_request_success_total",
+            "time_to_first_token_seconds": "trtllm_time_to_first_token_seconds",
+            "inter_token_latency_seconds": (
+                "trtllm_time_per_output_token_seconds",
+                "trtllm_inter_token_latency_seconds",
+            ),
+            "request_duration_seconds": "trtllm_e2e_request_latency_seconds",
+            "queue_duration_seconds": "trtllm_request_queue_time_seconds",
+        }
+    ),
+)
+_TRITON: Final = Dialect(
+    name="Triton",
+    health="/v2/health/live",
+    asks=("repository",),
+    adapters="repository",
+    metrics_port=8002,
+    model_label="model",
+    finishes_requests=True,
+    sources=_sources(
+        {
+            # the TensorRT-LLM backend counts what it computes, other backends do not
+            "running_requests": Source("nv_trt_llm_request_metrics", ("request_type", "scheduled")),
+            "waiting_requests": (
+                Source("nv_trt_llm_request_metrics", ("request_type", "waiting")),
+                "nv_inference_pending_request_count",
+            ),
+            "kv_cache_usage_ratio": Source("nv_trt_llm_kv_cache_block_metrics", ("kv_cache_block_type", "fraction")),
+            "finished_requests_total": "nv_inference_request_success",
+            "failed_requests_total": "nv_inference_request_failure",
+        }
+    ),
+)
+_MLSERVER: Final = Dialect(
+    name="MLServer",
+    health="/v2/health/live",
+    asks=("repository",),
+    adapters="repository",
+    metrics_port=8082,
+    model_label="model",
+    sources=_sources(
+        {
+            # its probes are GET
+            "running_requests": Source("rest_server_requests_in_progress", ("method", "POST")),
+            "finished_requests_total": "model_infer_request_success_total",
+            "failed_requests_total": "model_infer_request_failure_total",
+        }
+    ),
+)
+_OTHER: Final = Dialect(name="OpenAI", health="/v1/models", asks=_OPENAI, sources=_sources({}))
+
+DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(
+    {one.name: one for one in (_VLLM, _SGLANG, _TRTLLM, _TRITON, _MLSERVER, _OTHER)}
+)

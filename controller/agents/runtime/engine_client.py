@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP to the engine: a connection for each question, bounded in time and size."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any, Final, Self
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from controller.agents.runtime.engine_answers import error_text, is_unloaded, load_result
+from controller.agents.runtime.model_requests import loaded_adapters, repository_models
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from controller.agents.runtime.dialects import Dialect
+    from controller.agents.runtime.engine_answers import LoadResult
+
+_MOST_BYTES: Final = 16 * 1024 * 1024
+_CHUNK_BYTES: Final = 64 * 1024
+
+
+class EngineFailed(Exception):
+    """The engine did not answer, or not as it should; the message says how."""
+
+
+class EngineGone(EngineFailed):
+    """Nobody listens on the engine's port."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Of any status."""
+
+    status: int
+    body: bytes
+
+    def expect_success(self, what: str) -> bytes:
+        """The body; raises EngineFailed if the status is no success."""
+        if 200 <= self.status < 300:
+            return self.body
+        raise EngineFailed(f"{what}: status {self.status}: {error_text(self.body)}")
+
+
+class EngineClient:
+    """``key_file``: holds the engine's API key; read for each request, because Secrets are replaced."""
+
+    def __init__(self, base: str, dialect: Dialect, key_file: Path | None = None) -> None:
+        self._base = base.rstrip("/")
+        self._dialect = dialect
+        self._key_file = key_file
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        # an engine that started again must not be asked on a connection to the former one
+        connector = aiohttp.TCPConnector(force_close=True, limit=32)
+        self._session = aiohttp.ClientSession(connector=connector, auto_decompress=True)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def get(self, path: str, *, timeout_s: float) -> Answer:
+        """``path``: or a whole URL. Raises EngineFailed."""
+        return await self._ask("GET", path, None, timeout_s)
+
+    async def post(self, path: str, body: dict[str, Any], *, timeout_s: float) -> Answer:
+        """Raises EngineFailed."""
+        return await self._ask("POST", path, msgspec.json.encode(body), timeout_s)
+
+    async def loaded(self, *, timeout_s: float) -> dict[str, str]:
+        """The adapters that it holds and their paths, empty where it does not tell; raises EngineFailed."""
+        try:
+            if self._dialect.adapters == "repository":
+                answer = await self.post("/v2/repository/index", {}, timeout_s=timeout_s)
+                return repository_models(answer.expect_success("the repository's index"))
+            answer = await self.get("/v1/models", timeout_s=timeout_s)
+            return loaded_adapters(answer.expect_success("the list of models"))
+        except ValueError as error:
+            raise EngineFailed(str(error)) from error
+
+    async def load(self, name: str, path: str, *, timeout_s: float) -> tuple[LoadResult, str]:
+        """The engine's result and its message; raises EngineFailed if it does not answer."""
+        if self._dialect.adapters == "repository":
+            answer = await self.post(_repository(name, "load"), {}, timeout_s=timeout_s)
+        else:
+            body = {"lora_name": name, "lora_path": path}
+            answer = await self.post(self._dialect.load_path, body, timeout_s=timeout_s)
+        return load_result(answer.status, answer.body), error_text(answer.body)
+
+    async def unload(self, name: str, *, timeout_s: float) -> None:
+        """Raises EngineFailed if the engine still holds it."""
+        if self._dialect.adapters == "repository":
+            answer = await self.post(_repository(name, "unload"), {}, timeout_s=timeout_s)
+        else:
+            answer = await self.post(self._dialect.unload_path, {"lora_name": name}, timeout_s=timeout_s)
+        if not is_unloaded(answer.status, answer.body):
+            raise EngineFailed(f"status {answer.status}: {error_text(answer.body)}")
+
+    async def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Answer:
+        if self._session is None:
+            raise RuntimeError("enter the client first")
+        url = path if "://" in path else f"{self._base}{path}"
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        if self._key_file is not None:
+            with contextlib.suppress(OSError):  # without its key the engine refuses, which says more
+                headers["Authorization"] = f"Bearer {self._key_file.read_text().strip()}"
+        try:
+            # within a pod there is nobody to be deceived by: the certificate is not compared
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.request(method, url, data=body, headers=headers, ssl=False) as answer,
+            ):
+                return Answer(answer.status, await _read(answer))
+        except aiohttp.ClientConnectorError as error:
+            if isinstance(error.os_error, ConnectionRefusedError):
+                raise EngineGone(f"nobody listens: {url}") from error
+            raise EngineFailed(f"{method} {url}: {error}") from error
+        except TimeoutError as error:
+            raise EngineFailed(f"{method} {url}: no answer in {timeout_s:g} s") from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise EngineFailed(f"{method} {url}: {type(error).__name__}: {error}") from error
+
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    read = bytearray()
+    async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
+        read += chunk
+        if len(read) > _MOST_BYTES:
+            raise ValueError(f"an answer of more than {_MOST_BYTES} bytes")
+    return bytes(read)
+
+
+def _repository(name: str, what: str) -> str:
+    return f"/v2/repository/models/{quote(name, safe='')}/{what}"

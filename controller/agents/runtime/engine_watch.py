@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks the engine, one question at a time, whether it answers, and reads its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+from controller.agents.runtime.drain import Load
+from controller.agents.runtime.engine_client import EngineFailed, EngineGone
+from controller.agents.runtime.engine_page import read_page
+from controller.agents.runtime.health import (
+    Health,
+    answered,
+    asked,
+    failed,
+    measured,
+    refused,
+    warmed,
+    why_not_alive,
+    why_not_ready,
+)
+from controller.agents.runtime.model_requests import (
+    base_model,
+    is_answer,
+    means_other_api,
+    model_request,
+    warm_up_prompts,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from controller.agents.runtime.counters import Counters
+    from controller.agents.runtime.dialects import Api
+    from controller.agents.runtime.engine_client import EngineClient
+    from controller.agents.runtime.engine_page import EnginePage
+    from controller.agents.runtime.model_requests import ModelRequest
+    from controller.agents.runtime.settings import AgentSettings
+
+_METRICS_TIMEOUT_S: Final = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class EngineWatch:
+    """``clock``: monotonic seconds; ``unix_clock``: by which engines tell times."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        client: EngineClient,
+        counters: Counters,
+        *,
+        clock: Callable[[], float],
+        unix_clock: Callable[[], float],
+    ) -> None:
+        self.health = Health()
+        self._settings = settings
+        self._client = client
+        self._counters = counters
+        self._clock = clock
+        self._unix_clock = unix_clock
+        self._model = settings.model
+        self._api: Api | None = None
+        self._page: EnginePage | None = None
+        self._is_gone = False
+        self._read_at_s = -1e9
+        self._reading = asyncio.Lock()
+        self._said = ""
+
+    def why_not_ready(self, *, is_draining: bool = False) -> str:
+        """Empty if it is."""
+        return why_not_ready(self.health, self._settings.health, is_draining=is_draining, now_s=self._clock())
+
+    def why_not_alive(self) -> str:
+        """Empty if it is."""
+        return why_not_alive(self.health, self._settings.health, self._clock())
+
+    async def probe_forever(self) -> None:
+        """The next question is asked only when the one before was answered, or given up after minutes."""
+        while True:
+            await self._probe()
+            if self.health.phase == "warming":
+                await self._warm_up()
+            await asyncio.sleep(self._settings.probe_interval_s)
+
+    async def observe_forever(self) -> None:
+        """Reads metrics, and says in the log when the engine becomes ready or stops being so."""
+        while True:
+            page = await self.page()
+            running = None if page is None else page.total("running_requests")
+            progress = () if page is None else page.progress
+            self.health = measured(self.health, running=running, progress=progress, now_s=self._clock())
+            said = self.why_not_ready()
+            if said != self._said:
+                log.info("the engine is %s", f"not ready: {said}" if said else "ready")
+                self._said = said
+            await asyncio.sleep(self._settings.metrics_interval_s)
+
+    async def page(self, max_age_s: float = 0.0) -> EnginePage | None:
+        """The metrics; None if they cannot be read. However many ask, one reading is under way."""
+        wanted_at_s = self._clock() - max_age_s
+        async with self._reading:
+            # a reading that began after we asked will do, with or without success
+            if self._read_at_s < wanted_at_s:
+                await self._read()
+        return self._page
+
+    async def load(self) -> Load:
+        """What the engine has to do, for a drain."""
+        page = await self.page()
+        if page is None:
+            return Load(is_gone=self._is_gone)
+        return Load(page.total("running_requests"), page.total("waiting_requests"))
+
+    async def _read(self) -> None:
+        self._read_at_s = self._clock()
+        self._is_gone = False
+        try:
+            answer = await self._client.get(self._settings.metrics_url, timeout_s=_METRICS_TIMEOUT_S)
+            text = answer.expect_success("metrics").decode(errors="replace")
+            self._page = read_page(text, self._settings.dialect, unix_s=self._unix_clock())
+        except EngineGone:
+            self._page, self._is_gone = None, True
+        except EngineFailed:
+            self._page = None
+
+    async def _probe(self) -> None:
+        self.health = asked(self.health, self._clock())
+        try:
+            if self.health.phase == "starting":
+                await self._ask_model()
+            else:
+                answer = await self._client.get(
+                    self._settings.dialect.health, timeout_s=self._settings.health.dead_after_s
+                )
+                answer.expect_success("the health check")
+        except EngineGone:
+            self.health = refused(self.health)
+        except EngineFailed as error:
+            log.debug("%s", error)
+            self.health = failed(self.health)
+        else:
+            if self.health.phase == "starting":
+                self._counters.starts += 1
+            self.health = answered(self.health, self._clock())
+            self._counters.probes["good"] += 1
+            return
+        self._counters.probes["bad"] += 1
+
+    async def _ask_model(self) -> None:
+        """One token of the model; raises EngineFailed unless it came."""
+        if self._settings.probe is not None:
+            await self._must_answer(self._settings.probe)
+            return
+        if "repository" in self._settings.dialect.asks:
+            await self._ask_repository()
+            return
+        timeout_s = self._settings.answer_timeout_s
+        if not self._settings.model:
+            listed = await self._client.get("/v1/models", timeout_s=timeout_s)
+            try:
+                self._model = base_model(listed.expect_success("the list of models"))
+            except ValueError as error:
+                raise EngineFailed(str(error)) from error
+        why = ""
+        for api in self._settings.dialect.asks:
+            request = model_request(api, model=self._model, prompt="Hello", max_tokens=1)
+            try:
+                if await self._must_answer(request):
+                    self._api = api
+                    return
+            except _OtherApi as error:
+                why = str(error)
+        raise EngineFailed(why)
+
+    async def _ask_repository(self) -> None:
+        timeout_s = self._settings.answer_timeout_s
+        path = f"/v2/models/{quote(self._model, safe='')}/ready" if self._model else "/v2/health/ready"
+        (await self._client.get(path, timeout_s=timeout_s)).expect_success(path)
+
+    async def _must_answer(self, request: ModelRequest) -> bool:
+        """True; raises EngineFailed."""
+        answer = await self._client.post(request.path, request.body, timeout_s=self._settings.answer_timeout_s)
+        if means_other_api(answer.status):
+            raise _OtherApi(f"{request.path}: status {answer.status}")
+        if not is_answer(answer.expect_success(request.path), request.proof):
+            raise EngineFailed(f"{request.path}: status {answer.status}, but no answer of a model")
+        return True
+
+    async def _warm_up(self) -> None:
+        began_s = self._clock()
+        try:
+            async with asyncio.timeout(self._settings.warm_up.timeout_s):
+                await self._send_warm_up()
+        except TimeoutError:
+            log.warning("the warm-up is not over after %g s; the engine serves now", self._settings.warm_up.timeout_s)
+            self._counters.warm_up_failures += 1
+        self._counters.warm_up_s = self._clock() - began_s
+        self.health = warmed(self.health)
+
+    async def _send_warm_up(self) -> None:
+        for request in self._warm_up_requests():
+            self.health = asked(self.health, self._clock())
+            try:
+                answer = await self._client.post(request.path, request.body, timeout_s=self._settings.warm_up.timeout_s)
+                answer.expect_success(request.path)
+            except EngineGone:
+                self.health = refused(self.health)
+                return
+            except EngineFailed as error:
+                log.warning("warm-up: %s", error)
+                self._counters.warm_up_failures += 1
+                self.health = failed(self.health)
+            else:
+                self.health = answered(self.health, self._clock())
+
+    def _warm_up_requests(self) -> list[ModelRequest]:
+        warm_up = self._settings.warm_up
+        if self._settings.probe is not None:
+            return [self._settings.probe] * warm_up.rounds
+        if self._api is None:
+            return []
+        return [
+            model_request(self._api, model=self._model, prompt=prompt, max_tokens=warm_up.max_tokens)
+            for prompt in warm_up_prompts(warm_up.rounds, warm_up.lengths, warm_up.prompts)
+        ]
+
+
+class _OtherApi(EngineFailed):
+    """The engine has no such API, or not for this model."""

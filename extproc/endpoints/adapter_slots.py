@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters on the engines of one ModelServer: who has which, what uses them, and room
+
+What engines report is right, and late: a list of models is read once a second. So what this process and its peers have
+changed meanwhile is laid over it (``corrected``). Which adapters are where stands in ``EndpointTable.loras``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from extproc.config.model_server import ModelServerSpec
+    from extproc.endpoints.table import Bools, EndpointRef, EndpointTable
+
+# A list of models may have been asked for this long before it is here.
+LIST_AGE_S: Final = 2.5
+# What a peer said of an adapter that it loads or closes holds no longer than this, unless it says so again.
+PEER_NEWS_S: Final = 2.0
+
+# ``loading``: it takes a slot from now on. ``closed``: it gets nothing new, so that it can be unloaded.
+Change = Literal["loading", "loaded", "closed", "gone"]
+
+
+def slots_for(spec: ModelServerSpec, table: EndpointTable, known: AdapterSlots | None) -> AdapterSlots | None:
+    """By the configuration; what is known of adapters stays. None: there are none on demand."""
+    loading = spec.adapter_loading
+    if loading is None:
+        return None
+    slots = known or AdapterSlots(table, spec.model)
+    slots.sources, slots.slots = {one.name: one.source for one in loading.adapters}, loading.slots
+    return slots
+
+
+class _Changed(msgspec.Struct, frozen=True):
+    """What an engine was told to do, that a list of its models may not show yet."""
+
+    is_there: bool
+    at_s: float
+
+
+class AdapterSlots:
+    """Adapters that may be loaded, by row of the endpoint table. Bounded by adapters times endpoints.
+
+    ``sources``: where the weights of each are. ``slots``: how many an engine may hold, None: as it says itself.
+    """
+
+    def __init__(self, table: EndpointTable, base_model: str) -> None:
+        self.sources: Mapping[str, str] = {}
+        self.slots: int | None = None
+        # others that routes name, which engines have for good
+        self.fixed: frozenset[str] = frozenset()
+        self._table = table
+        self._base_model = base_model
+        self._in_flight: Counter[tuple[int, str]] = Counter()
+        self._used_at_s: dict[tuple[int, str], float] = {}
+        self._ended_at_s: dict[tuple[int, str], float] = {}
+        self._loaded_at_s: dict[tuple[int, str], float] = {}
+        self._changed: dict[tuple[int, str], _Changed] = {}
+        # until when, by row and adapter; infinite: this process ends it itself
+        self._loading: dict[tuple[int, str], float] = {}
+        self._closed: dict[tuple[int, str], float] = {}
+        # by row, of engines that do not say it
+        self._learned: dict[int, int] = {}
+
+    def forget(self, row: int) -> None:
+        """The endpoint has left the configuration, or its engine has restarted: it holds nothing on demand."""
+        known = (self._used_at_s, self._ended_at_s, self._loaded_at_s, self._changed, self._loading, self._closed)
+        for column in known:
+            for key in [key for key in column if key[0] == row]:
+                del column[key]
+        self._learned.pop(row, None)
+
+    def drop(self, row: int) -> None:
+        """The row is another endpoint's from now on."""
+        self.forget(row)
+        for key in [key for key in self._in_flight if key[0] == row]:
+            del self._in_flight[key]
+
+    def restarted(self, row: int) -> None:
+        """Its engine has lost what was loaded into it."""
+        self.forget(row)
+        self._set_served(row, self._served(row) - self.sources.keys())
+
+    def expire(self, now: float) -> None:
+        """What peers have said holds for a while, and lists of models catch up with what was changed."""
+        for column in (self._loading, self._closed):
+            for key in [key for key, until_s in column.items() if until_s <= now]:
+                del column[key]
+        for key in [key for key, one in self._changed.items() if now - one.at_s > LIST_AGE_S]:
+            del self._changed[key]
+
+    def has(self, adapter: str) -> Bools:
+        """The rows whose engine has the adapter and takes requests for it."""
+        loras = self._table.loras
+        found: Bools = self._table.is_active & self._table.cached_column(
+            ("has", adapter),
+            lambda: np.fromiter((one.served is not None and adapter in one.served for one in loras), np.bool_),
+        )
+        for row, closed in self._closed:
+            if closed == adapter:
+                found[row] = False
+        return found
+
+    def held(self, row: int) -> set[str]:
+        """The adapters that take a slot there, those that are being loaded included."""
+        served = self._served(row)
+        there = {one for one in served if one in self.sources or one in self.fixed}
+        return there | {one for at, one in self._loading if at == row}
+
+    def is_loading(self, row: int, adapter: str) -> bool:
+        """Whether this process or a peer loads it there."""
+        return (row, adapter) in self._loading
+
+    def room(self, row: int) -> float:
+        """How many more adapters fit; infinite if that is not known."""
+        slots = self.slots or self._table.loras[row].max_active or self._learned.get(row)
+        return math.inf if slots is None else slots - len(self.held(row))
+
+    def removable(self, row: int) -> Iterator[str]:
+        """Adapters there that can be loaded again, are not being loaded, and take requests."""
+        for one in self._served(row) & self.sources.keys():
+            if (row, one) not in self._loading and (row, one) not in self._closed:
+                yield one
+
+    def in_flight(self, row: int, adapter: str) -> int:
+        """Requests of this process and its peers that were sent there for the adapter."""
+        return self._in_flight[row, adapter]
+
+    def is_used(self, row: int, adapter: str) -> bool:
+        """Whether anything in flight needs it: of ours, or by the engine's report, of others."""
+        if self._in_flight[row, adapter]:
+            return True
+        loras, table = self._table.loras[row], self._table
+        if adapter not in loras.active and adapter not in loras.waiting:
+            return False
+        # a report from before our last request ended shows that request
+        is_news = bool(table.reported_at_s[row] > self._ended_at_s.get((row, adapter), -math.inf))
+        return is_news or table.has_foreign_requests
+
+    def used_at_s(self, row: int, adapter: str) -> float:
+        """When a request for it last went there, or it was loaded."""
+        return self._used_at_s.get((row, adapter), 0.0)
+
+    def loaded_at_s(self, row: int, adapter: str) -> float:
+        """When it was loaded, 0 if that is not known."""
+        return self._loaded_at_s.get((row, adapter), 0.0)
+
+    def begin(self, row: int, adapter: str | None, now: float) -> str | None:
+        """A request is sent there; returns its adapter if that is one of those on demand."""
+        if adapter is None or adapter not in self.sources:
+            return None
+        self._in_flight[row, adapter] += 1
+        self._used_at_s[row, adapter] = now
+        return adapter
+
+    def end(self, endpoint: EndpointRef, adapter: str, now: float) -> None:
+        """A request for the adapter is over."""
+        key = endpoint.row, adapter
+        if not self._table.is_current(endpoint) or not self._in_flight[key]:
+            return
+        self._in_flight[key] -= 1
+        self._ended_at_s[key] = now
+        if not self._in_flight[key]:
+            del self._in_flight[key]
+
+    def change(self, row: int, adapter: str, change: Change, now: float, *, is_ours: bool) -> None:
+        """What becomes of an adapter there. ``is_ours``: this process does it, so it will say when it is over."""
+        key = row, adapter
+        if change in {"loading", "closed"}:
+            marked = self._loading if change == "loading" else self._closed
+            marked[key] = math.inf if is_ours else max(marked.get(key, 0.0), now + PEER_NEWS_S)
+            return
+        self._loading.pop(key, None)
+        if change == "gone" or is_ours or self._closed.get(key) != math.inf:
+            # what this process has closed, no other opens
+            self._closed.pop(key, None)
+        self._note(row, adapter, now, is_there=change == "loaded")
+
+    def corrected(self, row: int, models: frozenset[str], now: float) -> frozenset[str]:
+        """An engine's list of models, with what was changed while it was on its way."""
+        self.expire(now)
+        recent = {one: changed.is_there for (at, one), changed in self._changed.items() if at == row}
+        there = {one for one, is_there in recent.items() if is_there}
+        return frozenset((models | there) - (recent.keys() - there))
+
+    def is_full(self, row: int) -> None:
+        """The engine refused another adapter for want of room, and does not say how many it holds."""
+        held = len(self.held(row))
+        if held:
+            self._learned[row] = held
+
+    def _note(self, row: int, adapter: str, now: float, *, is_there: bool) -> None:
+        self._changed[row, adapter] = _Changed(is_there, now)
+        served = self._served(row)
+        if is_there:
+            self._loaded_at_s.setdefault((row, adapter), now)
+            self._used_at_s[row, adapter] = now
+            self._set_served(row, served | {adapter})
+        else:
+            self._loaded_at_s.pop((row, adapter), None)
+            self._set_served(row, served - {adapter})
+
+    def _served(self, row: int) -> frozenset[str]:
+        """What the engine lists; before it was asked, at least the base model."""
+        return self._table.loras[row].served or frozenset({self._base_model})
+
+    def _set_served(self, row: int, served: frozenset[str]) -> None:
+        self._table.set_loras(row, msgspec.structs.replace(self._table.loras[row], served=served))

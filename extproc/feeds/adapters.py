@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has engines, or the runtime agents beside them, load and unload adapters
+
+Off the request path: at most ``_MOST_AT_ONCE`` loads run at a time, one at each engine; others wait for their turn within
+their own time limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final
+
+import aiohttp
+import msgspec
+
+from extproc.core.types import LoadProblem, LoadResult
+from extproc.feeds.adapter_answers import LoadAnswer, answer_to_load, is_unloaded, said
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from extproc.config.model_server import ModelServerSpec
+    from extproc.core.core import Core
+    from extproc.core.effects import LoadAdapter
+    from extproc.feeds.engine_access import EngineAccess
+
+_LOAD: Final = "/v1/load_lora_adapter"
+_UNLOAD: Final = "/v1/unload_lora_adapter"
+_MOST_AT_ONCE: Final = 16
+_CONNECT_S: Final = 3.0
+
+
+class AdapterLoader:
+    """Performs LoadAdapter effects. Made inside the event loop."""
+
+    def __init__(
+        self,
+        core: Core,
+        access: EngineAccess,
+        *,
+        clock: Callable[[], float],
+        deliver: Callable[[LoadResult], object],
+    ) -> None:
+        """``access``: keys and TLS of engines. ``deliver``: gets every result."""
+        self._core = core
+        self._access = access
+        self._clock = clock
+        self._deliver = deliver
+        self._http: aiohttp.ClientSession | None = None
+        self._at_once = asyncio.Semaphore(_MOST_AT_ONCE)
+        self._engines: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, ask: LoadAdapter) -> None:
+        """Begin a load; its result is delivered later."""
+        task = asyncio.get_running_loop().create_task(self._run(ask))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """End what is being loaded, and close all connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._http is not None:
+            await self._http.close()
+
+    async def _run(self, ask: LoadAdapter) -> None:
+        began_s = self._clock()
+        unloaded: list[str] = []
+        try:
+            async with asyncio.timeout(ask.timeout_s), self._engines[ask.server, ask.address], self._at_once:
+                answer = await self._change(ask, unloaded)
+        except TimeoutError:
+            answer = LoadAnswer(LoadProblem.UNREACHABLE, f"no answer within {ask.timeout_s:g} s")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            answer = LoadAnswer(LoadProblem.UNREACHABLE, str(error) or type(error).__name__)
+        self._deliver(
+            LoadResult(
+                server=ask.server,
+                address=ask.address,
+                adapter=ask.adapter,
+                problem=answer.problem,
+                message=answer.message,
+                was_there=answer.was_there,
+                unloaded=tuple(dict.fromkeys((*unloaded, *answer.unloaded))),
+                duration_s=self._clock() - began_s,
+            )
+        )
+
+    async def _change(self, ask: LoadAdapter, unloaded: list[str]) -> LoadAnswer:
+        """Make room, and load; ``unloaded`` gets what is gone even if the load then fails."""
+        pool = self._core.pools.get(ask.server)
+        if pool is None:
+            return LoadAnswer(LoadProblem.UNREACHABLE, "its ModelServer has left the configuration")
+        if ask.unload is not None:
+            status, body = await self._post(pool.spec, ask.address, _UNLOAD, {"lora_name": ask.unload})
+            if not is_unloaded(status):
+                return LoadAnswer(LoadProblem.BUSY, f"{ask.unload} could not be unloaded: {status} {said(body)}")
+            unloaded.append(ask.unload)
+        wanted = {"lora_name": ask.adapter, "lora_path": ask.source}
+        return answer_to_load(*await self._post(pool.spec, ask.address, _LOAD, wanted))
+
+    async def _post(self, spec: ModelServerSpec, address: str, path: str, body: dict[str, str]) -> tuple[int, bytes]:
+        """Ask the agent beside the engine if it has a port, which speaks plain HTTP; else the engine itself."""
+        if self._http is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+            self._http = aiohttp.ClientSession(timeout=timeout)
+        headers = {"content-type": "application/json"}
+        port = None if spec.adapter_loading is None else spec.adapter_loading.port
+        access = await self._access.of(spec, address)
+        if access.authorization:
+            headers["authorization"] = access.authorization
+        is_plain = port is not None or access.tls is None
+        host = address if port is None else f"{address.rpartition(':')[0]}:{port}"
+        async with self._http.post(
+            f"{'http' if is_plain else 'https'}://{host}{path}",
+            data=msgspec.json.encode(body),
+            headers=headers,
+            ssl=True if is_plain else access.tls or True,
+            server_hostname=None if is_plain else access.server_name,
+        ) as answer:
+            return answer.status, await answer.read()

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's smaller decisions: names, links, answers of engines, requests to models."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.agents.runtime.adapter_names import (
+    Declared,
+    NameInvalid,
+    SourcePolicy,
+    check_name,
+    is_uri,
+    link_name,
+    local_path,
+    read_declared,
+)
+from controller.agents.runtime.adapter_use import AdapterUses
+from controller.agents.runtime.dialects import DIALECTS
+from controller.agents.runtime.engine_answers import error_text, is_unloaded, load_result
+from controller.agents.runtime.engine_page import read_page
+from controller.agents.runtime.model_requests import (
+    base_model,
+    is_answer,
+    loaded_adapters,
+    read_prompts,
+    repository_models,
+    warm_up_prompts,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("name", ["sql", "acme/sql-v1.2", "a:b", "_x", "a@b+c"])
+def test_names_that_are_accepted(name: str) -> None:
+    check_name(name)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/..", "/a", "a/", "-a", "a b", "a\n", "a" * 300, "ä", "a%2e"])
+def test_names_that_are_refused(name: str) -> None:
+    with pytest.raises(NameInvalid):
+        check_name(name)
+
+
+def test_a_model_of_a_repository_is_one_directory() -> None:
+    with pytest.raises(NameInvalid):
+        check_name("a/b", is_directory=True)
+
+
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_links_stay_in_their_directory(name: str, uri: str) -> None:
+    made = link_name(name, uri)
+    assert "/" not in made
+    assert made not in {".", ".."}
+
+
+def test_another_uri_or_name_has_another_link() -> None:
+    assert len({link_name("a/b", "x"), link_name("a-b", "x"), link_name("a/b", "y")}) == 3
+
+
+def test_a_link_out_of_an_allowed_directory_is_refused(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    inside.mkdir()
+    outside.mkdir()
+    (inside / "link").symlink_to(outside)
+    policy = SourcePolicy((inside,))
+    assert local_path(str(inside / "a"), policy) == str(inside / "a")
+    for source in (str(inside / "link"), str(inside), str(inside / ".." / "out"), f"file://{outside}", "/", "in/a"):
+        with pytest.raises(NameInvalid):
+            local_path(source, policy)
+    with pytest.raises(NameInvalid):
+        local_path(str(inside / "a"), SourcePolicy())
+
+
+def test_what_is_a_uri() -> None:
+    assert is_uri("hf://a/b")
+    assert not is_uri("file:///a")
+    assert not is_uri("/a")
+
+
+def test_the_file_of_adapters() -> None:
+    found = read_declared(b'{"a": {"uri": "hf://acme/a", "pinned": true}}', SourcePolicy())
+    assert found == {"a": Declared("hf://acme/a", pinned=True)}
+    # the prefixes that bind callers do not bind whoever writes the file
+    assert read_declared(b'{"a": {"uri": "s3://x/a"}}', SourcePolicy((), ("hf://",)))
+    assert read_declared(b'{"resnet": {}}', SourcePolicy(), is_directory=True) == {"resnet": Declared()}
+    for wrong in (b"[]", b'{"a": 1}', b'{"a": {}}', b'{"a": {"uri": "/etc"}}', b'{"a": {"uri": "x://"}}'):
+        with pytest.raises(ValueError, match=r"."):
+            read_declared(wrong, SourcePolicy())
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "result"),
+    [
+        (200, "", "loaded"),
+        (400, "The lora adapter 'sql' has already been loaded. If you want to ...", "already"),
+        (400, "LoRA adapter with name sql is already loaded", "already"),
+        (400, "Maximum number of loaded LoRA adapters is 4. Please unload some", "full"),
+        (400, "the engine holds max_loras=2 adapters: too many", "full"),
+        (400, "LoRA rank 64 is greater than max_lora_rank 16.", "failed"),
+        (404, "No adapter found for /x", "failed"),
+        (500, "CUDA out of memory", "failed"),
+    ],
+)
+def test_what_engines_say_of_a_load(status: int, message: str, result: str) -> None:
+    for body in ({"error": {"message": message}}, {"message": message}, {"success": False, "error_message": message}):
+        assert load_result(status, json.dumps(body).encode()) == result
+    assert load_result(status, message.encode()) == result
+
+
+def test_messages_of_any_shape_are_short() -> None:
+    assert error_text(b'{"detail": [{"msg": "x"}]}') == "[{'msg': 'x'}]"
+    assert error_text(b'{"success": false}') == "{'success': False}"
+    assert len(error_text(b"x" * 10_000)) == 300
+    assert is_unloaded(404, b"")
+    assert not is_unloaded(500, b"busy")
+
+
+def test_what_is_an_answer_of_a_model() -> None:
+    assert is_answer(b'{"choices": [{}]}', "choices")
+    for wrong in (b'{"choices": []}', b'{"error": 1}', b"<html>", b"[]", b'{"choices": 1}'):
+        assert not is_answer(wrong, "choices")
+    assert is_answer(b"anything", "")
+
+
+def test_lists_of_models() -> None:
+    listed = b'{"data": [{"id": "sql", "parent": "llama", "root": "/sql"}, {"id": "llama", "parent": null}]}'
+    assert base_model(listed) == "llama"
+    assert loaded_adapters(listed) == {"sql": "/sql"}
+    assert repository_models(b'[{"name": "a", "state": "READY"}, {"name": "b", "state": "UNAVAILABLE"}]') == {"a": ""}
+    for wrong in (b"<html>", b'{"data": []}', b'{"data": [{}]}'):
+        with pytest.raises(ValueError, match=r"."):
+            base_model(wrong)
+
+
+def test_warm_up_prompts_have_their_lengths_and_share_no_beginning() -> None:
+    prompts = list(warm_up_prompts(2, (4, 100), ("Hi",)))
+    assert [len(prompt.split()) for prompt in prompts] == [2, 98, 1, 2, 98, 1]
+    assert len({prompt[:3] for prompt in prompts if prompt != "Hi"}) == 4
+    assert read_prompts("a b\n\n c \n") == ("a b", "c")
+
+
+def test_the_last_use_of_a_repositorys_model_is_when_its_count_rose() -> None:
+    uses = AdapterUses(DIALECTS["Triton"])
+
+    def seen(finished: int, now_s: float, pending: int = 0) -> tuple[float, bool]:
+        text = (
+            f'nv_inference_request_success{{model="a",version="1"}} {finished}\n'
+            f'nv_inference_pending_request_count{{model="a",version="1"}} {pending}\n'
+        )
+        page = read_page(text, DIALECTS["Triton"], unix_s=0.0)
+        one = uses.adapters({"a": ""}, page, now_s)["a"]
+        return one.used_at_s, one.is_in_use
+
+    assert seen(5, 1.0) == (1.0, False)
+    assert seen(5, 2.0) == (1.0, False)
+    assert seen(6, 3.0) == (3.0, False)
+    assert seen(6, 4.0, pending=1) == (3.0, True)
+
+
+def test_an_idle_engine_has_no_adapter_in_use_whatever_its_last_series_says() -> None:
+    uses = AdapterUses(DIALECTS["vLLM"])
+    info = 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="a",waiting_lora_adapters=""} 90\n'
+    for running, is_in_use in ((1, True), (0, False)):
+        load = f"vllm:num_requests_running {running}\nvllm:num_requests_waiting 0\n"
+        page = read_page(load + info, DIALECTS["vLLM"], unix_s=100.0)
+        assert uses.adapters({"a": "/a"}, page, 1000.0)["a"].is_in_use is is_in_use
+    assert uses.are_known(page)
+    assert not uses.are_known(None)
+    assert AdapterUses(DIALECTS["SGLang"]).are_known(None)
