@@ -133,7 +133,7 @@ class Hub:
 
     commit = "0123456789abcdef0123456789abcdef01234567"
 
-    def __init__(self, files: Mapping[str, bytes], token: str = "") -> None:  # noqa: S107
+    def __init__(self, files: Mapping[str, bytes], token: str = "") -> None:
         self.files = dict(files)
         self.token = token
         self.store = Files({f"/blob/{name}": content for name, content in files.items()})
@@ -191,7 +191,7 @@ class Registry:
 
     manifest_type = "application/vnd.oci.image.manifest.v1+json"
 
-    def __init__(self, user: str = "", password: str = "") -> None:  # noqa: S107
+    def __init__(self, user: str = "", password: str = "") -> None:
         self.blobs = Files({})
         self.manifests: dict[str, tuple[str, bytes]] = {}
         self._basic = base64.b64encode(f"{user}:{password}".encode()).decode() if user else ""

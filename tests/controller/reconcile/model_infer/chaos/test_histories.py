@@ -10,11 +10,11 @@ import os
 from typing import Final
 
 import pytest
-from controller.reconcile.model_infer.reconcile import reconcile
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from bench.cluster.virtual.engine_pod import CRASHES, MISSING, NEVER_READY
+from controller.reconcile.model_infer.reconcile import reconcile
 from tests.controller.reconcile.model_infer.chaos import events, specs
 from tests.controller.reconcile.model_infer.chaos.history import History, Scene
 from tests.controller.reconcile.model_infer.chaos.stories import ends_well, fails_safely, leaves_nothing, scenes
@@ -63,7 +63,7 @@ def test_a_revision_that_cannot_serve_stops_and_the_old_one_serves(
 
 @histories(in_ci=10)
 @given(scenes(), st.lists(events.wild_events, max_size=8), st.booleans())
-def test_a_deleted_object_leaves_nothing(scene: Scene, happenings: list[events.Event], foreground: bool) -> None:  # noqa: FBT001
+def test_a_deleted_object_leaves_nothing(scene: Scene, happenings: list[events.Event], foreground: bool) -> None:
     leaves_nothing(scene, happenings, foreground=foreground)
 
 
