@@ -50,8 +50,9 @@ class Gang(Spec, frozen=True):
 
 class GroupTemplate(Spec, frozen=True):
     """One group, which serves one copy of the model. ``roles``: its parts. ``gang``: how its pods are started together.
-    ``restart_grace_period``: how long a failed pod has to recover by itself. ``drain_timeout``: how long running
-    requests have to end before a pod is deleted.
+    ``restart_grace_period``: how long a failed pod has to recover by itself. ``unresponsive_timeout``: for how long a pod
+    that was ready may be running and not ready before it counts as failed; ``0s``: for ever. ``drain_timeout``: how
+    long running requests have to end before a pod is deleted.
     """
 
     CEL: ClassVar = (
@@ -70,6 +71,7 @@ class GroupTemplate(Spec, frozen=True):
     roles: Annotated[tuple[Role, ...], msgspec.Meta(min_length=1, max_length=8, extra_json_schema=keyed_by("name"))]
     gang: Gang | None = None
     restart_grace_period: Duration = Duration("0s")
+    unresponsive_timeout: Duration = Duration("5m")
     drain_timeout: Duration = Duration("5m")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from controller.reconcile.model_infer.changes import Changes, together
+import msgspec
+
+from controller.reconcile.model_infer.changes import Changes, going, together
 from controller.reconcile.model_infer.groups import as_member, entries
 from controller.reconcile.model_infer.role_changes import bounds, kept_group, turning_group, unasked, whole_group
 from controller.reconcile.model_infer.sizing import Size, Step, step
@@ -64,11 +66,9 @@ def _leaving(groups: Sequence[Group], made: Step, observed: Observed) -> Changes
     candidates = [one for one in groups if one.ordinal in made.chosen]
     keys = [pod.key for one in candidates for pod in entries(one.replicas)]
     asked = unasked(keys, observed.loads, observed.loads_asked_of)
-    going = [one for one in groups if one.ordinal in made.leave and (not asked or one.ordinal in made.replaced)]
-    return Changes(
-        leaving=tuple(replica for one in going for replica in one.replicas if not replica.is_going),
-        asks_loads_of=asked,
-    )
+    leaving = [one for one in groups if one.ordinal in made.leave and (not asked or one.ordinal in made.replaced)]
+    found = going([replica for one in leaving for replica in one.replicas])
+    return msgspec.structs.replace(found, asks_loads_of=asked)
 
 
 def _new(made: Step, target: Target) -> list[Changes]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from controller.reconcile.model_infer.changes import Changes, Missing, missing_pods, together
+from controller.reconcile.model_infer.changes import Changes, Missing, going, missing_pods, together
 from controller.reconcile.model_infer.groups import entries, replica_as_member
 from controller.reconcile.model_infer.sizing import Size, Step, step
 from controller.reconcile.model_infer.target import down, up
@@ -121,7 +121,7 @@ def _changed(
     outdated: frozenset[object] = frozenset(),
 ) -> Changes:
     gone = [one for one in group.replicas if revision.role(one.place.role) is None]
-    found = [Changes(leaving=tuple(one for one in gone if not one.is_going))]
+    found = [going(gone)]
     for role in revision.roles:
         replicas = group.of_role(role.name)
         members = [replica_as_member(one, observed.loads, is_outdated=one.place in outdated) for one in replicas]
@@ -141,10 +141,10 @@ def _of_role(
     history: History,
 ) -> Changes:
     asked = _unasked([one for one in replicas if one.place.replica in made.chosen], observed)
-    leaving = () if asked else tuple(one for one in replicas if one.place.replica in made.leave and not one.is_going)
+    leaving = [] if asked else [one for one in replicas if one.place.replica in made.leave]
     staying = [one for one in replicas if one.place.replica not in made.leave]
-    return Changes(
-        leaving=leaving,
+    return msgspec.structs.replace(
+        going(leaving),
         missing=(
             *(pod for one in staying for pod in _missing_of(one, revision, history)),
             *(pod for one in (*made.new, *made.new_as_old) for pod in missing_pods(ordinal, revision, role, one)),
