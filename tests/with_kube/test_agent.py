@@ -31,7 +31,7 @@ def asks(path: str, **more: int) -> dict[str, Any]:
     return {"httpGet": {"path": path, "port": 9000}, "periodSeconds": 1, **more}
 
 
-def engine_pod(namespace: str) -> Object:
+def engine_pod(namespace: str, name: str) -> Object:
     """As docs/agent.md has it."""
     agent = {
         "name": "agent",
@@ -55,7 +55,7 @@ def engine_pod(namespace: str) -> Object:
         "nodeSelector": {"test": namespace},
         "terminationGracePeriodSeconds": 60,
     }
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "engine-0", "namespace": namespace}, "spec": spec}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": namespace}, "spec": spec}
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -79,21 +79,29 @@ async def tokens_of(http: aiohttp.ClientSession, url: str, tokens: int) -> int:
     return count
 
 
+async def status_of(client: Client, namespace: str, name: str) -> dict[str, Any]:
+    found = await client.find(PODS, name, namespace)
+    return {} if found is None else dict(found.get("status") or {})
+
+
+def is_ready(status: dict[str, Any]) -> bool:
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in status.get("conditions") or ())
+
+
 async def test_a_pod_that_is_deleted_ends_after_its_streams(client: Client, namespace: str, node: None) -> None:  # noqa: ARG001
-    await client.create(PODS, engine_pod(namespace))
+    for name in ("engine-0", "engine-1"):
+        await client.create(PODS, engine_pod(namespace, name))
 
-    async def status() -> dict[str, Any]:
-        found = await client.find(PODS, "engine-0", namespace)
-        return {} if found is None else dict(found.get("status") or {})
+    async def are_ready() -> bool:
+        return all([is_ready(await status_of(client, namespace, name)) for name in ("engine-0", "engine-1")])
 
-    async def is_ready() -> bool:
-        conditions = (await status()).get("conditions") or ()
-        return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
-
-    await eventually(is_ready, timeout_s=PATIENCE_S)
-    ip = (await status())["podIP"]
+    await eventually(are_ready, timeout_s=PATIENCE_S)
+    status = await status_of(client, namespace, "engine-0")
+    # both listen on port 8000, each on its own address
+    assert [one["restartCount"] for one in status["containerStatuses"]] == [0]
+    ip = status["podIP"]
     async with aiohttp.ClientSession() as http:
-        stream = asyncio.create_task(tokens_of(http, f"http://{ip}:8000", 800))
+        stream = asyncio.create_task(tokens_of(http, f"http://{ip}:8000", 2000))
 
         async def runs() -> bool:
             async with http.get(f"http://{ip}:9000/metrics") as page:
@@ -102,16 +110,17 @@ async def test_a_pod_that_is_deleted_ends_after_its_streams(client: Client, name
         await eventually(runs)
         await client.delete(PODS, "engine-0", namespace)
 
-        async def is_unready() -> bool:
+        async def is_draining() -> bool:
             async with http.get(f"http://{ip}:9000/ready") as page:
-                return page.status == 503
+                return (page.status, await page.text()) == (503, "draining\n")
 
-        await eventually(is_unready)
+        await eventually(is_draining)
         assert not stream.done()
-        assert await stream >= 800
+        assert await stream >= 2000
 
         async def is_gone() -> bool:
             return await client.find(PODS, "engine-0", namespace) is None
 
         # the agent ends by itself, long before the grace does
-        await eventually(is_gone, timeout_s=30)
+        await eventually(is_gone, timeout_s=40)
+    assert is_ready(await status_of(client, namespace, "engine-1"))
