@@ -172,6 +172,24 @@ def test_by_role_a_surplus_replica_keeps_the_group_whole() -> None:
     assert cluster.look().actions == ()
 
 
+def test_by_role_a_surplus_group_serves_while_others_change() -> None:
+    """Neither group may be missing, and their roles change by being missing: a third group is made for that time."""
+    cluster = settled(
+        role("prefill"), role("decode"), replicas=2, rollout={"unit": "Role", "maxUnavailable": 0, "maxSurge": 1}
+    )
+    cluster.change_image("vllm:2", "decode")
+    for _ in range(12):
+        cluster.look(after_s=1)
+        cluster.gone()
+        cluster.look(after_s=1)
+        assert cluster.thing["status"]["readyReplicas"] >= 2
+        assert len(cluster.names()) <= 6
+        cluster.ready()
+    cluster.settle()
+    assert len(cluster.names()) == 4
+    assert cluster.thing["status"]["updatedReplicas"] == 2
+
+
 def test_by_role_only_so_many_groups_change_at_once() -> None:
     cluster = settled(role("prefill"), role("decode"), replicas=3, rollout={"unit": "Role", "maxUnavailable": 1})
     cluster.change_image("vllm:2", "decode")

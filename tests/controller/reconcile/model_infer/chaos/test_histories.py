@@ -10,12 +10,12 @@ import os
 from typing import TYPE_CHECKING, Final
 
 import pytest
-from controller.reconcile.model_infer.reconcile import reconcile
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from bench.cluster.virtual.engine_pod import CRASHES, MISSING, NEVER_READY
 from controller.reconcile.model_infer.observed import PodGroups
+from controller.reconcile.model_infer.reconcile import reconcile
 from tests.controller.reconcile.model_infer.chaos import ending, events, specs
 from tests.controller.reconcile.model_infer.chaos.history import History, Scene
 from tests.examples import examples
