@@ -341,3 +341,16 @@ def test_old_revisions_are_kept_to_go_back_to() -> None:
     numbers = sorted(one["revision"] for one in cluster.of(CONTROLLER_REVISIONS).values())
     # of 6, the one in use and two before
     assert numbers == [4, 5, 6]
+
+
+def test_a_rollout_is_told_when_it_begins_and_when_it_is_done() -> None:
+    cluster = settled(replicas=2)
+    cluster.change_image("vllm:2")
+    seen = []
+    for _ in range(8):
+        seen += [one.reason for one in cluster.look(after_s=1).events if one.reason.startswith("Rollout")]
+        cluster.gone()
+        cluster.ready()
+    assert seen == ["RolloutStarted", "RolloutDone"]
+    cluster.ready("llama-0-all-0-0", yes=False)
+    assert cluster.look(after_s=1).events == ()
