@@ -14,7 +14,7 @@ from controller.reconcile.model_infer.sizing import Size, Step, step
 from controller.reconcile.model_infer.target import down, up
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from controller.reconcile.model_infer.groups import Group
     from controller.reconcile.model_infer.observed import Observed
@@ -31,13 +31,12 @@ def is_outdated(group: Group, target: Target) -> bool:
 def changes(groups: Sequence[Group], target: Target, observed: Observed, *, is_moving: bool) -> Changes:
     """``is_moving``: the rollout is neither paused nor has it failed."""
     by_role = target.spec.rollout.unit == "Role"
-    size = _size(target, is_moving=is_moving)
-    begun = _begun(groups, target) if by_role else frozenset()
+    size = _size(target, is_moving=is_moving, by_role=by_role)
     members = [
         as_member(
             one,
             observed.loads,
-            is_outdated=is_outdated(one, target) and one.ordinal not in begun,
+            is_outdated=is_outdated(one, target) and not by_role,
             is_protected=one.ordinal < target.first_moving,
         )
         for one in groups
@@ -45,23 +44,19 @@ def changes(groups: Sequence[Group], target: Target, observed: Observed, *, is_m
     made = step(members, size)
     staying = [one for one in groups if one.ordinal not in made.leave]
     if by_role:
-        inside = _turns(staying, begun, target, observed, size)
+        inside = _turns(staying, target, observed, is_moving=is_moving)
     else:
         inside = [kept_group(one, target, observed) for one in staying]
     return together([_leaving(groups, made, observed), *inside, *_new(made, target)])
 
 
-def _size(target: Target, *, is_moving: bool) -> Size:
+def _size(target: Target, *, is_moving: bool, by_role: bool) -> Size:
     rollout, wanted = target.spec.rollout, target.spec.replicas
-    surge = up(rollout.max_surge, wanted)
-    by_role = rollout.unit == "Role"
     return Size(
         wanted=wanted,
         max_unavailable=down(rollout.max_unavailable, wanted),
-        # roles that change by a surplus of their own need no surplus groups
-        max_surge=0 if by_role and not _drops(target) else surge,
+        max_surge=0 if by_role else up(rollout.max_surge, wanted),
         is_moving=is_moving,
-        replaces=not by_role,
         keeps_old_below=target.first_moving if target.current.hash != target.goal.hash else 0,
     )
 
@@ -81,35 +76,35 @@ def _new(made: Step, target: Target) -> list[Changes]:
     return [*new, *(whole_group(one, target.current, target) for one in made.new_as_old)]
 
 
-def _turns(
-    groups: Sequence[Group], begun: Collection[int], target: Target, observed: Observed, size: Size
-) -> list[Changes]:
-    """With ``unit: Role``: groups that have begun go on, others begin as far as groups may be unavailable."""
+def _turns(groups: Sequence[Group], target: Target, observed: Observed, *, is_moving: bool) -> list[Changes]:
+    """With ``unit: Role``: groups that have begun go on, others begin as far as groups may be unavailable. Where none may
+    be, one after the other changes, each role by a surplus replica.
+    """
+    rollout, wanted = target.spec.rollout, target.spec.replicas
+    unavailable = down(rollout.max_unavailable, wanted) or (0 if up(rollout.max_surge, wanted) else 1)
+    least_surge = 0 if unavailable else 1
+    budget = len([one for one in groups if one.is_ready]) - (wanted - unavailable)
     old = [one for one in groups if is_outdated(one, target)]
     fresh = [one for one in groups if not is_outdated(one, target)]
-    budget = len([one for one in groups if one.is_ready]) - (size.wanted - size.unavailable)
-    under_way = [one for one in fresh if not one.is_ready]
-    slots = size.unavailable + size.max_surge - len(under_way) - len([one for one in old if one.ordinal in begun])
+    begun = {one.ordinal for one in old if _has_begun(one, target)}
+    slots = max(1, unavailable) - len(begun) - len([one for one in fresh if not one.is_ready])
     found = [kept_group(one, target, observed) for one in fresh]
     for one in sorted(old, key=lambda one: (one.ordinal not in begun, one.is_ready, -one.ordinal)):
-        may_drop = not one.is_ready or budget > 0
         if one.ordinal not in begun:
-            if slots <= 0 or not size.is_moving or (_drops(target) and not may_drop):
+            if slots <= 0 or not is_moving:
                 found.append(kept_group(one, target, observed))
                 continue
             slots -= 1
+        may_drop = not one.is_ready or budget > 0
         budget -= one.is_ready and _drops(target)
-        found.append(turning_group(one, target, observed, may_drop=may_drop, is_moving=size.is_moving))
+        found.append(
+            turning_group(one, target, observed, may_drop=may_drop, least_surge=least_surge, is_moving=is_moving)
+        )
     return found
 
 
-def _begun(groups: Sequence[Group], target: Target) -> frozenset[int]:
-    """Groups of which a part is of the goal already."""
-    return frozenset(
-        one.ordinal
-        for one in groups
-        if is_outdated(one, target) and any(pod.revision == target.goal.hash for pod in one.pods)
-    )
+def _has_begun(group: Group, target: Target) -> bool:
+    return any(one.revision == target.goal.hash for one in group.pods)
 
 
 def _drops(target: Target) -> bool:

@@ -43,15 +43,13 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
     """``wanted``: members. ``max_unavailable`` and ``max_surge``: as numbers. ``is_moving``: outdated members become new.
-    ``replaces``: they do so by being made anew; otherwise somebody changes what is inside. ``keeps_old_below``: new
-    members with a lower ordinal are of the old revision.
+    ``keeps_old_below``: new members with a lower ordinal are of the old revision.
     """
 
     wanted: int
     max_unavailable: int = 1
     max_surge: int = 0
     is_moving: bool = True
-    replaces: bool = True
     keeps_old_below: int = 0
 
     @property
@@ -136,7 +134,7 @@ def _replaced(members: Sequence[Member], size: Size, total: int) -> tuple[frozen
     ready = len([one for one in members if one.is_ready])
     under_way = [one for one in fresh if not one.is_ready] + [one for one in old if one.is_leaving]
     slots = size.unavailable + size.max_surge - len(under_way)
-    if not size.is_moving or not size.replaces:
+    if not size.is_moving:
         return frozenset(), slots
     replaced = [one for one in old if one.is_leaving]
     budget, left = ready - (size.wanted - size.unavailable), slots - missing
