@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What neither the schema nor its rules can say of a ModelInfer: names of pods, circles, rollouts that cannot move."""
+"""What no schema can say of a ModelInfer: long names, circles, rollouts that cannot move."""
 
 from __future__ import annotations
 

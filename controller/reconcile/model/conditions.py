@@ -24,14 +24,17 @@ def condition(type_: str, status: bool | None, reason: str, message: str) -> Con
 
 def of_children(type_: str, kind: str, things: Iterable[Object]) -> Condition:
     """True if all say that they work; False with the first that does not; Unknown while one has not said."""
-    about = _TOLD_BY[kind]
+    about, found_any = _TOLD_BY[kind], False
     silent, failing = [], []
     for thing in things:
+        found_any = True
         name, found = thing["metadata"]["name"], condition_of(thing, about)
         if not found or found.get("status") == "Unknown":
             silent.append(name)
         elif found.get("status") == "False":
             failing.append(f"{kind} {name}: {found.get('reason')}: {found.get('message')}")
+    if not found_any:
+        return condition(type_, None, "NotMade", f"there is no {kind} yet")
     if failing:
         return condition(type_, False, f"{kind}NotReady", "; ".join(failing))
     if silent:

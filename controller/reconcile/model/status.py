@@ -53,7 +53,7 @@ def unresolved_status(observed: Observed, problem: Unresolved, ready: int, repli
         "transitionStatus": "InvalidSpec",
         "failure": {"reason": problem.reason, "message": problem.message},
         "conditions": _of_generation(conditions, observed.thing),
-        "observedGeneration": observed.thing["metadata"].get("generation"),
+        **_generation(observed.thing),
     }
 
 
@@ -74,7 +74,7 @@ def status_of(
         "transitionStatus": "InvalidSpec" if taken else transition_of(states),
         "backends": _backends(model, states, observed, before),
         "conditions": _of_generation(_conditions(model, states, owned, taken, phase, failure), observed.thing),
-        "observedGeneration": observed.thing["metadata"].get("generation"),
+        **_generation(observed.thing),
     }
     if failure is not None:
         found["failure"] = {"reason": failure[0], "message": failure[1]}
@@ -215,8 +215,13 @@ def _is_done(kind: str, status: Mapping[str, Any]) -> bool:
 
 
 def _of_generation(conditions: Sequence[Condition], thing: Object) -> list[Condition]:
+    return [{**one, **_generation(thing)} for one in conditions]
+
+
+def _generation(thing: Object) -> Status:
+    """Files have none."""
     generation = thing["metadata"].get("generation")
-    return [{**one, "observedGeneration": generation} if generation is not None else one for one in conditions]
+    return {} if generation is None else {"observedGeneration": generation}
 
 
 def url_of(gateways: Sequence[Object]) -> str | None:

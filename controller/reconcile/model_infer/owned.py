@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions on the objects that a ModelInfer owns: what is made, tidied away, and labelled anew."""
+"""Actions on what a ModelInfer owns: made, tidied away, labelled anew."""
 
 from __future__ import annotations
 

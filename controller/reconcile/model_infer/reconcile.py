@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelInfer: from what is there and what is asked for to what to do now. Nothing is remembered between two looks."""
+"""ModelInfer: from what is there and what is asked for to what to do now.
+
+Nothing is remembered between two looks: timers are read from objects, and counts from the status.
+"""
 
 from __future__ import annotations
 

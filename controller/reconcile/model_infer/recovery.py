@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made anew because a pod has failed: its group, its replica, or itself; later each time that it fails again.
+"""What is made anew because a pod has failed, later each time that it fails again.
 
 How often something was made anew, and when, stands in the status: so it outlives this process, and people see it.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inside a group: replicas of roles that are missing, too many, or of another revision than their group."""
+"""Inside a group: replicas of roles that are missing, too many, or outdated."""
 
 from __future__ import annotations
 

@@ -47,7 +47,9 @@ class Told:
         return [one for index, one in enumerate(found) if index == 0 or found[index - 1] != one]
 
 
-def job(uri: str, cache: Path, *, limits: ArchiveLimits | None = None, wanted: Mapping[str, Any] | None = None, **more: Any) -> Job:
+def job(
+    uri: str, cache: Path, *, limits: ArchiveLimits | None = None, wanted: Mapping[str, Any] | None = None, **more: Any
+) -> Job:
     """A job with small parts and little patience. ``wanted``: fields of Wanted."""
     rules = Rules(sizes=Sizes(parallel=3, part=256 * 1024, block=64 * 1024, record=128 * 1024), patience=QUICK)
     if limits is not None:
@@ -56,7 +58,9 @@ def job(uri: str, cache: Path, *, limits: ArchiveLimits | None = None, wanted: M
     return Job(Wanted(parse_uri(uri), **(wanted or {})), shown(uri), cache, **given)
 
 
-async def fetched(uri: str, cache: Path, environment: Mapping[str, str] | None = None, *, told: Told | None = None, **more: Any) -> Path:
+async def fetched(
+    uri: str, cache: Path, environment: Mapping[str, str] | None = None, *, told: Told | None = None, **more: Any
+) -> Path:
     """Where the weights are after a download in this process; raises what the download raises."""
     one = job(uri, cache, **more)
     done = await download(one, Environment(environment or {}), Tracker(one.shown_uri, [told] if told else []))

@@ -48,7 +48,9 @@ class S3Server:
 
     def make(self, bucket: str) -> None:
         """Make a bucket, if it is not there."""
-        with contextlib.suppress(self.client.exceptions.BucketAlreadyOwnedByYou, self.client.exceptions.BucketAlreadyExists):
+        with contextlib.suppress(
+            self.client.exceptions.BucketAlreadyOwnedByYou, self.client.exceptions.BucketAlreadyExists
+        ):
             self.client.create_bucket(Bucket=bucket)
 
 

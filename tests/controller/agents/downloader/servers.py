@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 
-
 @contextlib.asynccontextmanager
 async def serving(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
     """``host:port`` of a server on which ``handler`` answers everything."""
@@ -204,7 +203,9 @@ class Registry:
         self.blobs.files[f"/{digest}"] = content
         return digest, len(content)
 
-    def push(self, tag: str, layers: list[tuple[str, str, bytes]], config: str = "application/vnd.oci.empty.v1+json") -> str:
+    def push(
+        self, tag: str, layers: list[tuple[str, str, bytes]], config: str = "application/vnd.oci.empty.v1+json"
+    ) -> str:
         """A manifest of layers (media type, title, content) under a tag; its digest."""
         described = []
         for kind, title, content in layers:
@@ -250,7 +251,9 @@ class Registry:
             return web.Response(status=401, headers={"WWW-Authenticate": said})
         if found := re.fullmatch(r"/v2/org/model/manifests/(.+)", request.path):
             if self.manifest_type not in request.headers.get("accept", ""):
-                return unexpected(request, "a registry answers with an old kind of manifest to whoever accepts no new one")
+                return unexpected(
+                    request, "a registry answers with an old kind of manifest to whoever accepts no new one"
+                )
             if found[1] not in self.manifests:
                 return web.Response(status=404)
             kind, text = self.manifests[found[1]]
@@ -291,7 +294,11 @@ class WebHdfs:
         if path in self.files:
             found = {"": len(self.files[path])}
         else:
-            below = {name.removeprefix(f"{path}/"): len(one) for name, one in self.files.items() if name.startswith(f"{path}/")}
+            below = {
+                name.removeprefix(f"{path}/"): len(one)
+                for name, one in self.files.items()
+                if name.startswith(f"{path}/")
+            }
             if not below:
                 return web.json_response({"RemoteException": {"exception": "FileNotFoundException"}}, status=404)
             found = {name.partition("/")[0]: -1 if "/" in name else size for name, size in below.items()}
@@ -350,7 +357,10 @@ class AzureBlobs:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """A list or a blob."""
         if request.query.get("comp") == "list":
-            if not request.headers.get("authorization", "").startswith("SharedKey account:") and "sig" not in request.query:
+            if (
+                not request.headers.get("authorization", "").startswith("SharedKey account:")
+                and "sig" not in request.query
+            ):
                 return web.Response(status=403)
             return web.Response(text=self._listed(request.query.get("prefix", "")), content_type="application/xml")
         if not request.query.get("sig"):

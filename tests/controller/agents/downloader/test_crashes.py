@@ -96,7 +96,9 @@ async def test_a_download_that_is_killed_half_way_goes_on_where_it_was(tmp_path:
         assert found.read_bytes() == LARGE
 
 
-async def test_two_processes_at_once_make_one_download_and_the_second_takes_over_if_the_first_dies(tmp_path: Path) -> None:
+async def test_two_processes_at_once_make_one_download_and_the_second_takes_over_if_the_first_dies(
+    tmp_path: Path,
+) -> None:
     async with http() as (proxy, uri, _):
         proxy.hold_after = len(LARGE) // 2
         first = await command(uri, "--cache", str(tmp_path), *WORDS)
@@ -160,7 +162,9 @@ async def test_sigterm_keeps_what_is_there_and_says_so_by_its_status(tmp_path: P
         async with asyncio.timeout(30):
             assert await running.wait() == 143
         (journal,) = tmp_path.rglob("journal")
-        noted = sum(int(end) - int(start) for _, start, end in (one.split() for one in journal.read_text().splitlines()[1:]))
+        noted = sum(
+            int(end) - int(start) for _, start, end in (one.split() for one in journal.read_text().splitlines()[1:])
+        )
         assert noted > len(LARGE) // 2 - LOST
 
 

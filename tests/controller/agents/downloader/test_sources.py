@@ -212,7 +212,12 @@ async def test_layers_of_an_image_lie_one_over_the_other_and_only_models_is_kept
     digest = registry.push("amd", layers, config="application/vnd.oci.image.config.v1+json")
     size = len(registry.manifests[digest][1])
     described = [
-        {"mediaType": Registry.manifest_type, "digest": digest, "size": size, "platform": {"os": "linux", "architecture": one}}
+        {
+            "mediaType": Registry.manifest_type,
+            "digest": digest,
+            "size": size,
+            "platform": {"os": "linux", "architecture": one},
+        }
         for one in ("amd64", "arm64")
     ]
     index = "application/vnd.oci.image.index.v1+json"
@@ -252,7 +257,9 @@ async def test_google_cloud_storage_pins_generations_and_checks_both_checksums(t
             await fetched("gs://bucket/llama", tmp_path / "other", {"STORAGE_EMULATOR_HOST": host})
 
 
-@pytest.mark.parametrize("credential", [{"AZURE_STORAGE_KEY": base64.b64encode(b"key").decode()}, {"AZURE_STORAGE_SAS_TOKEN": "sv=1&sig=s"}])
+@pytest.mark.parametrize(
+    "credential", [{"AZURE_STORAGE_KEY": base64.b64encode(b"key").decode()}, {"AZURE_STORAGE_SAS_TOKEN": "sv=1&sig=s"}]
+)
 async def test_azure_blobs_come_with_a_key_and_with_a_signature(tmp_path: Path, credential: dict[str, str]) -> None:
     pytest.importorskip("azure.storage.blob")
     blobs = AzureBlobs({"llama/model.bin": LARGE, "llama/sub/config.json": b"{}", "llama-2/x": b"other"})
