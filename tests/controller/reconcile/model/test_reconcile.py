@@ -70,9 +70,8 @@ def told(children: list[Plain], ready: int = 1, *, is_served: bool = True, **sta
             counts = {"replicas": one["spec"]["replicas"], "readyReplicas": ready, "updatedReplicas": ready}
             one["status"] = {"observedGeneration": 1, **counts, **status}
         elif is_served:
-            one["status"] = {
-                "conditions": [{"type": "Programmed", "status": "True", "reason": "Programmed", "message": ""}]
-            }
+            said = {"status": "True", "reason": "Yes", "message": ""}
+            one["status"] = {"conditions": [{"type": about, **said} for about in ("Programmed", "Available")]}
     return found
 
 
@@ -296,6 +295,15 @@ def test_nobody_serves_the_route() -> None:
     children = told(on_server(reconcile(seen(model(), []), NOW_S)), is_served=False)
     ready = condition(reconcile(seen(model(), children), NOW_S), "Ready")
     assert (ready["status"], ready["reason"]) == ("False", "NotReported")
+
+
+def test_no_gateway_has_an_engine_yet() -> None:
+    children = told(on_server(reconcile(seen(model(), []), NOW_S)))
+    (server,) = (one for one in children if one["kind"] == "ModelServer")
+    server["status"]["conditions"][1] |= {"status": "False", "reason": "NoReadyPods"}
+    plan = reconcile(seen(model(), children), NOW_S)
+    assert condition(plan, "Ready")["reason"] == "NotAvailable"
+    assert condition(plan, "ModelServersReady")["message"].startswith("ModelServer llama-default: NoReadyPods")
 
 
 def test_a_stopped_model_is_on_standby() -> None:

@@ -129,7 +129,11 @@ class Oracle:
         mine = [one for one in pods if (seat_of(one).group, seat_of(one).role) == (seat.group, seat.role)]
         replicas = {seat_of(one).replica for one in mine}
         wanted = role.get("replicas", 1)
-        most = wanted + resolved(role.get("maxSurge") or 0, wanted, up=True)
+        surge = resolved(role.get("maxSurge") or 0, wanted, up=True)
+        if (spec.get("rollout") or {}).get("unit") == "Role" and group_budget(spec)[0] == 0:
+            # no group may be unavailable, so roles change by a surplus
+            surge = max(surge, 1)
+        most = wanted + surge
         if seat.replica not in replicas and len(replicas) >= most:
             raise Broken("no pod beyond the surge", f"{named(pod)} beside replicas {sorted(replicas)} of {most}")
         if seat.index >= size_of(pod):
