@@ -143,13 +143,7 @@ async def test_two_groups_of_prefill_and_decode_run_are_scaled_mended_and_collec
         known = await client.list(PODS, namespace, labels=f"{labels.MODEL_INFER}=llama")
         return len(known.items) == 10 and await place.names(SERVICES) == services
 
-    try:
-        await eventually(is_mended, timeout_s=15)
-    except TimeoutError:
-        known = await client.list(PODS, namespace)
-        for x in known.items: print(x["metadata"]["name"], x["metadata"].get("deletionTimestamp"), x["metadata"]["labels"])
-        print(await place.names(SERVICES)); print(await status(client, namespace))
-        raise
+    await eventually(is_mended, timeout_s=PATIENCE_S)
     await place.until_settled(10)
     # as an autoscaler does
     await client.merge_patch(MODEL_INFERS, "llama", namespace, {"spec": {"replicas": 1}}, subresource="scale")
