@@ -265,6 +265,14 @@ CASES: Final = (
         in_directory=False,
     ),
     Case(
+        "a role can change",
+        "ModelInfer",
+        {"template": {"roles": [{**_INFER["template"]["roles"][0], "maxUnavailable": 0, "maxSurge": 1}]}},
+        ("template", "roles", 0, "maxSurge"),
+        None,
+        in_directory=False,
+    ),
+    Case(
         "roles of the gang",
         "ModelInfer",
         {"template": {**_INFER["template"], "gang": {"minRoleReplicas": {"all": 1}}}},

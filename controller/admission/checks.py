@@ -17,9 +17,10 @@ from controller.gateway.compile.sources import source_of
 from controller.resources.autoscaling import AutoscalingPolicy, AutoscalingPolicyBinding
 from controller.resources.model import Model, ModelTemplate
 from controller.resources.model_infer import ModelInfer
+from controller.resources.model_infer_mistakes import mistakes as model_infer_mistakes
 from controller.resources.serving_runtime import ServingRuntime, ServingRuntimeSpec
 from controller.runtimes.arguments import unknown_settings
-from controller.runtimes.mistakes import mistakes
+from controller.runtimes.mistakes import mistakes as model_mistakes
 from controller.runtimes.settings import NAMES
 from extproc.config.quantities import decode_quantity
 
@@ -90,14 +91,16 @@ def _wrong(kind: str, name: str, thing: Object) -> Iterator[str]:
     try:
         # conditions of the status have times of their own form
         made: Any = msgspec.convert(
-            {"metadata": {"name": "x"}, "spec": thing.get("spec") or {}}, _OTHERS[kind], dec_hook=decode_quantity
+            {"metadata": {"name": name}, "spec": thing.get("spec") or {}}, _OTHERS[kind], dec_hook=decode_quantity
         )
     except (msgspec.ValidationError, ValueError) as error:
         yield f"the object has a mistake: {error}"
         return
     if kind == "Model" and not made.spec.base_refs:
         # what stands in base references may mend or make mistakes: the Model's status tells those
-        yield from mistakes(name, made.spec)
+        yield from model_mistakes(name, made.spec)
+    elif kind == "ModelInfer":
+        yield from model_infer_mistakes(made)
     elif isinstance(made.spec, ServingRuntimeSpec):
         for one in unknown_settings(made.spec.arguments):
             yield f"'{one}' in arguments is no setting; there are: {', '.join(sorted(NAMES))}"

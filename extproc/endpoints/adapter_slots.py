@@ -49,13 +49,14 @@ class _Changed(msgspec.Struct, frozen=True):
 class AdapterSlots:
     """Adapters that may be loaded, by row of the endpoint table. Bounded by adapters times endpoints.
 
-    ``sources``: where the weights of each are. ``slots``: how many an engine may hold, None: as it says itself.
+    ``sources``: where the weights of each are. ``slots``: how many an engine may hold, None: as it says itself. ``fixed``:
+    other adapters that routes name, which engines have for good. ``waiting``: requests that wait for an adapter.
     """
 
     def __init__(self, table: EndpointTable, base_model: str) -> None:
         self.sources: Mapping[str, str] = {}
         self.slots: int | None = None
-        # others that routes name, which engines have for good
+        self.waiting = 0
         self.fixed: frozenset[str] = frozenset()
         self._table = table
         self._base_model = base_model

@@ -75,20 +75,20 @@ async def managing(
     with_kopf: bool = False,
     loads: Loads | None = None,
     work: WorkSettings | None = None,
-    manager: str = CONTROLLER,
+    lease: str = "manager",
 ) -> AsyncIterator[Managing]:
     """The manager's work for the objects of ``namespace``, with a Lease in it."""
-    async with connect(access, manager=manager) as client:
+    async with connect(access, manager=CONTROLLER) as client:
         election = LeaderElection(
             client,
             namespace=namespace,
-            name="manager",
+            name=lease,
             identity=f"test-{id(client)}",
             timing=QUICK_LEASE,
             rng=Random(1),
         )
         metrics = ManagerMetrics()
-        bell: Bell | None = kopf_rings(client, namespace) if with_kopf else None
+        bell: Bell | None = kopf_rings(client, (work or settings(namespace)).namespace) if with_kopf else None
         leader = Leader(
             client,
             work or settings(namespace),

@@ -77,10 +77,14 @@ def _new(made: Step, target: Target) -> list[Changes]:
 
 
 def _turns(groups: Sequence[Group], target: Target, observed: Observed, *, is_moving: bool) -> list[Changes]:
-    """With ``unit: Role``: groups that have begun go on, others begin as far as groups may be unavailable."""
-    wanted = target.spec.replicas
-    allowed = max(1, down(target.spec.rollout.max_unavailable, wanted))
-    budget = len([one for one in groups if one.is_ready]) - (wanted - allowed)
+    """With ``unit: Role``: groups that have begun go on, others begin as far as groups may be unavailable. Where none may
+    be, one after the other changes, each role by a surplus replica.
+    """
+    rollout, wanted = target.spec.rollout, target.spec.replicas
+    unavailable = down(rollout.max_unavailable, wanted) or (0 if up(rollout.max_surge, wanted) else 1)
+    least_surge = 0 if unavailable else 1
+    allowed = max(1, unavailable)
+    budget = len([one for one in groups if one.is_ready]) - (wanted - unavailable)
     begun = [one for one in groups if is_outdated(one, target) and _has_begun(one, target)]
     slots = allowed - len(begun) - len([one for one in groups if not one.is_ready and not is_outdated(one, target)])
     waiting = [one for one in groups if is_outdated(one, target) and one not in begun]
@@ -92,7 +96,9 @@ def _turns(groups: Sequence[Group], target: Target, observed: Observed, *, is_mo
         slots -= one not in begun
         may_drop = not one.is_ready or budget > 0
         budget -= one.is_ready and _drops(target)
-        found[one.ordinal] = turning_group(one, target, observed, may_drop=may_drop, is_moving=is_moving)
+        found[one.ordinal] = turning_group(
+            one, target, observed, may_drop=may_drop, least_surge=least_surge, is_moving=is_moving
+        )
     return [found[one] for one in sorted(found)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made anew because a pod has failed: its group, its replica, or itself; later each time that it fails again.
+"""What is made anew because a pod has failed, later each time that it fails again.
 
 How often something was made anew, and when, stands in the status: so it outlives this process, and people see it.
 """
@@ -30,6 +30,8 @@ _LONGEST_WAIT_S: Final = 300.0
 # what has run for so long has recovered
 FORGOTTEN_AFTER_S: Final = 600.0
 _MOST: Final = 256
+# reason of groups that were given up because they did not fit, which are counted apart
+NO_ROOM: Final = "NoRoom"
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +73,7 @@ def recover(
     groups: Sequence[Group], target: Target, observed: Observed, unwanted: Collection[Place], now_s: float
 ) -> Recovered:
     """``unwanted``: replicas that go anyway."""
-    known = {one.name: one for one in attempts_of(target.owner.get("status") or {})}
+    known = {one.name: one for one in attempts_of(target.owner.get("status") or {}) if one.reason != NO_ROOM}
     deleted: list[Delete] = list(_forced(groups, observed, now_s))
     places: set[Place] = set()
     events: list[Happened] = []
@@ -102,7 +104,7 @@ def recover(
     return Recovered(
         deleted=tuple({one.uid: one for one in deleted}.values()),
         places=frozenset(places),
-        attempts=tuple(sorted(attempts, key=lambda one: -one.at_s)[:_MOST]),
+        attempts=tuple(attempts),
         events=tuple(events),
         look_again_at_s=min(times, default=None),
     )
@@ -117,10 +119,11 @@ def attempts_of(status: Object) -> Iterator[Attempt]:
 
 
 def as_status(attempts: Iterable[Attempt]) -> list[Mapping[str, Any]]:
-    """For the status."""
+    """For the status, which has room for so many: the latest."""
+    latest = sorted(attempts, key=lambda one: -one.at_s)[:_MOST]
     return [
         {"name": one.name, "count": one.count, "at": text_of(one.at_s), "reason": one.reason}
-        for one in sorted(attempts, key=lambda one: one.name)
+        for one in sorted(latest, key=lambda one: one.name)
     ]
 
 

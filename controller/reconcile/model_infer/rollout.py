@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a rollout is: under way, done, paused, or failed because nothing became ready for too long."""
+"""How far a rollout is: under way, done, paused, or failed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many of something there should be and which of them go: the one rule for groups, and for replicas of a role.
+"""How many members there should be, and which go: of groups, and of a role in a group.
 
 A member is known by its ordinal, which names its pods. Members that are there keep their ordinals; a new one takes the
 lowest that is free. Whoever has to go is chosen by least harm, so ordinals may have gaps. A surplus member, allowed by
