@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``attache manager``: the cluster's side that serves no requests; so far, the admission webhooks."""
+"""``attache manager``: the cluster's side that serves no requests: engines as objects say, and the admission webhooks."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import logging
+import socket
 import sys
+import uuid
 from typing import TYPE_CHECKING, Final
 
 from extproc.config.validation import parse_address
 
 if TYPE_CHECKING:
     from controller.cluster.access import Access
+    from controller.cluster.client import Client
+    from controller.roles.manager import Leader
+    from controller.roles.manager_metrics import ManagerMetrics
+    from controller.roles.webhook_role import WebhookRole
     from extproc.config.picker_config import PickerCheck
 
 _SERVICE: Final = "attache-manager"
@@ -22,9 +28,10 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Serve the admission webhooks of our kinds: mistakes that a schema cannot find are refused by the API "
-        "server, and references to objects that are not there are warned of. It makes and renews its certificates.",
-        epilog="Exit status: 0, or 2 for a mistake in the options or no cluster.",
+        description="Look after Models and ModelInfers: one replica, which a Lease elects, makes, changes and deletes "
+        "what they ask for. Every replica serves the admission webhooks of our kinds: mistakes that a schema cannot find "
+        "are refused by the API server, and references to objects that are not there are warned of.",
+        epilog="Exit status: 0, 1 if the work has ended by itself, or 2 for a mistake in the options or no cluster.",
     )
     add = made.add_argument
     add("--listen", metavar="ADDRESS", default="0.0.0.0:9443", help="of the webhooks; default: %(default)s")
@@ -50,6 +57,23 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
         help="the ValidatingWebhookConfiguration that gets the authorities of the certificates; default: %(default)s",
     )
     add("--metrics", metavar="ADDRESS", default="127.0.0.1:9006", help="metrics and health; default: %(default)s")
+    add("--no-webhooks", action="store_true", help="other processes serve the webhooks")
+    work = made.add_argument_group("Models and ModelInfers").add_argument
+    work("--no-work", action="store_true", help="other processes look after Models and ModelInfers")
+    work("--watch-namespace", metavar="NAME", help="whose objects are looked after; default: those of all namespaces")
+    work(
+        "--workers", metavar="N", type=_positive, default=8, help="objects looked at side by side; default: %(default)s"
+    )
+    work("--image", metavar="IMAGE", default="attache", help="of downloads and sidecars; default: %(default)s")
+    work("--lease", metavar="NAME", default=_SERVICE, help="the Lease that elects the leader; default: %(default)s")
+    work("--lease-namespace", metavar="NAME", help="of the Lease; default: ours")
+    work(
+        "--lease-duration",
+        metavar="SECONDS",
+        type=_positive,
+        default=15,
+        help="after which another replica takes over from a leader that is gone; default: %(default)s",
+    )
     return made
 
 
@@ -72,34 +96,82 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     except AccessInvalid as error:
         print(error, file=sys.stderr)
         return 2
-    failure: BaseException | None = None
+    from controller.handlers.thread import HandlersEnded  # noqa: PLC0415
+
+    failure, status = "", 0
     try:
         asyncio.run(_run(options, access, check_picker))
     except* OSError as group:
-        failure = group
-    if failure is None:
-        return 0
-    print(f"{options.listen} or {options.metrics} cannot be listened on: {failure}", file=sys.stderr)
-    return 2
+        failure, status = f"{options.listen} or {options.metrics} cannot be listened on: {group}", 2
+    except* HandlersEnded as group:
+        failure, status = f"{group.exceptions[0]}: {group.exceptions[0].__cause__!r}", 1
+    if failure:
+        print(failure, file=sys.stderr)
+    return status
 
 
 async def _run(options: argparse.Namespace, access: Access, check_picker: PickerCheck) -> None:
     from controller.cluster.client import connect  # noqa: PLC0415
     from controller.cluster.pages import pages  # noqa: PLC0415
     from controller.gateway_command import until_signalled  # noqa: PLC0415
-    from controller.roles.manager import CONTROLLER, ManagerMetrics, ManagerRole, ManagerSettings  # noqa: PLC0415
+    from controller.roles.manager import CONTROLLER, ManagerRole  # noqa: PLC0415
+    from controller.roles.manager_metrics import ManagerMetrics  # noqa: PLC0415
+
+    metrics = ManagerMetrics()
+    async with connect(access, manager=CONTROLLER) as client:
+        webhooks = None if options.no_webhooks else _webhooks(options, client, metrics, check_picker)
+        role = ManagerRole(webhooks, None if options.no_work else _leader(options, client, metrics))
+        async with pages(options.metrics, metrics.registry, role.is_ready):
+            await until_signalled(role.run())
+
+
+def _webhooks(
+    options: argparse.Namespace, client: Client, metrics: ManagerMetrics, check_picker: PickerCheck
+) -> WebhookRole:
+    from controller.roles.webhook_role import WebhookRole, WebhookSettings  # noqa: PLC0415
     from controller.webhooks.rotation import RotationSettings  # noqa: PLC0415
 
-    namespace = options.namespace or access.namespace
+    namespace = options.namespace or client.access.namespace
     rotation = RotationSettings(
         namespace=namespace,
         secret=options.secret,
         configuration=options.webhook_configuration,
         names=tuple(options.host) or (f"{_SERVICE}.{namespace}.svc",),
     )
-    metrics = ManagerMetrics()
-    async with connect(access, manager=CONTROLLER) as client:
-        settings = ManagerSettings(listen=options.listen, rotation=rotation)
-        role = ManagerRole(client, settings, metrics, check_picker=check_picker)
-        async with pages(options.metrics, metrics.registry, role.ready.is_set):
-            await until_signalled(role.run())
+    settings = WebhookSettings(listen=options.listen, rotation=rotation)
+    return WebhookRole(client, settings, metrics, check_picker=check_picker)
+
+
+def _leader(options: argparse.Namespace, client: Client, metrics: ManagerMetrics) -> Leader:
+    from controller.cluster.leadership import LeaseTiming  # noqa: PLC0415
+    from controller.cluster.lease import LeaderElection  # noqa: PLC0415
+    from controller.reconcile.model import observed as of_models  # noqa: PLC0415
+    from controller.reconcile.model import reconcile as models  # noqa: PLC0415
+    from controller.reconcile.model_infer import reconcile as model_infers  # noqa: PLC0415
+    from controller.roles.manager import Leader, kopf_rings  # noqa: PLC0415
+    from controller.roles.work.leading import Decisions, WorkSettings  # noqa: PLC0415
+
+    long_s = float(options.lease_duration)
+    election = LeaderElection(
+        client,
+        namespace=options.lease_namespace or client.access.namespace,
+        name=options.lease,
+        identity=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
+        timing=LeaseTiming(long_s, renew_deadline_s=long_s * 2 / 3, retry_s=long_s * 2 / 15),
+    )
+    settings = WorkSettings(
+        namespace=options.watch_namespace,
+        workers=options.workers,
+        shared_namespace=client.access.namespace,
+        models=of_models.Settings(image=options.image),
+    )
+    decisions = Decisions(model_infers.reconcile, models.reconcile)
+    bell = kopf_rings(client, options.watch_namespace)
+    return Leader(client, settings, metrics, election, decisions=decisions, bell=bell)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number

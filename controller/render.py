@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 Object = Mapping[str, Any]
 
 _KINDS: Final = frozenset({*DOCUMENT_KINDS, *GATEWAY_API_KINDS, "ConfigMap", "Pod"})
+# Rendered by themselves; gateways do not look at them.
+_OF_MODELS: Final = frozenset({"Model", "ModelTemplate", "ServingRuntime", "ClusterServingRuntime"})
 # What Gateways say of their address, which no object tells.
 _SOMEWHERE: Final = "gateway"
-_CLUSTER_SCOPED: Final = frozenset({"GatewayClass", "Namespace", "CustomResourceDefinition"})
+_CLUSTER_SCOPED: Final = frozenset({"GatewayClass", "Namespace", "CustomResourceDefinition", "ClusterServingRuntime"})
 # Read only if something points to them.
 _POINTED_AT: Final = frozenset({"ConfigMap", "Secret"})
 # Conditions whose False means that an object is not used as it is written.
@@ -123,7 +125,7 @@ def _problem(item: object) -> str:
     """Why ``item`` is no object of Kubernetes; empty if it is one."""
     if not isinstance(item, dict) or not all(isinstance(item.get(field), str) for field in ("apiVersion", "kind")):
         return "is no object; write apiVersion, kind and metadata"
-    if item["kind"] not in _KINDS:
+    if item["kind"] not in _KINDS | _OF_MODELS:
         return ""
     metadata = item.get("metadata")
     if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):

@@ -15,7 +15,7 @@ from extproc.cli.mistakes import report
 from extproc.config.errors import ConfigInvalid, Mistake
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from controller.cluster.access import Access
     from controller.cluster.client import Client
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from controller.render import Object, Rendered
     from extproc.config.picker_config import PickerCheck
 
+# Rendered by themselves: objects that the manager makes others of, and what it looks at for that.
+_OF_MODELS: Final = frozenset({"Model", "ModelTemplate", "ServingRuntime", "ClusterServingRuntime"})
 _SUFFIXES: Final = (".yaml", ".yml", ".json")
 # An API server that does not answer is not waited for any longer.
 _PATIENCE_S: Final = 20.0
@@ -34,7 +36,8 @@ def parser(prog: str = "attache render") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=prog,
         description="Print what objects compile to: the files of the configuration directory, and the statuses that the "
-        "objects would get. Nothing is changed.",
+        "objects would get; of a Model, the objects that are made of it and its engines' merged configuration. Nothing is "
+        "changed.",
         epilog="Exit status: 0, 1 if an object is not used as it is written, or 2 for a mistake in the options or in a file.",
     )
     add = made.add_argument
@@ -77,12 +80,18 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     # decoders of all kinds take a quarter of a second to make: not for --help
     from controller.render import render  # noqa: PLC0415
 
+    models_are_good = True
     try:
-        rendered = (
-            _of_cluster(options, check_picker)
-            if options.cluster
-            else render(_of_files(options), options.gateway_config, check_picker)
-        )
+        if options.cluster:
+            rendered = _of_cluster(options, check_picker)
+        else:
+            objects = list(_of_files(options))
+            others = [one for one in objects if one["kind"] not in _OF_MODELS]
+            if len(others) < len(objects):
+                models_are_good = _show_models(objects)
+                if not others:
+                    return 0 if models_are_good else 1
+            rendered = render(others, options.gateway_config, check_picker)
         bundle = _bundle(rendered) if options.bundle and not rendered.refused else {}
     except ConfigInvalid as error:
         return report(error)
@@ -94,7 +103,17 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     except OSError as error:
         print(f"cannot write into {options.out}: {error}", file=sys.stderr)
         return 2
-    return 0 if rendered.is_good else 1
+    return 0 if rendered.is_good and models_are_good else 1
+
+
+def _show_models(objects: Sequence[Object]) -> bool:
+    """What Models become; whether all of them become something."""
+    from controller.render_models import as_text, render_models  # noqa: PLC0415
+
+    found = render_models(objects)
+    for one in found:
+        print(as_text(one), end="")
+    return not any(one.problem for one in found)
 
 
 class _NoCluster(Exception):

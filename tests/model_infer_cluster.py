@@ -121,12 +121,15 @@ class Cluster:
         pod["spec"].setdefault("nodeName", "node-1")
         known = next(iter(pod.get("status", {}).get("conditions", ())), {})
         value = "True" if ready else "False"
+        created = pod["metadata"]["creationTimestamp"]
         since = known["lastTransitionTime"] if known.get("status") == value else text_of(self.now_s)
+        if not known and not ready:
+            since = created
         status = {
             "name": "engine",
             "ready": ready,
             "restartCount": 0,
-            "state": {"running": {"startedAt": pod["metadata"]["creationTimestamp"]}},
+            "state": {"running": {"startedAt": created}},
         }
         pod["status"] = {
             "phase": phase,

@@ -15,8 +15,13 @@ from controller.gateway.compile.pickers import picker_of
 from controller.gateway.compile.pools import PREFIX
 from controller.gateway.compile.sources import source_of
 from controller.resources.autoscaling import AutoscalingPolicy, AutoscalingPolicyBinding
-from controller.resources.model import Model
+from controller.resources.model import Model, ModelTemplate
 from controller.resources.model_infer import ModelInfer
+from controller.resources.model_infer_mistakes import mistakes as model_infer_mistakes
+from controller.resources.serving_runtime import ServingRuntime, ServingRuntimeSpec
+from controller.runtimes.arguments import unknown_settings
+from controller.runtimes.mistakes import mistakes as model_mistakes
+from controller.runtimes.settings import NAMES
 from extproc.config.quantities import decode_quantity
 
 if TYPE_CHECKING:
@@ -28,8 +33,11 @@ _OTHERS: Final[Mapping[str, type]] = MappingProxyType(
     {
         "AutoscalingPolicy": AutoscalingPolicy,
         "AutoscalingPolicyBinding": AutoscalingPolicyBinding,
+        "ClusterServingRuntime": ServingRuntime,
         "Model": Model,
         "ModelInfer": ModelInfer,
+        "ModelTemplate": ModelTemplate,
+        "ServingRuntime": ServingRuntime,
     }
 )
 # Fields that say what an object asks for; all else, such as labels and finalizers, may change in spite of mistakes.
@@ -67,7 +75,7 @@ def _mistakes(review: Review, thing: Object, known: Known, check_picker: PickerC
         named = {**thing, "metadata": {"name": "generated", "namespace": review.namespace, **thing["metadata"]}}
         yield from (one for one in [source_of(named).complaint()] if one)
     elif kind in _OTHERS:
-        yield from _wrong_shape(thing, _OTHERS[kind])
+        yield from _wrong(kind, review.name or "generated", thing)
     elif kind == "ConfigMap":
         yield from (one for one in [picker_of(review.key, thing, check_picker).problem] if one)
     if kind == "ModelServer" and review.name.startswith(PREFIX):
@@ -78,13 +86,24 @@ def _mistakes(review: Review, thing: Object, known: Known, check_picker: PickerC
         yield from _second_owners(review.key, review.namespace, thing, known)
 
 
-def _wrong_shape(thing: Object, cls: type) -> Iterator[str]:
-    """The first difference, in the decoder's words: the schema has found most of them before."""
+def _wrong(kind: str, name: str, thing: Object) -> Iterator[str]:
+    """The first difference in shape, in the decoder's words: the schema has found most of them before; or what it means."""
     try:
         # conditions of the status have times of their own form
-        msgspec.convert({"metadata": {"name": "x"}, "spec": thing.get("spec") or {}}, cls, dec_hook=decode_quantity)
+        made: Any = msgspec.convert(
+            {"metadata": {"name": name}, "spec": thing.get("spec") or {}}, _OTHERS[kind], dec_hook=decode_quantity
+        )
     except (msgspec.ValidationError, ValueError) as error:
         yield f"the object has a mistake: {error}"
+        return
+    if kind == "Model" and not made.spec.base_refs:
+        # what stands in base references may mend or make mistakes: the Model's status tells those
+        yield from model_mistakes(name, made.spec)
+    elif kind == "ModelInfer":
+        yield from model_infer_mistakes(made)
+    elif isinstance(made.spec, ServingRuntimeSpec):
+        for one in unknown_settings(made.spec.arguments):
+            yield f"'{one}' in arguments is no setting; there are: {', '.join(sorted(NAMES))}"
 
 
 def _repeated_names(route: Object) -> Iterator[str]:

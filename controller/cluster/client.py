@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from controller.cluster.errors import ClusterError, Expired, NotFound, Unreachable, error_for
-from controller.cluster.resources import Object, Resource
+from controller.cluster.resources import PODS, Object, Resource, split_key
 from controller.cluster.watching import WatchEvent, events_in
 
 if TYPE_CHECKING:
@@ -174,6 +174,14 @@ class Client:
         except NotFound:
             return False
         return True
+
+    async def log_tail(self, pod: str, container: str, *, previous: bool, lines: int, most_bytes: int) -> str:
+        """The last lines of a container's log, of its last run or of the one before. ``pod``: ``namespace/name``."""
+        namespace, name = split_key(pod)
+        query = {"container": container, "tailLines": str(lines), "limitBytes": str(most_bytes)}
+        query |= {"previous": "true"} if previous else {}
+        async with self._answer("GET", PODS.path(namespace, name, "log"), query=query) as answer:
+            return (await answer.content.read(most_bytes)).decode(errors="replace")
 
     async def serves(self, resource: Resource) -> bool:
         """Whether the server knows the kind, such as that of a CRD which may not be installed."""

@@ -10,7 +10,7 @@ import msgspec
 from controller.resources import statuses
 from controller.resources.autoscaling import AutoscalingPolicy, AutoscalingPolicyBinding
 from controller.resources.model import Model, ModelTemplate, ModelTemplateStatus
-from controller.resources.model_infer import ModelInfer
+from controller.resources.model_infer import ModelInfer, ModelInferRole
 from controller.resources.serving_runtime import ClusterServingRuntime, ServingRuntime, ServingRuntimeStatus
 from extproc.config.access_policy import ModelAccessPolicy
 from extproc.config.gateway_config import GatewayConfig
@@ -129,7 +129,23 @@ KINDS: Final[tuple[Kind, ...]] = (
             Column("Ready", ".status.readyReplicas", "integer"),
             Column("Updated", ".status.updatedReplicas", "integer"),
             _condition("Available"),
-            Column("Reason", '.status.conditions[?(@.type=="Degraded")].reason', wide=True),
+            Column("Status", ".status.summary"),
+            Column("Revision", ".status.updateRevision", wide=True),
+            _AGE,
+        ),
+        scaled_by=(".spec.replicas", ".status.replicas", ".status.labelSelector"),
+    ),
+    Kind(
+        name="ModelInferRole",
+        plural="modelinferroles",
+        short_names=("mir",),
+        document=ModelInferRole,
+        status=statuses.ModelInferRoleStatus,
+        columns=(
+            Column("ModelInfer", ".spec.modelInfer"),
+            Column("Role", ".spec.role"),
+            Column("Replicas", ".spec.replicas", "integer"),
+            Column("Ready", ".status.readyReplicas", "integer"),
             _AGE,
         ),
         scaled_by=(".spec.replicas", ".status.replicas", ".status.labelSelector"),

@@ -61,15 +61,12 @@ class Handlers:
     async def operate(self, operator: _Operator) -> None:
         """In kopf's thread."""
         registry = handlers(self._kinds, self._access, operator.ring_outside(self._ring))
-        cluster = [one for one in self._kinds if not one.namespaced]
-        # kopf follows kinds without a namespace in either case
-        whole = self._namespace is None or len(cluster) == len(self._kinds)
         await kopf.operator(
             registry=registry,
             settings=operator_settings(),
             standalone=True,
-            clusterwide=whole,
-            namespaces=() if whole else (str(self._namespace),),
+            clusterwide=self._namespace is None,
+            namespaces=() if self._namespace is None else (self._namespace,),
             stop_flag=operator.stop,
             ready_flag=self.ready,
         )

@@ -172,7 +172,7 @@ class ModelTemplateSpec(ModelFields, frozen=True):
 
 
 class ModelTemplateStatus(Status, frozen=True):
-    """A template says nothing of itself."""
+    """A template says nothing of itself. ``conditions``: none."""
 
 
 class ModelTemplate(msgspec.Struct, frozen=True, kw_only=True):

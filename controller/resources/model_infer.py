@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from controller.resources.common import IntOrPercent, PodTemplate, Replicas, ShortName
-from controller.resources.statuses import ModelInferStatus
+from controller.resources.statuses import ModelInferRoleStatus, ModelInferStatus
 from extproc.config.cel import Rule
 from extproc.config.quantities import Duration
 from extproc.config.spec import Metadata, NonEmpty, Spec, keyed_by
@@ -26,6 +26,11 @@ class Role(Spec, frozen=True):
 
     CEL: ClassVar = (
         Rule("self.workerReplicas == 0 || has(self.workerTemplate)", "workers need a workerTemplate; write one"),
+        Rule(
+            "!has(self.maxUnavailable) || !(self.maxUnavailable == 0 || self.maxUnavailable == '0%') || "
+            "(has(self.maxSurge) && !(self.maxSurge == 0 || self.maxSurge == '0%'))",
+            "maxUnavailable of the role is 0 and it has no maxSurge, so it could never change; make one of them positive",
+        ),
     )
 
     name: ShortName
@@ -50,8 +55,9 @@ class Gang(Spec, frozen=True):
 
 class GroupTemplate(Spec, frozen=True):
     """One group, which serves one copy of the model. ``roles``: its parts. ``gang``: how its pods are started together.
-    ``restart_grace_period``: how long a failed pod has to recover by itself. ``drain_timeout``: how long running
-    requests have to end before a pod is deleted.
+    ``restart_grace_period``: how long a failed pod has to recover by itself. ``unresponsive_timeout``: how long a pod
+    that was ready may run without being ready before it counts as failed; 0s means for ever. ``drain_timeout``: how
+    long running requests have to end before a pod is deleted.
     """
 
     CEL: ClassVar = (
@@ -70,6 +76,7 @@ class GroupTemplate(Spec, frozen=True):
     roles: Annotated[tuple[Role, ...], msgspec.Meta(min_length=1, max_length=8, extra_json_schema=keyed_by("name"))]
     gang: Gang | None = None
     restart_grace_period: Duration = Duration("0s")
+    unresponsive_timeout: Duration = Duration("5m")
     drain_timeout: Duration = Duration("5m")
 
 
@@ -123,3 +130,23 @@ class ModelInfer(msgspec.Struct, frozen=True, kw_only=True):
     metadata: Metadata
     spec: ModelInferSpec
     status: ModelInferStatus = ModelInferStatus()
+
+
+class ModelInferRoleSpec(Spec, frozen=True):
+    """The replicas of one role of a ModelInfer, for autoscalers. Attaché makes such objects for roles that are
+    ``scalable``.
+
+    ``model_infer``: whose role. ``role``: which. ``replicas``: of the role in each group.
+    """
+
+    model_infer: NonEmpty
+    role: ShortName
+    replicas: Replicas = 1
+
+
+class ModelInferRole(msgspec.Struct, frozen=True, kw_only=True):
+    """A ModelInferRole object."""
+
+    metadata: Metadata
+    spec: ModelInferRoleSpec
+    status: ModelInferRoleStatus = ModelInferRoleStatus()

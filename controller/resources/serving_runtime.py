@@ -81,7 +81,7 @@ class ServingRuntimeSpec(Spec, frozen=True):
 
 
 class ServingRuntimeStatus(Status, frozen=True):
-    """A runtime says nothing of itself; Models say which they use."""
+    """A runtime says nothing of itself; Models say which they use. ``conditions``: none."""
 
 
 class ServingRuntime(msgspec.Struct, frozen=True, kw_only=True):

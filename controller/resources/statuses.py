@@ -75,11 +75,24 @@ class GroupStatus(Spec, frozen=True):
     updated: int = 0
 
 
+class Recovery(Spec, frozen=True):
+    """Pods that were made anew because one had failed. ``name``: group, role, replica, pod, as far as they were made anew
+    together. ``count``: how many times in a row. ``at``: the last time. ``reason``: why, in one word.
+    """
+
+    name: NonEmpty
+    count: int
+    at: Annotated[datetime, msgspec.Meta(tz=True)]
+    reason: str | None = None
+
+
 class ModelInferStatus(Status, frozen=True):
     """``replicas``: groups that are there. ``ready_replicas``: those of them that are ready in all roles.
     ``updated_replicas``: those of ``updateRevision``. ``current_revision``: what all groups had before the rollout.
-    ``update_revision``: what they are to have. ``label_selector``: picks one pod a group, for autoscalers. ``roles``:
-    counts by role. ``conditions``: Available, Progressing, Degraded.
+    ``update_revision``: what they are to have. ``label_selector``: picks one pod a group, for autoscalers. ``summary``:
+    what is wrong, or what is waited for, in a few words. ``groups``: how many are in which state. ``roles``: counts by
+    role. ``recoveries``: what has failed lately and was made anew. ``conditions``: Accepted, Available, Progressing,
+    Degraded.
     """
 
     replicas: int = 0
@@ -88,7 +101,20 @@ class ModelInferStatus(Status, frozen=True):
     current_revision: str | None = None
     update_revision: str | None = None
     label_selector: str | None = None
+    summary: str | None = None
+    groups: dict[str, int] = msgspec.field(default_factory=dict)
     roles: Annotated[tuple[GroupStatus, ...], msgspec.Meta(max_length=8, extra_json_schema=keyed_by("name"))] = ()
+    recoveries: Annotated[tuple[Recovery, ...], msgspec.Meta(max_length=256, extra_json_schema=keyed_by("name"))] = ()
+
+
+class ModelInferRoleStatus(Status, frozen=True):
+    """``replicas``: of the role, in a group. ``ready_replicas``: those of them that serve, in the group with the fewest.
+    ``label_selector``: the role's entry pods, for autoscalers.
+    """
+
+    replicas: int = 0
+    ready_replicas: int = 0
+    label_selector: str | None = None
 
 
 class StartTimes(Spec, frozen=True):

@@ -1,116 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manager role: so far, the admission webhooks, which every replica serves."""
+"""The manager role: webhooks, which every replica serves, and the work on Models and ModelInfers, which the leader does."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge
-
-from controller.admission.checks import counted_as, judge
-from controller.cluster.informer import Informer, InformerTiming, Selection
 from controller.cluster.resources import (
-    AUTOSCALING_POLICIES,
-    AUTOSCALING_POLICY_BINDINGS,
-    CONFIG_MAPS,
-    GATEWAY_CONFIGS,
-    MODEL_ROUTES,
-    MODEL_SERVERS,
+    CLUSTER_SERVING_RUNTIMES,
+    MODEL_INFER_ROLES,
+    MODEL_INFERS,
+    MODEL_TEMPLATES,
+    MODELS,
+    SERVING_RUNTIMES,
 )
-from controller.gateway.compile.pickers import LABEL
-from controller.webhooks.material import utc_now
-from controller.webhooks.rotation import Rotation, RotationSettings
-from controller.webhooks.server import ServerTls, serving
+from controller.handlers.thread import Handlers
+from controller.roles.work.leading import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from datetime import datetime
+    from collections.abc import Callable
 
-    from controller.admission.reviews import Review, Verdict
     from controller.cluster.client import Client
-    from extproc.config.picker_config import PickerCheck
+    from controller.cluster.lease import LeaderElection
+    from controller.roles.manager_metrics import ManagerMetrics
+    from controller.roles.webhook_role import WebhookRole
+    from controller.roles.work.leading import Bell, Decisions, WorkSettings
+    from controller.roles.work.loads import Loads
 
-CONTROLLER = "attache-manager"
-
-
-class ManagerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``listen``: where the webhooks are served. ``rotation``: of their certificates."""
-
-    listen: str
-    rotation: RotationSettings
-
-
-class ManagerMetrics:
-    """In a registry of its own."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.reviews = Counter(
-            "attache_admission_reviews_total", "Objects that were checked", ("kind", "outcome"), registry=self.registry
-        )
-        self.certificate_ends_at_s = Gauge(
-            "attache_admission_certificate_end_timestamp_seconds",
-            "When the certificate that the webhooks' server shows ends",
-            registry=self.registry,
-        )
+CONTROLLER: Final = "attache-manager"
+# What kopf follows: the kinds that people and other controllers write.
+FOLLOWED: Final = (
+    MODEL_INFERS,
+    MODEL_INFER_ROLES,
+    MODELS,
+    SERVING_RUNTIMES,
+    CLUSTER_SERVING_RUNTIMES,
+    MODEL_TEMPLATES,
+)
 
 
-class ManagerRole:
-    """``run`` does all of it; ``ready`` once it can be asked. Objects that it has not heard of yet cost warnings alone."""
+class Leader:
+    """``run`` waits until it leads, and then does the work. Each term begins with empty hands: what informers have heard,
+    what is queued and what was written belongs to one term.
+    """
 
     def __init__(
         self,
         client: Client,
-        settings: ManagerSettings,
+        settings: WorkSettings,
         metrics: ManagerMetrics,
+        election: LeaderElection,
         *,
-        check_picker: PickerCheck,
-        clock: Callable[[], datetime] = utc_now,
-        timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
+        decisions: Decisions,
+        bell: Bell | None,
+        loads: Loads | None = None,
     ) -> None:
-        resources = (
-            GATEWAY_CONFIGS,
-            MODEL_ROUTES,
-            MODEL_SERVERS,
-            AUTOSCALING_POLICIES,
-            AUTOSCALING_POLICY_BINDINGS,
-        )
-        informers = [Informer(client, one, timing=timing) for one in resources]
-        informers.append(Informer(client, CONFIG_MAPS, Selection(labels=LABEL), timing=timing))
-        self._informers: Mapping[str, Informer] = {one.resource.kind: one for one in informers}
-        self._tls = ServerTls()
-        self._rotation = Rotation(client, settings.rotation, self._tls, clock)
+        self._client = client
         self._settings = settings
         self._metrics = metrics
-        self._check_picker = check_picker
-        self.ready = asyncio.Event()
+        self._election = election
+        self._decisions = decisions
+        self._bell = bell
+        self._loads = loads
+        metrics.leader.set_function(lambda: float(election.is_leader))
+
+    async def run(self) -> None:
+        """Until cancelled; raises what ends the work by itself, such as the end of kopf's thread."""
+        await self._election.run(self._lead)
+
+    async def _lead(self) -> None:
+        await Work(
+            self._client,
+            self._settings,
+            self._metrics,
+            component=CONTROLLER,
+            decisions=self._decisions,
+            bell=self._bell,
+            loads=self._loads,
+        ).run()
+
+
+class ManagerRole:
+    """``run`` does all of it. Either part may be left to other processes."""
+
+    def __init__(self, webhooks: WebhookRole | None, leader: Leader | None) -> None:
+        self._webhooks = webhooks
+        self._leader = leader
+
+    def is_ready(self) -> bool:
+        """Whether webhooks can be asked. Who leads is no question of readiness."""
+        return self._webhooks is None or self._webhooks.ready.is_set()
 
     async def run(self) -> None:
         """Until cancelled; raises OSError if the address is taken."""
         async with asyncio.TaskGroup() as tasks:
-            for kind, informer in self._informers.items():
-                tasks.create_task(informer.run(), name=f"informer of {kind}")
-            tasks.create_task(self._rotation.run(), name="certificates")
-            tasks.create_task(self._serve(), name="webhooks")
+            if self._webhooks is not None:
+                tasks.create_task(self._webhooks.run(), name="webhooks")
+            if self._leader is not None:
+                tasks.create_task(self._leader.run(), name="leader")
 
-    async def _serve(self) -> None:
-        await self._rotation.ready.wait()
-        self._metrics.certificate_ends_at_s.set_function(self._ends_at_s)
-        for informer in self._informers.values():
-            await informer.synced.wait()
-        async with serving(self._settings.listen, self._tls, self._judge, self._count):
-            self.ready.set()
-            await asyncio.Event().wait()
 
-    def _judge(self, review: Review) -> Verdict:
-        known = {kind: informer.objects for kind, informer in self._informers.items()}
-        return judge(review, known, self._check_picker)
+def kopf_rings(client: Client, namespace: str | None) -> Bell:
+    """kopf, told of events of our kinds."""
 
-    def _count(self, kind: str, outcome: str) -> None:
-        self._metrics.reviews.labels(counted_as(kind), outcome).inc()
+    async def bell(ring: Callable[[str, str], None]) -> None:
+        await Handlers(client.access, FOLLOWED, ring, namespace=namespace).run()
 
-    def _ends_at_s(self) -> float:
-        material = self._rotation.material
-        return 0.0 if material is None else material.server.ends_at.timestamp()
+    return bell

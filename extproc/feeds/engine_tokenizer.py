@@ -39,7 +39,10 @@ class EngineTokenizers:
 
 
 class EngineTokenizer:
-    """Asks the engine with the fewest requests in flight (POST /tokenize)."""
+    """Asks the engine with the fewest requests in flight (POST /tokenize), of those that do not fail; if it is not there, the next.
+
+    An engine that is gone has the fewest of all: by its load alone it would be asked every time.
+    """
 
     def __init__(self, pool: Pool, http: aiohttp.ClientSession, access: EngineAccess) -> None:
         self._pool = pool
@@ -55,23 +58,34 @@ class EngineTokenizer:
             asked = {"prompt": body["prompt"]}
         else:
             return None
+        payload = json.dumps({"model": arrival.destination.model, **asked}).encode()
+        engines = self._engines()
+        for address in engines:
+            try:
+                return await self._ask(address, payload)
+            except aiohttp.ClientError as error:
+                if address == engines[-1] or not isinstance(error, aiohttp.ClientConnectionError):
+                    raise ConnectionError(f"{address}/tokenize: {error}") from error
+        raise ConnectionError("there is no engine to ask")
+
+    def _engines(self) -> list[str]:
+        """The two to ask, the better one first; one if there are no more."""
         table = self._pool.table
         load = np.where(table.is_active, table.in_flight, np.inf)
-        address = table.addresses[int(load.argmin())]
-        payload = json.dumps({"model": arrival.destination.model, **asked}).encode()
+        best_first = np.lexsort((load, table.failures > 0, ~table.is_active))
+        return [table.addresses[row] for row in best_first[:2].tolist() if table.is_active[row]]
+
+    async def _ask(self, address: str, payload: bytes) -> Sequence[int]:
         access = await self._access.of(self._pool.spec, address)
         url = f"{'http' if access.tls is None else 'https'}://{address}/tokenize"
         headers = {"content-type": "application/json"}
         if access.authorization:
             headers["authorization"] = access.authorization
-        try:
-            async with self._http.post(
-                url, data=payload, headers=headers, ssl=access.tls or True, server_hostname=access.server_name
-            ) as answer:
-                answer.raise_for_status()
-                return _decoder.decode(await answer.read()).tokens
-        except aiohttp.ClientError as error:
-            raise ConnectionError(f"{url}: {error}") from error
+        async with self._http.post(
+            url, data=payload, headers=headers, ssl=access.tls or True, server_hostname=access.server_name
+        ) as answer:
+            answer.raise_for_status()
+            return _decoder.decode(await answer.read()).tokens
 
 
 class _Tokens(msgspec.Struct):

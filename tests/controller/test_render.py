@@ -158,3 +158,29 @@ def test_gateways_and_routes_are_rendered_and_no_private_key_is_printed(
 def test_definitions_that_files_lack_are_not_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["render", str(written(tmp_path / "in", gateway_class(), gateway()))])
     assert "CustomResourceDefinition" not in capsys.readouterr().err
+
+
+def test_a_model_shows_what_is_made_of_it_and_its_merged_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = {"uri": "hf://org/model", "baseRefs": ["shared"]}
+    template = {"backends": [{"name": "default", "config": {"maxLength": 4096}}]}
+    folder = written(tmp_path / "in", resource("Model", "llama", spec), resource("ModelTemplate", "shared", template))
+    assert main(["render", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert "#   runtime: built-in runtime vllm" in text
+    assert "#     maxLength: 4096" in text
+    made = [one for one in yaml.safe_load_all(text) if one]
+    assert [one["kind"] for one in made] == ["ModelInfer", "ModelServer", "ModelRoute"]
+    # what is printed can be applied, and rendered in its turn: a gateway would serve it
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "all.yaml").write_text(text)
+    assert main(["render", str(tmp_path / "made")]) == 0
+
+
+def test_a_model_that_cannot_be_made_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written(tmp_path / "in", resource("Model", "llama", {"uri": "hf://org/model", "format": {"name": "new"}}))
+    assert main(["render", str(folder)]) == 1
+    assert (
+        "# Model default/llama: NoSupportingRuntime: backend 'default': no runtime supports" in capsys.readouterr().out
+    )

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from controller.cluster.client import Client
     from tests.with_kube.kubes import Kube
 
-RESOURCES = {kind.name: Resource(GROUP, VERSION, kind.plural, kind.name) for kind in KINDS}
+RESOURCES = {
+    kind.name: Resource(GROUP, VERSION, kind.plural, kind.name, namespaced=kind.scope == "Namespaced") for kind in KINDS
+}
 
 
 async def install(client: Client) -> None:
@@ -57,12 +59,16 @@ async def test_a_real_server_takes_every_definition_as_it_is(client: Client, kin
 async def test_a_real_server_takes_and_refuses_what_the_rules_say(client: Client, namespace: str, case: Case) -> None:
     target = RESOURCES[case.kind]
     for number, document in enumerate((case.accepted(), case.refused())):
-        document["metadata"] = {"name": f"example-{number}", "namespace": namespace}
+        document["metadata"] = metadata(case, f"example-{number}", namespace)
         if number == 0:
             await client.create(target, document, dry_run=True)
         else:
             with pytest.raises(Invalid):
                 await client.create(target, document, dry_run=True)
+
+
+def metadata(case: Case, name: str, namespace: str) -> dict[str, str]:
+    return {"name": name, "namespace": namespace} if RESOURCES[case.kind].namespaced else {"name": name}
 
 
 @pytest.mark.parametrize("kube", ["real"], indirect=True)
@@ -71,7 +77,7 @@ async def test_every_rule_has_a_case_that_breaks_it(client: Client, namespace: s
     said = ""
     for case in CASES:
         document = case.refused()
-        document["metadata"] = {"name": "example", "namespace": namespace}
+        document["metadata"] = metadata(case, "example", namespace)
         try:
             await client.create(RESOURCES[case.kind], document, dry_run=True)
         except Invalid as error:

@@ -25,7 +25,9 @@ from controller.cluster.resources import (
     SECRETS,
     Resource,
 )
-from controller.roles.manager import CONTROLLER, ManagerMetrics, ManagerRole, ManagerSettings
+from controller.roles.manager import CONTROLLER
+from controller.roles.manager_metrics import ManagerMetrics
+from controller.roles.webhook_role import WebhookRole, WebhookSettings
 from controller.webhooks.material import Lifetimes
 from controller.webhooks.rotation import WEBHOOK_CONFIGURATIONS, RotationSettings
 from extproc.scheduling.pickers import InstalledPlugins
@@ -73,7 +75,7 @@ async def account(client: Client, plane: ControlPlane, assets: Assets, tmp_path:
 
 
 @contextlib.asynccontextmanager
-async def managing(account: Client, port: int, lifetimes: Lifetimes | None = None) -> AsyncIterator[ManagerRole]:
+async def managing(account: Client, port: int, lifetimes: Lifetimes | None = None) -> AsyncIterator[WebhookRole]:
     """A replica that can be asked."""
     rotation = RotationSettings(
         namespace=SYSTEM,
@@ -83,8 +85,8 @@ async def managing(account: Client, port: int, lifetimes: Lifetimes | None = Non
         lifetimes=lifetimes or Lifetimes(),
         every_s=0.2,
     )
-    settings = ManagerSettings(listen=f"127.0.0.1:{port}", rotation=rotation)
-    role = ManagerRole(account, settings, ManagerMetrics(), check_picker=InstalledPlugins(), timing=IMPATIENT)
+    settings = WebhookSettings(listen=f"127.0.0.1:{port}", rotation=rotation)
+    role = WebhookRole(account, settings, ManagerMetrics(), check_picker=InstalledPlugins(), timing=IMPATIENT)
     task = asyncio.create_task(role.run())
     try:
         async with asyncio.timeout(20):

@@ -38,6 +38,7 @@ _BUILT_IN: Final = (
     Kind(known.SECRETS, counts_generations=False),
     Kind(known.SERVICE_ACCOUNTS, counts_generations=False, short_names=("sa",)),
     Kind(known.EVENTS, counts_generations=False, short_names=("ev",)),
+    Kind(known.CONTROLLER_REVISIONS, counts_generations=False),
     Kind(known.DEPLOYMENTS, has_status=True, short_names=("deploy",)),
     Kind(known.ENDPOINT_SLICES),
     Kind(known.LEASES, counts_generations=False),

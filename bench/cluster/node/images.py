@@ -17,8 +17,8 @@ IMAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "attache": (*_PYTHON, "attache"),
     "attache/extproc": (*_PYTHON, "extproc"),
     "attache/controller": (*_PYTHON, "controller"),
-    # the simulator takes vLLM's flags as far as they matter
-    "vllm/vllm-openai": (*_PYTHON, "bench.engine", "--host", "0.0.0.0"),  # noqa: S104 - becomes the pod's address
+    # the simulator, with vLLM's flags as far as they matter
+    "vllm/vllm-openai": (*_PYTHON, "bench.engine.as_vllm"),
     # without an entry point: the container's command is run as it stands
     "attache/host": (),
     "busybox": (),

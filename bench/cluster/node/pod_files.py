@@ -19,6 +19,7 @@ from bench.cluster.node.volumes import (
     kept_volumes,
     link_to,
     mounts,
+    ports_of,
     remove_others,
     rewritten,
     token_file,
@@ -104,7 +105,8 @@ class PodFiles:
         self._write_volumes(pod, sources)
         given = environment(pod, container.raw, sources)
         self._known = sources
-        variables = {name: rewritten(value, places, self._listen_ip) for name, value in given.items()}
+        ports = ports_of(pod)
+        variables = {name: rewritten(value, places, self._listen_ip, ports) for name, value in given.items()}
         inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         # our programs are found from any directory
         inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH", "")]))
@@ -114,8 +116,9 @@ class PodFiles:
         return Launch(
             command=[
                 *self._entered,
-                *own_words,
-                *(rewritten(expanded(word, given), places, self._listen_ip) for word in words),
+                # they listen on the pod's address like others
+                *(rewritten(word, {}, self._listen_ip) for word in own_words),
+                *(rewritten(expanded(word, given), places, self._listen_ip, ports) for word in words),
             ],
             environment=self._environments[container.name],
             directory=self.directory,

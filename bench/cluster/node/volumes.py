@@ -71,11 +71,12 @@ def mounts(container: Mapping[str, Any], volumes: Path) -> dict[str, Path]:
     }
 
 
-def rewritten(word: str, places: Mapping[str, Path], listen_ip: str) -> str:
-    """A word as the process must have it: mount paths and ``0.0.0.0`` replaced.
+def rewritten(word: str, places: Mapping[str, Path], listen_ip: str, own_ports: frozenset[int] = frozenset()) -> str:
+    """A word as the process must have it: mount paths, ``0.0.0.0`` and the pod's own ``127.0.0.1`` replaced.
 
     Where pods share this machine's addresses, a server that would listen on all of them listens on its pod's own,
-    ``listen_ip``. It is empty where a pod has a network of its own: there ``0.0.0.0`` may stay.
+    ``listen_ip``, and its neighbours in the pod find it there: ``own_ports`` are those that the pod's containers declare.
+    ``listen_ip`` is empty where a pod has a network of its own: there these addresses may stay.
     """
     paths = "|".join(re.escape(path) for path in sorted(places, key=len, reverse=True) if path != "/")
     if paths:
@@ -83,7 +84,18 @@ def rewritten(word: str, places: Mapping[str, Path], listen_ip: str) -> str:
         word = re.sub(rf"(?<![\w./-])(?:{paths})(?=$|[/:,;\"'\s])", lambda found: str(places[found[0]]), word)
     if not listen_ip:
         return word
+    word = re.sub(
+        r"(?<![\d.])127\.0\.0\.1:(\d+)(?!\d)",
+        lambda found: f"{listen_ip}:{found[1]}" if int(found[1]) in own_ports else found[0],
+        word,
+    )
     return re.sub(r"(?<![\d.])0\.0\.0\.0(?![\d.])|\[::\](?=:|$)", listen_ip, word)
+
+
+def ports_of(pod: Mapping[str, Any]) -> frozenset[int]:
+    """Ports that a pod's containers declare."""
+    containers = (*(pod["spec"].get("initContainers") or ()), *pod["spec"]["containers"])
+    return frozenset(one["containerPort"] for each in containers for one in each.get("ports") or ())
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from bench.cluster.virtual.clock import Clock
 from bench.cluster.virtual.faults import Faults
+from bench.cluster.virtual.garbage import GarbageCollector
 from bench.cluster.virtual.manager import Manager
 from bench.cluster.virtual.nodes import EngineTiming, Nodes
 from bench.cluster.virtual.requests import Requests
@@ -40,6 +41,7 @@ class VirtualCluster:
         self.clock = Clock()
         self.server = Server(self.clock)
         self.faults = Faults(rng)
+        self.garbage_collector = GarbageCollector(self.server, self.clock, rng)
         self.requests = Requests(self.server, self.clock, rng)
         self.scheduler = Scheduler(self.server, self.clock, rng)
         self.nodes = Nodes(self.server, self.clock, rng, self.requests, timing)

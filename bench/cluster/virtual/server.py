@@ -30,6 +30,7 @@ class Server:
         self.kinds = Kinds()
         for one in _DEFINITIONS:
             self.kinds.define(one)
+        self._others: dict[Resource, Kind] = {}
         numbers = itertools.count(1)
         self.storage = Storage(clock.wall, new_uid=lambda: f"00000000-0000-4000-8000-{next(numbers):012}")
         self._objects = Objects(self.storage, self.kinds)
@@ -42,7 +43,12 @@ class Server:
 
     def kind(self, resource: Resource) -> Kind:
         """How a resource is stored; those that nobody defined have a status and no schema."""
-        return self.kinds.find(resource.group, resource.version, resource.plural) or Kind(resource, has_status=True)
+        known = self.kinds.find(resource.group, resource.version, resource.plural)
+        return known or self._others.setdefault(resource, Kind(resource, has_status=True))
+
+    def stored(self) -> list[Kind]:
+        """All kinds that there may be objects of."""
+        return [*self.kinds.all(), *self._others.values()]
 
     def all(self, resource: Resource) -> list[Object]:
         """All objects of a kind, by key."""
@@ -57,6 +63,12 @@ class Server:
         target = Target(self.kind(resource), thing["metadata"].get("namespace"))
         body = {"apiVersion": resource.api_version, "kind": resource.kind, **thing}
         return self._objects.create(target, body, How(manager=manager))
+
+    def dry_run(self, resource: Resource, thing: Object) -> Object:
+        """What ``create`` would make, which has no uid yet."""
+        target = Target(self.kind(resource), thing["metadata"].get("namespace"))
+        body = {"apiVersion": resource.api_version, "kind": resource.kind, **thing}
+        return self._objects.create(target, body, How(dry_run=True))
 
     def apply(self, resource: Resource, thing: Object, manager: str) -> Object:
         """Server-side apply, which takes fields from others."""

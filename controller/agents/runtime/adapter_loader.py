@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from controller.agents.runtime.adapter_choice import Failure, Shelf, Wishes, changes, next_step
-from controller.agents.runtime.adapter_names import check_name, check_uri, is_uri, link_name, local_path
 from controller.agents.runtime.adapter_use import AdapterUses
 from controller.agents.runtime.downloads import DownloadFailed
 from controller.agents.runtime.engine_client import EngineFailed
@@ -19,11 +17,11 @@ from controller.agents.runtime.engine_client import EngineFailed
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from controller.agents.runtime.adapter_files import AdapterFiles
     from controller.agents.runtime.adapter_names import Declared
     from controller.agents.runtime.counters import Counters
     from controller.agents.runtime.declared_file import DeclaredFile
     from controller.agents.runtime.dialects import Dialect
-    from controller.agents.runtime.downloads import Downloads
     from controller.agents.runtime.engine_client import EngineClient
     from controller.agents.runtime.engine_page import EnginePage
     from controller.agents.runtime.settings import AdapterSettings
@@ -50,7 +48,7 @@ class LoadRefused(Exception):
 
 class _Coming(msgspec.Struct, frozen=True):
     path: str
-    task: asyncio.Task[None]
+    task: asyncio.Task[tuple[str, ...]]
 
 
 class AdapterLoader:
@@ -62,16 +60,15 @@ class AdapterLoader:
         dialect: Dialect,
         *,
         engine: EngineClient,
-        downloads: Downloads,
+        files: AdapterFiles,
         file: DeclaredFile,
         counters: Counters,
         page: Callable[[], Awaitable[EnginePage | None]],
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
-        self._is_repository = dialect.adapters == "repository"
         self._engine = engine
-        self._downloads = downloads
+        self._files = files
         self.file = file
         self._counters = counters
         self._page = page
@@ -89,15 +86,16 @@ class AdapterLoader:
         """Adapters that are being downloaded or loaded."""
         return frozenset(self._coming)
 
-    async def load(self, name: str, source: str) -> None:
-        """Returns when the engine holds it; raises LoadRefused. ``source``: empty for that of the file.
+    async def load(self, name: str, source: str) -> tuple[str, ...]:
+        """Returns when the engine holds it: the adapters that went for it. ``source``: empty for that of the file.
 
-        Callers that ask for the same one meanwhile wait with the first; one that leaves does not end the load.
+        Callers that ask for the same one meanwhile wait with the first; one that leaves does not end the load. Raises
+        LoadRefused.
         """
         task = self._start(name, source)
         self._unwanted.discard(name)
         self.file.removed.discard(name)
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
 
     async def unload(self, name: str) -> None:
         """By a caller's wish; raises LoadRefused for a pinned one."""
@@ -112,24 +110,12 @@ class AdapterLoader:
                 self._unwanted.add(name)
             await self._unload(name, shelf, "asked")
 
-    def place(self, name: str, source: str) -> tuple[str, str]:
+    def _place(self, name: str, source: str) -> tuple[str, str]:
         """The source, and the path that the engine is given; raises LoadRefused for what is not allowed."""
-        declared = self.file.declared.get(name)
-        source = source or (declared.uri if declared is not None else "")
         try:
-            check_name(name, is_directory=self._is_repository)
-            if not source:
-                if self._is_repository:
-                    return "", ""
-                raise LoadRefused(400, f"{name} is not declared: lora_path is missing")
-            if not is_uri(source):
-                return source, local_path(source, self._settings.policy)
-            if declared is None or source != declared.uri:
-                check_uri(source, self._settings.policy)
+            return self._files.place(name, source, self.file.declared.get(name))
         except ValueError as error:
             raise LoadRefused(400, str(error)) from error
-        link = name if self._is_repository else link_name(name, source)
-        return source, str(self._settings.links / link)
 
     async def shelf(self) -> Shelf:
         """What the engine holds now; raises LoadRefused if it does not tell."""
@@ -144,12 +130,15 @@ class AdapterLoader:
         self._counters.adapters = len(adapters)
         return Shelf(adapters, pinned, self.limit or slots, self._uses.are_known(page))
 
-    async def follow_file(self) -> None:
-        """Do what the file of adapters asks for, as far as the engine lets us now. To be called again and again."""
+    async def follow_file(self) -> bool:
+        """Do what the file of adapters asks for, as far as the engine lets us now. To be called again and again.
+
+        Returns whether all pinned adapters are there, or failed at least once.
+        """
         self.file.poll()
         self._unwanted &= set(self.file.declared)
         if not self.file.declared and not self.file.removed:
-            return
+            return True
         shelf = await self.shelf()
         paths = {name: self._declared_path(name, one) for name, one in self.file.declared.items()}
         wishes = Wishes(
@@ -168,6 +157,7 @@ class AdapterLoader:
         for name in wanted.load:
             if len(self._coming) < _MOST_COMING:
                 _ = self._start(name, "")
+        return shelf.pinned <= {*shelf.loaded, *self.failures}
 
     def engine_started_again(self) -> None:
         """Forget what the former engine said of its limits."""
@@ -180,8 +170,8 @@ class AdapterLoader:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, name: str, source: str) -> asyncio.Task[None]:
-        source, path = self.place(name, source)
+    def _start(self, name: str, source: str) -> asyncio.Task[tuple[str, ...]]:
+        source, path = self._place(name, source)
         coming = self._coming.get(name)
         if coming is not None:
             if coming.path != path:
@@ -196,28 +186,28 @@ class AdapterLoader:
 
     def _declared_path(self, name: str, one: Declared) -> str:
         try:
-            return self.place(name, one.uri)[1]
+            return self._place(name, one.uri)[1]
         except LoadRefused:
             return ""
 
-    async def _bring(self, name: str, source: str, path: str) -> None:
+    async def _bring(self, name: str, source: str, path: str) -> tuple[str, ...]:
         began_s = self._clock()
         try:
             if await self._is_held(name, path):
-                return
-            if is_uri(source):
-                await self._download(source, Path(path))
-            elif self._is_repository and path:
-                self._link(Path(path), self._settings.links / name)
+                return ()
+            await self._files.bring(name, source, path)
             async with self._changing:
-                await self._put(name, path)
+                gone = await self._put(name, path)
         except DownloadFailed as error:
             raise LoadRefused(502, f"{name} could not be downloaded: {error}", 10) from error
-        except (EngineFailed, OSError) as error:
+        except EngineFailed as error:
+            raise LoadRefused(503, f"the engine does not answer: {error}", 5) from error
+        except OSError as error:
             raise LoadRefused(502, f"{name} could not be loaded: {error}", 5) from error
         self._counters.loads["loaded"] += 1
         self._counters.load_s += self._clock() - began_s
         log.info("loaded %s in %.1f s", name, self._clock() - began_s)
+        return gone
 
     async def _is_held(self, name: str, path: str) -> bool:
         shelf = await self.shelf()
@@ -226,37 +216,26 @@ class AdapterLoader:
             self._uses.touch(name, self._clock())
         return step.kind == "loaded"
 
-    async def _download(self, uri: str, link: Path) -> None:
-        link.parent.mkdir(parents=True, exist_ok=True)
-        await self._downloads.fetch(uri, link)
-
-    @staticmethod
-    def _link(target: Path, link: Path) -> None:
-        """A local directory becomes a model of the repository."""
-        if link == target or (link.exists() and not link.is_symlink()):
-            return
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.unlink(missing_ok=True)
-        link.symlink_to(target)
-
-    async def _put(self, name: str, path: str) -> None:
+    async def _put(self, name: str, path: str) -> tuple[str, ...]:
         """Unload what has to go, and load it; under the lock. Raises LoadRefused or EngineFailed."""
+        gone: list[str] = []
         for _ in range(_MOST_STEPS):
             shelf = await self.shelf()
             step = next_step(shelf, name, path, keep_s=self._settings.keep_s, now_s=self._clock())
             if step.kind == "loaded":
                 self._uses.touch(name, self._clock())
-                return
+                return tuple(gone)
             if step.kind == "busy":
                 raise LoadRefused(503, step.why, 1)
             if step.kind == "unload":
                 await self._unload(step.name, shelf, step.why)
+                gone.append(step.name)
                 continue
             result, message = await self._engine.load(name, path, timeout_s=self._settings.load_timeout_s)
             if result in {"loaded", "already"}:
-                self._uses.touch(name, self._clock())
+                self._uses.loaded(name, path, self._clock())
                 self._counters.adapters = len(shelf.loaded) + 1
-                return
+                return tuple(gone)
             if result == "failed" or not shelf.loaded:
                 raise LoadRefused(502, f"the engine does not load {name}: {message}")
             # the engine knows better than we did how many it can hold
@@ -272,12 +251,10 @@ class AdapterLoader:
         self._uses.forget(name)
         self._counters.unloads[why] += 1
         self._counters.adapters = max(len(shelf.loaded) - 1, 0)
-        path = self._settings.links / name if self._is_repository else Path(shelf.loaded[name].path)
-        if path.parent == self._settings.links and path.is_symlink():
-            path.unlink()
+        self._files.remove(name, shelf.loaded[name].path)
         log.info("unloaded %s (%s)", name, why)
 
-    def _has_come(self, name: str, task: asyncio.Task[None]) -> None:
+    def _has_come(self, name: str, task: asyncio.Task[tuple[str, ...]]) -> None:
         self._coming.pop(name, None)
         if task.cancelled():
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remembers when each adapter was last in use, from the engine's metrics and from what was asked of us."""
+"""Remembers when each adapter was last in use, and which files it has, where the engine does not tell."""
 
 from __future__ import annotations
 
@@ -25,22 +25,29 @@ class AdapterUses:
         self._tells_models = dialect.adapters == "repository"
         self._used_at_s: dict[str, float] = {}
         self._finished: dict[str, float] = {}
+        self._paths: dict[str, str] = {}
 
     def touch(self, name: str, now_s: float) -> None:
-        """It was loaded, or asked for: requests for it are about to come."""
+        """It was asked for: requests for it are about to come."""
         self._used_at_s[name] = now_s
+
+    def loaded(self, name: str, path: str, now_s: float) -> None:
+        """The engine has loaded it from ``path``."""
+        self._paths[name] = path
+        self.touch(name, now_s)
 
     def forget(self, name: str) -> None:
         """It was unloaded."""
         self._used_at_s.pop(name, None)
         self._finished.pop(name, None)
+        self._paths.pop(name, None)
 
     def are_known(self, page: EnginePage | None) -> bool:
         """False if the engine tells which adapters are in use, and cannot be asked now."""
         return page is not None or not self._tells_loras
 
     def adapters(self, listed: Mapping[str, str], page: EnginePage | None, now_s: float) -> dict[str, Adapter]:
-        """The loaded adapters with their last use. ``listed``: paths by name.
+        """The loaded adapters with their last use. ``listed``: paths by name, empty where the engine does not tell.
 
         One that is seen for the first time counts as used now: we may have been started after it was loaded.
         """
@@ -51,7 +58,10 @@ class AdapterUses:
         in_use: frozenset[str] = frozenset()
         if page is not None:
             in_use = self._models(page, now_s) if self._tells_models else self._loras(page, now_s)
-        return {name: Adapter(name, path, self._used_at_s[name], name in in_use) for name, path in listed.items()}
+        return {
+            name: Adapter(name, path or self._paths.get(name, ""), self._used_at_s[name], name in in_use)
+            for name, path in listed.items()
+        }
 
     def _loras(self, page: EnginePage, now_s: float) -> frozenset[str]:
         use = page.adapters

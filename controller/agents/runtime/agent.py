@@ -8,6 +8,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Final
 
+from controller.agents.runtime.adapter_files import AdapterFiles
 from controller.agents.runtime.adapter_loader import AdapterLoader, LoadRefused
 from controller.agents.runtime.counters import Counters
 from controller.agents.runtime.declared_file import DeclaredFile
@@ -51,12 +52,14 @@ class Agent:
             settings.drain, self.watch.load, finishes_requests=dialect.finishes_requests, clock=clock
         )
         adapters = settings.adapters
+        # of the file, since the engine started
+        self._has_pinned = adapters.file is None
         self.file = DeclaredFile(adapters.file, adapters.policy, is_directory=dialect.adapters == "repository")
         self.loader = AdapterLoader(
             adapters,
             dialect,
             engine=engine,
-            downloads=downloads,
+            files=AdapterFiles(adapters, downloads, is_repository=dialect.adapters == "repository"),
             file=self.file,
             counters=self._counters,
             page=self.watch.page,
@@ -69,8 +72,11 @@ class Agent:
         return self.drainer.drain is not None
 
     def why_not_ready(self) -> str:
-        """Empty if the engine should get requests."""
-        return self.watch.why_not_ready(is_draining=self.is_draining)
+        """Empty if the engine should get requests. Pinned adapters come first; one that fails holds up nobody for ever."""
+        why = self.watch.why_not_ready(is_draining=self.is_draining)
+        if not why and self.settings.dialect.adapters and not self._has_pinned:
+            return "pinned adapters are being loaded"
+        return why
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -112,16 +118,18 @@ class Agent:
         return write_page(page, state, self._counters)
 
     async def _follow_adapters(self) -> None:
-        answers = False
+        was_starting = True
         while True:
-            if self.watch.health.phase == "starting":
-                if answers:
-                    self.loader.engine_started_again()
-                answers = False
+            is_starting = self.watch.health.phase == "starting"
+            if is_starting and not was_starting:
+                self.loader.engine_started_again()
+                self._has_pinned = self.settings.adapters.file is None
+            was_starting = is_starting
+            if is_starting and self.settings.dialect.adapters != "repository":
                 # a mistake in it is said early
                 self.file.poll()
             elif not self.is_draining:
-                answers = True
+                # a V2 server answers for its models only once they are loaded
                 with contextlib.suppress(LoadRefused):  # the engine does not tell now: it is asked again
-                    await self.loader.follow_file()
+                    self._has_pinned = await self.loader.follow_file() or self._has_pinned
             await asyncio.sleep(self._follow_s)

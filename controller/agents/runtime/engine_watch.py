@@ -85,19 +85,17 @@ class EngineWatch:
             await self._probe()
             if self.health.phase == "warming":
                 await self._warm_up()
+            self._say()
             await asyncio.sleep(self._settings.probe_interval_s)
 
     async def observe_forever(self) -> None:
-        """Reads metrics, and says in the log when the engine becomes ready or stops being so."""
+        """Reads metrics, by which an engine that computes nothing is found."""
         while True:
             page = await self.page()
             running = None if page is None else page.total("running_requests")
             progress = () if page is None else page.progress
             self.health = measured(self.health, running=running, progress=progress, now_s=self._clock())
-            said = self.why_not_ready()
-            if said != self._said:
-                log.info("the engine is %s", f"not ready: {said}" if said else "ready")
-                self._said = said
+            self._say()
             await asyncio.sleep(self._settings.metrics_interval_s)
 
     async def page(self, max_age_s: float = 0.0) -> EnginePage | None:
@@ -115,6 +113,13 @@ class EngineWatch:
         if page is None:
             return Load(is_gone=self._is_gone)
         return Load(page.total("running_requests"), page.total("waiting_requests"))
+
+    def _say(self) -> None:
+        """In the log, when the engine begins to serve or stops doing so."""
+        said = self.why_not_ready() or "serves"
+        if said != self._said:
+            log.info("the engine %s", said if said == "serves" else f"does not serve: {said}")
+            self._said = said
 
     async def _read(self) -> None:
         self._read_at_s = self._clock()

@@ -161,8 +161,8 @@ class AgentServer:
     async def _loaded(self, name: str, source: str) -> web.StreamResponse:
         if self._agent.is_draining:
             raise LoadRefused(503, "the engine is being drained")
-        await self._agent.loader.load(name, source)
-        return web.json_response({"id": name, "state": "loaded"})
+        evicted = await self._agent.loader.load(name, source)
+        return web.json_response({"id": name, "state": "loaded", "evicted": list(evicted)})
 
     async def _unloaded(self, name: str) -> web.StreamResponse:
         await self._agent.loader.unload(name)

@@ -24,6 +24,11 @@ def stamped(thing: Object) -> Object:
     return {**thing, "metadata": metadata}
 
 
+def digest_of(thing: Object) -> str | None:
+    """None if it was never stamped."""
+    return (thing["metadata"].get("annotations") or {}).get(APPLIED)
+
+
 def is_settled(wanted: Object, found: Object, yields: Iterable[tuple[str, ...]]) -> bool:
     """``wanted``: stamped. Fields of ``yields`` may have any value: others may own them."""
     for path in yields:

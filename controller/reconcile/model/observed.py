@@ -20,6 +20,7 @@ from controller.cluster.resources import (
     Object,
     Resource,
 )
+from controller.runtimes.mistakes import FILE_PATHS
 
 # In the order in which they are applied; what is no longer wanted is deleted in the opposite one.
 CHILDREN: Final[tuple[Resource, ...]] = (
@@ -35,16 +36,15 @@ CHILDREN: Final[tuple[Resource, ...]] = (
 # The label of everything that is made for a Model, its pods too: the Model's name.
 MODEL: Final = "attache.dev/model"
 BACKEND: Final = "attache.dev/backend"
+# On pods that serve nothing: ``warm`` on those that fetch weights ahead.
+PURPOSE: Final = "attache.dev/purpose"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the manager decides for all Models. ``image``: ours, for downloads and the sidecar. ``pause_image``: holds a
-    pod whose work is done. ``file_paths``: directories of nodes that ``file://`` and host path caches may name.
-    """
+    """What the manager decides for all Models. ``image``: ours, for downloads and the sidecar. ``file_paths``: directories of nodes that ``file://`` and host path caches may name."""
 
     image: str = "attache"
-    pause_image: str = "registry.k8s.io/pause:3.10"
-    file_paths: tuple[str, ...] = ("/models", "/mnt/models", "/var/lib/attache")
+    file_paths: tuple[str, ...] = FILE_PATHS
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):

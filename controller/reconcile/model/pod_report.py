@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.cluster.resources import key_of
-from controller.reconcile.model.observed import BACKEND
+from controller.reconcile.model.observed import BACKEND, PURPOSE
 from controller.reconcile.model.pods import DOWNLOAD, ENGINE
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ class PodFailure(msgspec.Struct, frozen=True):
 
 
 def of_backend(pods: Iterable[Object], backend: str) -> list[Object]:
-    """The pods of one backend that are not being deleted, by name."""
-    found = [
-        one
-        for one in pods
-        if (one["metadata"].get("labels") or {}).get(BACKEND) == backend and "deletionTimestamp" not in one["metadata"]
-    ]
+    """The engine pods of one backend that are not being deleted, by name."""
+    found = []
+    for one in pods:
+        labels = one["metadata"].get("labels") or {}
+        if labels.get(BACKEND) == backend and PURPOSE not in labels and "deletionTimestamp" not in one["metadata"]:
+            found.append(one)
     return sorted(found, key=key_of)
 
 

@@ -25,6 +25,7 @@ Plain = dict[str, Any]
 AGENT_PORT: Final = 9000
 DOWNLOAD: Final = "download"
 ENGINE: Final = "engine"
+_AGENT: Final = "agent"
 PRICE: Final = "attache.dev/price"
 # Where the agent reads which adapters are declared, and the file's name in the ConfigMap.
 ADAPTERS_PATH: Final = "/etc/attache/adapters"
@@ -70,7 +71,7 @@ def _ours(
     init = [download(model, settings)] if model.weights.is_downloaded else []
     volumes = list(model.weights.volumes)
     if has_agent:
-        init.append(_agent(model, made, settings))
+        init.append(_sidecar(model, made, config, settings))
     if has_agent and model.spec.adapters:
         volumes.append({"name": _ADAPTERS, "configMap": {"name": f"{model.name}-adapters"}})
         if not model.weights.is_downloaded:
@@ -139,25 +140,50 @@ def download(model: Resolved, settings: Settings) -> Plain:
             {"name": WEIGHTS, "mountPath": CACHE_PATH},
         ],
     }
-    return {**found, **_credentials(model)}
+    return {**found, **_credentials(model), **_as_guest(model)}
+
+
+def _as_guest(model: Resolved) -> Plain:
+    """No rights that are not needed: a directory that a node makes for a host path is root's."""
+    user = {"runAsUser": 0, "runAsGroup": 0, "runAsNonRoot": False} if model.spec.cache.host_path else {}
+    return {
+        "securityContext": {**user, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
+    }
+
+
+def our_images(infer: Mapping[str, Any]) -> set[str]:
+    """The images of the containers of ours in a ModelInfer."""
+    roles = infer["spec"]["template"]["roles"]
+    templates = [role[field] for role in roles for field in ("entryTemplate", "workerTemplate") if field in role]
+    containers = [one for each in templates for one in each["spec"].get("initContainers") or ()]
+    return {one["image"] for one in containers if one.get("name") in (DOWNLOAD, _AGENT) and one.get("image")}
 
 
 def _credentials(model: Resolved) -> Plain:
     return {"envFrom": [{"secretRef": {"name": model.spec.secret_ref}}]} if model.spec.secret_ref else {}
 
 
-def _agent(model: Resolved, made: ResolvedBackend, settings: Settings) -> Plain:
+def _sidecar(model: Resolved, made: ResolvedBackend, config: EngineConfig, settings: Settings) -> Plain:
     """The sidecar: it starts before the engine and ends after it."""
     preset = made.preset.spec
     found: Plain = {
-        "name": "agent",
+        "name": _AGENT,
         "image": settings.image,
         "restartPolicy": "Always",
         "args": [
             "agent",
+            f"--listen=0.0.0.0:{AGENT_PORT}",
             f"--engine=http://127.0.0.1:{preset.port}",
             f"--dialect={preset.agent.dialect}",
-            *([f"--adapters={ADAPTERS_PATH}/{ADAPTERS_FILE}"] if model.spec.adapters else []),
+            f"--model={model.served_name}",
+            f"--drain-timeout={_drain_s(config)}",
+            *([f"--max-adapters={most}"] if model.spec.adapters and (most := config.lora.max_loaded) else []),
+            *(
+                [f"--adapters={ADAPTERS_PATH}/{ADAPTERS_FILE}", f"--weights-cache={CACHE_PATH}"]
+                if model.spec.adapters
+                else []
+            ),
             *preset.agent.args,
         ],
         "ports": [{"name": "agent", "containerPort": AGENT_PORT}],
@@ -167,6 +193,7 @@ def _agent(model: Resolved, made: ResolvedBackend, settings: Settings) -> Plain:
             "timeoutSeconds": 5,
             "failureThreshold": 3,
         },
+        **_as_guest(model),
     }
     if model.spec.adapters:
         # adapters are fetched by the sidecar, with the same credentials as the weights

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from controller.cluster.resources import Object, key_of
 from controller.reconcile.model.children import Child, children
-from controller.reconcile.model.drift import is_settled, stamped
+from controller.reconcile.model.drift import digest_of, is_settled, stamped
 from controller.reconcile.model.observed import CHILDREN
-from controller.reconcile.model.resolved import Unresolved, resolve
+from controller.reconcile.model.pods import our_images
+from controller.reconcile.model.resolved import Resolved, Unresolved, resolve
 from controller.reconcile.model.status import Owned, Status, replicas_of, status_of, unresolved_status
 from controller.reconcile.plan import Apply, Delete, Happened, Plan
 
@@ -31,10 +34,7 @@ def reconcile(observed: Observed, now_s: float) -> Plan:
         ready, there = (sum(int(one.get(name) or 0) for one in infers) for name in ("readyReplicas", "replicas"))
         status = unresolved_status(observed, model, ready, there, now_s)
         return Plan(status=status, events=tuple(_events(thing, status)))
-    wanted = [
-        Child(one.resource, stamped(one.thing), one.yields)
-        for one in children(model, observed.settings, replicas_of(owned, model))
-    ]
+    wanted = _wanted(model, observed, owned)
     taken = [
         f"{one.resource.kind} {name}" for one in wanted if (one.resource.kind, name := _name(one.thing)) in foreign
     ]
@@ -44,6 +44,27 @@ def reconcile(observed: Observed, now_s: float) -> Plan:
         status=status,
         events=tuple(_events(thing, status)),
     )
+
+
+def _wanted(model: Resolved, observed: Observed, owned: Owned) -> list[Child]:
+    """An upgrade of ours alone starts no engine anew: pods keep the image of ours that they have until they change."""
+    ready = replicas_of(owned, model)
+    found = [_stamped(one) for one in children(model, observed.settings, ready)]
+    images = {image for (kind, _), one in owned.items() if kind == "ModelInfer" for image in our_images(one)}
+    for image in sorted(images - {observed.settings.image}):
+        settings = msgspec.structs.replace(observed.settings, image=image)
+        earlier = [_stamped(one) for one in children(model, settings, ready)]
+        found = [old if _is_applied(old, owned) else new for old, new in zip(earlier, found, strict=True)]
+    return found
+
+
+def _stamped(child: Child) -> Child:
+    return Child(child.resource, stamped(child.thing), child.yields)
+
+
+def _is_applied(child: Child, owned: Owned) -> bool:
+    found = owned.get((child.resource.kind, _name(child.thing)))
+    return found is not None and digest_of(found) == digest_of(child.thing)
 
 
 def _name(thing: Object) -> str:
@@ -88,6 +109,7 @@ def _events(thing: Object, status: Status) -> Iterator[Happened]:
     before = thing.get("status") or {}
     failure, last = status.get("failure"), before.get("failure")
     if status["phase"] != before.get("phase"):
-        yield Happened("Normal", status["phase"], f"was {before.get('phase') or 'new'} before")
+        earlier = f"it was {before['phase']} before" if before.get("phase") else "it is new"
+        yield Happened("Normal", status["phase"], f"the model is {status['phase']}; {earlier}")
     if failure and failure["reason"] != (last or {}).get("reason"):
         yield Happened("Warning", failure["reason"], failure["message"])

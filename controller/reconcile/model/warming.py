@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from controller.cluster.resources import DAEMON_SETS, JOBS, Resource
 from controller.reconcile.model.names import digest
-from controller.reconcile.model.observed import BACKEND, MODEL
-from controller.reconcile.model.pods import DOWNLOAD, download, template
+from controller.reconcile.model.observed import BACKEND, MODEL, PURPOSE
+from controller.reconcile.model.pods import download, template
 from controller.runtimes.weights import WEIGHTS, cache_volume
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ _PLACEMENT: Final = (
     "serviceAccountName",
 )
 _WARM: Final = "warm"
+_METRICS_PORT: Final = 9006
+# It stays, so that the weights are in use and nobody evicts them.
+_HOLD: Final = ("--hold", f"--metrics=0.0.0.0:{_METRICS_PORT}")
 
 
 def cannot_warm(model: Resolved) -> str:
@@ -46,9 +51,9 @@ def warmers(model: Resolved, settings: Settings) -> Iterator[tuple[Resource, str
         return
     if model.spec.cache.claim is not None:
         pod = {**_pod(model, settings), "restartPolicy": "OnFailure"}
-        pod["containers"] = pod.pop("initContainers")
-        # a Job's template cannot change: another URI has another Job
-        yield JOBS, f"{model.name}-{_WARM}-{digest(model.spec.uri)}", {"backoffLimit": 6, "template": {"spec": pod}}
+        # a Job's template cannot change: another one has another name
+        name = f"{model.name}-{_WARM}-{digest(msgspec.json.encode(pod, order='sorted').decode())}"
+        yield JOBS, name, {"backoffLimit": 6, "template": {"metadata": {"labels": {MODEL: model.name}}, "spec": pod}}
         return
     seen: list[object] = []
     for made in model.backends:
@@ -57,27 +62,19 @@ def warmers(model: Resolved, settings: Settings) -> Iterator[tuple[Resource, str
         if placement in seen:
             continue
         seen.append(placement)
-        labels = {MODEL: model.name, BACKEND: made.backend.name, "attache.dev/purpose": _WARM}
-        pod = {**_pod(model, settings), **placement}
-        pod["containers"] = [{"name": "done", "image": settings.pause_image}]
-        yield (
-            DAEMON_SETS,
-            f"{model.child(made.backend)}-{_WARM}",
-            {"selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}, "spec": pod}},
-        )
+        labels = {MODEL: model.name, BACKEND: made.backend.name, PURPOSE: _WARM}
+        pod = {"metadata": {"labels": labels}, "spec": {**_pod(model, settings, *_HOLD), **placement}}
+        pod["spec"]["containers"][0]["readinessProbe"] = {"httpGet": {"path": "/readyz", "port": _METRICS_PORT}}
+        name = f"{model.child(made.backend)}-{_WARM}"
+        yield DAEMON_SETS, name, {"selector": {"matchLabels": labels}, "template": pod}
 
 
-def _pod(model: Resolved, settings: Settings) -> dict[str, Any]:
+def _pod(model: Resolved, settings: Settings, *more: str) -> dict[str, Any]:
     """Without a link: nothing here reads the weights."""
     fetching = download(model, settings)
+    args = [one for one in fetching["args"] if not one.startswith("--link=")]
+    mounts = [one for one in fetching["volumeMounts"] if one["name"] == WEIGHTS]
     return {
-        "initContainers": [
-            {
-                **fetching,
-                "name": DOWNLOAD,
-                "args": [one for one in fetching["args"] if not one.startswith("--link=")],
-                "volumeMounts": [one for one in fetching["volumeMounts"] if one["name"] == WEIGHTS],
-            }
-        ],
+        "containers": [{**fetching, "args": [*args, *more], "volumeMounts": mounts}],
         "volumes": [cache_volume(model.spec.cache)],
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to become of groups, before anybody asked how: what goes, and which pods are missing."""
+"""What is to become of groups, before anybody asked how."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from controller.reconcile.model_infer.pod_state import Pod
 from controller.reconcile.model_infer.revisions import Revision, RoleRevision
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 class Missing(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,12 +25,13 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
-    """``leaving``: drained, then deleted. ``missing``: in the order in which they are made. ``renamed``: pods that are of
+    """``leaving``: drained, then deleted. ``unwanted``: places of those, and of what is going already. ``missing``: in the order in which they are made. ``renamed``: pods that are of
     a new revision as they are, because their role has not changed. ``asks_loads_of``: pods between which the load
     decides, before anything was chosen.
     """
 
     leaving: tuple[Replica, ...] = ()
+    unwanted: frozenset[Place] = frozenset()
     missing: tuple[Missing, ...] = ()
     renamed: tuple[tuple[Pod, str], ...] = ()
     asks_loads_of: frozenset[str] = frozenset()
@@ -41,9 +42,18 @@ def together(found: Iterable[Changes]) -> Changes:
     every = list(found)
     return Changes(
         leaving=tuple(one for each in every for one in each.leaving),
+        unwanted=frozenset().union(*(each.unwanted for each in every)),
         missing=tuple(one for each in every for one in each.missing),
         renamed=tuple(one for each in every for one in each.renamed),
         asks_loads_of=frozenset().union(*(each.asks_loads_of for each in every)),
+    )
+
+
+def going(replicas: Sequence[Replica]) -> Changes:
+    """All of these go."""
+    return Changes(
+        leaving=tuple(one for one in replicas if not one.is_going),
+        unwanted=frozenset(one.place for one in replicas),
     )
 
 

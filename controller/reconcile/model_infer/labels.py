@@ -22,9 +22,10 @@ ROLE_REVISION: Final = PREFIX + "role-revision"
 SCALE_UNIT: Final = PREFIX + "scale-unit"
 # Annotation, RFC 3339: since when a pod gets no new requests, because it is going to be deleted.
 DRAINING: Final = PREFIX + "draining"
-# Annotations of ControllerRevisions, RFC 3339: when the template took this state again, and when the rollout of it
-# was given up.
+# Annotations of ControllerRevisions, RFC 3339: when the rollout began, if not with the object; when it was given up;
+# when all groups at or above the partition had become ready with it.
 ROLLED_OUT_SINCE: Final = PREFIX + "rolled-out-since"
 FAILED: Final = PREFIX + "failed"
+REACHED: Final = PREFIX + "reached"
 # Annotation of a ModelInferRole: the replicas that the template last asked for.
 TEMPLATE_REPLICAS: Final = PREFIX + "template-replicas"

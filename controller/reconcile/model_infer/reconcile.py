@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelInfer: from what is there and what is asked for to what to do now. Nothing is remembered between two looks."""
+"""ModelInfer: from what is there and what is asked for to what to do now.
+
+Nothing is remembered between two looks: timers are read from objects, and counts from the status.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from controller.cluster.resources import CONTROLLER_REVISIONS, PODS, SERVICES, key_of
-from controller.reconcile.model_infer import labels, names, pods, scale_units, services, statuses
+from controller.reconcile.model_infer import owned, scale_units, statuses
+from controller.reconcile.model_infer.conditions import conditions_of, failed_groups, problems_of
 from controller.reconcile.model_infer.draining import drain
+from controller.reconcile.model_infer.gang import pod_groups, unused_pod_groups
 from controller.reconcile.model_infer.group_changes import changes
 from controller.reconcile.model_infer.groups import groups_of
-from controller.reconcile.model_infer.pod_state import is_owned, pods_of
-from controller.reconcile.model_infer.revisions import controller_revision
+from controller.reconcile.model_infer.holds import may_be_made
+from controller.reconcile.model_infer.pod_state import pods_of
+from controller.reconcile.model_infer.recovery import as_status, recover
+from controller.reconcile.model_infer.role_scales import role_scales
+from controller.reconcile.model_infer.rollout import rollout_of, told
 from controller.reconcile.model_infer.target import read, target_of
-from controller.reconcile.plan import Action, Annotate, Create, Delete, Plan
+from controller.reconcile.model_infer.waiting import gang_of
+from controller.reconcile.plan import Plan
+from controller.resources.model_infer_mistakes import mistakes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from controller.reconcile.model_infer.changes import Changes, Missing
-    from controller.reconcile.model_infer.groups import Group
     from controller.reconcile.model_infer.observed import Observed
-    from controller.reconcile.model_infer.target import Target
 
 
 def reconcile(observed: Observed, now_s: float) -> Plan:
@@ -31,67 +35,57 @@ def reconcile(observed: Observed, now_s: float) -> Plan:
         # the API server's garbage collector deletes what we own
         return Plan()
     found = read(thing)
-    if isinstance(found, str):
-        return Plan(status=statuses.refused(thing, [found]))
-    target = target_of(observed, found.spec)
+    wrong = [found] if isinstance(found, str) else list(mistakes(found))
+    if isinstance(found, str) or wrong:
+        return Plan(status=statuses.refused(thing, wrong))
+    target = target_of(observed, found.spec, now_s)
     groups = groups_of(pods_of(observed.pods, target.uid, observed.lost_nodes), target)
-    wanted = changes(groups, target, observed, is_moving=not found.spec.rollout.paused)
+    rollout = rollout_of(groups, target, now_s)
+    wanted = changes(groups, target, observed, is_moving=rollout.is_moving)
+    recovered = recover(groups, target, observed, wanted.unwanted, now_s)
     drained = drain(wanted.leaving, groups, observed, now_s, found.spec.template.drain_timeout)
+    missing = may_be_made(wanted, groups, recovered, target)
+    ganged = gang_of(missing, groups, target, observed, now_s)
+    revisions = owned.revisions_wanted(groups, wanted)
+    problems = problems_of(groups, target, observed, rollout, ganged.problems)
+    asked_s = now_s if wanted.asks_loads_of else None
+    times = [
+        asked_s,
+        rollout.look_again_at_s,
+        recovered.look_again_at_s,
+        drained.look_again_at_s,
+        ganged.look_again_at_s,
+    ]
     return Plan(
         actions=(
-            *_revisions(target),
+            *owned.new_revision(target),
+            *rollout.notes,
             *drained.marked,
-            *_renamed(wanted),
-            *scale_units.corrected(groups),
-            *drained.deleted,
-            *_services(wanted, target, observed),
-            *_pods(wanted.missing, target, groups),
-            *_unused_services(groups, wanted, observed, target),
+            *owned.renamed(wanted),
+            *scale_units.corrected(groups, ganged.missing),
+            *owned.once((*recovered.deleted, *ganged.deleted, *drained.deleted)),
+            *pod_groups(revisions, target, observed, ganged.form),
+            *owned.new_services(groups, wanted, target, observed),
+            *owned.new_pods(ganged.missing, target, groups, ganged.form),
+            *owned.unused_services(groups, wanted, target, observed),
+            *unused_pod_groups(revisions, target, observed, ganged.form),
+            *owned.old_revisions(groups, target),
+            *role_scales(groups, target, observed),
         ),
-        status=statuses.status_of(groups, target, [statuses.available(groups, target)]),
-        look_again_at_s=now_s if wanted.asks_loads_of else drained.look_again_at_s,
+        status=statuses.status_of(
+            groups,
+            target,
+            rollout,
+            told=conditions_of(groups, target, rollout, problems),
+            failed=failed_groups(groups, target, observed),
+            recoveries=as_status((*recovered.attempts, *ganged.attempts)),
+        ),
+        events=(
+            *told(target, rollout),
+            *recovered.events,
+            *ganged.events,
+            *owned.told(groups, ganged.missing, drained.deleted),
+        ),
+        look_again_at_s=min((one for one in times if one is not None), default=None),
         asks_loads_of=wanted.asks_loads_of | drained.asks_loads_of,
     )
-
-
-def _revisions(target: Target) -> Iterator[Action]:
-    history = target.history
-    if not history.is_kept():
-        number = history.newest_number() + 1
-        thing = controller_revision(target.owner, target.spec.template, history.update.hash, number)
-        yield Create(CONTROLLER_REVISIONS, thing)
-
-
-def _renamed(wanted: Changes) -> Iterator[Annotate]:
-    for pod, revision in wanted.renamed:
-        yield Annotate(PODS, pod.key, pod.uid, labels={labels.REVISION: revision})
-
-
-def _services(wanted: Changes, target: Target, observed: Observed) -> Iterator[Create]:
-    """Before the pods, which look their entry up at once."""
-    there = {one["metadata"]["name"] for one in observed.services}
-    for one in wanted.missing:
-        name = names.service_name(target.name, one.place)
-        if one.role.workers and name not in there:
-            there.add(name)
-            yield Create(SERVICES, services.service(target.owner, one.place))
-
-
-def _unused_services(groups: Sequence[Group], wanted: Changes, observed: Observed, target: Target) -> Iterator[Delete]:
-    places = [one.place for group in groups for one in group.replicas] + [one.place for one in wanted.missing]
-    used = {names.service_name(target.name, one) for one in places}
-    for one in observed.services:
-        if one["metadata"]["name"] not in used and is_owned(one, target.uid):
-            yield Delete(SERVICES, key_of(one), one["metadata"].get("uid", ""))
-
-
-def _pods(missing: Sequence[Missing], target: Target, groups: Sequence[Group]) -> Iterator[Create]:
-    counted = scale_units.to_label(groups, missing)
-    for one in missing:
-        ask = pods.Ask(
-            owner=target.owner,
-            scheduler_name=target.spec.scheduler_name,
-            drain_s=target.spec.template.drain_timeout,
-            is_scale_unit=one.place in counted,
-        )
-        yield Create(PODS, pods.pod(one.place, one.revision, one.role, ask))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Revisions: what of a template the pods are made of, its hash, and the ControllerRevisions that keep old ones.
+"""Revisions: what of a template the pods are made of, and the objects that keep old ones.
 
 Replicas, order of start, gang, drain and everything under ``rollout`` and ``recovery`` are no part of it: they change
 without changing pods. Fields that have their default are left out, and the rest is sorted. So neither the order in
@@ -10,6 +10,7 @@ the fields that are hashed must therefore never change.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,7 +46,8 @@ class RoleRevision(msgspec.Struct, frozen=True, kw_only=True):
 class Revision(msgspec.Struct, frozen=True, kw_only=True):
     """One state of the template. ``hash``: of all roles. ``replicas``: of the roles when it was new, for roles that the
     template has no more. ``number``: higher is newer. ``uid``: of its ControllerRevision, empty before there is one.
-    ``since_s``: since when it is being rolled out. ``failed``: its rollout was given up.
+    ``since_s``: since when it is being rolled out. ``failed``: its rollout was given up. ``reached``: all groups at or
+    above the partition were ready with it.
     """
 
     hash: str
@@ -54,8 +56,9 @@ class Revision(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0
     key: str = ""
     uid: str = ""
-    since_s: float = 0.0
+    since_s: float = math.inf
     failed: bool = False
+    reached: bool = False
 
     def role(self, name: str) -> RoleRevision | None:
         """The role of this name, if the revision has it."""
@@ -169,6 +172,7 @@ def _read(thing: Object) -> Revision | None:
         uid=metadata.get("uid", ""),
         since_s=seconds_of(annotations.get(labels.ROLLED_OUT_SINCE) or metadata.get("creationTimestamp")) or 0.0,
         failed=labels.FAILED in annotations,
+        reached=labels.REACHED in annotations,
     )
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def to_label(groups: Sequence[Group], missing: Sequence[Missing]) -> frozenset[Place]:
-    """Which of the pods that are made carry it: the first entry pod of a group that has none yet."""
-    has_one = {one.ordinal for one in groups if any(not pod.is_going for pod in entries(one.replicas))}
+    """Which of the pods that are made carry it: the first entry pod of a group of which no pod does."""
+    has_one = {one.ordinal for one in groups if any(pod.is_scale_unit for pod in one.pods)}
     found: dict[int, Place] = {}
     for one in missing:
         if one.place.index == 0 and one.place.group not in has_one:
@@ -28,12 +28,13 @@ def to_label(groups: Sequence[Group], missing: Sequence[Missing]) -> frozenset[P
     return frozenset(found.values())
 
 
-def corrected(groups: Sequence[Group]) -> Iterator[Annotate]:
-    """Pods that get or lose the label, because the one that had it is gone, or two have it."""
+def corrected(groups: Sequence[Group], missing: Sequence[Missing]) -> Iterator[Annotate]:
+    """Pods that get or lose the label, because the one that had it is gone for good, or two have it."""
+    made = {one.group for one in to_label(groups, missing)}
     for group in groups:
         live = [one for one in entries(group.replicas) if not one.is_going]
         has = [one for one in live if one.is_scale_unit]
         for one in has[1:]:
             yield Annotate(PODS, one.key, one.uid, labels={labels.SCALE_UNIT: None})
-        if live and not has:
+        if live and group.ordinal not in made and not any(one.is_scale_unit for one in group.pods):
             yield Annotate(PODS, live[0].key, live[0].uid, labels={labels.SCALE_UNIT: "true"})

@@ -1,53 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a ModelInfer's status says: counts, revisions, and conditions without their times."""
+"""What a ModelInfer's status says: counts, states, and what is wrong at a glance."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.reconcile.model_infer import names
-from controller.reconcile.model_infer.group_changes import is_outdated
-from controller.reconcile.model_infer.target import down
+from controller.reconcile.model_infer import conditions, names
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from controller.cluster.resources import Object
+    from controller.reconcile.model_infer.conditions import Condition
     from controller.reconcile.model_infer.groups import Group
+    from controller.reconcile.model_infer.rollout import Rollout
     from controller.reconcile.model_infer.target import Target
 
-
-class Condition(msgspec.Struct, frozen=True):
-    """Without its times."""
-
-    type: str
-    status: Literal["True", "False", "Unknown"]
-    reason: str
-    message: str
+_SUMMARY: Final = 120
 
 
-def status_of(groups: Sequence[Group], target: Target, conditions: Sequence[Condition]) -> Mapping[str, Any]:
-    """All of it."""
-    updated = [one for one in groups if one.is_whole_revision and one.revision.hash == target.history.update.hash]
+def status_of(
+    groups: Sequence[Group],
+    target: Target,
+    rollout: Rollout,
+    *,
+    told: Sequence[Condition],
+    failed: Collection[int],
+    recoveries: Sequence[Mapping[str, Any]],
+) -> Mapping[str, Any]:
+    """All of it. ``told``: conditions. ``failed``: ordinals of groups with a failed pod."""
+    update = target.history.update
+    staying = [one for one in groups if not one.is_going]
+    updated = [one for one in staying if one.is_whole_revision and one.revision.hash == update.hash]
+    states = Counter(_state(one, failed) for one in groups)
+    missing = target.spec.replicas - len(groups)
     return {
         "observedGeneration": target.owner["metadata"].get("generation", 0),
-        "replicas": len([one for one in groups if not one.is_going]),
+        "replicas": len(staying),
         "readyReplicas": len([one for one in groups if one.is_ready]),
-        "updatedReplicas": len([one for one in updated if not one.is_going]),
-        "currentRevision": current_after(groups, target),
-        "updateRevision": target.history.update.hash,
+        "updatedReplicas": len(updated),
+        "currentRevision": _current_after(target, rollout),
+        "updateRevision": update.hash,
         "labelSelector": names.selector(target.name, SCALE_UNIT="true"),
+        "summary": _summary(told),
+        "groups": dict(sorted((states + Counter({"Missing": max(0, missing)})).items())),
         "roles": [_role(one.name, groups, target) for one in target.spec.template.roles],
-        "conditions": [msgspec.to_builtins(one) for one in conditions],
+        "recoveries": list(recoveries),
+        "conditions": [msgspec.to_builtins(one) for one in told],
     }
 
 
-def current_after(groups: Sequence[Group], target: Target) -> str:
-    """The goal once all groups have it."""
-    is_done = all(not is_outdated(one, target) for one in groups) and target.first_moving == 0
+def refused(thing: Object, mistakes: Sequence[str]) -> Mapping[str, Any]:
+    """Of an object that cannot be acted on; what runs, runs on."""
+    told = conditions.refused(mistakes)
+    return {
+        "observedGeneration": thing["metadata"].get("generation", 0),
+        "summary": _summary([told]),
+        "conditions": [msgspec.to_builtins(told)],
+    }
+
+
+def _current_after(target: Target, rollout: Rollout) -> str:
+    """The new revision is the current one as soon as all groups serve with it, none kept back."""
+    is_done = rollout.phase == "UpToDate" and target.first_moving == 0
     return target.goal.hash if is_done else target.current.hash
+
+
+def _state(group: Group, failed: Collection[int]) -> str:
+    if group.is_going:
+        return "Terminating"
+    if group.is_draining:
+        return "Draining"
+    if group.is_ready:
+        return "Ready"
+    return "Failed" if group.ordinal in failed else "Starting"
 
 
 def _role(name: str, groups: Sequence[Group], target: Target) -> Mapping[str, Any]:
@@ -61,21 +90,17 @@ def _role(name: str, groups: Sequence[Group], target: Target) -> Mapping[str, An
     }
 
 
-def available(groups: Sequence[Group], target: Target) -> Condition:
-    """Enough groups serve: as many as the rollout's ``maxUnavailable`` leaves, and one at least."""
-    wanted = target.spec.replicas
-    ready = len([one for one in groups if one.is_ready])
-    needed = max(min(1, wanted), wanted - down(target.spec.rollout.max_unavailable, wanted))
-    said = f"{ready} of {wanted} groups are ready"
-    if ready < needed:
-        return Condition("Available", "False", "NotEnoughGroups", said)
-    return Condition("Available", "True", "AllGroupsReady" if ready >= wanted else "EnoughGroupsReady", said)
-
-
-def refused(thing: Object, mistakes: Sequence[str]) -> Mapping[str, Any]:
-    """Of an object that cannot be acted on; what runs, runs on."""
-    said = "; ".join(mistakes)
-    return {
-        "observedGeneration": thing["metadata"].get("generation", 0),
-        "conditions": [msgspec.to_builtins(Condition("Accepted", "False", "InvalidSpec", said))],
-    }
+def _summary(told: Sequence[Condition]) -> str:
+    """The first condition that is not as it should be, in a few words."""
+    by_type = {one.type: one for one in told}
+    accepted, degraded = by_type["Accepted"], by_type.get("Degraded")
+    if accepted.status == "False":
+        said = f"{accepted.reason}: {accepted.message}"
+    elif degraded is not None and degraded.status == "True":
+        said = f"{degraded.reason}: {degraded.message}"
+    elif by_type["Progressing"].status != "False":
+        said = f"{by_type['Progressing'].reason}: {by_type['Available'].message}"
+    else:
+        said = "Ready"
+    line = said.partition("\n")[0]
+    return line if len(line) <= _SUMMARY else line[: _SUMMARY - 1] + "…"

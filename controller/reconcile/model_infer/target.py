@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a ModelInfer asks for, read once: its spec, its revisions, and how many replicas its roles have."""
+"""What a ModelInfer asks for, read once: spec, revisions, replicas of roles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from controller.cluster.resources import Object
-from controller.reconcile.model_infer import names, revisions
+from controller.reconcile.model_infer import labels, names, revisions
 from controller.reconcile.model_infer.pod_state import is_owned
 from controller.reconcile.model_infer.revisions import History, Revision
 from controller.resources.model_infer import ModelInfer, ModelInferSpec
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """``owner``: the object. ``history``: its revisions. ``goal``: what groups are to become: the template as it is, or
     what it was before, if a failed rollout goes back. ``current``: what groups had before the rollout. ``counts``:
-    replicas by role, as the template or the role's own scale says.
+    replicas by role, as the template or the role's own scale says. ``is_restarted``: the rollout begins again: the
+    template has gone back to a state that it had before, or a pause is over.
     """
 
     owner: Object
@@ -33,6 +34,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     goal: Revision
     current: Revision
     counts: Mapping[str, int]
+    is_restarted: bool = False
 
     @property
     def name(self) -> str:
@@ -64,11 +66,15 @@ def read(thing: Object) -> ModelInfer | str:
         return str(error)
 
 
-def target_of(observed: Observed, spec: ModelInferSpec) -> Target:
+def target_of(observed: Observed, spec: ModelInferSpec, now_s: float) -> Target:
     """``spec``: of the observed object."""
     thing = observed.thing
     uid = thing["metadata"]["uid"]
     history = revisions.history_of(spec.template, [one for one in observed.revisions if is_owned(one, uid)])
+    is_restarted = history.is_kept() and _is_restarted(thing, history.update, spec)
+    if is_restarted:
+        begun = msgspec.structs.replace(history.update, since_s=now_s, failed=False, reached=False)
+        history = msgspec.structs.replace(history, update=begun)
     current = _current(observed, history)
     goes_back = spec.rollout.on_failure == "RollBack" and history.update.failed
     return Target(
@@ -78,18 +84,25 @@ def target_of(observed: Observed, spec: ModelInferSpec) -> Target:
         goal=current if goes_back else history.update,
         current=current,
         counts=_counts(observed, spec),
+        is_restarted=is_restarted,
     )
 
 
+def _is_restarted(thing: Object, update: Revision, spec: ModelInferSpec) -> bool:
+    status = thing.get("status") or {}
+    reasons = {one.get("type"): one.get("reason") for one in status.get("conditions") or ()}
+    was_paused = reasons.get("Progressing") == "Paused" and not spec.rollout.paused
+    return was_paused or (status.get("updateRevision") or update.hash) != update.hash
+
+
 def _current(observed: Observed, history: History) -> Revision:
-    """As the status says; else the newest other one. The template itself, if there never was another."""
+    """As the status says; else the newest other one that pods have; the template itself, if there is none."""
     said = (observed.thing.get("status") or {}).get("currentRevision")
     found = history.get(said) if isinstance(said, str) else None
     if found is not None:
         return found
-    if said is None and not history.update.failed:
-        return history.update
-    others = [one for one in history.kept.values() if one.hash != history.update.hash and not one.failed]
+    used = {(one["metadata"].get("labels") or {}).get(labels.REVISION) for one in observed.pods}
+    others = [one for one in history.kept.values() if one.hash in used and one.hash != history.update.hash]
     return max(others, key=lambda one: one.number, default=history.update)
 
 

@@ -13,7 +13,7 @@ from bench.cluster.node.addresses import Addresses, NoAddressLeft
 from bench.cluster.node.environment import Missing, Sources, environment, expanded, references
 from bench.cluster.node.images import IMAGES, ImageMissing, command, repository
 from bench.cluster.node.quantities import quantity
-from bench.cluster.node.volumes import mounts, remove_others, rewritten, volume_files, write_files
+from bench.cluster.node.volumes import mounts, ports_of, remove_others, rewritten, volume_files, write_files
 
 POD: dict[str, Any] = {
     "metadata": {"name": "one", "namespace": "default", "uid": "u", "labels": {"app": "test"}},
@@ -153,6 +153,9 @@ def test_volumes_are_files() -> None:
         ("--host=0.0.0.0", "--host=127.1.0.1"),
         ("[::]:8000", "127.1.0.1:8000"),
         ("10.0.0.0", "10.0.0.0"),
+        ("--engine=http://127.0.0.1:8000/v1", "--engine=http://127.1.0.1:8000/v1"),
+        ("http://127.0.0.1:8001", "http://127.0.0.1:8001"),
+        ("http://127.0.0.1:80001", "http://127.0.0.1:80001"),
         ("/v", "/x/v"),
     ],
 )
@@ -167,7 +170,8 @@ def test_words_are_rewritten_for_this_machine(word: str, becomes: str, tmp_path:
     places = mounts(container, tmp_path)
     assert places["/config/deep"] == tmp_path / "d"
     named = {"/config": "/v/c", "/config/deep": "/v/d", "/v": "/x/v"}
-    assert rewritten(word, {path: Path(place) for path, place in named.items()}, "127.1.0.1") == becomes
+    declared = ports_of({"spec": {"containers": [{"name": "engine", "ports": [{"containerPort": 8000}]}]}})
+    assert rewritten(word, {path: Path(place) for path, place in named.items()}, "127.1.0.1", declared) == becomes
 
 
 def test_files_are_written_once_and_removed_when_they_are_no_more(tmp_path: Path) -> None:

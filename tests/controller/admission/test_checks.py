@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 CHECK = InstalledPlugins()
 PICKER = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: queue-scorer}]\n"
 
+SCALED = [{"name": "a", "maxReplicas": 2}]
+
 
 def binding(name: str, *targets: dict[str, Any], policy: str = "default") -> Object:
     listed = [{"name": f"t{at}", "maxReplicas": 3, **one} for at, one in enumerate(targets)]
@@ -100,7 +102,11 @@ def test_mistakes_are_refused(thing: Object, said: str) -> None:
             [],
             "no ModelRoute 'gone'",
         ),
-        (resource("Model", "m", {"uri": "hf://a/b", "autoscaling": {"policyRef": "none"}}), [], "AutoscalingPolicy"),
+        (
+            resource("Model", "m", {"uri": "hf://a/b", "autoscaling": {"policyRef": "none"}, "backends": SCALED}),
+            [],
+            "AutoscalingPolicy",
+        ),
     ],
 )
 def test_what_another_object_may_mend_is_a_warning(thing: Object, others: Sequence[Object], said: str) -> None:
@@ -178,3 +184,41 @@ def test_what_is_no_review_is_told(body: bytes) -> None:
 def test_kinds_that_nobody_registered_share_one_name_in_metrics() -> None:
     assert [counted_as(kind) for kind in ("ModelRoute", "Model", "ConfigMap")] == ["ModelRoute", "Model", "ConfigMap"]
     assert {counted_as(kind) for kind in ("", "Pod", "x" * 10_000, "a\nb")} == {"other"}
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "words"),
+    [
+        (
+            resource("Model", "m", {"uri": "file:///models/x"}),
+            resource("Model", "m", {"uri": "file:///etc/x"}),
+            "the path must be below one of",
+        ),
+        (
+            resource("Model", "m", {"uri": "hf://a/b", "aliases": ["n"]}),
+            resource("Model", "m", {"uri": "hf://a/b", "aliases": ["m"]}),
+            "'m' is there 2 times",
+        ),
+        (
+            resource("ServingRuntime", "r", {"engine": "vLLM", "arguments": [{"args": ["{model}"]}]}),
+            resource("ServingRuntime", "r", {"engine": "vLLM", "arguments": [{"args": ["{modl}"]}]}),
+            "'modl' in arguments is no setting",
+        ),
+        (
+            resource(
+                "ClusterServingRuntime", "r", {"engine": "vLLM", "arguments": [{"when": {"role": "*"}, "args": ["x"]}]}
+            ),
+            resource(
+                "ClusterServingRuntime", "r", {"engine": "vLLM", "arguments": [{"when": {"rol": "*"}, "args": ["x"]}]}
+            ),
+            "'rol' in arguments is no setting",
+        ),
+    ],
+)
+def test_models_and_runtimes_are_held_to_what_they_mean(right: Object, wrong: Object, words: str) -> None:
+    assert judged(right) == Verdict()
+    assert words in judged(wrong).refused
+
+
+def test_a_model_with_base_references_is_judged_with_them_later() -> None:
+    assert judged(resource("Model", "m", {"uri": "hf://a/b", "aliases": ["m"], "baseRefs": ["shared"]})) == Verdict()

@@ -216,6 +216,14 @@ def test_another_manager_goes_on_where_one_was_killed(cluster: VirtualCluster, c
     assert len(cluster.server.pods()) == 3
 
 
+def test_what_is_made_after_its_owner_has_gone_is_collected(cluster: VirtualCluster) -> None:
+    owner = cluster.server.create(MODEL_INFERS, infer(1))
+    cluster.server.delete(MODEL_INFERS, "default/one")
+    cluster.server.create(PODS, pod("one-0", owner=owner))
+    cluster.run_for(60)
+    assert cluster.server.pods() == []
+
+
 def test_calls_that_fail_are_made_again(cluster: VirtualCluster) -> None:
     cluster.faults.refused, cluster.faults.lost = 0.3, 0.3
     cluster.manager.start()

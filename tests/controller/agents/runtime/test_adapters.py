@@ -45,7 +45,7 @@ def declare(file: Path, adapters: object) -> None:
 async def test_an_adapter_is_downloaded_and_loaded(engine: FakeEngine, tmp_path: Path) -> None:
     async with beside(engine, tmp_path) as agent:
         answer = await agent.load("sql", "hf://acme/sql")
-        assert answer.json() == {"id": "sql", "state": "loaded"}
+        assert answer.json() == {"id": "sql", "state": "loaded", "evicted": []}
         link = tmp_path / "cache" / "adapters" / link_name("sql", "hf://acme/sql")
         assert engine.adapters == {"sql": str(link)}
         assert link.is_dir()
@@ -95,8 +95,9 @@ async def test_the_engine_is_changed_by_one_at_a_time(engine: FakeEngine, tmp_pa
 
 async def test_the_least_recently_used_adapter_goes(engine: FakeEngine, tmp_path: Path) -> None:
     async with beside(engine, tmp_path, adapters={"limit": 2}) as agent:
-        for name in ("a", "b", "a", "c"):
-            assert (await agent.load(name, f"hf://acme/{name}")).status_code == 200
+        for name, evicted in (("a", []), ("b", []), ("a", []), ("c", ["b"])):
+            answer = await agent.load(name, f"hf://acme/{name}")
+            assert answer.json() == {"id": name, "state": "loaded", "evicted": evicted}
         assert set(engine.adapters) == {"a", "c"}
         assert engine.calls == [("load", "a"), ("load", "b"), ("unload", "b"), ("load", "c")]
         assert await agent.metric('adapter_unloads_total{reason="evicted"}') == 1
@@ -166,6 +167,16 @@ async def test_a_download_that_fails_is_told_and_tried_again(engine: FakeEngine,
         assert "404 for hf://acme/sql" in refused.json()["error"]["message"]
         listed = (await agent.http.get("/v1/adapters")).json()["data"]
         assert [(one["id"], one["state"]) for one in listed] == [("sql", "failed")]
+        assert (await agent.load("sql", "hf://acme/sql")).status_code == 200
+
+
+async def test_an_engine_that_does_not_answer_is_no_fault_of_the_adapter(engine: FakeEngine, tmp_path: Path) -> None:
+    async with beside(engine, tmp_path) as agent:
+        await engine.stop()
+        refused = await agent.load("sql", "hf://acme/sql")
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) > 0
+        await engine.start()
         assert (await agent.load("sql", "hf://acme/sql")).status_code == 200
 
 
@@ -244,6 +255,30 @@ async def test_declared_adapters_are_loaded_at_start_and_again_after_a_restart(
         await eventually(lambda: set(engine.adapters) == {"sql", "chat"})
         # a caller need not know where it is
         assert (await agent.load("chat")).status_code == 200
+
+
+async def test_ready_once_pinned_adapters_are_there_or_have_failed(engine: FakeEngine, tmp_path: Path) -> None:
+    file = tmp_path / "volume" / "adapters.json"
+    declare(file, {"sql": {"uri": "hf://acme/sql", "pinned": True}, "bad": {"uri": "hf://acme/bad", "pinned": True}})
+    async with beside(engine, tmp_path, adapters={"file": file}) as agent:
+        agent.downloads.gate = asyncio.Event()
+        agent.downloads.fails = ["404"]
+        await eventually(lambda: len(agent.downloads.fetched) == 2)
+        await eventually(lambda: agent.agent.watch.health.phase == "serving")
+        assert (await agent.http.get("/ready")).text == "pinned adapters are being loaded\n"
+        agent.downloads.gate.set()
+        await eventually(agent.is_ready)
+        assert len(engine.adapters) == 1
+        # a restart of the engine begins anew
+        agent.downloads.gate.clear()
+        await engine.stop()
+        await eventually(lambda: agent.agent.watch.health.phase == "starting")
+        await asyncio.sleep(0.1)
+        engine.adapters = {}
+        await engine.start()
+        await eventually(lambda: agent.agent.watch.health.phase == "serving")
+        agent.downloads.gate.set()
+        await eventually(agent.is_ready)
 
 
 async def test_the_file_is_followed(engine: FakeEngine, tmp_path: Path) -> None:

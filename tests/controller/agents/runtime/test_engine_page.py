@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+import bench.micro
 from controller.agents.runtime.counters import Counters
 from controller.agents.runtime.dialects import DIALECTS, FAMILIES
 from controller.agents.runtime.engine_page import EnginePage, read_page
@@ -83,6 +86,23 @@ def test_ranks_are_added_up_and_shares_averaged() -> None:
     ttft = page.histograms["time_to_first_token_seconds"]["llama"]
     assert ttft.buckets == (("0.1", 2.0), ("+Inf", 3.0))
     assert (ttft.count, ttft.total) == (3.0, 0.55)
+
+
+def test_a_page_that_a_real_vllm_wrote() -> None:
+    page = read((Path(bench.micro.__file__).parent / "vllm_metrics.txt").read_text())
+    assert page.values == {
+        "running_requests": {"tiny": 3.0},
+        "waiting_requests": {"tiny": 0.0},
+        "kv_cache_usage_ratio": {"tiny": pytest.approx(0.0411, abs=1e-4)},
+        "prompt_tokens_total": {"tiny": 1200.0},
+        "cached_prompt_tokens_total": {"tiny": 768.0},
+        "generation_tokens_total": {"tiny": 892.0},
+        "finished_requests_total": {"tiny": 0.0},
+        "preemptions_total": {"tiny": 0.0},
+    }
+    assert set(page.histograms) == {family.name for family in FAMILIES if family.kind == "histogram"}
+    assert page.adapters is not None
+    assert page.adapters.in_use == {"sql"}
 
 
 def test_the_newest_series_says_which_adapters_are_in_use_and_older_ones_when_they_were() -> None:

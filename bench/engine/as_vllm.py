@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator behind vLLM's command line, for pods whose image is vLLM's
+
+Flags that the simulator has are kept, names are translated, and what only a GPU needs is dropped, so that the pods that
+controllers make run as they are. ``SIMULATOR_ARGS`` holds further options of the simulator.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING, Final
+
+from bench.engine.__main__ import main
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+# vLLM's flags by what they are here.
+_SAME: Final = ("--port", "--host", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--block-size")
+_NAME: Final = "--served-model-name"
+_EVENTS: Final = "--kv-events-config"
+
+
+def translated(words: Sequence[str]) -> list[str]:
+    """The simulator's options. Flags are ``--name=value``, as presets of engines write them."""
+    return [one for word in words for one in _one(*word.split("=", 1))]
+
+
+def _one(flag: str, value: str = "") -> Iterator[str]:
+    if flag in _SAME:
+        yield f"{flag}={value}"
+    elif flag == _NAME:
+        yield f"--model={value}"
+    elif flag == _EVENTS:
+        config = json.loads(value)
+        for name, option in (("endpoint", "--kv-events-port"), ("replay_endpoint", "--kv-replay-port")):
+            if config.get(name):
+                yield f"{option}={config[name].rpartition(':')[2]}"
+
+
+def _host() -> str:
+    """The pod's address where pods share this machine's, and all addresses where each has a network of its own."""
+    pod = os.environ.get("ATTACHE_POD_IP", "")
+    return pod if pod.startswith("127.") else "0.0.0.0"  # noqa: S104 - of the pod's own network
+
+
+if __name__ == "__main__":
+    own = shlex.split(os.environ.get("SIMULATOR_ARGS", ""))
+    sys.exit(main([f"--host={_host()}", *own, *translated(sys.argv[1:])], prog="vllm"))

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engine tokenizes a prompt: one that is there."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer, unused_port
+
+from extproc.config.load import load
+from extproc.core.core import Core
+from extproc.core.types import Head
+from extproc.endpoints.backoff import record_failure
+from extproc.feeds.engine_access import EngineAccess
+from extproc.feeds.engine_tokenizer import EngineTokenizers
+from extproc.request.model import Api
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+CONFIG = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec: {model: base, endpoints: [%s]}
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: llama}
+spec: {modelName: llama, rules: [{targetModels: [{modelServerName: llama}]}]}
+"""
+
+
+class Engine:
+    """Tokenizes everything to one token, its own."""
+
+    def __init__(self, token: int, status: int = 200) -> None:
+        self.asked = 0
+        self._token = token
+        self._status = status
+
+    async def tokenize(self, _: web.Request) -> web.Response:
+        self.asked += 1
+        return web.json_response({"tokens": [self._token]}, status=self._status)
+
+
+@pytest.fixture
+async def servers() -> AsyncIterator[list[TestServer]]:
+    started: list[TestServer] = []
+    yield started
+    for one in started:
+        await one.close()
+
+
+async def start(servers: list[TestServer], engine: Engine) -> str:
+    app = web.Application()
+    app.router.add_post("/tokenize", engine.tokenize)
+    server = TestServer(app)
+    await server.start_server()
+    servers.append(server)
+    return f"127.0.0.1:{server.port}"
+
+
+def core_with(*addresses: str) -> Core:
+    config = CONFIG % ", ".join(f"{{address: '{one}'}}" for one in addresses)
+    return Core(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
+
+
+async def tokens(core: Core) -> Sequence[int] | None:
+    body = json.dumps({"model": "llama", "prompt": "hi"}).encode()
+    arrival = core.intake.receive(Api.COMPLETIONS, Head("POST", "/v1/completions", {}, has_body=True), body)
+    tokenizers = EngineTokenizers(EngineAccess({}, lambda: 0.0))
+    try:
+        return await tokenizers.of(core.pools["default/llama"]).tokens(arrival)
+    finally:
+        await tokenizers.close()
+
+
+async def test_the_least_busy_engine_is_asked(servers: list[TestServer]) -> None:
+    core = core_with(await start(servers, Engine(1)), await start(servers, Engine(2)))
+    core.pools["default/llama"].table.in_flight[0] = 1
+    assert await tokens(core) == [2]
+
+
+async def test_an_engine_that_is_gone_is_not_the_only_one_to_be_asked(servers: list[TestServer]) -> None:
+    core = core_with(f"127.0.0.1:{unused_port()}", await start(servers, Engine(2)))
+    core.pools["default/llama"].table.in_flight[1] = 1
+    assert await tokens(core) == [2]
+
+
+async def test_an_engine_that_fails_is_asked_if_there_is_no_other(servers: list[TestServer]) -> None:
+    failing, good = Engine(1), Engine(2)
+    core = core_with(await start(servers, failing), await start(servers, good))
+    table = core.pools["default/llama"].table
+    table.in_flight[1] = 5
+    record_failure(table, 0, 0.0)
+    assert await tokens(core) == [2]
+    assert failing.asked == 0
+    record_failure(table, 1, 0.0)
+    assert await tokens(core) == [1]
+
+
+async def test_what_one_engine_refuses_no_other_is_asked(servers: list[TestServer]) -> None:
+    other = Engine(2)
+    core = core_with(await start(servers, Engine(1, status=400)), await start(servers, other))
+    with pytest.raises(ConnectionError, match="400"):
+        await tokens(core)
+    assert other.asked == 0
+
+
+async def test_a_pool_without_an_engine_that_is_there() -> None:
+    core = core_with(f"127.0.0.1:{unused_port()}")
+    with pytest.raises(ConnectionError, match="Cannot connect"):
+        await tokens(core)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manager's work inside a test, and ModelInfers for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from bench.cluster.crds import apply_crds
+from controller.cluster.client import Client, connect
+from controller.cluster.informer import InformerTiming
+from controller.cluster.leadership import LeaseTiming
+from controller.cluster.lease import LeaderElection
+from controller.cluster.queue import QueueTiming
+from controller.cluster.resources import EVENTS, MODEL_INFERS, PODS
+from controller.reconcile.model.reconcile import reconcile
+from controller.roles.manager import CONTROLLER, Leader, ManagerRole, kopf_rings
+from controller.roles.manager_metrics import ManagerMetrics
+from controller.roles.work.leading import Decisions, WorkSettings
+from tests.with_kube.stand_in import stand_in
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+    from pathlib import Path
+
+    from controller.cluster.access import Access
+    from controller.cluster.resources import Object
+    from controller.roles.work.leading import Bell
+    from controller.roles.work.loads import Loads
+    from controller.roles.work.model_infers import Decide
+
+IMPATIENT = InformerTiming(backoff_s=0.05, backoff_max_s=0.5, resync_s=2.0)
+QUICK_QUEUE = QueueTiming(backoff_s=0.05, backoff_max_s=1.0)
+QUICK_LEASE = LeaseTiming(duration_s=3.0, renew_deadline_s=2.0, retry_s=0.2)
+
+
+class Managing(msgspec.Struct, frozen=True):
+    """A manager that runs. ``client``: its own."""
+
+    client: Client
+    metrics: ManagerMetrics
+    task: asyncio.Task[None]
+
+    def metric(self, name: str, labels: Mapping[str, str] | None = None) -> float:
+        """A metric's value; 0 for what never was."""
+        return self.metrics.registry.get_sample_value(name, dict(labels or {})) or 0.0
+
+    def writes(self) -> float:
+        """All writes so far."""
+        found = [one for family in self.metrics.registry.collect() for one in family.samples]
+        return sum(one.value for one in found if one.name == "attache_manager_writes_total")
+
+    async def stop(self) -> None:
+        """As a signal does; raises what it ended with by itself."""
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+
+
+def settings(namespace: str | None, **more: Any) -> WorkSettings:  # noqa: ANN401 - fields of the struct
+    """Work that retries quickly."""
+    return WorkSettings(namespace=namespace, informers=IMPATIENT, queue=QUICK_QUEUE, **more)
+
+
+@contextlib.asynccontextmanager
+async def managing(
+    access: Access,
+    namespace: str,
+    *,
+    decide: Decide = stand_in,
+    with_kopf: bool = False,
+    loads: Loads | None = None,
+    work: WorkSettings | None = None,
+    lease: str = "manager",
+) -> AsyncIterator[Managing]:
+    """The manager's work for the objects of ``namespace``, with a Lease in it."""
+    async with connect(access, manager=CONTROLLER) as client:
+        election = LeaderElection(
+            client,
+            namespace=namespace,
+            name=lease,
+            identity=f"test-{id(client)}",
+            timing=QUICK_LEASE,
+            rng=Random(1),
+        )
+        metrics = ManagerMetrics()
+        bell: Bell | None = kopf_rings(client, (work or settings(namespace)).namespace) if with_kopf else None
+        leader = Leader(
+            client,
+            work or settings(namespace),
+            metrics,
+            election,
+            decisions=Decisions(decide, reconcile),
+            bell=bell,
+            loads=loads,
+        )
+        managed = Managing(client, metrics, asyncio.create_task(ManagerRole(None, leader).run()))
+        try:
+            yield managed
+        finally:
+            await managed.stop()
+
+
+async def define_kinds(client: Client, crds: Path) -> None:
+    """Serve our kinds."""
+    await apply_crds(client, [crds])
+
+
+def role(name: str = "main", *, replicas: int = 1, workers: int = 0, **template: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
+    """A role of a ModelInfer. ``template``: more of the spec of its pods."""
+    spec = {"containers": [{"name": "engine", "image": "attache/engine-sim"}], **template}
+    made: dict[str, Any] = {"name": name, "replicas": replicas, "entryTemplate": {"spec": spec}}
+    return made | ({"workerReplicas": workers, "workerTemplate": {"spec": spec}} if workers else {})
+
+
+def model_infer(namespace: str, name: str = "llama", *roles: dict[str, Any], replicas: int = 1) -> Object:
+    """A ModelInfer of these roles, or of one with one pod."""
+    return {
+        "apiVersion": MODEL_INFERS.api_version,
+        "kind": MODEL_INFERS.kind,
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"replicas": replicas, "template": {"roles": list(roles) or [role()]}},
+    }
+
+
+async def pods(client: Client, namespace: str) -> list[Object]:
+    """All that are not on their way out."""
+    found = (await client.list(PODS, namespace)).items
+    return [one for one in found if "deletionTimestamp" not in one["metadata"]]
+
+
+async def pod_names(client: Client, namespace: str) -> set[str]:
+    return {one["metadata"]["name"] for one in await pods(client, namespace)}
+
+
+async def status(client: Client, namespace: str, name: str = "llama") -> dict[str, Any]:
+    found: dict[str, Any] = (await client.get(MODEL_INFERS, name, namespace)).get("status") or {}
+    return found
+
+
+async def condition(client: Client, namespace: str, type_: str, name: str = "llama") -> tuple[str, str]:
+    """Status and reason of a condition."""
+    for one in (await status(client, namespace, name)).get("conditions") or ():
+        if one["type"] == type_:
+            return one["status"], one["reason"]
+    return "", ""
+
+
+async def reasons(client: Client, namespace: str) -> list[str]:
+    """Of all Events."""
+    return sorted(one["reason"] for one in (await client.list(EVENTS, namespace)).items)

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shell of the manager with a small reconciler: what is planned is done, once, and mended when others meddle."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from bench.cluster.assets import ROOT
+from controller.cluster.errors import Forbidden
+from controller.cluster.resources import MODEL_INFERS, PODS
+from controller.reconcile.model_infer import labels
+from tests.waiting import eventually
+from tests.with_kube.kubes import FAKE, REAL
+from tests.with_kube.managing import (
+    condition,
+    define_kinds,
+    managing,
+    model_infer,
+    pod_names,
+    pods,
+    reasons,
+    role,
+    settings,
+    status,
+)
+from tests.with_kube.pods import make_pod
+from tests.with_kube.stand_in import stand_in
+
+if TYPE_CHECKING:
+    from bench.cluster.fake.server import FakeServer
+    from controller.cluster.client import Client
+    from controller.reconcile.model_infer.observed import Observed
+    from controller.reconcile.plan import Plan
+    from tests.with_kube.kubes import Kube
+
+SOON_S = 20.0
+# Kubernetes' garbage collector looks for new kinds every half minute.
+COLLECTED_S = 60.0
+TWO_ROLES = (role("prefill"), role("decode", replicas=2, workers=1))
+OF_ONE_GROUP = {
+    "llama-0-prefill-0-0",
+    "llama-0-decode-0-0",
+    "llama-0-decode-0-1",
+    "llama-0-decode-1-0",
+    "llama-0-decode-1-1",
+}
+OF_BOTH = OF_ONE_GROUP | {name.replace("llama-0", "llama-1") for name in OF_ONE_GROUP}
+
+
+@pytest_asyncio.fixture(loop_scope="session", autouse=True)
+async def kinds(client: Client) -> None:
+    """Our kinds are served."""
+    await define_kinds(client, ROOT / "manifests" / "crds")
+
+
+async def until_pods(client: Client, namespace: str, names: set[str], within_s: float = SOON_S) -> None:
+    async def are_there() -> bool:
+        return await pod_names(client, namespace) == names
+
+    await eventually(are_there, timeout_s=within_s)
+
+
+async def until_says(client: Client, namespace: str, type_: str, said: tuple[str, str]) -> None:
+    async def says() -> bool:
+        return await condition(client, namespace, type_) == said
+
+    await eventually(says, timeout_s=SOON_S)
+
+
+async def until_forbidden_no_more(client: Client, namespace: str) -> None:
+    """A real server refuses the first pods of a namespace for a moment."""
+
+    async def accepted() -> bool:
+        try:
+            await make_pod(client, namespace, "first", "10.0.0.1")
+        except Forbidden:
+            return False
+        await client.delete(PODS, "first", namespace, grace_s=0)
+        return True
+
+    await eventually(accepted, timeout_s=SOON_S)
+
+
+async def test_a_model_infer_becomes_pods_is_scaled_and_goes(client: Client, kube: Kube, namespace: str) -> None:
+    await until_forbidden_no_more(client, namespace)
+    async with managing(kube.admin, namespace, with_kopf=True):
+        await client.create(MODEL_INFERS, model_infer(namespace, "llama", *TWO_ROLES, replicas=2))
+        await until_pods(client, namespace, OF_BOTH)
+        await until_says(client, namespace, "Available", ("False", "Waiting"))
+        assert (await status(client, namespace))["replicas"] == 2
+        await client.merge_patch(MODEL_INFERS, "llama", namespace, {"spec": {"replicas": 1}}, subresource="scale")
+        await until_pods(client, namespace, OF_ONE_GROUP)
+        await client.delete(MODEL_INFERS, "llama", namespace)
+        await until_pods(client, namespace, set(), COLLECTED_S)
+
+
+async def test_what_others_change_is_mended(client: Client, kube: Kube, namespace: str) -> None:
+    await until_forbidden_no_more(client, namespace)
+    async with managing(kube.admin, namespace):
+        await client.create(MODEL_INFERS, model_infer(namespace))
+        await until_pods(client, namespace, {"llama-0-main-0-0"})
+        before = (await pods(client, namespace))[0]["metadata"]["uid"]
+        await client.delete(PODS, "llama-0-main-0-0", namespace, grace_s=0)
+
+        async def is_another() -> bool:
+            found = await pods(client, namespace)
+            return bool(found) and found[0]["metadata"]["uid"] != before
+
+        await eventually(is_another, timeout_s=SOON_S)
+        for label in (labels.ROLE, labels.MODEL_INFER):  # without the second one our informers do not see the pod
+            patch = {"metadata": {"labels": {label: None}}}
+            await client.merge_patch(PODS, "llama-0-main-0-0", namespace, patch)
+
+            async def is_back(label: str = label) -> bool:
+                return label in (await pods(client, namespace))[0]["metadata"]["labels"]
+
+            await eventually(is_back, timeout_s=SOON_S)
+
+
+async def test_a_name_that_is_taken_is_told_and_used_once_it_is_free(
+    client: Client, kube: Kube, namespace: str
+) -> None:
+    await until_forbidden_no_more(client, namespace)
+    await make_pod(client, namespace, "llama-0-main-0-0", "10.0.0.1")
+    theirs = (await pods(client, namespace))[0]["metadata"]
+    async with managing(kube.admin, namespace):
+        await client.create(MODEL_INFERS, model_infer(namespace))
+        await until_says(client, namespace, "Degraded", ("True", "NameTaken"))
+        await asyncio.sleep(1)
+        assert (await reasons(client, namespace)).count("NameTaken") == 1
+        (pod,) = await pods(client, namespace)
+        assert (pod["metadata"]["uid"], pod["metadata"]["labels"]) == (theirs["uid"], theirs["labels"])
+        await client.delete(PODS, "llama-0-main-0-0", namespace, grace_s=0)
+
+        async def is_ours() -> bool:
+            return any("ownerReferences" in one["metadata"] for one in await pods(client, namespace))
+
+        await eventually(is_ours, timeout_s=SOON_S)
+
+
+@REAL
+async def test_a_pod_that_the_server_refuses_is_told(client: Client, kube: Kube, namespace: str) -> None:
+    await until_forbidden_no_more(client, namespace)
+    async with managing(kube.admin, namespace):
+        wrong = role("main", containers=[{"name": "engine"}])
+        await client.create(MODEL_INFERS, model_infer(namespace, "llama", wrong))
+        await until_says(client, namespace, "Degraded", ("True", "InvalidObject"))
+        (said,) = [
+            one["message"] for one in (await status(client, namespace))["conditions"] if one["type"] == "Degraded"
+        ]
+        assert "image" in said
+        right = model_infer(namespace)["spec"]["template"]
+        await client.merge_patch(MODEL_INFERS, "llama", namespace, {"spec": {"template": right}})
+        await until_pods(client, namespace, {"llama-0-main-0-0"})
+
+
+async def test_a_settled_object_causes_no_write(client: Client, kube: Kube, namespace: str) -> None:
+    await until_forbidden_no_more(client, namespace)
+    async with managing(kube.admin, namespace) as manager:
+        await client.create(MODEL_INFERS, model_infer(namespace, "llama", *TWO_ROLES))
+        await until_pods(client, namespace, OF_ONE_GROUP)
+        await until_says(client, namespace, "Available", ("False", "Waiting"))
+
+        def looks() -> float:
+            return manager.metric("attache_manager_reconciles_total", {"kind": "ModelInfer", "outcome": "settled"})
+
+        before_looks = looks()
+        await eventually(lambda: looks() > before_looks, timeout_s=SOON_S)
+        writes, seen = manager.writes(), looks()
+        # resyncs come every two seconds
+        await eventually(lambda: looks() >= seen + 3, timeout_s=SOON_S)
+        assert manager.writes() == writes
+
+
+@FAKE
+async def test_our_own_writes_are_waited_for_and_then_listed(
+    client: Client, kube: Kube, fake: FakeServer, namespace: str
+) -> None:
+    seen: list[int] = []
+
+    def decide(observed: Observed, now_s: float) -> Plan:
+        if not seen:
+            # what is written from now on, no watch tells
+            fake.faults.freeze()
+        seen.append(len(observed.pods))
+        return stand_in(observed, now_s)
+
+    late = {"kind": "ModelInfer"}
+    work = settings(namespace, patience_s=0.5)
+    async with managing(kube.admin, namespace, decide=decide, work=work) as manager:
+        await client.create(MODEL_INFERS, model_infer(namespace))
+        await eventually(lambda: len(seen) >= 2, timeout_s=SOON_S)
+        assert manager.metric("attache_manager_late_lists_total", late) >= 1
+        assert seen[:2] == [0, 1], "the second decision knew of the pod"
+        assert manager.metric("attache_manager_writes_total", {"kind": "Pod", "verb": "create"}) == 1
+        fake.faults.heal()
+
+
+@FAKE
+async def test_faults_of_the_api_server_are_outlived(
+    client: Client, kube: Kube, fake: FakeServer, namespace: str
+) -> None:
+    async with managing(kube.admin, namespace):
+        fake.faults.refuse(7, 500, of=lambda call: call.verb in ("create", "patch") and call.target.name != "manager")
+        fake.faults.refuse(3, 429, retry_after_s=1, of=lambda call: call.verb == "patch")
+        fake.create(model_infer(namespace, "llama", *TWO_ROLES, replicas=2))
+        await asyncio.sleep(0.3)
+        fake.watches.drop()
+        fake.expire()
+        await until_pods(client, namespace, OF_BOTH)
+        await until_says(client, namespace, "Available", ("False", "Waiting"))
+
+
+async def test_a_manager_that_is_ended_at_any_moment_is_continued(client: Client, kube: Kube, namespace: str) -> None:
+    await until_forbidden_no_more(client, namespace)
+    await client.create(MODEL_INFERS, model_infer(namespace, "llama", *TWO_ROLES, replicas=2))
+    for number in range(12):
+        async with managing(kube.admin, namespace):
+            await asyncio.sleep(0.02 * number)
+    async with managing(kube.admin, namespace) as manager:
+        await until_pods(client, namespace, OF_BOTH)
+        await until_says(client, namespace, "Available", ("False", "Waiting"))
+        assert not manager.task.done()
+
+
+@pytest.mark.parametrize("kube", ["fake"], indirect=True)
+async def test_a_loss_of_the_lease_ends_all_work_before_another_begins(
+    client: Client, kube: Kube, namespace: str
+) -> None:
+    async with managing(kube.admin, namespace) as first:
+        await eventually(lambda: first.metric("attache_manager_leader") == 1, timeout_s=SOON_S)
+        async with managing(kube.admin, namespace) as second:
+            await asyncio.sleep(0.3)
+            assert second.metric("attache_manager_leader") == 0
+            await first.stop()
+            await eventually(lambda: second.metric("attache_manager_leader") == 1, timeout_s=SOON_S)
+            await client.create(MODEL_INFERS, model_infer(namespace))
+            await until_pods(client, namespace, {"llama-0-main-0-0"})
