@@ -55,8 +55,8 @@ class Gang(Spec, frozen=True):
 
 class GroupTemplate(Spec, frozen=True):
     """One group, which serves one copy of the model. ``roles``: its parts. ``gang``: how its pods are started together.
-    ``restart_grace_period``: how long a failed pod has to recover by itself. ``unresponsive_timeout``: for how long a pod
-    that was ready may be running and not ready before it counts as failed; ``0s``: for ever. ``drain_timeout``: how
+    ``restart_grace_period``: how long a failed pod has to recover by itself. ``unresponsive_timeout``: how long a pod
+    that was ready may run without being ready before it counts as failed; 0s means for ever. ``drain_timeout``: how
     long running requests have to end before a pod is deleted.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to become of groups, before anybody asked how: what goes, and which pods are missing."""
+"""What is to become of groups, before anybody asked how."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions of a ModelInfer without their times, with KServe's reasons where it has them."""
+"""Conditions of a ModelInfer without their times, with KServe's reasons where it has any."""
 
 from __future__ import annotations
 

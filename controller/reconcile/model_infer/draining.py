@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pods that have to go are told to gateways first, and deleted once nothing runs on them or they had time enough."""
+"""Pods that have to go: told to gateways first, deleted once nothing runs on them."""
 
 from __future__ import annotations
 

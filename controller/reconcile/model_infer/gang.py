@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group starts whole or not at all: by a PodGroup where a scheduler knows one, by Kueue's marks, or by our own hold."""
+"""How a group is started whole: by a PodGroup, by Kueue's marks, or by our own hold."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The groups that are there: replicas of roles with their pods, whether they serve, and of which revision they are."""
+"""The groups that are there: their replicas, whether they serve, and their revision."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pods that are missing and must wait: for pods that are still going, or for roles that start before theirs."""
+"""Missing pods that must wait: for pods that are going, or for roles that start first."""
 
 from __future__ import annotations
 

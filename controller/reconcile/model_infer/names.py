@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of what a ModelInfer owns: each says which pod of which group it is, so nothing is made twice."""
+"""Names of what a ModelInfer owns, by which nothing is made twice."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pod of a group says of itself: where it stands, of which revision it is, whether it serves or goes."""
+"""What a pod says of itself: its place, its revision, whether it serves or goes."""
 
 from __future__ import annotations
 

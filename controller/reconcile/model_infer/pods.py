@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pod of a group, from the template of its role: names, labels, environment, and how long it has to drain."""
+"""One pod of a group, made from the template of its role."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Revisions: what of a template the pods are made of, its hash, and the ControllerRevisions that keep old ones.
+"""Revisions: what of a template the pods are made of, and the objects that keep old ones.
 
 Replicas, order of start, gang, drain and everything under ``rollout`` and ``recovery`` are no part of it: they change
 without changing pods. Fields that have their default are left out, and the rest is sorted. So neither the order in

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inside a group: replicas of roles that are missing, too many, or of another revision than their group."""
+"""Inside a group: replicas of roles that are missing, too many, or outdated."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def kept_group(group: Group, target: Target, observed: Observed) -> Changes:
 
 
 def turning_group(
-    group: Group, target: Target, observed: Observed, *, may_drop: bool, is_moving: bool = True
+    group: Group, target: Target, observed: Observed, *, may_drop: bool, least_surge: int = 0, is_moving: bool = True
 ) -> Changes:
     """A group whose roles become those of the goal, one replica after the other, each role within its own bounds.
 
-    ``may_drop``: the group may serve with less meanwhile; otherwise roles change only by what they may have too many.
+    ``may_drop``: the group may serve with less meanwhile; otherwise roles change only by what they may have too many,
+    which is ``least_surge`` at least.
     """
     goal = target.goal
     outdated = frozenset(
@@ -58,24 +59,18 @@ def turning_group(
     )
     roles = {one.name: one for one in target.spec.template.roles}
     ahead = _ahead(group, goal, target, outdated)
-    sizes = {
-        one.name: _size(
-            one, roles.get(one.name), target, may_drop=may_drop, is_moving=is_moving and one.name not in ahead
-        )
-        for one in goal.roles
-    }
+    sizes: dict[str, Size] = {}
+    for one in goal.roles:
+        wanted = target.replicas_of(goal, one.name)
+        unavailable, surge = bounds(roles.get(one.name), wanted)
+        if not may_drop:
+            unavailable, surge = 0, max(surge, least_surge)
+        moves = is_moving and one.name not in ahead and unavailable + surge > 0
+        sizes[one.name] = Size(wanted=wanted, max_unavailable=unavailable, max_surge=surge, is_moving=moves)
     found = _changed(group, goal, sizes, target, observed, outdated)
     unchanged = [pod for one in group.replicas if one.place not in outdated for pod in one.live]
     renamed = tuple((one, goal.hash) for one in unchanged if one.revision != goal.hash and goal.role(one.place.role))
     return msgspec.structs.replace(found, renamed=renamed)
-
-
-def _size(one: RoleRevision, role: Role | None, target: Target, *, may_drop: bool, is_moving: bool) -> Size:
-    wanted = target.replicas_of(target.goal, one.name)
-    unavailable, surge = bounds(role, wanted)
-    if may_drop:
-        return Size(wanted=wanted, max_unavailable=unavailable, max_surge=surge, is_moving=is_moving)
-    return Size(wanted=wanted, max_unavailable=0, max_surge=surge, is_moving=is_moving and surge > 0)
 
 
 def bounds(role: Role | None, wanted: int) -> tuple[int, int]:

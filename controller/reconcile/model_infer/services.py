@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Headless Services in which the pods of one replica of a role find each other before they are ready."""
+"""Headless Services, in which the pods of a replica find each other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a ModelInfer's status says: counts, states of groups and roles, revisions, and what is wrong at a glance."""
+"""What a ModelInfer's status says: counts, states, and what is wrong at a glance."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a ModelInfer asks for, read once: its spec, its revisions, and how many replicas its roles have."""
+"""What a ModelInfer asks for, read once: spec, revisions, replicas of roles."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own gang scheduling: pods are made when all of them find room, and given up when they did not after all."""
+"""Our own gang scheduling: pods are made when there is room for all of a group."""
 
 from __future__ import annotations
 

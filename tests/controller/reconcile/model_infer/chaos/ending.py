@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tests.controller.reconcile.model_infer.chaos.specs import Spec
 
 _LOOKS_AN_HOUR = 12
+# an engine that crashes is started each five minutes, and there may be some
+_STATUSES_AN_HOUR = 150
 
 
 def has_what_it_should(history: History) -> None:
@@ -76,6 +78,18 @@ def stays_as_it_is(history: History, *, hours: int = 6) -> None:
         raise Broken("settled means no write", f"actions, statuses, events, version {before} became {after}")
     if oracle.looks - looks > _LOOKS_AN_HOUR * hours:
         raise Broken("settled means hardly a look", f"{oracle.looks - looks} in {hours} hours")
+
+
+def does_nothing_more(history: History, *, hours: int = 6) -> None:
+    """While engines crash again and again, their pods say so in the status, and nothing else is written."""
+    oracle = history.oracle
+    before, writes = sum(oracle.actions.values()), oracle.status_writes
+    history.cluster.run_for(hours * 3600.0)
+    if sum(oracle.actions.values()) != before or oracle.status_writes - writes > _STATUSES_AN_HOUR * hours:
+        written = oracle.status_writes - writes
+        raise Broken(
+            "a stopped rollout stands still", f"{sum(oracle.actions.values()) - before} actions, {written} statuses"
+        )
 
 
 def a_new_manager_changes_nothing(history: History) -> None:

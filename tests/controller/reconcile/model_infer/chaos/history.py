@@ -17,7 +17,7 @@ from controller.cluster.resources import MODEL_INFERS, PODS, Object, key_of
 from controller.reconcile.model_infer.observed import PodGroups
 from tests.controller.reconcile.model_infer.chaos import events
 from tests.controller.reconcile.model_infer.chaos.oracle import Broken, Oracle
-from tests.controller.reconcile.model_infer.chaos.specs import Spec, duration_s, pod_template, with_image
+from tests.controller.reconcile.model_infer.chaos.specs import Spec, pod_template, with_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ class History:
         self.oracle = Oracle(calm=calm)
         self.cluster = VirtualCluster(scene.seed, reconcile, self.oracle, gang=scene.gang, has_room=scene.has_room)
         self.oracle.cluster = self.cluster
-        self.spec: Spec = copy.deepcopy(scene.spec)
+        self.spec: Spec = possible(copy.deepcopy(scene.spec))
         self.scene = scene
         self._before: list[dict[str, Any]] = []
         self._machines = 0
@@ -96,18 +96,22 @@ class History:
         new = {**self.spec, "rollout": rollout}
         self.write(with_image(new, frozenset(), f"{GOOD}-9") if good and is_bad(new) else new)
 
-    def settle(self, *, hours: float = 10.0, quiet_s: float = 2400.0) -> None:
-        """Wait until nothing is written for a while."""
+    def settle(self, *, hours: float = 10.0, quiet_s: float = 2400.0, crashing: bool = False) -> None:
+        """Wait until nothing is written for a while; while engines are ``crashing``, until nothing is done."""
         until_s = self.now_s + hours * 3600
         while self.now_s < until_s:
-            version, quiet = self.cluster.server.storage.version, sum(self.oracle.actions.values())
+            before = self._done(crashing=crashing)
             self.cluster.run_for(quiet_s)
-            if (version, quiet) == (self.cluster.server.storage.version, sum(self.oracle.actions.values())):
+            if before == self._done(crashing=crashing):
                 return
         raise Broken("every history ends", f"still writing after {hours} hours")
 
+    def _done(self, *, crashing: bool) -> tuple[int, int]:
+        return sum(self.oracle.actions.values()), 0 if crashing else self.cluster.server.storage.version
+
     def write(self, spec: Spec) -> None:
         """The user applies this spec."""
+        spec = possible(spec)
         if self.cluster.server.find(MODEL_INFERS, KEY) is None:
             self.spec = spec
             return
@@ -262,6 +266,8 @@ def is_bad(spec: Spec) -> bool:
     )
 
 
-def patience_s(spec: Spec) -> float:
-    """How long a rollout may stand still before it has failed."""
-    return duration_s(spec["rollout"].get("progressDeadline", "30m"))
+def possible(spec: Spec) -> Spec:
+    """With ``unit: Role`` a group that may never be unavailable could only change by surplus replicas of its roles."""
+    if spec["rollout"]["unit"] != "Role" or str(spec["rollout"]["maxUnavailable"]).rstrip("%") != "0":
+        return spec
+    return {**spec, "rollout": {**spec["rollout"], "maxUnavailable": 1}}
