@@ -251,7 +251,7 @@ class AdapterLoader:
         self._uses.forget(name)
         self._counters.unloads[why] += 1
         self._counters.adapters = max(len(shelf.loaded) - 1, 0)
-        self._files.remove(name, shelf.loaded[name].path)
+        self._files.remove(name)
         log.info("unloaded %s (%s)", name, why)
 
     def _has_come(self, name: str, task: asyncio.Task[tuple[str, ...]]) -> None:
