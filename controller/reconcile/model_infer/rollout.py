@@ -42,15 +42,15 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 def rollout_of(groups: Sequence[Group], target: Target, now_s: float) -> Rollout:
     """Deadlines count only while an older revision can serve instead."""
     update, settings = target.history.update, target.spec.rollout
-    old = [one for one in groups if is_outdated(one, target)]
-    waiting = [one.ordinal for one in groups if not one.is_ready and one not in old]
+    old = {one.ordinal for one in groups if is_outdated(one, target)}
+    waiting = [one.ordinal for one in groups if not one.is_ready and one.ordinal not in old]
     missing = target.spec.replicas - len(groups)
     if target.goal.hash != update.hash:
         return _gone_back(target, bool(old or waiting or missing))
     is_done = not old and not waiting and missing <= 0
     notes = tuple(_notes(target, now_s, is_done=is_done))
     if is_done:
-        return Rollout(phase="UpToDate", message=f"all groups have revision {update.hash}", is_moving=True, notes=notes)
+        return Rollout(phase="UpToDate", message=_done(target), is_moving=True, notes=notes)
     if settings.paused and old:
         said = f"{len(old)} groups wait for the rollout of revision {update.hash}, which is paused"
         return Rollout(phase=PAUSED, message=said, is_moving=False, notes=notes)
@@ -62,10 +62,18 @@ def rollout_of(groups: Sequence[Group], target: Target, now_s: float) -> Rollout
         # old pods are still going, and nothing has shown yet whether the revision is good
         notes += (_note(target, {labels.ROLLED_OUT_SINCE: text_of(now_s)}),)
         fails_at_s = now_s + settings.progress_deadline
-    said = f"{len(groups) - len(old)} of {target.spec.replicas} groups have revision {update.hash}" + _waiting(waiting)
+    new = [one for one in groups if one.is_whole_revision and one.revision.hash == update.hash]
+    said = f"{len(new)} of {target.spec.replicas} groups have revision {update.hash}{_waiting(waiting)}"
     # a revision that is only being made has not begun
     at_s = fails_at_s if counts and update.uid else None
     return Rollout(phase="InProgress", message=said, is_moving=True, notes=notes, look_again_at_s=at_s)
+
+
+def _done(target: Target) -> str:
+    update = target.history.update
+    if target.first_moving and update.hash != target.current.hash:
+        return f"groups from {target.first_moving} on have revision {update.hash}, the others {target.current.hash}"
+    return f"all groups have revision {update.hash}"
 
 
 def _failed(target: Target, waiting: Sequence[int], notes: tuple[Annotate, ...], now_s: float) -> Rollout:
