@@ -232,8 +232,13 @@ class Oracle:
             raise Broken("drained before deletion", f"{action.key} has requests or was never drained")
 
     def _has_failed(self, look: Look, pod: Object) -> bool:
-        group = seat_of(pod).group
-        return any(not is_ready(one) or is_leaving(one) for one in look.observed.pods if seat_of(one).group == group)
+        """Whether its group lacks a pod that serves."""
+        group, spec = seat_of(pod).group, look.observed.thing["spec"]
+        serving = [
+            one for one in look.observed.pods if seat_of(one).group == group and is_ready(one) and not is_leaving(one)
+        ]
+        roles = spec["template"]["roles"]
+        return len(serving) < sum(one.get("replicas", 1) * (1 + one.get("workerReplicas", 0)) for one in roles)
 
     def _is_idle(self, look: Look, pod: Object, drain_s: float) -> bool:
         """Whether it drains and has nothing left, or has had its time; a worker pod does what its entry pod does."""

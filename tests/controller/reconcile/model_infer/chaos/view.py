@@ -44,10 +44,9 @@ def is_leaving(pod: Object) -> bool:
 
 
 def size_of(pod: Object) -> int:
-    """Pods of its replica; 0 where the manager keeps no containers."""
-    containers = pod["spec"].get("containers") or [{}]
-    env = {one["name"]: one.get("value") for one in containers[0].get("env") or ()}
-    return int(env.get("GROUP_SIZE", 0))
+    """Pods of its replica."""
+    env = {one["name"]: one.get("value") for one in pod["spec"]["containers"][0].get("env") or ()}
+    return int(env["GROUP_SIZE"])
 
 
 def replicas_ready(
@@ -62,7 +61,7 @@ def replicas_ready(
     for (group, name, _), members in replicas.items():
         count = found.setdefault(group, {}).setdefault(name, 0)
         sizes = {size_of(one) for one in members}
-        whole = sizes == {0} or (len(sizes) == 1 and len(members) == max(sizes))
+        whole = len(sizes) == 1 and len(members) == max(sizes)
         serves = all(
             is_ready(one)
             and not is_leaving(one)
