@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -13,6 +14,7 @@ from bench.cluster.assets import ROOT
 from controller.cluster.errors import Forbidden
 from controller.cluster.resources import MODEL_INFERS, PODS
 from controller.reconcile.model_infer import labels
+from controller.reconcile.model_infer.observed import Load
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
 from tests.with_kube.managing import (
@@ -31,6 +33,8 @@ from tests.with_kube.pods import make_pod
 from tests.with_kube.stand_in import stand_in
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     from bench.cluster.fake.server import FakeServer
     from controller.cluster.client import Client
     from controller.reconcile.model_infer.observed import Observed
@@ -197,7 +201,44 @@ async def test_our_own_writes_are_waited_for_and_then_listed(
         assert manager.metric("attache_manager_late_lists_total", late) >= 1
         assert seen[:2] == [0, 1], "the second decision knew of the pod"
         assert manager.metric("attache_manager_writes_total", {"kind": "Pod", "verb": "create"}) == 1
+        settled = {"kind": "ModelInfer", "outcome": "settled"}
+        await eventually(lambda: manager.metric("attache_manager_reconciles_total", settled) >= 1, timeout_s=SOON_S)
+        assert manager.metric("attache_manager_writes_total", {"kind": "ModelInfer", "verb": "status"}) == 1
         fake.faults.heal()
+
+
+class StubLoads:
+    """Knows one pod."""
+
+    def __init__(self) -> None:
+        self.asked: list[set[str]] = []
+
+    async def ask(self, pods: Collection[str]) -> Mapping[str, Load]:
+        self.asked.append(set(pods))
+        return {one: Load(3, 100) for one in pods if one.endswith("0-0")}
+
+
+@FAKE
+async def test_loads_are_asked_for_the_next_look_and_only_then(client: Client, kube: Kube, namespace: str) -> None:
+    looks: list[tuple[frozenset[str], Mapping[str, Load]]] = []
+    pods_asked = frozenset({f"{namespace}/llama-0-main-0-0", f"{namespace}/llama-1-main-0-0"})
+
+    def decide(observed: Observed, now_s: float) -> Plan:
+        looks.append((observed.loads_asked_of, observed.loads))
+        asks = pods_asked if len(observed.pods) == 2 and len(looks) < 6 else frozenset()
+        return msgspec.structs.replace(stand_in(observed, now_s), asks_loads_of=asks)
+
+    loads = StubLoads()
+    async with managing(kube.admin, namespace, decide=decide, loads=loads):
+        await client.create(MODEL_INFERS, model_infer(namespace, replicas=2))
+        await eventually(lambda: any(asked for asked, _ in looks), timeout_s=SOON_S)
+        asked = next(one for one in looks if one[0])
+        assert asked[0] == pods_asked
+        assert set(asked[1].values()) == {Load(3, 100)}
+        # a resync later nobody asks any more
+        await eventually(lambda: len(looks) > 7, timeout_s=SOON_S)
+        assert len(loads.asked) < len(looks)
+        assert looks[-1] == (frozenset(), {})
 
 
 @FAKE
