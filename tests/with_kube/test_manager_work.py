@@ -12,7 +12,9 @@ import pytest_asyncio
 
 from bench.cluster.assets import ROOT
 from controller.cluster.errors import Forbidden
-from controller.cluster.resources import MODEL_INFERS, PODS
+from controller.cluster.resources import LEASES, MODEL_INFERS, MODEL_ROUTES, MODEL_SERVERS, MODELS, PODS
+from controller.handlers.thread import HandlersEnded
+from controller.manager_command import _innermost
 from controller.reconcile.model_infer import labels
 from controller.reconcile.model_infer.observed import Load
 from tests.waiting import eventually
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
     from bench.cluster.fake.server import FakeServer
     from controller.cluster.client import Client
+    from controller.cluster.resources import Object
     from controller.reconcile.model_infer.observed import Observed
     from controller.reconcile.plan import Plan
     from tests.with_kube.kubes import Kube
@@ -266,6 +269,62 @@ async def test_a_manager_that_is_ended_at_any_moment_is_continued(client: Client
         await until_pods(client, namespace, OF_BOTH)
         await until_says(client, namespace, "Available", ("False", "Waiting"))
         assert not manager.task.done()
+
+
+@FAKE
+async def test_an_end_of_kopf_ends_the_role_with_an_error(client: Client, kube: Kube, namespace: str) -> None:
+    async def bell(_: object) -> None:
+        await asyncio.sleep(0.3)
+        raise HandlersEnded("kopf's thread has ended") from RuntimeError("nobody expects this")
+
+    async with managing(kube.admin, namespace, bell=bell) as manager:
+        await asyncio.wait([manager.task], timeout=SOON_S)
+        error = manager.task.exception()
+        assert error is not None
+        innermost = _innermost(error)
+        assert isinstance(innermost, HandlersEnded)
+        assert "nobody expects this" in str(innermost.__cause__)
+        lease = await client.get(LEASES, "manager", namespace)
+        assert lease["spec"]["holderIdentity"] == "", "another may begin at once"
+        manager.task.exception()
+
+
+async def test_a_model_becomes_what_serves_it_and_is_mended(client: Client, kube: Kube, namespace: str) -> None:
+    await until_forbidden_no_more(client, namespace)
+    async with managing(kube.admin, namespace, with_kopf=True) as manager:
+        model = {"apiVersion": MODELS.api_version, "kind": "Model", "spec": {"uri": "hf://org/llama"}}
+        await client.create(MODELS, {**model, "metadata": {"name": "llama", "namespace": namespace}})
+        kinds = (MODEL_INFERS, MODEL_SERVERS, MODEL_ROUTES)
+
+        async def children() -> list[Object]:
+            listed = [await client.list(one, namespace) for one in kinds]
+            return [thing for one in listed for thing in one.items]
+
+        async def are_made() -> bool:
+            return len(await children()) == len(kinds)
+
+        await eventually(are_made, timeout_s=SOON_S)
+        (server,) = (await client.list(MODEL_SERVERS, namespace)).items
+        wrong = {"spec": {"workloadPort": {"port": 1}}}
+        await client.merge_patch(MODEL_SERVERS, server["metadata"]["name"], namespace, wrong)
+
+        async def is_mended() -> bool:
+            (found,) = (await client.list(MODEL_SERVERS, namespace)).items
+            return bool(found["spec"] == server["spec"])
+
+        await eventually(is_mended, timeout_s=SOON_S)
+        for thing in await children():
+            resource = next(one for one in kinds if one.kind == thing["kind"])
+            await client.delete(resource, thing["metadata"]["name"], namespace, propagation="Background")
+        await eventually(are_made, timeout_s=SOON_S)
+
+        def looks() -> float:
+            return manager.metric("attache_manager_reconciles_total", {"kind": "Model", "outcome": "settled"})
+
+        await asyncio.sleep(1)
+        writes, seen = manager.writes(), looks()
+        await eventually(lambda: looks() >= seen + 3, timeout_s=SOON_S)
+        assert manager.writes() == writes
 
 
 @pytest.mark.parametrize("kube", ["fake"], indirect=True)
