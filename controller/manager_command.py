@@ -104,10 +104,18 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     except* OSError as group:
         failure, status = f"{options.listen} or {options.metrics} cannot be listened on: {group}", 2
     except* HandlersEnded as group:
-        failure, status = f"{group.exceptions[0]}: {group.exceptions[0].__cause__!r}", 1
+        ended = _innermost(group)
+        failure, status = f"{ended}: {ended.__cause__!r}", 1
     if failure:
         print(failure, file=sys.stderr)
     return status
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The first error inside groups of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def _run(options: argparse.Namespace, access: Access, check_picker: PickerCheck) -> None:
