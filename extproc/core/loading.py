@@ -162,6 +162,9 @@ class LoadingRequests:
             self._refuse_all(group, broken(group.adapter), now, out)
         elif not asked:
             self._refuse_all(group, unreached(group.adapter), now, out)
+        elif pool.spec.scrape_interval and slots.are_unread(asked, now):
+            # an engine may have it: its list of models comes within a second
+            return
         elif not loads.is_loading(pool, group.adapter, asked):
             self._find_place(group, slots, [row for row in asked if group.refused.get(row, 0.0) <= now], now, out)
 

@@ -16,7 +16,6 @@ from controller.reconcile.plan import Annotate, Happened
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from controller.cluster.resources import Object
     from controller.reconcile.model_infer.groups import Group
     from controller.reconcile.model_infer.target import Target
 
@@ -59,7 +58,8 @@ def rollout_of(groups: Sequence[Group], target: Target, now_s: float) -> Rollout
     if counts and now_s >= fails_at_s:
         return _failed(target, waiting, notes, now_s)
     said = f"{len(groups) - len(old)} of {target.spec.replicas} groups have revision {update.hash}" + _waiting(waiting)
-    at_s = fails_at_s if counts else None
+    # a revision that is only being made has not begun
+    at_s = fails_at_s if counts and update.uid else None
     return Rollout(phase="InProgress", message=said, is_moving=True, notes=notes, look_again_at_s=at_s)
 
 
@@ -116,13 +116,18 @@ def _note(target: Target, annotations: dict[str, str | None]) -> Annotate:
     return Annotate(CONTROLLER_REVISIONS, update.key, update.uid, annotations)
 
 
-def told(before: Object, now: Rollout) -> Iterator[Happened]:
-    """Events where the phase is another than the status ``before`` says."""
+def told(target: Target, now: Rollout) -> Iterator[Happened]:
+    """Events where the phase is another than the status says. Groups that start or recover are no rollout."""
+    before = target.owner.get("status") or {}
     reasons = {one.get("type"): one.get("reason") for one in before.get("conditions") or ()}
     if reasons.get("Progressing", "UpToDate") == now.phase:
         return
-    reasons = {"UpToDate": "RolloutDone", "InProgress": "RolloutStarted", "Paused": "RolloutPaused"}
+    was_changing = before.get("currentRevision") != before.get("updateRevision")
     if now.phase == BLOCKED:
         yield Happened("Warning", BLOCKED, now.message)
-    else:
-        yield Happened("Normal", reasons[now.phase], now.message)
+    elif now.phase == PAUSED:
+        yield Happened("Normal", "RolloutPaused", now.message)
+    elif now.phase == "InProgress" and target.current.hash != target.history.update.hash:
+        yield Happened("Normal", "RolloutStarted", now.message)
+    elif now.phase == "UpToDate" and was_changing:
+        yield Happened("Normal", "RolloutDone", now.message)

@@ -32,6 +32,7 @@ kind: ModelServer
 metadata: {name: llama}
 spec:
   model: m
+  scrapeInterval: %s
   endpoints: [%s]
   adapterLoading:
     slots: %d
@@ -57,10 +58,12 @@ GATE = """
 class Shell:
     """Does what the core asks for, by hand: ``loads`` are those that have not ended."""
 
-    def __init__(self, *, endpoints: int = 2, slots: int = 1, more: str = "", machine: str | None = None) -> None:
+    def __init__(
+        self, *, endpoints: int = 2, slots: int = 1, more: str = "", machine: str | None = None, scrape: str = "0s"
+    ) -> None:
         listed = ", ".join(f"{{address: '{one}'}}" for one in (A, B)[:endpoints])
         self.core = Core(
-            load({"a.yaml": (CONFIG % (listed, slots, more)).encode()}),
+            load({"a.yaml": (CONFIG % (scrape, listed, slots, more)).encode()}),
             rng=random.Random(0),
             ticket_prefix="t",
             machine=machine,
@@ -437,3 +440,19 @@ def test_explain_says_where_an_adapter_is_or_would_be_loaded() -> None:
     shell.loaded()
     assert said("sql") == f"'sql' is loaded on {A}"
     assert said("law") == f"'law' is on no engine; {A} would load it in place of 'sql', once no request uses that"
+
+
+def test_after_a_start_engines_say_first_what_they_have() -> None:
+    shell = Shell(scrape="200ms")
+    (ticket,) = shell.ask("sql")
+    shell.says(A, models=set())
+    assert shell.loads == []
+    shell.says(B, models={"sql"})
+    assert shell.went(ticket) == B
+    # one that says nothing is not waited for
+    silent = Shell(scrape="200ms")
+    silent.ask("sql")
+    silent.passes(0.9)
+    assert silent.loads == []
+    silent.passes(0.2)
+    assert silent.asked == [(A, "sql", None)]

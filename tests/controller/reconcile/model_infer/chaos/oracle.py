@@ -191,6 +191,8 @@ class Oracle:
         seen = next((one for one in look.observed.pods if one["metadata"]["uid"] == action.uid), None)
         if seen is None:
             raise Broken("only what was seen is deleted", action.key)
+        if "deletionTimestamp" in seen["metadata"] and action.grace_s is None:
+            raise Broken("deleted once", f"{action.key} is going already")
         dead_node = seen["spec"].get("nodeName") in look.observed.lost_nodes
         if (
             action.grace_s == 0
@@ -200,9 +202,15 @@ class Oracle:
             raise Broken("no two live pods of one name", f"{action.key} is removed by force from a node that is alive")
         if dead_node or not is_ready(seen) or "deletionTimestamp" in seen["metadata"]:
             return
+        if look.observed.thing["spec"].get("recovery") == "Group" and self._has_failed(look, seen):
+            return  # the group is dead as a whole; what runs on its other engines has the grace of their pods
         drain_s = duration_s(look.observed.thing["spec"]["template"].get("drainTimeout", "5m"))
         if not self._is_idle(look, seen, drain_s):
             raise Broken("drained before deletion", f"{action.key} has requests or was never drained")
+
+    def _has_failed(self, look: Look, pod: Object) -> bool:
+        group = seat_of(pod).group
+        return any(not is_ready(one) or is_leaving(one) for one in look.observed.pods if seat_of(one).group == group)
 
     def _is_idle(self, look: Look, pod: Object, drain_s: float) -> bool:
         """Whether it drains and has nothing left, or has had its time; a worker pod does what its entry pod does."""

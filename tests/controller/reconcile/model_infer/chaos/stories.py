@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
+from controller.reconcile.model_infer import reconcile
 from controller.reconcile.model_infer.observed import PodGroups
-from controller.reconcile.model_infer.reconcile import reconcile
 from tests.controller.reconcile.model_infer.chaos import ending, events, specs
 from tests.controller.reconcile.model_infer.chaos.history import History, Scene
 
@@ -34,7 +34,7 @@ def scenes(*, most_groups: int = 4) -> st.SearchStrategy[Scene]:
 
 def ends_well(scene: Scene, happenings: Sequence[events.Event], *, calm: bool = False) -> History:
     """Whatever happens, the object is in the end what the user wants, and stays so."""
-    history = History(scene, reconcile, calm=calm)
+    history = History(scene, reconcile.reconcile, calm=calm)
     with _telling(history):
         history.play(happenings)
         history.make_peace()
@@ -47,7 +47,7 @@ def ends_well(scene: Scene, happenings: Sequence[events.Event], *, calm: bool = 
 
 def fails_safely(scene: Scene, image: str, roles: frozenset[int], troubles: Sequence[events.Event]) -> History:
     """A revision that cannot serve takes no more than the budget, is told, and can be taken back."""
-    history = History(scene, reconcile)
+    history = History(scene, reconcile.reconcile)
     with _telling(history):
         history.make_peace()
         history.settle()
@@ -65,7 +65,7 @@ def fails_safely(scene: Scene, image: str, roles: frozenset[int], troubles: Sequ
 
 def leaves_nothing(scene: Scene, happenings: Sequence[events.Event], *, foreground: bool) -> History:
     """The user deletes the object in the midst of it all."""
-    history = History(scene, reconcile)
+    history = History(scene, reconcile.reconcile)
     with _telling(history):
         history.play(happenings)
         history.delete(foreground=foreground)
