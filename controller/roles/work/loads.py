@@ -70,7 +70,7 @@ class GatewayLoads:
         return found
 
     def _tellers(self, namespace: str | None) -> list[Object] | None:
-        """Who is asked about pods of a namespace; None if too many say that they are to be."""
+        """Who is asked about pods of a namespace; None if nobody is believed, or too many say that they are to be."""
         everywhere, own = [], []
         for one in self._gateways.objects.values():
             its = one["metadata"].get("namespace", "")
@@ -78,4 +78,7 @@ class GatewayLoads:
                 everywhere.append(one)
             elif its == namespace:
                 own.append(one)
-        return None if len(own) > _MOST_OWN else [*everywhere, *own]
+        found = [*everywhere, *own]
+        # gateways that are not believed may still have requests under way
+        is_unknown = not found and bool(self._gateways.objects)
+        return None if is_unknown or len(own) > _MOST_OWN else found

@@ -150,11 +150,7 @@ class ModelKeeper:
             children=list(itertools.chain.from_iterable(owned.get(one, ()) for one in CHILDREN)),
             pods=owned.get(PODS, ()),
             gateways=sorted(
-                (
-                    one
-                    for one in self._gateways.objects.values()
-                    if _namespace(one) in (*self._serves, namespace)
-                ),
+                (one for one in self._gateways.objects.values() if _namespace(one) in (*self._serves, namespace)),
                 key=_worth,
             ),
             settings=self._settings,

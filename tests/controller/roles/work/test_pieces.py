@@ -215,7 +215,12 @@ async def test_who_calls_himself_a_gateway_speaks_for_his_own_namespace_alone() 
     theirs, ours = engine("theirs"), engine("ours")
     pods = {key_of(one): one for one in (theirs, ours)}
     async with aiohttp.ClientSession() as http:
-        heard = Heard(teller("theirs", silent))
+        only = Heard(teller("theirs", silent))
+        asked = GatewayLoads(http, only, pods.get)  # type: ignore[arg-type]
+        assert await asked.ask(pods) == {}, "who is not believed may still have requests under way"
+        ended = teller("attache-system", silent)
+        ended["status"]["phase"] = "Succeeded"
+        heard = Heard(teller("theirs", silent), ended)
         found = await GatewayLoads(http, heard, pods.get, {"attache-system"}).ask(pods)  # type: ignore[arg-type]
         assert found == {"ours/llama": Load(0, 0)}
         heard = Heard(teller("attache-system", silent))
