@@ -105,7 +105,9 @@ def _how(last: Mapping[str, Any]) -> str:
 
 
 def _tail(pod: Pod, observed: Observed) -> str:
-    text = observed.log_tails.get(pod.key, "").strip()
+    """Without the characters by which a log would steer the terminal of whoever reads the status."""
+    said = observed.log_tails.get(pod.key, "")
+    text = "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in said).strip()
     return f"; last lines: {text}" if text else ""
 
 

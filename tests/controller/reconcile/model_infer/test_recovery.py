@@ -102,6 +102,14 @@ def test_the_status_tells_the_last_lines_of_the_log() -> None:
     cluster.log_tails = {"default/llama-0-decode-0-0": "torch.OutOfMemoryError: 80 GiB\n"}
     cluster.look(after_s=1)
     assert cluster.condition("Degraded")["message"].endswith("; last lines: torch.OutOfMemoryError: 80 GiB")
+
+
+def test_a_log_does_not_steer_the_terminal_of_who_reads_the_status() -> None:
+    cluster = settled()
+    crash(cluster, "llama-0-decode-0-0")
+    cluster.log_tails = {"default/llama-0-decode-0-0": "a\x1b]0;owned\x07\n\tb\x00"}
+    cluster.look(after_s=1)
+    assert cluster.condition("Degraded")["message"].endswith("; last lines: a\ufffd]0;owned\ufffd\n\tb\ufffd")
     assert cluster.thing["status"]["summary"].startswith("RuntimeUnhealthy: pod llama-0-decode-0-0: container")
     assert cluster.thing["status"]["groups"] == {"Failed": 1, "Ready": 1}
 
