@@ -10,6 +10,7 @@ import stat
 import tarfile
 import zipfile
 import zlib
+from io import FileIO
 from typing import IO, TYPE_CHECKING, Final, Self, cast
 
 from controller.agents.downloader.core.errors import ContentRefused
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 _BLOCK: Final = 1024**2
 # Extended headers are read into memory whole.
 _LARGEST_HEADER: Final = 1024**2
+# 100,000 members with names of 120 characters.
+_LARGEST_TABLE: Final = 16 * 1024**2
 _ZSTD_WINDOW: Final = 128 * 1024**2
 _EXTENDED: Final = (
     tarfile.XHDTYPE,
@@ -91,7 +94,7 @@ class Unpacker:
     def _unpack_zip(self, archive: Path) -> None:
         packed = archive.stat().st_size
         unpacked = 0
-        with zipfile.ZipFile(archive) as file:
+        with _BoundedReads(archive) as packed_file, zipfile.ZipFile(cast("IO[bytes]", packed_file)) as file:
             for info in file.infolist():
                 mode = info.external_attr >> 16
                 is_special = bool(mode) and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or not stat.S_IFMT(mode))
@@ -198,6 +201,16 @@ class Unpacker:
                 _write_all(out.fileno(), block)
                 left -= len(block)
             os.fsync(out.fileno())
+
+
+class _BoundedReads(FileIO):
+    """Refuses a zip's table of contents that would fill the memory: it is read at once, and kept as objects."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """At most ``size`` bytes."""
+        if size is not None and size > _LARGEST_TABLE:
+            raise ContentRefused(f"the archive has a table of contents of {size} bytes")
+        return super().read(size) or b""
 
 
 class _BoundedInfo(tarfile.TarInfo):

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import io
 import os
+import struct
 import tarfile
 import tracemalloc
 import zipfile
@@ -209,3 +210,14 @@ def test_many_members_are_unpacked_in_bounded_memory(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert len(list((tmp_path / "out").iterdir())) == 40
+
+
+def test_a_zip_of_nothing_but_names_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
+    """Such a table of contents needs ten times its size in memory."""
+    name = struct.pack("<4s4B4HL2L5H2L", b"PK\1\2", 20, 0, 20, 0, 0, 0, 0, 33, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0) + b"a"
+    table = name * 400_000
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 65535, 65535, len(table), 0, 0)
+    archive = tmp_path / "model.zip"
+    archive.write_bytes(table + end)
+    with pytest.raises(ContentRefused, match=f"table of contents of {len(table)} bytes"):
+        Unpacker(tmp_path / "out", ArchiveLimits(), lambda: False).unpack(archive, "zip")
