@@ -101,7 +101,9 @@ async def test_another_object_of_the_same_name_is_left_alone(client: Client, do:
 async def test_a_status_is_said_field_by_field(client: Client, do: Doing, namespace: str) -> None:
     made = await client.create(MODEL_INFERS, model_infer(namespace))
     key, uid = f"{namespace}/llama", made["metadata"]["uid"]
-    await do(SetStatus(MODEL_INFERS, key, uid, {"replicas": 3}), SetStatus(MODEL_INFERS, key, uid, {"readyReplicas": 1}))
+    await do(
+        SetStatus(MODEL_INFERS, key, uid, {"replicas": 3}), SetStatus(MODEL_INFERS, key, uid, {"readyReplicas": 1})
+    )
     found = await client.get(MODEL_INFERS, "llama", namespace)
     assert (found["status"]["replicas"], found["status"]["readyReplicas"]) == (3, 1)
     assert found["spec"] == made["spec"]

@@ -95,7 +95,6 @@ class PodFiles:
         """
         self._check_image(container.image)
         self._entered = await self._place.enter()
-        # an image's own words are paths of this machine already, whatever is mounted over their beginnings
         own_words, words = (_CRASH, []) if self._crashes() else command(container.raw, self._images)
         # a restart does not wait for the API server: what was known some seconds ago will do
         sources = self._known or await self._sources(pod)
@@ -116,7 +115,8 @@ class PodFiles:
         return Launch(
             command=[
                 *self._entered,
-                *own_words,
+                # an image's own paths are of this machine already, whatever is mounted over their beginnings
+                *(rewritten(word, {}, self._listen_ip) for word in own_words),
                 *(rewritten(expanded(word, given), places, self._listen_ip, ports) for word in words),
             ],
             environment=self._environments[container.name],
