@@ -48,4 +48,4 @@ class GatewayLoads:
         if not known or not self._gateways.synced.is_set():
             return {}
         found = await loads_by_pod(self._http, list(self._gateways.objects.values()), known)
-        return {key: Load(one.in_flight, one.cached_tokens) for key, one in found.items()}
+        return {key: Load(one.busy_with, one.cached_tokens) for key, one in found.items()}
