@@ -421,8 +421,10 @@ async def test_a_lost_node_takes_its_pods_along(place: Place) -> None:
     assert not is_ready(await place.status())
     node = await place.client.get(NODES, place.node.spec.name)
     assert condition(node["status"], "Ready") == "Unknown"
+    assert [one["effect"] for one in node["spec"]["taints"]] == ["NoSchedule"], "it gets no pods"
     await place.node.recover()
     await place.until(is_ready)
+    assert "taints" not in (await place.client.get(NODES, place.node.spec.name))["spec"]
 
 
 @REAL
