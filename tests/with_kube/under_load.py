@@ -170,9 +170,9 @@ class Site(msgspec.Struct, frozen=True):
         }
         return role(name, containers=[engine], nodeSelector={"test": self.namespace})
 
-    async def update(self, name: str, *roles: Object) -> None:
-        """Another template."""
-        patch = {"spec": {"template": {"roles": list(roles)}}}
+    async def update(self, name: str, *roles: Object, **rollout: Any) -> None:  # noqa: ANN401 - JSON
+        """Another template. ``rollout``: settings that change with it."""
+        patch = {"spec": {"template": {"roles": list(roles)}, "rollout": rollout}}
         await self.client.merge_patch(MODEL_INFERS, name, self.namespace, patch)
 
     async def scale(self, name: str, replicas: int) -> None:
