@@ -43,12 +43,15 @@ test-some: $(VENV)/ready $(ENVOY)
 test-pure: $(VENV)/ready ## tests that need neither Envoy nor Redis, side by side
 	$(PYTEST) -n auto --dist worksteal tests --ignore-glob='*/with_*'
 
+# A worker that crashes ends its stage: replaced, it could leave tests that nobody runs, and a stage that never ends.
+SIDE_BY_SIDE := --dist loadfile --max-worker-restart 0
+
 # Twice as many as there are processors where CI runs: these tests wait for others half of their time.
 test-envoy: $(VENV)/ready $(ENVOY) ## tests with a real Envoy and a real Redis, side by side
-	$(PYTEST_REAL) -n 4 --dist loadfile -m 'not real_time' $(filter-out tests/with_kube,$(wildcard tests/with_*))
+	$(PYTEST_REAL) -n 4 $(SIDE_BY_SIDE) -m 'not real_time' $(filter-out tests/with_kube,$(wildcard tests/with_*))
 
 test-kube: $(VENV)/ready ## tests with a Kubernetes API server: a fake one, and a real one if `make kube-assets` has built it
-	$(PYTEST_REAL) -n 2 --dist loadfile tests/with_kube
+	$(PYTEST_REAL) -n 2 $(SIDE_BY_SIDE) tests/with_kube
 
 test-real-time: $(VENV)/ready $(ENVOY) ## tests that depend on how fast the machine is, one after the other (ARGS="-n 2 --dist loadfile": two at a time)
 	$(PYTEST_REAL) -m real_time tests/with_* $(ARGS)

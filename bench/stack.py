@@ -33,7 +33,7 @@ class EngineFlags(msgspec.Struct, frozen=True):
     """What ``python -m bench.engine`` takes.
 
     ``apart``: each engine in a process of its own, called ``engine-N``: it can be killed alone, and uses a core of its own.
-    Otherwise one process, called ``engines``, is all of them: it starts faster.
+    Otherwise one process, called ``engines``, is all of them: it starts faster. ``more``: further words of the command line.
     """
 
     count: int = 4
@@ -44,6 +44,7 @@ class EngineFlags(msgspec.Struct, frozen=True):
     adapters: tuple[str, ...] = ()
     publishes_events: bool = False
     apart: bool = False
+    more: tuple[str, ...] = ()
 
     def arguments(self, ports: Sequence[EnginePorts], first: int = 0) -> list[str]:
         """The command line of a process with the engines on ``ports``, the first of which has the seed ``first``."""
@@ -58,6 +59,7 @@ class EngineFlags(msgspec.Struct, frozen=True):
             *events,
             *replays,
             *(f"--lora={name}" for name in self.adapters),
+            *self.more,
         ]
 
     def commands(self, ports: Sequence[EnginePorts]) -> dict[str, list[str]]:

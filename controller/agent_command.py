@@ -54,8 +54,8 @@ def parser(prog: str = "attache agent") -> argparse.ArgumentParser:
 
 def _add_health(made: argparse.ArgumentParser) -> None:
     add = made.add_argument_group("readiness").add_argument
-    add("--probe-interval", type=_seconds, metavar="SECONDS", default=2.0, help="default: %(default)s")
-    add("--probe-timeout", type=_seconds, metavar="SECONDS", default=2.0, help="default: %(default)s")
+    add("--probe-interval", type=_above_0, metavar="SECONDS", default=2.0, help="default: %(default)s")
+    add("--probe-timeout", type=_above_0, metavar="SECONDS", default=2.0, help="default: %(default)s")
     add(
         "--probe-failures",
         type=_whole,
@@ -155,6 +155,7 @@ def _add_adapters(made: argparse.ArgumentParser) -> None:
     )
     add(
         "--allow-uri",
+        type=_prefix,
         metavar="PREFIX",
         action="append",
         default=[],
@@ -239,6 +240,19 @@ def _seconds(text: str) -> float:
     if not 0 <= value < 1e6:
         raise argparse.ArgumentTypeError("write a number of seconds")
     return value
+
+
+def _above_0(text: str) -> float:
+    value = _seconds(text)
+    if not value:
+        raise argparse.ArgumentTypeError("write a number of seconds above 0")
+    return value
+
+
+def _prefix(text: str) -> str:
+    if "://" not in text:
+        raise argparse.ArgumentTypeError("write the beginning of a URI, such as s3://bucket/")
+    return text
 
 
 def _count(text: str) -> int:

@@ -64,6 +64,7 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
     work(
         "--workers", metavar="N", type=_positive, default=8, help="objects looked at side by side; default: %(default)s"
     )
+    work("--image", metavar="IMAGE", default="attache", help="of downloads and sidecars; default: %(default)s")
     work("--lease", metavar="NAME", default=_SERVICE, help="the Lease that elects the leader; default: %(default)s")
     work("--lease-namespace", metavar="NAME", help="of the Lease; default: ours")
     work(
@@ -144,9 +145,11 @@ def _webhooks(
 def _leader(options: argparse.Namespace, client: Client, metrics: ManagerMetrics) -> Leader:
     from controller.cluster.leadership import LeaseTiming  # noqa: PLC0415
     from controller.cluster.lease import LeaderElection  # noqa: PLC0415
-    from controller.reconcile.model_infer.reconcile import reconcile  # noqa: PLC0415
+    from controller.reconcile.model import observed as of_models  # noqa: PLC0415
+    from controller.reconcile.model import reconcile as models  # noqa: PLC0415
+    from controller.reconcile.model_infer import reconcile as model_infers  # noqa: PLC0415
     from controller.roles.manager import Leader, kopf_rings  # noqa: PLC0415
-    from controller.roles.work.leading import WorkSettings  # noqa: PLC0415
+    from controller.roles.work.leading import Decisions, WorkSettings  # noqa: PLC0415
 
     long_s = float(options.lease_duration)
     election = LeaderElection(
@@ -156,9 +159,15 @@ def _leader(options: argparse.Namespace, client: Client, metrics: ManagerMetrics
         identity=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
         timing=LeaseTiming(long_s, renew_deadline_s=long_s * 2 / 3, retry_s=long_s * 2 / 15),
     )
-    settings = WorkSettings(namespace=options.watch_namespace, workers=options.workers)
+    settings = WorkSettings(
+        namespace=options.watch_namespace,
+        workers=options.workers,
+        shared_namespace=client.access.namespace,
+        models=of_models.Settings(image=options.image),
+    )
+    decisions = Decisions(model_infers.reconcile, models.reconcile)
     bell = kopf_rings(client, options.watch_namespace)
-    return Leader(client, settings, metrics, election, model_infer=reconcile, bell=bell)
+    return Leader(client, settings, metrics, election, decisions=decisions, bell=bell)
 
 
 def _positive(text: str) -> int:

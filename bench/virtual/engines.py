@@ -12,6 +12,7 @@ from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import Roofline, StepTime
 from extproc.core.peer_events import EngineSaid
 from extproc.endpoints.engine_reports import CacheConfig, EngineReport
+from extproc.endpoints.table import LoraState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -47,7 +48,7 @@ def addresses(count: int) -> list[str]:
 class VirtualEngine:
     """One engine, driven by an event queue.
 
-    ``served``: requests that have ended. ``busy_s``: time spent prefilled_by.
+    ``served``: requests that have ended. ``busy_s``: time spent prefilled_by. ``adapters``: loaded at run time.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class VirtualEngine:
         self.scheduler = Scheduler(kind.speed, kind.limits, self._journal)
         self.served = 0
         self.busy_s = 0.0
+        self.adapters: set[str] = set()
         self._events = events
         self._on_tokens = on_tokens
         self._leaps = leaps
@@ -119,11 +121,20 @@ class VirtualEngine:
         scheduler, limits = self.scheduler, self.kind.limits
         pool = scheduler.pool
         before, self._reported_first_tokens = self._reported_first_tokens, scheduler.counters.first_tokens
+        loras = None
+        if limits.max_loras:
+            active, waiting = _adapters_of(scheduler.running), _adapters_of(scheduler.waiting)
+            loras = LoraState(active, waiting, limits.max_loras)
         state = EngineReport(
             len(scheduler.waiting),
             len(scheduler.running),
             1 - pool.free / pool.total,
             first_tokens=self._reported_first_tokens - before,
+            loras=loras,
         )
         cache = CacheConfig(limits.block_size, limits.num_gpu_blocks * limits.block_size)
         return EngineSaid(server, address, state, cache)
+
+
+def _adapters_of(requests: Iterable[Request]) -> frozenset[str]:
+    return frozenset(one.adapter for one in requests if one.adapter)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,49 +18,42 @@ from bench.engine.hardware import API_S
 from bench.engine.request import Request, Token
 from bench.engine.text import Message, answer_text, count_tokens, render_chat, tokens_of
 from bench.reporting.results import RequestResult
+from bench.virtual.adapter_loads import VirtualLoads
 from bench.virtual.delays import Delays
 from bench.virtual.engines import VirtualEngine
 from bench.virtual.event_queue import EventQueue
+from bench.virtual.flights import Asked, Flight
 from bench.virtual.kv_events import kv_event_feed
 from bench.virtual.observers import REQUEST_KEY, RequestObserver, TokenObserver
-from bench.workload.sessions import Session
 from extproc.admission.local_limits import LocalLimits
 from extproc.core.core import Core
-from extproc.core.effects import AskLimits, AskTokens, Decision, Hold, Refused, SettleGrant, WakeAt
+from extproc.core.effects import (
+    AskLimits,
+    AskTokens,
+    AwaitAdapter,
+    Decision,
+    Hold,
+    LoadAdapter,
+    Refused,
+    SettleGrant,
+    WakeAt,
+)
 from extproc.core.types import Head, Outcome
 from extproc.errors import Refusal
 from extproc.request.model import Api
 from extproc.scheduling.pickers import make_picker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from bench.virtual.engines import EngineKind
-    from bench.workload.sessions import Workload
+    from bench.workload.sessions import Session, Workload
     from extproc.admission.limits import Grant
     from extproc.config.snapshot import Snapshot
     from extproc.core.effects import Effect
     from extproc.core.entering import Own
+    from extproc.core.types import LoadResult
     from extproc.scheduling.pickers import MakePicker
-
-
-class _Asked(msgspec.Struct):
-    """A request from its arrival on. ``position``: of session and turn. ``done``: called with the end's instant."""
-
-    session: Session
-    position: tuple[int, int]
-    request: Request
-    due_at_s: float
-    done: Callable[[float], None]
-
-
-class _Flight(msgspec.Struct):
-    """A request from its pick to its last token."""
-
-    asked: _Asked
-    ticket: str
-    address: str
-    first_token_at_s: float = 0.0
 
 
 class Simulation:
@@ -94,11 +86,16 @@ class Simulation:
             observer.begins({address: engine.scheduler for address, engine in self.engines.items()})
         # of limits that engines share
         self._store = LocalLimits()
-        self._held: dict[str, _Asked] = {}
+        self._held: dict[str, Asked] = {}
         self._looks_again_s = math.inf
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
         self._keys = itertools.count()
         self._results: list[RequestResult] = []
+
+        def taken(result: LoadResult, now: float) -> None:
+            self._perform(self.core.take_load(result, now), now)
+
+        self.adapters = VirtualLoads(self.engines, self._events, delays.load_s, taken)
 
     def _engine(self, address: str, kind: EngineKind, token_observer: TokenObserver | None) -> VirtualEngine:
         on_blocks = None
@@ -159,11 +156,11 @@ class Simulation:
         done: Callable[[float], None],
     ) -> None:
         prompt = render_chat([Message(one["role"], one["content"]) for one in messages])
-        model = session.adapter or self._model
+        named = {"model": session.adapter or self._model, "adapter": session.adapter}
         request = Request(
-            next(self._keys), prompt, answer, model=model, block_size=self._block_size, keeps_text=self._has_events
+            next(self._keys), prompt, answer, block_size=self._block_size, keeps_text=self._has_events, **named
         )
-        asked = _Asked(session, position, request, now, done)
+        asked = Asked(session, position, request, now, done)
         if count_tokens(prompt) + request.output_tokens > self._longest:
             # an engine would answer 400; one that took it would wait for blocks for ever
             self._refuse(asked, "longer than the KV cache")
@@ -193,7 +190,7 @@ class Simulation:
                 self._send(asked, own, now)
             case Refused():
                 self._refuse(asked, own.refusal.outcome)
-            case Hold():
+            case Hold() | AwaitAdapter():
                 self._held[own.ticket] = asked
                 if self._token_observer is not None:
                     self._token_observer.held(session.label, own.ticket, now)
@@ -206,7 +203,7 @@ class Simulation:
         except Refusal as refusal:
             return refusal
 
-    def _refuse(self, asked: _Asked, error: str) -> None:
+    def _refuse(self, asked: Asked, error: str) -> None:
         due_at_s = asked.due_at_s
         self._results.append(
             RequestResult(
@@ -224,6 +221,8 @@ class Simulation:
                     self._refuse(self._held.pop(effect.ticket), effect.refusal.outcome)
                 case SettleGrant():
                     self._store.settle(effect.grant, effect.used, now)
+                case LoadAdapter():
+                    self.adapters.begin(effect, now)
                 case WakeAt():
                     self._wake_at(effect.at_s, now)
 
@@ -240,10 +239,13 @@ class Simulation:
             self._looks_again_s = math.inf
             self._perform(self.core.tick(now), now)
 
-    def _send(self, asked: _Asked, decision: Decision, now: float) -> None:
-        address = decision.assignment.endpoint.address
-        request = asked.request
-        self._flights[request.key] = _Flight(asked, decision.ticket, address)
+    def _send(self, asked: Asked, decision: Decision, now: float) -> None:
+        address, request = decision.assignment.endpoint.address, asked.request
+        if decision.assignment.adapter is not None and request.adapter not in self.engines[address].adapters:
+            self._refuse(asked, "the engine does not have the adapter")
+            self._perform(self.core.finish(decision.ticket, now), now)
+            return
+        self._flights[request.key] = Flight(asked, decision.ticket, address)
         if self._token_observer is not None:
             self._token_observer.sent(asked.session.label, decision, request.prompt_tokens, now)
         for observer in self._request_observers:
@@ -263,7 +265,7 @@ class Simulation:
             if token.is_last:
                 self._finish(token.request, self._flights.pop(token.request.key), now)
 
-    def _finish(self, request: Request, flight: _Flight, now: float) -> None:
+    def _finish(self, request: Request, flight: Flight, now: float) -> None:
         asked = flight.asked
         if self._token_observer is not None:
             self._token_observer.ended(asked.session.label, request.tokens, now)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What no schema can say of a ModelInfer: long names, circles, rollouts that cannot move."""
+"""What no schema can say of a ModelInfer: long names, circles, pods without containers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,10 @@ def mistakes(found: ModelInfer) -> Iterator[str]:
     """Each says what to write instead. Such an object is refused, and nothing is done for one that is there."""
     yield from _names(found)
     yield from _circles(found)
-    roles = found.spec.template.roles
-    for role in roles:
+    for role in found.spec.template.roles:
         for field, template in (("entryTemplate", role.entry_template), ("workerTemplate", role.worker_template)):
             if template is not None and not template.spec.get("containers"):
                 yield f"{field} of role {role.name} has no containers"
-    rollout = found.spec.rollout
-    if rollout.unit == "Role" and rollout.max_unavailable in (0, "0%"):
-        stuck = [one.name for one in roles if one.max_surge in (None, 0, "0%")]
-        if stuck:
-            yield (
-                f"with unit Role and maxUnavailable 0, roles change only by maxSurge of their own, which "
-                f"{', '.join(stuck)} do not have; write it, or maxUnavailable: 1"
-            )
 
 
 def _names(found: ModelInfer) -> Iterator[str]:

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from controller.cluster.lease import LeaderElection
     from controller.roles.manager_metrics import ManagerMetrics
     from controller.roles.webhook_role import WebhookRole
-    from controller.roles.work.leading import Bell, WorkSettings
+    from controller.roles.work.leading import Bell, Decisions, WorkSettings
     from controller.roles.work.loads import Loads
-    from controller.roles.work.model_infers import Decide
 
 CONTROLLER: Final = "attache-manager"
 # What kopf follows: the kinds that people and other controllers write.
@@ -52,7 +51,7 @@ class Leader:
         metrics: ManagerMetrics,
         election: LeaderElection,
         *,
-        model_infer: Decide,
+        decisions: Decisions,
         bell: Bell | None,
         loads: Loads | None = None,
     ) -> None:
@@ -60,7 +59,7 @@ class Leader:
         self._settings = settings
         self._metrics = metrics
         self._election = election
-        self._model_infer = model_infer
+        self._decisions = decisions
         self._bell = bell
         self._loads = loads
         metrics.leader.set_function(lambda: float(election.is_leader))
@@ -75,7 +74,7 @@ class Leader:
             self._settings,
             self._metrics,
             component=CONTROLLER,
-            model_infer=self._model_infer,
+            decisions=self._decisions,
             bell=self._bell,
             loads=self._loads,
         ).run()

@@ -14,6 +14,7 @@ import msgspec
 from extproc.core.effects import Effect, LoadAdapter, Tell
 from extproc.core.peer_events import AdapterChanged
 from extproc.endpoints.table import EndpointRef
+from extproc.errors import AdapterBroken, AdapterUnavailable, Refusal
 from extproc.scheduling.pool import Pool
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 BROKEN_S: Final = 10.0
 SILENT_S: Final = 2.0
+_RETRY_AFTER_S: Final = 5
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -119,3 +121,24 @@ def timeout_of(pool: Pool) -> float:
     """The longest that a request waits for its adapter, in seconds."""
     loading = pool.spec.adapter_loading
     return 0.0 if loading is None else float(loading.timeout)
+
+
+def unavailable(adapter: str, what: str) -> Refusal:
+    """503: try again."""
+    return AdapterUnavailable(
+        f"The adapter '{adapter}' {what}; try again later.", param="model", retry_after_s=_RETRY_AFTER_S
+    )
+
+
+def unreached(adapter: str) -> Refusal:
+    """503: nobody there to load it."""
+    return unavailable(adapter, "is not loaded, and no engine that could load it can be reached")
+
+
+def broken(adapter: str) -> Refusal:
+    """502: somebody must look at it."""
+    return AdapterBroken(
+        f"The adapter '{adapter}' could not be loaded by the engines: its weights are missing, or do not fit the model. "
+        "Tell the operator of this gateway, whose log says what the engines answered.",
+        param="model",
+    )

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+import numpy as np
+
 from extproc.admission.access import Access
 from extproc.admission.cache_isolation import CacheIsolation
 from extproc.admission.identity import Identities
@@ -19,7 +22,7 @@ from extproc.core.admission_controller import AdmissionController
 from extproc.core.dispatch import Dispatcher, constraints_of, prompt_of
 from extproc.core.effects import Effect, Tell
 from extproc.core.entering import EnteringRequests
-from extproc.core.explanation import explain
+from extproc.core.explanation import explain, where_adapter_goes
 from extproc.core.feedback import take_change, take_report
 from extproc.core.intake import Intake
 from extproc.core.level_exchange import LevelExchange
@@ -168,8 +171,9 @@ class Core:
     def tick(self, now: float) -> list[Effect]:
         """Held requests that can go are sent, and those that have waited too long are refused."""
         out = list[Effect]()
-        for record in self._loading.tick(now, out):
+        for record in self._loading.ready(now):
             self._entering.loaded(record, now, out)
+        self._loading.tick(now, out)
         self._waiting.tick(now, out)
         return out
 
@@ -257,8 +261,12 @@ class Core:
         self, arrival: Arrival, now: float, *, tokens: Sequence[int] | None = None, attachment: Attachment = BUNDLE
     ) -> Explanation:
         """What would be decided, with every reason, and nothing changed; raises a Refusal."""
-        constraints, pool = constraints_of(arrival, attachment, wants_reasons=True), arrival.pool
-        return explain(pool.consider(prompt_of(arrival, tokens), constraints, now=now, rng=self._rng), pool)
+        pool = arrival.pool
+        adapter, loader = where_adapter_goes(pool, arrival.adapter, attachment.subset, now)
+        only = None if loader is None else np.arange(len(pool.table.addresses)) == loader
+        constraints = constraints_of(arrival, attachment, only, wants_reasons=True)
+        found = explain(pool.consider(prompt_of(arrival, tokens), constraints, now=now, rng=self._rng), pool)
+        return msgspec.structs.replace(found, adapter=adapter)
 
     def state_of(self, ticket: str) -> State:
         """Where the request of this ticket stands."""

@@ -153,7 +153,7 @@ class EnteringRequests:
 
     def _enter(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
         slots, pool = arrival.pool.slots, arrival.pool
-        if slots is not None and self._is_served(pool):
+        if slots is not None and self._pools().get(pool.name) is pool:
             try:
                 if self._loading.admit(record, arrival, slots, now, out):
                     return AwaitAdapter(record.ticket, arrival.destination.model, self._longest_wait_s(pool))
@@ -165,7 +165,7 @@ class EnteringRequests:
         self, record: Record, arrival: Arrival, now: float, out: list[Effect], *, was_held: bool = False
     ) -> Decision | Refused | Hold:
         gate, pool, dispatcher = self._admission.gates.get(arrival.pool.name), arrival.pool, self._dispatcher
-        if not self._is_served(pool):
+        if self._pools().get(pool.name) is not pool:
             # the configuration changed while the request waited for its limits, tokens or adapter
             return dispatcher.refuse(record, no_longer_served(pool.name), now, out, was_held=was_held)
         if gate is None:
@@ -192,9 +192,6 @@ class EnteringRequests:
         dispatcher.put(record, State.QUEUED)
         self._waiting.wake(now, out)
         return Hold(record.ticket, gate.control.longest_wait_s)
-
-    def _is_served(self, pool: Pool) -> bool:
-        return self._pools().get(pool.name) is pool
 
     def _longest_wait_s(self, pool: Pool) -> float:
         """For an adapter, and in the queue after that."""

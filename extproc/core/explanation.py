@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from extproc.scheduling.adapter_placement import loaders, place, rows_in
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from extproc.scheduling.picker import Reasons
     from extproc.scheduling.pool import Consideration, Pool
@@ -41,7 +43,9 @@ class ProfileExplanation(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """Where a request goes, and why. ``addresses``: first choice, then fallbacks."""
+    """Where a request goes, and why. ``addresses``: first choice, then fallbacks. ``adapter``: where its adapter is, or
+    would be loaded, if it is one on demand.
+    """
 
     server: str
     model: str
@@ -52,6 +56,7 @@ class Explanation(msgspec.Struct, frozen=True):
     prefill: str | None
     stage: str
     profiles: tuple[ProfileExplanation, ...]
+    adapter: str = ""
 
 
 def explain(considered: Consideration, pool: Pool) -> Explanation:
@@ -94,6 +99,28 @@ def _filters(reasons: Reasons, addresses: list[str]) -> Iterator[FilterStep]:
         before = set(rows)
 
 
+def where_adapter_goes(
+    pool: Pool, adapter: str | None, subset: Collection[str] | None, now: float
+) -> tuple[str, int | None]:
+    """Where an adapter on demand is, or would be loaded, in words; and the row that would load it, None: it is there."""
+    slots, table = pool.slots, pool.table
+    if slots is None or adapter is None or adapter not in slots.sources:
+        return "", None
+    rows = loaders(table, pool.eligible(None, subset), now)
+    holders = [table.addresses[row] for row in rows_in(slots.has(adapter) & rows)]
+    if holders:
+        return f"'{adapter}' is loaded on {', '.join(holders)}", None
+    found = place(slots, table, adapter, rows_in(rows), now=now, shortest_stay_s=0.0)
+    if found is None:
+        return f"'{adapter}' is on no engine, and no engine has room for it now", None
+    where = f"'{adapter}' is on no engine; {table.addresses[found.row]} would load it"
+    if slots.is_loading(found.row, adapter):
+        where = f"'{adapter}' is on no engine; {table.addresses[found.row]} is loading it"
+    elif found.evicts is not None:
+        where += f" in place of '{found.evicts}'{', once no request uses that' if found.must_wait else ''}"
+    return where, found.row
+
+
 def to_text(one: Explanation) -> str:
     """For a terminal."""
     lines = [
@@ -101,6 +128,8 @@ def to_text(one: Explanation) -> str:
         f"  prompt of about {one.input_tokens:.0f} tokens, {one.cached_tokens:.0f} of them expected in the cache",
         f"  expected cost {one.cost_s * 1000:.1f} ms",
     ]
+    if one.adapter:
+        lines.append(f"  {one.adapter}")
     if one.stage:
         lines.append(f"  {one.stage}{f': {one.prefill}' if one.prefill else ''}")
     for profile in one.profiles:

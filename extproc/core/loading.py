@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.core.adapter_loads import BROKEN_S, AdapterLoads, timeout_of
+from extproc.core.adapter_loads import BROKEN_S, AdapterLoads, broken, timeout_of, unavailable, unreached
 from extproc.core.effects import Effect, LoadEnded, Tell, WakeAt
 from extproc.core.peer_events import AdapterChanged
 from extproc.core.record import Record
 from extproc.core.states import Event, State, is_legal
 from extproc.core.types import LoadProblem, LoadResult
 from extproc.endpoints.table import EndpointRef
-from extproc.errors import AdapterBroken, AdapterUnavailable, NoEndpoint, Refusal
+from extproc.errors import NoEndpoint, Refusal
 from extproc.scheduling.adapter_placement import Place, loaders, place, place_of_copy, rows_in, shortest_stay_s
 from extproc.scheduling.pool import Pool
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from extproc.core.dispatch import Dispatcher
     from extproc.core.types import Arrival
     from extproc.endpoints.adapter_slots import AdapterSlots
+    from extproc.endpoints.table import Bools
 
 # Engines that must have refused weights before they are taken for broken.
 _MOST_BROKEN: Final = 2
@@ -38,7 +39,6 @@ _MOST_BROKEN: Final = 2
 _NEWS_S: Final = 0.1
 # An engine without room is asked again after this time, whatever happens meanwhile.
 _LOOK_AGAIN_S: Final = 0.5
-_RETRY_AFTER_S: Final = 5
 
 _Key = tuple[str, str, frozenset[str] | None]
 
@@ -73,13 +73,9 @@ class LoadingRequests:
     def __init__(self, records: Mapping[str, Record], dispatcher: Dispatcher, *, has_peers: bool) -> None:
         self._records = records
         self._dispatcher = dispatcher
-        self._groups: dict[_Key, _Group] = {}
+        # who waits; every event of every request looks whether it is empty
+        self.groups: dict[_Key, _Group] = {}
         self._loads = AdapterLoads(has_peers=has_peers)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether any request waits for an adapter."""
-        return bool(self._groups)
 
     def admit(self, record: Record, arrival: Arrival, slots: AdapterSlots, now: float, out: list[Effect]) -> bool:
         """Whether the request has to wait for its adapter: it is in state LOADING then. Raises a Refusal."""
@@ -91,18 +87,19 @@ class LoadingRequests:
         holders, key = slots.has(adapter) & rows, _key(pool, adapter, subset)
         is_broken = self._loads.is_broken(pool, adapter, now)
         if holders.any():
-            if key not in self._groups and not is_broken:
+            if key not in self.groups and not is_broken:
                 self._copy(pool, slots, adapter, rows_in(rows & ~holders), now, out)
             return False
         if not rows.any():
             # the picker says why
             return False
         if is_broken:
-            raise _broken(adapter)
-        group = self._groups.get(key)
+            raise broken(adapter)
+        group = self.groups.get(key)
         if group is None:
-            group = self._groups[key] = _Group(pool, adapter, subset)
+            group = self.groups[key] = _Group(pool, adapter, subset)
         group.deadlines[record.ticket] = now + timeout_of(pool)
+        slots.waiting += 1
         record.loading_since_s = now
         self._dispatcher.put(record, State.LOADING)
         out.append(WakeAt(now))
@@ -111,9 +108,9 @@ class LoadingRequests:
     def withdraw(self, record: Record) -> None:
         """Its client went away; the others of its group do not notice."""
         arrival = record.arrived
-        group = self._groups.get(_key(arrival.pool, arrival.destination.model, record.attachment.subset))
+        group = self.groups.get(_key(arrival.pool, arrival.destination.model, record.attachment.subset))
         if group is not None:
-            group.deadlines.pop(record.ticket, None)
+            _remove(group, record.ticket)
 
     def ended(self, result: LoadResult, pool: Pool | None, now: float, out: list[Effect]) -> None:
         """An engine has loaded an adapter, or has not. The next ``tick`` lets its requests go."""
@@ -122,46 +119,54 @@ class LoadingRequests:
         if pool is not None and row is not None and result.problem is not None:
             self._failed(result, result.problem, pool, row, now)
 
-    def tick(self, now: float, out: list[Effect]) -> list[Record]:
-        """Ask for loads, and refuse those that have waited too long. Returns those whose adapter is there."""
-        ready = list[Record]()
-        for key, group in list(self._groups.items()):
+    def ready(self, now: float) -> list[Record]:
+        """Those whose adapter is there. They must go before ``tick``, which may give its slot away if nothing uses it."""
+        found = list[Record]()
+        for group in self.groups.values():
+            slots = group.pool.slots
+            if slots is not None and (slots.has(group.adapter) & self._rows(group, now)).any():
+                found += [self._records[ticket] for ticket in list(group.deadlines) if _remove(group, ticket)]
+        return found
+
+    def tick(self, now: float, out: list[Effect]) -> None:
+        """Ask for loads, and refuse those that have waited too long."""
+        for key, group in list(self.groups.items()):
             for ticket in [one for one, at_s in group.deadlines.items() if at_s <= now]:
                 self._refuse(group, ticket, self._too_late(group), now, out)
             slots = group.pool.slots
             if group.deadlines and slots is not None:
                 slots.expire(now)
-                ready += self._look_at(group, slots, now, out)
+                self._look_at(group, slots, now, out)
             if not group.deadlines:
                 self._reopen(group, now, out)
-                self._groups.pop(key, None)
+                self.groups.pop(key, None)
         self._say_when(now, out)
         self._loads.forget(now)
-        return ready
 
     def move(self, pools: Mapping[str, Pool], now: float, out: list[Effect]) -> None:
         """After a change of configuration: refuse those whose server or adapter is not there any more."""
-        for group in self._groups.values():
+        for group in self.groups.values():
             pool = group.pool
             is_there = pools.get(pool.name) is pool and pool.slots is not None and group.adapter in pool.slots.sources
             if not is_there:
                 gone = NoEndpoint(f"'{pool.name}' does not load the adapter '{group.adapter}' any more.")
                 self._refuse_all(group, gone, now, out)
 
-    def _look_at(self, group: _Group, slots: AdapterSlots, now: float, out: list[Effect]) -> list[Record]:
+    def _rows(self, group: _Group, now: float) -> Bools:
+        return loaders(group.pool.table, group.pool.eligible(None, group.subset), now)
+
+    def _look_at(self, group: _Group, slots: AdapterSlots, now: float, out: list[Effect]) -> None:
         pool, loads = group.pool, self._loads
-        rows = loaders(pool.table, pool.eligible(None, group.subset), now)
-        if (slots.has(group.adapter) & rows).any():
-            tickets, group.deadlines = list(group.deadlines), {}
-            return [self._records[ticket] for ticket in tickets]
-        asked = loads.answering(pool, rows_in(rows), now)
+        asked = loads.answering(pool, rows_in(self._rows(group, now)), now)
         if loads.is_broken(pool, group.adapter, now):
-            self._refuse_all(group, _broken(group.adapter), now, out)
+            self._refuse_all(group, broken(group.adapter), now, out)
         elif not asked:
-            self._refuse_all(group, _unreached(group.adapter), now, out)
+            self._refuse_all(group, unreached(group.adapter), now, out)
+        elif pool.spec.scrape_interval and slots.are_unread(asked, now):
+            # an engine may have it: its list of models comes within a second
+            return
         elif not loads.is_loading(pool, group.adapter, asked):
             self._find_place(group, slots, [row for row in asked if group.refused.get(row, 0.0) <= now], now, out)
-        return []
 
     def _find_place(self, group: _Group, slots: AdapterSlots, rows: list[int], now: float, out: list[Effect]) -> None:
         """Load now where there is room or an idle adapter; else make an adapter that is in use give way."""
@@ -185,7 +190,7 @@ class LoadingRequests:
     def _in_use(self, group: _Group, slots: AdapterSlots, rows: list[int], now: float) -> Place | None:
         """Which adapter gives way although it is in use."""
         held = sum(len(slots.held(row)) for row in rows)
-        stay_s = shortest_stay_s(timeout_of(group.pool), waiting=len(self._groups), slots=held)
+        stay_s = shortest_stay_s(timeout_of(group.pool), waiting=len(self.groups), slots=held)
         return place(slots, group.pool.table, group.adapter, rows, now=now, shortest_stay_s=stay_s)
 
     def _close_one(
@@ -201,7 +206,7 @@ class LoadingRequests:
         self, pool: Pool, slots: AdapterSlots, adapter: str, others: list[int], now: float, out: list[Effect]
     ) -> None:
         """A second copy, where that pays."""
-        if any(slots.is_loading(row, adapter) for row in others):
+        if self._loads.is_loading(pool, adapter, others) or any(slots.is_loading(row, adapter) for row in others):
             # one at a time
             return
         found = place_of_copy(slots, pool.table, adapter, slots.has(adapter), others, now)
@@ -211,7 +216,7 @@ class LoadingRequests:
 
     def _failed(self, result: LoadResult, problem: LoadProblem, pool: Pool, row: int, now: float) -> None:
         """Remember it for those that wait, and for those that come."""
-        groups = [one for one in self._groups.values() if one.pool is pool and one.adapter == result.adapter]
+        groups = [one for one in self.groups.values() if one.pool is pool and one.adapter == result.adapter]
         match problem:
             case LoadProblem.BUSY:
                 if pool.slots is not None:
@@ -231,11 +236,11 @@ class LoadingRequests:
     def _say_when(self, now: float, out: list[Effect]) -> None:
         """When to look again; other processes hear again what is still so."""
         loads = self._loads
-        soonest = [at_s for group in self._groups.values() for at_s in group.deadlines.values()]
-        if self._groups or (loads.has_peers and len(loads)):
+        soonest = [at_s for group in self.groups.values() for at_s in group.deadlines.values()]
+        if self.groups or (loads.has_peers and len(loads)):
             soonest.append(now + _LOOK_AGAIN_S)
         loads.tell_again(out)
-        for group in self._groups.values():
+        for group in self.groups.values():
             closing = group.closing
             if closing is not None and loads.has_peers:
                 soonest.append(max(now + _NEWS_S / 2, closing.since_s + _NEWS_S))
@@ -252,37 +257,28 @@ class LoadingRequests:
 
     def _too_late(self, group: _Group) -> Refusal:
         if self._loads.is_loading(group.pool, group.adapter, group.pool.table.active_rows):
-            return _unavailable(group.adapter, f"takes longer to load than {timeout_of(group.pool):g} s")
-        return _unavailable(group.adapter, "has no room at any engine: all slots are in use by other adapters")
+            return unavailable(group.adapter, f"takes longer to load than {timeout_of(group.pool):g} s")
+        return unavailable(group.adapter, "has no room at any engine: all slots are in use by other adapters")
 
     def _refuse_all(self, group: _Group, refusal: Refusal, now: float, out: list[Effect]) -> None:
         for ticket in list(group.deadlines):
             self._refuse(group, ticket, refusal, now, out)
 
     def _refuse(self, group: _Group, ticket: str, refusal: Refusal, now: float, out: list[Effect]) -> None:
-        del group.deadlines[ticket]
+        _remove(group, ticket)
         record = self._records[ticket]
         is_legal(record.state, Event.GIVEN_UP, ticket)
         out.append(self._dispatcher.refuse(record, refusal, now, out, was_held=True))
 
 
+def _remove(group: _Group, ticket: str) -> bool:
+    """The request waits no more; returns whether it did."""
+    if group.deadlines.pop(ticket, None) is None:
+        return False
+    if group.pool.slots is not None:
+        group.pool.slots.waiting -= 1
+    return True
+
+
 def _key(pool: Pool, adapter: str, subset: Collection[str] | None) -> _Key:
     return pool.name, adapter, None if subset is None else frozenset(subset)
-
-
-def _unavailable(adapter: str, what: str) -> Refusal:
-    return AdapterUnavailable(
-        f"The adapter '{adapter}' {what}; try again later.", param="model", retry_after_s=_RETRY_AFTER_S
-    )
-
-
-def _unreached(adapter: str) -> Refusal:
-    return _unavailable(adapter, "is not loaded, and no engine that could load it can be reached")
-
-
-def _broken(adapter: str) -> Refusal:
-    return AdapterBroken(
-        f"The adapter '{adapter}' could not be loaded by the engines: its weights are missing, or do not fit the model. "
-        "Tell the operator of this gateway, whose log says what the engines answered.",
-        param="model",
-    )

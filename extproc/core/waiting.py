@@ -51,7 +51,7 @@ class WaitingRequests:
 
     def wake(self, now: float, out: list[Effect]) -> None:
         """Something has changed that may let a held request go, or one that waits for its adapter."""
-        if self._loading.is_waiting or self._freed or any(len(gate.queue) for gate in self._admission.gates.values()):
+        if self._loading.groups or self._freed or any(len(gate.queue) for gate in self._admission.gates.values()):
             out.append(WakeAt(now))
 
     def enter(self, record: Record, gate: Gate, now: float, out: list[Effect]) -> None:

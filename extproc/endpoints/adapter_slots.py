@@ -15,13 +15,15 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from extproc.config.model_server import ModelServerSpec
     from extproc.endpoints.table import Bools, EndpointRef, EndpointTable
 
 # A list of models may have been asked for this long before it is here.
 LIST_AGE_S: Final = 2.5
+# How long the first requests wait for the lists of models of engines that may have adapters already.
+UNREAD_S: Final = 1.0
 # What a peer said of an adapter that it loads or closes holds no longer than this, unless it says so again.
 PEER_NEWS_S: Final = 2.0
 
@@ -49,13 +51,15 @@ class _Changed(msgspec.Struct, frozen=True):
 class AdapterSlots:
     """Adapters that may be loaded, by row of the endpoint table. Bounded by adapters times endpoints.
 
-    ``sources``: where the weights of each are. ``slots``: how many an engine may hold, None: as it says itself.
+    ``sources``: where the weights of each are. ``slots``: how many an engine may hold, None: as it says itself. ``fixed``:
+    other adapters that routes name, which engines have for good. ``waiting``: requests that wait for an adapter.
     """
 
     def __init__(self, table: EndpointTable, base_model: str) -> None:
         self.sources: Mapping[str, str] = {}
         self.slots: int | None = None
-        # others that routes name, which engines have for good
+        self.waiting = 0
+        self._first_asked_at_s: float | None = None
         self.fixed: frozenset[str] = frozenset()
         self._table = table
         self._base_model = base_model
@@ -108,6 +112,14 @@ class AdapterSlots:
             if closed == adapter:
                 found[row] = False
         return found
+
+    def are_unread(self, rows: Iterable[int], now: float) -> bool:
+        """Whether one of these engines may have adapters that are not known yet, as this process has just started."""
+        if self._first_asked_at_s is None:
+            self._first_asked_at_s = now
+        if now - self._first_asked_at_s >= UNREAD_S:
+            return False
+        return any(self._table.loras[row].served is None for row in rows)
 
     def held(self, row: int) -> set[str]:
         """The adapters that take a slot there, those that are being loaded included."""

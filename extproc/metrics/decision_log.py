@@ -49,6 +49,8 @@ class DecisionLog:
             "is_precise": assignment.is_precise,
             **msgspec.to_builtins(decision.explanation),
         }
+        if decision.adapter_wait_s:
+            line["adapter_wait_s"] = decision.adapter_wait_s
         self._write(line)
 
     def settled(self, settled: Settled) -> None:

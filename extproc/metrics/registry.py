@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from extproc.core.effects import Decision, Left, Refused, Settled
+from extproc.core.effects import Decision, Left, LoadEnded, Refused, Settled
+from extproc.metrics.adapters import AdapterMetrics
 from extproc.metrics.admission import AdmissionMetrics
 from extproc.metrics.collectors import Counters, DeferredHistogram
 from extproc.metrics.endpoints import EndpointSeries
@@ -46,6 +47,7 @@ class Metrics:
         self.decision_log = log
         self.registry = CollectorRegistry()
         self.admission = AdmissionMetrics(self.registry, gates)
+        self._adapters = AdapterMetrics(self.registry, pools)
         self._wall_clock = wall_clock
         self._requests = Counters("attache_requests", "Requests by what was decided.", ["outcome"], self.registry)
         self._requests.begin("picked")
@@ -153,6 +155,8 @@ class Metrics:
                 self._picks.add(effect.server)
                 if effect.queued is not None:
                     self.admission.sent(effect, effect.queued)
+                if effect.adapter_wait_s:
+                    self._adapters.waited(effect)
             case Settled():
                 if effect.is_ours:
                     self._count_answer(effect)
@@ -161,6 +165,8 @@ class Metrics:
                 self.admission.refused(effect)
             case Left():
                 self.admission.left(effect)
+            case LoadEnded():
+                self._adapters.ended(effect.result)
 
     def picked_within(self, seconds: float) -> None:
         """A decision was made at once, within this time of the whole body."""

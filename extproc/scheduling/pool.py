@@ -208,8 +208,8 @@ class Pool:
         # the ledger has just counted the request as the last of them
         tokens_ahead = float(table.backlog_tokens[computing]) if work else backlog_of(table, computing, now)
         return Assignment(
-            endpoint=endpoint,
-            addresses=tuple([table.addresses[row] for row in pick.rows]),
+            endpoint,  # by position: Python calls with more than 15 names by way of a dict
+            tuple([table.addresses[row] for row in pick.rows]),
             input_tokens=expectation.input_tokens,
             cached_tokens=cached,
             indexed_tokens=indexed_tokens,

@@ -17,9 +17,10 @@ from controller.cluster.leadership import LeaseTiming
 from controller.cluster.lease import LeaderElection
 from controller.cluster.queue import QueueTiming
 from controller.cluster.resources import EVENTS, MODEL_INFERS, PODS
+from controller.reconcile.model.reconcile import reconcile
 from controller.roles.manager import CONTROLLER, Leader, ManagerRole, kopf_rings
 from controller.roles.manager_metrics import ManagerMetrics
-from controller.roles.work.leading import WorkSettings
+from controller.roles.work.leading import Decisions, WorkSettings
 from tests.with_kube.stand_in import stand_in
 
 if TYPE_CHECKING:
@@ -74,22 +75,28 @@ async def managing(
     with_kopf: bool = False,
     loads: Loads | None = None,
     work: WorkSettings | None = None,
-    manager: str = CONTROLLER,
+    lease: str = "manager",
 ) -> AsyncIterator[Managing]:
     """The manager's work for the objects of ``namespace``, with a Lease in it."""
-    async with connect(access, manager=manager) as client:
+    async with connect(access, manager=CONTROLLER) as client:
         election = LeaderElection(
             client,
             namespace=namespace,
-            name="manager",
+            name=lease,
             identity=f"test-{id(client)}",
             timing=QUICK_LEASE,
             rng=Random(1),
         )
         metrics = ManagerMetrics()
-        bell: Bell | None = kopf_rings(client, namespace) if with_kopf else None
+        bell: Bell | None = kopf_rings(client, (work or settings(namespace)).namespace) if with_kopf else None
         leader = Leader(
-            client, work or settings(namespace), metrics, election, model_infer=decide, bell=bell, loads=loads
+            client,
+            work or settings(namespace),
+            metrics,
+            election,
+            decisions=Decisions(decide, reconcile),
+            bell=bell,
+            loads=loads,
         )
         managed = Managing(client, metrics, asyncio.create_task(ManagerRole(None, leader).run()))
         try:

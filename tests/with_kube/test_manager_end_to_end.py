@@ -148,6 +148,10 @@ async def test_two_groups_of_prefill_and_decode_run_are_scaled_mended_and_collec
     # as an autoscaler does
     await client.merge_patch(MODEL_INFERS, "llama", namespace, {"spec": {"replicas": 1}}, subresource="scale")
     assert await place.until_settled(5) == {name for name in names if name.startswith("llama-0-")}
+    await client.merge_patch(MODEL_INFERS, "llama", namespace, {"spec": {"replicas": 0}}, subresource="scale")
+    assert await place.until_settled(0) == set()
+    await client.merge_patch(MODEL_INFERS, "llama", namespace, {"spec": {"replicas": 1}}, subresource="scale")
+    await place.until_settled(5)
     await client.delete(MODEL_INFERS, "llama", namespace)
 
     async def is_gone() -> bool:

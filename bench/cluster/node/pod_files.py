@@ -116,7 +116,8 @@ class PodFiles:
         return Launch(
             command=[
                 *self._entered,
-                *own_words,
+                # they listen on the pod's address like others
+                *(rewritten(word, {}, self._listen_ip) for word in own_words),
                 *(rewritten(expanded(word, given), places, self._listen_ip, ports) for word in words),
             ],
             environment=self._environments[container.name],

@@ -28,11 +28,11 @@ class ProgressMetrics:
         self.registry = CollectorRegistry()
         known = self.registry
         self._phase = Gauge("attache_download_phase", "1 for the current phase", ["phase"], registry=known)
-        self._total = Gauge("attache_download_bytes_total_expected", "bytes of all files", registry=known)
+        self._total = Gauge("attache_download_size_bytes", "bytes of all files", registry=known)
         self._done = Gauge(
-            "attache_download_bytes_done", "bytes on the disk, those of earlier runs too", registry=known
+            "attache_download_done_bytes", "bytes on the disk, those of earlier runs too", registry=known
         )
-        self._files_total = Gauge("attache_download_files_total_expected", "files wanted", registry=known)
+        self._files_total = Gauge("attache_download_files", "files wanted", registry=known)
         self._files_done = Gauge("attache_download_files_done", "files complete and verified", registry=known)
         self._fetched = Counter("attache_download_fetched_bytes", "bytes that came from the source", registry=known)
         self._retries = Counter("attache_download_retries", "attempts that failed and were repeated", registry=known)

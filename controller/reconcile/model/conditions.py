@@ -6,14 +6,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from controller.cluster.resources import Object
 
 Condition = dict[str, Any]
 
 # What says of each kind that it does its work.
-_TOLD_BY: Final = {"ModelServer": "Programmed", "ModelRoute": "Programmed", "AutoscalingPolicyBinding": "ScalingActive"}
+_TOLD_BY: Final[Mapping[str, tuple[str, ...]]] = {
+    "ModelServer": ("Programmed", "Available"),
+    "ModelRoute": ("Programmed",),
+    "AutoscalingPolicyBinding": ("ScalingActive",),
+}
 
 
 def condition(type_: str, status: bool | None, reason: str, message: str) -> Condition:
@@ -22,23 +26,23 @@ def condition(type_: str, status: bool | None, reason: str, message: str) -> Con
     return {"type": type_, "status": said, "reason": reason, "message": message}
 
 
-def of_children(type_: str, kind: str, things: Iterable[Object]) -> Condition:
-    """True if all say that they work; False with the first that does not; Unknown while one has not said."""
-    about, found_any = _TOLD_BY[kind], False
+def of_children(type_: str, kind: str, things: Sequence[Object]) -> Condition:
+    """True if all say that they work; False with those that do not; Unknown while one has not said."""
+    if not things:
+        return condition(type_, None, "NotMade", f"there is no {kind} yet")
     silent, failing = [], []
     for thing in things:
-        found_any = True
-        name, found = thing["metadata"]["name"], condition_of(thing, about)
-        if not found or found.get("status") == "Unknown":
-            silent.append(name)
-        elif found.get("status") == "False":
-            failing.append(f"{kind} {name}: {found.get('reason')}: {found.get('message')}")
-    if not found_any:
-        return condition(type_, None, "NotMade", f"there is no {kind} yet")
+        name = thing["metadata"]["name"]
+        for found in (condition_of(thing, about) for about in _TOLD_BY[kind]):
+            if not found or found.get("status") == "Unknown":
+                silent.append(name)
+            elif found.get("status") == "False":
+                failing.append(f"{kind} {name}: {found.get('reason')}: {found.get('message')}")
     if failing:
         return condition(type_, False, f"{kind}NotReady", "; ".join(failing))
     if silent:
-        return condition(type_, None, "NotReported", f"nobody has reported on {kind} {', '.join(silent)} yet")
+        names = ", ".join(dict.fromkeys(silent))
+        return condition(type_, None, "NotReported", f"no gateway has reported on {kind} {names} yet")
     return condition(type_, True, f"{kind}Ready", "")
 
 

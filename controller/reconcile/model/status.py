@@ -172,7 +172,8 @@ def _conditions(
         found.append(of_children("AutoscalingReady", "AutoscalingPolicyBinding", bindings))
     if model.spec.warm:
         found.append(_warm(model, [*by_kind.get("DaemonSet", ()), *by_kind.get("Job", ())]))
-    return [*found, _ready(model, phase, failure, route)]
+    is_reached = any(condition_of(one, "Available").get("status") == "True" for one in by_kind.get("ModelServer", ()))
+    return [*found, _ready(model, phase, failure, route, is_reached=is_reached)]
 
 
 def _infers(states: Sequence[BackendState]) -> Condition:
@@ -186,8 +187,10 @@ def _infers(states: Sequence[BackendState]) -> Condition:
     return condition("ModelInfersReady", False, reason, said)
 
 
-def _ready(model: Resolved, phase: str, failure: tuple[str, str] | None, route: Condition) -> Condition:
-    """Whether a request would be answered."""
+def _ready(
+    model: Resolved, phase: str, failure: tuple[str, str] | None, route: Condition, *, is_reached: bool
+) -> Condition:
+    """Whether a request would be answered. ``is_reached``: a gateway has an engine of it."""
     if model.spec.stop:
         return condition("Ready", False, "Stopped", "spec.stop is true")
     if phase != "Loaded":
@@ -195,6 +198,8 @@ def _ready(model: Resolved, phase: str, failure: tuple[str, str] | None, route: 
         return condition("Ready", False, reason, message)
     if route["status"] != "True":
         return condition("Ready", False, route["reason"], f"no gateway serves it: {route['message']}")
+    if not is_reached:
+        return condition("Ready", False, "NotAvailable", "no gateway has an engine of it yet")
     return condition("Ready", True, "Serving", "")
 
 

@@ -80,7 +80,12 @@ def reconcile(observed: Observed, now_s: float) -> Plan:
             failed=failed_groups(groups, target, observed),
             recoveries=as_status((*recovered.attempts, *ganged.attempts)),
         ),
-        events=(*told(thing.get("status") or {}, rollout), *recovered.events, *ganged.events),
+        events=(
+            *told(target, rollout),
+            *recovered.events,
+            *ganged.events,
+            *owned.told(groups, ganged.missing, drained.deleted),
+        ),
         look_again_at_s=min((one for one in times if one is not None), default=None),
         asks_loads_of=wanted.asks_loads_of | drained.asks_loads_of,
     )

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from controller.cluster.informer import InformerTiming
 from controller.cluster.queue import QueueTiming, WorkQueue
 from controller.cluster.resources import PODS, Object
+from controller.reconcile.model.observed import Settings as ModelSettings
 from controller.reconcile.plan import Happened
 from controller.roles.work.executing import Executor, Refused
 from controller.roles.work.expectations import Expectations
@@ -22,6 +23,7 @@ from controller.roles.work.following import Following
 from controller.roles.work.keeper import Keeper, WorkKey
 from controller.roles.work.loads import Asked, GatewayLoads, Loads
 from controller.roles.work.model_infers import ModelInferKeeper
+from controller.roles.work.models import ModelKeeper
 from controller.roles.work.telling import Recorder, with_trouble, write_status
 from extproc.config.loads import LOADS_LABEL
 
@@ -31,15 +33,24 @@ if TYPE_CHECKING:
     from controller.reconcile.plan import Plan
     from controller.roles.manager_metrics import ManagerMetrics
     from controller.roles.work.model_infers import Decide
+    from controller.roles.work.models import DecideModel
 
 Bell = Callable[[Callable[[str, str], None]], Awaitable[None]]
 """Calls its argument with the kind and key of objects that have changed, until cancelled."""
 
 
+class Decisions(NamedTuple):
+    """The pure functions of the kinds."""
+
+    model_infer: Decide
+    model: DecideModel
+
+
 class WorkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``namespace``: whose objects are looked after; None: all. ``workers``: objects looked at side by side.
     ``together_s``: changes of what an object owns that come within this time cause one look. ``patience_s``: how long the
-    informers may take to tell of our own writes before a list is asked for.
+    informers may take to tell of our own writes before a list is asked for. ``shared_namespace``: whose ModelTemplates
+    all Models may name. ``models``: what holds for all Models.
     """
 
     namespace: str | None = None
@@ -48,6 +59,8 @@ class WorkSettings(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: float = 5.0
     informers: InformerTiming = InformerTiming()
     queue: QueueTiming = QueueTiming()
+    shared_namespace: str = ""
+    models: ModelSettings = ModelSettings()
 
 
 def wall_s() -> float:
@@ -65,7 +78,7 @@ class Work:
         metrics: ManagerMetrics,
         *,
         component: str,
-        model_infer: Decide,
+        decisions: Decisions,
         bell: Bell | None = None,
         loads: Loads | None = None,
         clock: Callable[[], float] = wall_s,
@@ -78,9 +91,19 @@ class Work:
         self._client = client
         self._queue = WorkQueue[WorkKey](Random(), settings.queue)
         self._following = Following(client, settings.namespace, settings.informers)
-        self._infers = ModelInferKeeper(client, self._following, self._soon, model_infer)
+        self._infers = ModelInferKeeper(client, self._following, self._soon, decisions.model_infer)
+        self._models = ModelKeeper(
+            client,
+            self._following,
+            self._soon,
+            decisions.model,
+            infers=self._infers.infers,
+            infer_pods=self._infers.pods,
+            shared=settings.shared_namespace,
+            settings=settings.models,
+        )
         self._gateways = self._following.add(PODS, labels=LOADS_LABEL, everywhere=True)
-        self._keepers: Mapping[str, Keeper] = {one.resource.kind: one for one in (self._infers,)}
+        self._keepers: Mapping[str, Keeper] = {one.resource.kind: one for one in (self._infers, self._models)}
         self._expectations = Expectations(self._known, settings.patience_s)
         self._following.subscribe(self._expectations.heard)
         self._executor = Executor(client, self._expectations, self._known, clock=_loop_s, counted=metrics.wrote)
@@ -88,6 +111,7 @@ class Work:
         self._asks: dict[WorkKey, frozenset[str]] = {}
         self._generations: dict[WorkKey, Any] = {}
         self._infers.subscribe(self._thing_changed(self._infers))
+        self._models.subscribe(self._thing_changed(self._models))
         self.synced = asyncio.Event()
 
     async def run(self) -> None:

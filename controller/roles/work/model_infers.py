@@ -80,6 +80,16 @@ class ModelInferKeeper:
         """See ``Keeper``."""
         return self._things.get(key)
 
+    @property
+    def infers(self) -> Informer:
+        """Follows ModelInfers."""
+        return self._things
+
+    @property
+    def pods(self) -> Informer:
+        """Follows their pods."""
+        return self._informers[PODS]
+
     def pod(self, key: str) -> Object | None:
         """A pod of a ModelInfer."""
         return self._informers[PODS].get(key)

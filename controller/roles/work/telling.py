@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_NOTHING: Final[tuple[object, ...]] = (None, {}, [], ())
 _QUIET_S: Final = 60.0
 _REMEMBERED: Final = 4096
 
@@ -37,7 +38,8 @@ async def write_status(
         Wanted(one["type"], one["status"], one["reason"], one.get("message", ""))
         for one in status.get("conditions") or ()
     )
-    fields = {name: value for name, value in status.items() if name != "conditions" and value is not None}
+    # empty ones are left out: a map whose last item an applier takes away becomes null, which schemas refuse
+    fields = {name: value for name, value in status.items() if name != "conditions" and value not in _NOTHING}
     wanted = WantedStatus(
         kind=resource.kind,
         key=key_of(thing),

@@ -49,13 +49,6 @@ def test_roles_that_wait_for_each_other() -> None:
     assert said == "a, b wait for each other by startsAfter, so none of them would start; leave one out"
 
 
-def test_a_rollout_by_role_that_could_never_move() -> None:
-    rollout = {"unit": "Role", "maxUnavailable": 0, "maxSurge": 1}
-    (said,) = found(role("a", maxSurge=1), role("b"), rollout=rollout)
-    assert "which b do not have" in said
-    assert found(role("a", maxSurge=1), role("b", maxSurge="10%"), rollout=rollout) == []
-
-
 def test_a_pod_without_containers() -> None:
     assert found({"name": "a", "entryTemplate": {"spec": {}}}) == ["entryTemplate of role a has no containers"]
 

@@ -190,6 +190,8 @@ class Life:
                 self.decided.append(own.ticket)
                 run = self.core._records[own.ticket].run
                 assert run is not None
+                row, adapter = run.assignment.endpoint.row, run.assignment.adapter
+                assert adapter is None or adapter in (run.pool.table.loras[row].served or ())
                 self.sent[own.ticket] = own.grants, run
 
     def must_wake(self) -> None:
@@ -411,7 +413,7 @@ class Life:
         # whoever is held is told within the longest wait, without anything else happening
         self.pass_time(31.0)
         assert not self.pending
-        assert not self.core._loading.is_waiting
+        assert not self.core._loading.groups
         for ask in list(self.loads):
             self.load_ends(ask, LoadProblem.UNREACHABLE)
         for ticket in list(self.decided):

@@ -48,7 +48,12 @@ class Told:
 
 
 def job(
-    uri: str, cache: Path, *, limits: ArchiveLimits | None = None, wanted: Mapping[str, Any] | None = None, **more: Any
+    uri: str,
+    cache: Path,
+    *,
+    limits: ArchiveLimits | None = None,
+    wanted: Mapping[str, Any] | None = None,
+    **more: Any,  # noqa: ANN401 - fields of Job
 ) -> Job:
     """A job with small parts and little patience. ``wanted``: fields of Wanted."""
     rules = Rules(sizes=Sizes(parallel=3, part=256 * 1024, block=64 * 1024, record=128 * 1024), patience=QUICK)
@@ -59,7 +64,12 @@ def job(
 
 
 async def fetched(
-    uri: str, cache: Path, environment: Mapping[str, str] | None = None, *, told: Told | None = None, **more: Any
+    uri: str,
+    cache: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    told: Told | None = None,
+    **more: Any,  # noqa: ANN401 - fields of Job
 ) -> Path:
     """Where the weights are after a download in this process; raises what the download raises."""
     one = job(uri, cache, **more)
@@ -82,6 +92,11 @@ async def command(*words: str, **environment: str) -> asyncio.subprocess.Process
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
+
+
+def below(directory: Path, pattern: str = "*") -> list[Path]:
+    """All paths below a directory that fit."""
+    return sorted(directory.rglob(pattern))
 
 
 def random_bytes(size: int, seed: int = 1) -> bytes:

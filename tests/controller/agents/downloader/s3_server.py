@@ -41,7 +41,7 @@ class S3Server:
             "s3", endpoint_url=f"http://{host}", config=Config(s3={"addressing_style": "path"})
         )
 
-    def put(self, bucket: str, key: str, content: bytes, **more: Any) -> None:
+    def put(self, bucket: str, key: str, content: bytes, **more: Any) -> None:  # noqa: ANN401 - as boto3 has it
         """Store an object; makes the bucket."""
         self.make(bucket)
         self.client.put_object(Bucket=bucket, Key=key, Body=content, **more)

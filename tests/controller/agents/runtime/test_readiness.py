@@ -63,6 +63,19 @@ async def test_a_page_of_something_else_is_no_answer_of_a_model(engine: FakeEngi
         await eventually(agent.is_ready)
 
 
+async def test_what_speaks_no_http_is_no_engine(tmp_path: Path) -> None:
+    engine = FakeEngine()
+
+    async def babble(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\x00\xff220 mail.example.com\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(babble, "127.0.0.1", engine.port), beside(engine, tmp_path) as agent:
+        await eventually(lambda: agent.agent.watch.health.failures > 3)
+        assert not await agent.is_ready()
+        assert await agent.metric("metrics_up") == 0
+
+
 async def test_an_engine_without_completions_is_asked_to_chat(engine: FakeEngine, tmp_path: Path) -> None:
     engine.refuses_completions = True
     async with beside(engine, tmp_path) as agent:

@@ -70,9 +70,8 @@ def told(children: list[Plain], ready: int = 1, *, is_served: bool = True, **sta
             counts = {"replicas": one["spec"]["replicas"], "readyReplicas": ready, "updatedReplicas": ready}
             one["status"] = {"observedGeneration": 1, **counts, **status}
         elif is_served:
-            one["status"] = {
-                "conditions": [{"type": "Programmed", "status": "True", "reason": "Programmed", "message": ""}]
-            }
+            said = {"status": "True", "reason": "Yes", "message": ""}
+            one["status"] = {"conditions": [{"type": about, **said} for about in ("Programmed", "Available")]}
     return found
 
 
@@ -282,6 +281,23 @@ def test_why_it_does_not_load(field: str, container: str, reason: str) -> None:
     assert condition(plan, "Ready")["reason"] == reason
 
 
+@pytest.mark.parametrize(
+    ("reason", "phase", "transition"),
+    [
+        ("Unschedulable", "Pending", "InProgress"),
+        ("NotAnswering", "Pending", "InProgress"),
+        ("ModelLoadFailed", "FailedToLoad", "BlockedByFailedLoad"),
+    ],
+)
+def test_what_may_pass_is_told_and_is_no_failure_to_load(reason: str, phase: str, transition: str) -> None:
+    children = on_server(reconcile(seen(model(), []), NOW_S))
+    degraded = {"type": "Degraded", "status": "True", "reason": reason, "message": "pod x"}
+    plan = reconcile(seen(model(), told(children, 0, conditions=[degraded])), NOW_S)
+    assert plan.status is not None
+    assert (plan.status["phase"], plan.status["transitionStatus"]) == (phase, transition)
+    assert plan.status["failure"] == {"reason": reason, "message": "ModelInfer llama-default: pod x"}
+
+
 def test_a_revision_that_does_not_become_ready_blocks_and_the_old_serves() -> None:
     children = on_server(reconcile(seen(model(), []), NOW_S))
     blocked = {"type": "Degraded", "status": "True", "reason": "BlockedByFailedLoad", "message": "group 1 is not ready"}
@@ -296,6 +312,15 @@ def test_nobody_serves_the_route() -> None:
     children = told(on_server(reconcile(seen(model(), []), NOW_S)), is_served=False)
     ready = condition(reconcile(seen(model(), children), NOW_S), "Ready")
     assert (ready["status"], ready["reason"]) == ("False", "NotReported")
+
+
+def test_no_gateway_has_an_engine_yet() -> None:
+    children = told(on_server(reconcile(seen(model(), []), NOW_S)))
+    (server,) = (one for one in children if one["kind"] == "ModelServer")
+    server["status"]["conditions"][1] |= {"status": "False", "reason": "NoReadyPods"}
+    plan = reconcile(seen(model(), children), NOW_S)
+    assert condition(plan, "Ready")["reason"] == "NotAvailable"
+    assert condition(plan, "ModelServersReady")["message"].startswith("ModelServer llama-default: NoReadyPods")
 
 
 def test_a_stopped_model_is_on_standby() -> None:

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What answers to loads mean, in the words of vLLM, of runtime agents, and of servers that know no such call."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from extproc.core.types import LoadProblem
+from extproc.feeds.adapter_answers import answer_to_load, is_unloaded
+
+
+def error(message: str, kind: str = "InvalidUserInput") -> bytes:
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": 400}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "problem"),
+    [
+        (200, b"Success: LoRA adapter 'sql' added successfully.", None),
+        (400, error("The lora adapter 'sql' has already been loaded. If you want to"), None),
+        (404, error("Loading lora sql failed: No adapter found for /sql", "NotFoundError"), LoadProblem.BROKEN),
+        (500, error("LoRA rank 64 is greater than max_lora_rank 16.", "InternalServerError"), LoadProblem.BROKEN),
+        (400, error("The maximum number of adapters is loaded (2)"), LoadProblem.BUSY),
+        (503, error("the engine holds 2 adapters, and all of them are pinned or in use"), LoadProblem.BUSY),
+        (502, error("sql could not be downloaded: 404"), LoadProblem.BROKEN),
+        # vLLM without VLLM_ALLOW_RUNTIME_LORA_UPDATING, and an agent of an engine that loads none
+        (404, b'{"detail":"Not Found"}', LoadProblem.UNREACHABLE),
+        (404, b"404: Not Found", LoadProblem.UNREACHABLE),
+        (501, error("this engine loads no adapters while it runs"), LoadProblem.UNREACHABLE),
+        (401, b'{"error":"Unauthorized"}', LoadProblem.UNREACHABLE),
+    ],
+)
+def test_an_answer_says_whether_to_wait_to_go_elsewhere_or_to_give_up(
+    status: int, body: bytes, problem: LoadProblem | None
+) -> None:
+    assert answer_to_load(status, body).problem is problem
+
+
+def test_an_adapter_that_was_there_is_told_from_one_that_came() -> None:
+    assert answer_to_load(400, error("The lora adapter 'sql' has already been loaded.")).was_there
+    assert not answer_to_load(200, b"Success").was_there
+
+
+@pytest.mark.parametrize(
+    ("body", "gone"), [(b'{"evicted": "law"}', ("law",)), (b'{"evicted": ["a", "b"]}', ("a", "b"))]
+)
+def test_an_agent_may_say_what_it_unloaded(body: bytes, gone: tuple[str, ...]) -> None:
+    assert answer_to_load(200, body).unloaded == gone
+
+
+def test_a_message_is_one_line_of_bounded_length() -> None:
+    said = answer_to_load(500, error("a\nb" * 1000)).message
+    assert "\n" not in said
+    assert len(said) < 400
+
+
+@pytest.mark.parametrize(("status", "gone"), [(200, True), (404, True), (409, False), (500, False)])
+def test_an_adapter_that_is_not_there_is_unloaded(status: int, *, gone: bool) -> None:
+    assert is_unloaded(status) is gone

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads by HTTP: who is asked, in which order, and what comes of answers that do not come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from aiohttp import web
+
+from bench.processes import free_ports
+from extproc.config.load import load
+from extproc.core.core import Core
+from extproc.core.effects import LoadAdapter
+from extproc.core.types import LoadProblem, LoadResult
+from extproc.feeds.adapters import AdapterLoader
+from extproc.feeds.engine_access import EngineAccess
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+SERVER = "default/llama"
+
+
+class Agent:
+    """Answers loads and unloads, and notes who asked for what at the same time."""
+
+    def __init__(self, port: int, engine: str) -> None:
+        self.port, self.engine = port, engine
+        self.asked: list[tuple[str, str]] = []
+        self.at_once = self.most_at_once = 0
+        self.status = 200
+        self.takes_s = 0.0
+        self.results: asyncio.Queue[LoadResult] = asyncio.Queue()
+
+    async def answer(self, http: web.Request) -> web.Response:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.asked.append((http.path, json.loads(await http.read())["lora_name"]))
+        try:
+            await asyncio.sleep(self.takes_s)
+        finally:
+            self.at_once -= 1
+        return web.json_response({"error": {"message": "said so"}}, status=self.status)
+
+
+@pytest.fixture
+async def agent() -> AsyncIterator[Agent]:
+    port, engine = free_ports(2)
+    one = Agent(port, f"127.0.0.1:{engine}")
+    app = web.Application()
+    app.add_routes([web.post("/v1/{call}", one.answer)])
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    yield one
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def loader(agent: Agent) -> AsyncIterator[AdapterLoader]:
+    config = f"""
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {{name: llama}}
+spec:
+  model: m
+  endpoints: [{{address: "{agent.engine}"}}]
+  adapterLoading: {{port: {agent.port}, adapters: [{{name: sql, source: /sql}}]}}
+"""
+    core = Core(load({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
+    clock = asyncio.get_running_loop().time
+    one = AdapterLoader(core, EngineAccess({}, clock), clock=clock, deliver=agent.results.put_nowait)
+    yield one
+    await one.close()
+
+
+def ask(agent: Agent, adapter: str, *, unload: str | None = None, timeout_s: float = 20.0) -> LoadAdapter:
+    return LoadAdapter(SERVER, agent.engine, adapter, f"/{adapter}", unload, timeout_s)
+
+
+async def test_the_agent_is_asked_to_make_room_and_then_to_load(loader: AdapterLoader, agent: Agent) -> None:
+    loader.start(ask(agent, "sql", unload="law"))
+    result = await agent.results.get()
+    assert (result.problem, result.unloaded) == (None, ("law",))
+    assert agent.asked == [("/v1/unload_lora_adapter", "law"), ("/v1/load_lora_adapter", "sql")]
+
+
+async def test_loads_at_one_engine_follow_each_other(loader: AdapterLoader, agent: Agent) -> None:
+    agent.takes_s = 0.02
+    for name in ("sql", "law", "art"):
+        loader.start(ask(agent, name))
+    assert {(await agent.results.get()).adapter for _ in range(3)} == {"sql", "law", "art"}
+    assert agent.most_at_once == 1
+
+
+async def test_an_adapter_that_cannot_be_unloaded_stays_and_nothing_is_loaded(
+    loader: AdapterLoader, agent: Agent
+) -> None:
+    agent.status = 409
+    loader.start(ask(agent, "sql", unload="law"))
+    result = await agent.results.get()
+    assert (result.problem, result.unloaded) == (LoadProblem.BUSY, ())
+    assert agent.asked == [("/v1/unload_lora_adapter", "law")]
+
+
+async def test_an_answer_that_does_not_come_in_time_ends_the_load(loader: AdapterLoader, agent: Agent) -> None:
+    agent.takes_s = 30.0
+    loader.start(ask(agent, "sql", timeout_s=0.1))
+    result = await agent.results.get()
+    assert (result.problem, result.message) == (LoadProblem.UNREACHABLE, "no answer within 0.1 s")
+
+
+async def test_nobody_there_is_a_result_too(loader: AdapterLoader, agent: Agent) -> None:
+    (agent.port,) = free_ports(1)
+    pool = loader._core.pools[SERVER]
+    text = f"""
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {{name: llama}}
+spec:
+  model: m
+  endpoints: [{{address: "{agent.engine}"}}]
+  adapterLoading: {{adapters: [{{name: sql, source: /sql}}]}}
+"""
+    pool.update(load({"a.yaml": text.encode()}).servers[0].spec, pool.picker)
+    loader.start(ask(agent, "sql"))
+    assert (await agent.results.get()).problem is LoadProblem.UNREACHABLE

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manager works with its own account: its manifests allow what it asks for, and little that it never needs."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest_asyncio
+import yaml
+
+from bench.cluster.node.node import gpu_node
+from bench.cluster.node.running import running_nodes
+from controller.cluster.errors import Forbidden
+from controller.cluster.resources import MODEL_INFERS, MODELS, NODES, PODS, SECRETS, SERVICES
+from controller.reconcile.model_infer import labels
+from controller.reconcile.model_infer.reconcile import reconcile
+from tests.waiting import eventually
+from tests.with_kube.kubes import REAL
+from tests.with_kube.managing import condition, managing, model_infer, pod_names, role, settings
+from tests.with_kube.permissions import Permission, allowed_by, asked_for, missing, unused
+from tests.with_kube.test_crds import install
+from tests.with_kube.test_manifests import MANIFESTS, SYSTEM, kubectl
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from bench.cluster.assets import Assets
+    from bench.cluster.control_plane import ControlPlane
+    from controller.cluster.access import Access
+    from controller.cluster.client import Client
+    from controller.cluster.resources import Object
+
+pytestmark = REAL
+PATIENCE_S = 60.0
+CRASHES = [{"name": "engine", "image": "attache/host", "command": ["sh", "-c", "echo no GPU found; exit 3"]}]
+# Of the webhooks, of clusters with other schedulers or checks, and of Models with volumes for weights.
+ELSEWHERE = {"secrets", "validatingwebhookconfigurations", "gatewayconfigs", "podgroups", "workloads"}
+ELSEWHERE |= {"modelinfers/finalizers", "models/finalizers", "modelinferroles", "modelinferroles/status"}
+# Of changes that need more time: a Model that loses a backend, a rollout that fails, old revisions.
+SELDOM = {("delete", "modelinfers"), ("patch", "controllerrevisions"), ("delete", "controllerrevisions")}
+# An apply is a patch that needs this right, too, where it makes an object.
+SELDOM.add(("create", "modelinfers"))
+ELSEWHERE |= {"modelroutes", "modelservers"}
+ELSEWHERE |= {"autoscalingpolicies", "autoscalingpolicybindings", "configmaps", "daemonsets", "jobs"}
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def account(client: Client, plane: ControlPlane, assets: Assets, tmp_path: Path) -> Access:
+    """With the token of the manager's ServiceAccount."""
+    await install(client)
+    for name in ("namespace.yaml", "rbac.yaml"):
+        (tmp_path / name).write_text((MANIFESTS / "manager" / name).read_text())
+    kept = {"namespace": SYSTEM, "resources": ["namespace.yaml", "rbac.yaml"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kept))
+    assert await kubectl(plane, assets, "apply", "-k", str(tmp_path)) == 0
+    asked: Object = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "metadata": {}, "spec": {}}
+    path = f"/api/v1/namespaces/{SYSTEM}/serviceaccounts/attache-manager/token"
+    answer: dict[str, Any] = await client._json("POST", path, body=asked)
+    access = msgspec.structs.replace(client.access, token=answer["status"]["token"], certificate="", key="")
+    return msgspec.structs.replace(access, namespace=SYSTEM)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def node(client: Client, namespace: str, tmp_path: Path) -> AsyncIterator[None]:
+    spec = gpu_node(f"node-{namespace}", labels={"test": namespace})
+    async with running_nodes(client, [spec], tmp_path / "node", schedules=False):
+        yield
+        await client.delete(NODES, spec.name)
+
+
+async def test_the_account_may_do_what_the_work_needs_and_little_more(
+    client: Client,
+    account: Access,
+    namespace: str,
+    node: None,  # noqa: ARG001 - runs the pods
+) -> None:
+    everything = settings(None)
+    async with managing(
+        account, SYSTEM, decide=reconcile, with_kopf=True, work=everything, lease="attache-manager"
+    ) as manager:
+        with asked_for(manager.client) as asked:
+            crashing = role(containers=CRASHES, nodeSelector={"test": namespace})
+            await client.create(MODEL_INFERS, model_infer(namespace, "crash", crashing))
+            await client.create(MODEL_INFERS, model_infer(namespace, "llama", role(workers=1), replicas=2))
+            model = {"apiVersion": MODELS.api_version, "kind": "Model", "spec": {"uri": "hf://org/llama"}}
+            await client.create(MODELS, {**model, "metadata": {"name": "five", "namespace": namespace}})
+
+            async def are_made() -> bool:
+                names = await pod_names(client, namespace)
+                return {"crash-0-main-0-0", "llama-1-main-0-1"} <= names and any(
+                    one.startswith("five") for one in names
+                )
+
+            await eventually(are_made, timeout_s=PATIENCE_S)
+            changed = {"metadata": {"labels": {labels.MODEL_INFER: None}}}
+            await client.merge_patch(PODS, "llama-0-main-0-0", namespace, changed)
+            await client.merge_patch(SERVICES, "llama-0-main-0", namespace, changed)
+            await client.merge_patch(MODEL_INFERS, "llama", namespace, {"spec": {"replicas": 1}})
+            await client.merge_patch(MODELS, "five", namespace, {"spec": {"stop": True}})
+
+            def left() -> set[Permission]:
+                found = unused(allowed_by(MANIFESTS / "manager" / "rbac.yaml"), asked)
+                # reading is one right to whoever asks: kopf gets what we list
+                return {
+                    one
+                    for one in found
+                    if one.resource not in ELSEWHERE and one.verb != "get" and (one.verb, one.resource) not in SELDOM
+                }
+
+            with contextlib.suppress(TimeoutError):
+                await eventually(lambda: not left(), timeout_s=PATIENCE_S)
+            assert missing(allowed_by(MANIFESTS / "manager" / "rbac.yaml"), asked) == set()
+            assert left() == set(), "what the account may do, and the work never does"
+        assert (await condition(client, namespace, "Available", "llama"))[0]
+        with contextlib.suppress(Forbidden):
+            await manager.client.list(SECRETS, namespace)
+            raise AssertionError("the account reads Secrets")
+    await client.delete(MODELS, "five", namespace)

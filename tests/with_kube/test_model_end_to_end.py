@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Model becomes an endpoint: pods that fetch weights and run engines, behind Envoy, and stays what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import sys
+import tarfile
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import msgspec
+import pytest
+import pytest_asyncio
+import yaml
+from aiohttp import web
+
+from bench.cluster.assets import ROOT
+from bench.cluster.node.container_machine import NodeTiming
+from bench.cluster.node.node import gpu_node
+from bench.cluster.node.running import running_nodes
+from bench.processes import Processes, free_ports
+from bench.stack import envoy_command
+from controller.cluster.client import Client, connect
+from controller.cluster.lease import LeaderElection
+from controller.cluster.resources import (
+    GATEWAY_CONFIGS,
+    MODEL_INFERS,
+    MODEL_ROUTES,
+    MODEL_SERVERS,
+    MODELS,
+    NODES,
+    PODS,
+    SERVICES,
+)
+from controller.reconcile.model_infer.reconcile import reconcile
+from controller.roles.gateway import CONTROLLER, GatewayRole, GatewaySettings
+from controller.roles.gateway_metrics import GatewayMetrics
+from extproc.scheduling.pickers import InstalledPlugins
+from tests.waiting import eventually
+from tests.with_kube.kubes import REAL
+from tests.with_kube.managing import define_kinds, managing
+from tests.with_kube.test_gateway_role import IMPATIENT
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from controller.cluster.resources import Resource
+    from tests.with_kube.kubes import Kube
+
+pytestmark = REAL
+QUICK = NodeTiming(restart_s=0.2, restart_max_s=0.4, pull_s=0.2, pull_max_s=0.4, heartbeat_s=1.0)
+# 24 processes of Python start for two groups of four pods
+PATIENCE_S = 240.0
+FIVE_LINES = """
+apiVersion: attache.dev/v1alpha1
+kind: Model
+metadata:
+  name: llama
+spec: {uri: "URI"}
+"""
+APART = """
+apiVersion: attache.dev/v1alpha1
+kind: Model
+metadata:
+  name: llama
+spec:
+  uri: file:///var/lib/attache/llama
+  backends:
+  - name: apart
+    replicas: 2
+    config: {drainTimeout: 2s, pod: {terminationGracePeriodSeconds: 5}}
+    disaggregation: {prefill: 2, decode: 2}
+"""
+
+
+class Site(msgspec.Struct, frozen=True):
+    """A cluster with a gateway, the manager and a node. ``url``: of Envoy. ``weights``: a URI, and how often it was asked."""
+
+    client: Client
+    namespace: str
+    url: str
+    weights: str
+    downloads: list[str]
+
+    async def create(self, text: str) -> None:
+        made = yaml.safe_load(text.replace("URI", self.weights))
+        made["metadata"]["namespace"] = self.namespace
+        await self.client.create(MODELS, made)
+
+    async def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = (await self.client.get(MODELS, "llama", self.namespace)).get("status") or {}
+        return found
+
+    async def is_ready(self) -> bool:
+        conditions = (await self.status()).get("conditions") or ()
+        return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+    async def until_ready(self) -> None:
+        try:
+            await eventually(self.is_ready, timeout_s=PATIENCE_S, pause_s=0.3)
+        except TimeoutError:
+            pods = (await self.client.list(PODS, self.namespace)).items
+            pytest.fail(f"{await self.status()}; {[(one['metadata']['name'], one['status']) for one in pods]}")
+
+    async def count(self, resource: Resource) -> int:
+        return len((await self.client.list(resource, self.namespace)).items)
+
+    async def ask(self) -> httpx.Response:
+        question = {"model": "llama", "max_tokens": 5, "messages": [{"role": "user", "content": "Who are you?"}]}
+        async with httpx.AsyncClient(timeout=30) as http:
+            return await http.post(f"{self.url}/v1/chat/completions", json=question)
+
+    async def answers(self) -> bool:
+        try:
+            return (await self.ask()).is_success
+        except httpx.HTTPError:
+            return False
+
+
+@contextlib.asynccontextmanager
+async def weights_server() -> AsyncIterator[tuple[str, list[str]]]:
+    """A web server with an archive of weights, and the requests for its bytes."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for name in ("config.json", "model.safetensors"):
+            member = tarfile.TarInfo(name)
+            member.size = 2
+            archive.addfile(member, io.BytesIO(b"{}"))
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.method)
+        return web.Response(body=content.getvalue(), headers={"etag": '"1"'})
+
+    app = web.Application()
+    app.router.add_get("/llama.tar", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    (port,) = free_ports(1)
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield f"http://127.0.0.1:{port}/llama.tar", asked
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def gateway(client: Client, kube: Kube, namespace: str, folder: Path) -> AsyncIterator[str]:
+    """The gateway role, extproc and Envoy for a namespace; the URL of Envoy."""
+    listen, admin, grpc, metrics, reports = (f"127.0.0.1:{port}" for port in free_ports(5))
+    spec = {"listen": listen, "admin": admin, "extproc": grpc}
+    metadata = {"name": "main", "namespace": namespace}
+    await client.create(
+        GATEWAY_CONFIGS,
+        {"apiVersion": GATEWAY_CONFIGS.api_version, "kind": "GatewayConfig", "metadata": metadata, "spec": spec},
+    )
+    config, bundle = folder / "config", folder / "bundle"
+    settings = GatewaySettings(
+        config=config,
+        namespace=namespace,
+        gateway_config=f"{namespace}/main",
+        followers={"extproc": metrics, "Envoy": reports},
+    )
+    async with connect(kube.admin, manager=CONTROLLER) as own, Processes(folder) as processes:
+        election = LeaderElection(own, namespace=namespace, name="gateway", identity="a")
+        role = GatewayRole(
+            own, settings, GatewayMetrics(), election=election, timing=IMPATIENT, check_picker=InstalledPlugins()
+        )
+        task = asyncio.create_task(role.run())
+        try:
+            await asyncio.wait_for(role.ready.wait(), PATIENCE_S)
+            python = [sys.executable, "-m", "attache"]
+            words = ["extproc", "--config", str(config), "--listen", grpc, "--metrics", metrics]
+            await processes.start("extproc", [*python, *words])
+            words = ["bundle", "--config", str(config), "--out", str(bundle), "--watch", "--metrics", reports]
+            await processes.start("bundle", [*python, *words])
+            await eventually((bundle / "bootstrap.json").exists, timeout_s=PATIENCE_S)
+            await processes.start("envoy", envoy_command(bundle))
+            yield f"http://{listen}"
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def site(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> AsyncIterator[Site]:
+    await define_kinds(client, ROOT / "manifests" / "crds")
+    # a Model of five lines chooses no node: those of other tests are away
+    for node in (await client.list(NODES)).items:
+        await client.delete(NODES, node["metadata"]["name"])
+    labels = {"app.kubernetes.io/name": "attache-gateway"}
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "gateway", "namespace": namespace, "labels": labels},
+        "spec": {"selector": labels, "ports": [{"name": "http", "port": 8080}]},
+    }
+    await client.create(SERVICES, service)
+    node = gpu_node(f"node-{namespace}", 16)
+    async with (
+        weights_server() as (uri, asked),
+        running_nodes(client, [node], tmp_path / "pods", timing=QUICK),
+        gateway(client, kube, namespace, tmp_path) as url,
+        managing(kube.admin, namespace, decide=reconcile),
+    ):
+        yield Site(client, namespace, url, uri, asked)
+        for model in (await client.list(MODELS, namespace)).items:
+            await client.delete(MODELS, model["metadata"]["name"], namespace)
+        for infer in (await client.list(MODEL_INFERS, namespace)).items:
+            await client.delete(MODEL_INFERS, infer["metadata"]["name"], namespace)
+        for pod in (await client.list(PODS, namespace)).items:
+            await client.delete(PODS, pod["metadata"]["name"], namespace, grace_s=0)
+        await client.delete(NODES, node.name)
+
+
+async def test_a_model_of_five_lines_becomes_an_endpoint_stays_one_and_goes_as_a_whole(site: Site) -> None:
+    await site.create(FIVE_LINES)
+    await site.until_ready()
+    # Envoy and extproc read the gateway's files a moment later
+    await eventually(site.answers, timeout_s=PATIENCE_S, pause_s=0.2)
+    answer = await site.ask()
+    assert answer.is_success, answer.text
+    assert answer.json()["choices"][0]["message"]["content"]
+    assert site.downloads, "the weights were fetched"
+    said = await site.status()
+    assert said["phase"] == "Loaded", said
+    assert said["url"] == f"http://gateway.{site.namespace}.svc:8080/v1"
+    (backend,) = said["backends"]
+    assert backend["runtime"] == "built-in runtime vllm"
+    assert backend["start"]["loadSeconds"] >= 0
+    assert {"schedulingSeconds", "downloadSeconds"} <= set(backend["start"])
+
+    # drift of what nobody else may own is repaired, and nothing is cut meanwhile
+    patch = {"spec": {"rules": [{"targetModels": [{"modelServerName": "elsewhere"}]}]}}
+    await site.client.merge_patch(MODEL_ROUTES, "llama", site.namespace, patch)
+    await site.client.delete(MODEL_SERVERS, "llama-default", site.namespace)
+
+    async def is_repaired() -> bool:
+        route = await site.client.get(MODEL_ROUTES, "llama", site.namespace)
+        targets = route["spec"]["rules"][0]["targetModels"]
+        return targets[0]["modelServerName"] == "llama-default" and await site.count(MODEL_SERVERS) == 1
+
+    await eventually(is_repaired, timeout_s=PATIENCE_S)
+    await eventually(site.answers, timeout_s=PATIENCE_S, pause_s=0.2)
+
+    await site.client.merge_patch(MODELS, "llama", site.namespace, {"spec": {"stop": True}})
+
+    async def is_stopped() -> bool:
+        said = await site.status()
+        return said["phase"] == "Standby" and await site.count(PODS) == 0 and await site.count(MODEL_SERVERS) == 1
+
+    await eventually(is_stopped, timeout_s=PATIENCE_S, pause_s=0.3)
+
+    await site.client.delete(MODELS, "llama", site.namespace)
+
+    async def is_gone() -> bool:
+        return not any([await site.count(one) for one in (MODEL_INFERS, MODEL_SERVERS, MODEL_ROUTES, PODS)])
+
+    await eventually(is_gone, timeout_s=PATIENCE_S, pause_s=0.3)
+
+
+async def test_prefill_and_decode_in_two_groups_of_four_pods_answer(site: Site) -> None:
+    await site.create(APART)
+    await site.until_ready()
+
+    async def are_all_ready() -> bool:
+        return (await site.status())["transitionStatus"] == "UpToDate"
+
+    await eventually(are_all_ready, timeout_s=PATIENCE_S, pause_s=0.5)
+    names = {one["metadata"]["name"] for one in (await site.client.list(PODS, site.namespace)).items}
+    assert names == {
+        f"llama-apart-{group}-{role}-{replica}-0"
+        for group in range(2)
+        for role in ("prefill", "decode")
+        for replica in range(2)
+    }
+    await eventually(site.answers, timeout_s=PATIENCE_S, pause_s=0.2)
+    said = await site.status()
+    assert said["backends"][0]["readyReplicas"] == 2
