@@ -96,7 +96,7 @@ def stays_as_it_is(history: History, *, hours: int = 6) -> None:
         raise Broken("settled means hardly a look", f"{oracle.looks - looks} in {hours} hours")
 
 
-def does_nothing_more(history: History, *, hours: int = 6) -> None:
+def does_nothing_more(history: History, *, hours: int = 2) -> None:
     """While engines crash again and again, their pods say so in the status, and nothing else is written."""
     oracle = history.oracle
     before, writes = sum(oracle.actions.values()), oracle.status_writes
