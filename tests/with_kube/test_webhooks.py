@@ -20,6 +20,7 @@ from controller.cluster.client import connect
 from controller.cluster.errors import ApiError, Forbidden
 from controller.cluster.resources import (
     CONFIG_MAPS,
+    GATEWAY_CONFIGS,
     MODEL_ROUTES,
     MODEL_SERVERS,
     SECRETS,
@@ -228,7 +229,7 @@ async def test_the_account_may_do_nothing_more(client: Client, account: Client, 
     with pytest.raises(Forbidden):
         await account.list(WEBHOOK_CONFIGURATIONS)
     with pytest.raises(Forbidden):
-        await account.delete(MODEL_SERVERS, "llama", namespace)
+        await account.delete(GATEWAY_CONFIGS, "gateway", namespace)
     with pytest.raises(Forbidden):
         await account.create(
             SECRETS, {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "x", "namespace": SYSTEM}}
