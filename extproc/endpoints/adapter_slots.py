@@ -119,7 +119,8 @@ class AdapterSlots:
             self._first_asked_at_s = now
         if now - self._first_asked_at_s >= UNREAD_S:
             return False
-        return any(self._table.loras[row].served is None for row in rows)
+        table = self._table
+        return any(table.loras[row].served is None or not table.has_reported(row) for row in rows)
 
     def held(self, row: int) -> set[str]:
         """The adapters that take a slot there, those that are being loaded included."""
@@ -130,6 +131,10 @@ class AdapterSlots:
     def is_loading(self, row: int, adapter: str) -> bool:
         """Whether this process or a peer loads it there."""
         return (row, adapter) in self._loading
+
+    def loads_at(self, row: int) -> int:
+        """How many adapters are being loaded there."""
+        return sum(1 for at, _ in self._loading if at == row)
 
     def room(self, row: int) -> float:
         """How many more adapters fit; infinite if that is not known."""

@@ -55,10 +55,9 @@ class Managing(msgspec.Struct, frozen=True):
         return sum(one.value for one in found if one.name == "attache_manager_writes_total")
 
     async def stop(self) -> None:
-        """As a signal does; raises what it ended with by itself."""
+        """As a signal does. What it ended with by itself is left to the test."""
         self.task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self.task
+        await asyncio.wait([self.task])
 
 
 def settings(namespace: str | None, **more: Any) -> WorkSettings:  # noqa: ANN401 - fields of the struct
@@ -73,6 +72,7 @@ async def managing(
     *,
     decide: Decide = stand_in,
     with_kopf: bool = False,
+    bell: Bell | None = None,
     loads: Loads | None = None,
     work: WorkSettings | None = None,
     lease: str = "manager",
@@ -88,7 +88,8 @@ async def managing(
             rng=Random(1),
         )
         metrics = ManagerMetrics()
-        bell: Bell | None = kopf_rings(client, (work or settings(namespace)).namespace) if with_kopf else None
+        if with_kopf:
+            bell = kopf_rings(client, (work or settings(namespace)).namespace)
         leader = Leader(
             client,
             work or settings(namespace),

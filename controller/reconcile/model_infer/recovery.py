@@ -177,9 +177,7 @@ def _failing(
         yield scope, min(known, key=lambda one: one.at_s + one.due_s, default=None)
 
 
-def _vanished(
-    replicas: Sequence[Replica], revisions: Mapping[int, Revision], now_s: float
-) -> list[Failure | None]:
+def _vanished(replicas: Sequence[Replica], revisions: Mapping[int, Revision], now_s: float) -> list[Failure | None]:
     """Somebody has deleted some of the pods that work together: the others have lost them. ``revisions``: of groups."""
     live = [pod for one in replicas for pod in one.live]
     going = [

@@ -14,7 +14,7 @@ import msgspec
 
 from controller.cluster.informer import InformerTiming
 from controller.cluster.queue import QueueTiming, WorkQueue
-from controller.cluster.resources import PODS, Object
+from controller.cluster.resources import PODS, Object, split_key
 from controller.reconcile.model.observed import Settings as ModelSettings
 from controller.reconcile.plan import Happened
 from controller.roles.work.executing import Executor, Refused
@@ -24,6 +24,7 @@ from controller.roles.work.keeper import Keeper, WorkKey
 from controller.roles.work.loads import Asked, GatewayLoads, Loads
 from controller.roles.work.model_infers import ModelInferKeeper
 from controller.roles.work.models import ModelKeeper
+from controller.roles.work.slimming import slim
 from controller.roles.work.telling import Recorder, with_trouble, write_status
 from extproc.config.loads import LOADS_LABEL
 
@@ -152,16 +153,15 @@ class Work:
         left_s = self._expectations.left_s(work, _loop_s())
         if left_s:
             return "early", left_s
-        thing = keeper.get(work.key)
+        # an event was lost, or our copies are old: ask
+        is_late = left_s is not None
+        thing = await self._asked(keeper, work.key) if is_late else keeper.get(work.key)
         if thing is None or "deletionTimestamp" in thing["metadata"]:
             # what it owns is collected by Kubernetes
             self._forget(work)
             return "gone", None
-        if left_s is None:
-            owned = keeper.owned(thing)
-        else:
-            # an event was lost, or our copy is old
-            owned = await keeper.listed(thing)
+        owned = await keeper.listed(thing) if is_late else keeper.owned(thing)
+        if is_late:
             self._expectations.forget(work)
             self._metrics.listed(work.kind)
         wanted = self._asks.get(work, frozenset())
@@ -191,6 +191,11 @@ class Work:
         written = await write_status(self._client, resource, thing, status, self._metrics.wrote)
         if written is not None:
             self._expectations.wrote(work, resource, written, _loop_s())
+
+    async def _asked(self, keeper: Keeper, key: str) -> Object | None:
+        namespace, name = split_key(key)
+        found = await self._client.find(keeper.resource, name, namespace)
+        return None if found is None else slim(found)
 
     async def _ask(self, pods: frozenset[str]) -> Mapping[str, Any]:
         return await self._loads.ask(pods) if pods and self._loads is not None else {}

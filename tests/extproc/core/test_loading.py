@@ -180,6 +180,13 @@ def test_an_engine_with_a_free_slot_and_less_to_do_loads() -> None:
     assert shell.asked == [(B if busy == A else A, "sql", None)]
 
 
+def test_loads_are_spread_over_engines() -> None:
+    shell = Shell(slots=2)
+    for name in ("sql", "law", "art"):
+        shell.ask(name)
+    assert [address for address, _, _ in shell.asked] == [A, B, A]
+
+
 def test_a_new_adapter_serves_those_who_waited_before_it_makes_room_for_another() -> None:
     shell = Shell(endpoints=1)
     first, second = shell.ask("sql")[0], shell.ask("law")[0]
@@ -446,6 +453,7 @@ def test_after_a_start_engines_say_first_what_they_have() -> None:
     shell = Shell(scrape="200ms")
     (ticket,) = shell.ask("sql")
     shell.says(A, models=set())
+    shell.says(A, active=set())
     assert shell.loads == []
     shell.says(B, models={"sql"})
     assert shell.went(ticket) == B

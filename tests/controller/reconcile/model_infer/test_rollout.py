@@ -353,3 +353,21 @@ def test_a_rollout_is_told_when_it_begins_and_when_it_is_done() -> None:
     assert seen == ["RolloutStarted", "RolloutDone"]
     cluster.ready("llama-0-all-0-0", yes=False)
     assert cluster.look(after_s=1).events == ()
+
+
+def test_a_revision_that_could_not_be_made_yet_has_not_failed() -> None:
+    """The only group goes for an hour, and with it the deadline of 30 minutes; then the new one has 30 minutes."""
+    cluster = settled(replicas=1, rollout={"onFailure": "RollBack"})
+    cluster.change_image("vllm:2")
+    cluster.look(after_s=1)
+    assert short(cluster) == ["0:1-"]
+    cluster.look(after_s=1805)
+    cluster.look(after_s=1795)
+    assert cluster.condition("Progressing")["reason"] == "InProgress"
+    cluster.gone()
+    cluster.look(after_s=1)
+    assert short(cluster) == ["0:2?"]
+    cluster.look(after_s=1799)
+    assert cluster.condition("Progressing")["reason"] == "InProgress"
+    cluster.look(after_s=1)
+    assert cluster.condition("Progressing")["reason"] == "BlockedByFailedLoad"

@@ -13,7 +13,7 @@ from bench.cluster.fake.answers import Refused
 from bench.cluster.virtual.cluster import VirtualCluster
 from bench.cluster.virtual.engine_pod import GOOD
 from bench.cluster.virtual.looks import OWNED, owner_of
-from controller.cluster.resources import MODEL_INFERS, PODS, Object, key_of
+from controller.cluster.resources import MODEL_INFERS, PODS, Object, Resource, key_of
 from controller.reconcile.model_infer.observed import PodGroups
 from tests.controller.reconcile.model_infer.chaos import events
 from tests.controller.reconcile.model_infer.chaos.oracle import Broken, Oracle
@@ -79,6 +79,10 @@ class History:
         found = self.cluster.server.find(MODEL_INFERS, KEY)
         assert found is not None
         return found
+
+    def all(self, resource: Resource) -> list[Object]:
+        """All objects of a kind."""
+        return self.cluster.server.all(resource)
 
     def make_peace(self, *, good: bool = True) -> None:
         """Faults stop, whoever hangs answers again, there is room, and unless not ``good`` the user wants what works."""
@@ -243,7 +247,7 @@ class History:
         self.cluster.run_for(event.after_s)
         self._make()
 
-    def _delete(self, resource: Any, key: str) -> None:  # noqa: ANN401 - a Resource
+    def _delete(self, resource: Resource, key: str) -> None:
         try:
             self.cluster.server.delete(resource, key)
         except Refused:
