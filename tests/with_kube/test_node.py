@@ -163,6 +163,20 @@ async def test_an_engine_answers(place: Place) -> None:
     assert '"tiny"' in await body(f"http://{status['podIP']}:8000/v1/models")
 
 
+async def test_two_engines_with_the_same_port_are_two_engines(place: Place) -> None:
+    for name in ("one", "two"):
+        engine = {
+            "name": "engine",
+            "image": "attache/engine-sim",
+            "args": ["--model", f"model-{name}", "--port", "8000"],
+            "readinessProbe": {"httpGet": {"path": "/health", "port": 8000}, "periodSeconds": 1},
+        }
+        await place.create(place.pod(name, containers=[engine]))
+    for name in ("one", "two"):
+        status = await place.until(is_ready, name)
+        assert f'"model-{name}"' in await body(f"http://{status['podIP']}:8000/v1/models")
+
+
 async def test_two_pods_listen_on_the_same_port(place: Place) -> None:
     probe = {"tcpSocket": {"port": 8000}, "periodSeconds": 1}
     for name in ("one", "two"):
