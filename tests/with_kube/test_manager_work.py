@@ -165,6 +165,42 @@ async def test_a_pod_that_the_server_refuses_is_told(client: Client, kube: Kube,
         await until_pods(client, namespace, {"llama-0-main-0-0"})
 
 
+@FAKE
+async def test_a_mistake_of_ours_is_told_of_its_object_and_stops_no_other(
+    client: Client, kube: Kube, namespace: str
+) -> None:
+    def decide(observed: Observed, now_s: float) -> Plan:
+        if observed.thing["metadata"]["name"] == "odd":
+            raise TypeError("nobody thought of this")
+        return stand_in(observed, now_s)
+
+    async with managing(kube.admin, namespace, decide=decide):
+        await client.create(MODEL_INFERS, model_infer(namespace, "odd"))
+        await client.create(MODEL_INFERS, model_infer(namespace))
+        await until_pods(client, namespace, {"llama-0-main-0-0"})
+
+        async def is_told() -> bool:
+            return await condition(client, namespace, "Degraded", "odd") == ("True", "InternalError")
+
+        await eventually(is_told, timeout_s=SOON_S)
+        assert (await reasons(client, namespace)).count("InternalError") == 1
+
+
+@FAKE
+async def test_much_work_on_one_object_is_done_in_turns(client: Client, kube: Kube, namespace: str) -> None:
+    """Somebody else's object does not wait until a thousand pods of the first are made."""
+    most: list[int] = []
+
+    def decide(observed: Observed, now_s: float) -> Plan:
+        most.append(len(observed.pods))
+        return stand_in(observed, now_s)
+
+    async with managing(kube.admin, namespace, decide=decide, work=settings(namespace, most_actions=2)):
+        await client.create(MODEL_INFERS, model_infer(namespace, replicas=5))
+        await until_pods(client, namespace, {f"llama-{group}-main-0-0" for group in range(5)})
+        assert {2, 4} <= set(most)
+
+
 async def test_a_settled_object_causes_no_write(client: Client, kube: Kube, namespace: str) -> None:
     await until_forbidden_no_more(client, namespace)
     async with managing(kube.admin, namespace) as manager:

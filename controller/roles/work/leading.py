@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import aiohttp
 import msgspec
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from controller.roles.work.model_infers import Decide
     from controller.roles.work.models import DecideModel
 
+# Of a message: an error may repeat what somebody wrote.
+_LONGEST: Final = 1000
+
 Bell = Callable[[Callable[[str, str], None]], Awaitable[None]]
 """Calls its argument with the kind and key of objects that have changed, until cancelled."""
 
@@ -49,13 +52,14 @@ class Decisions(NamedTuple):
 
 class WorkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``namespace``: whose objects are looked after; None: all. ``workers``: objects looked at side by side.
-    ``together_s``: changes of what an object owns that come within this time cause one look. ``patience_s``: how long the
+    ``most_actions``: of one look; what is left comes after all others had their turn. ``together_s``: changes of what an object owns that come within this time cause one look. ``patience_s``: how long the
     informers may take to tell of our own writes before a list is asked for. ``shared_namespace``: whose ModelTemplates
     all Models may name. ``models``: what holds for all Models.
     """
 
     namespace: str | None = None
     workers: int = 8
+    most_actions: int = 200
     together_s: float = 0.05
     patience_s: float = 5.0
     informers: InformerTiming = InformerTiming()
@@ -166,26 +170,42 @@ class Work:
             self._metrics.listed(work.kind)
         wanted = self._asks.get(work, frozenset())
         asked = Asked(wanted, await self._ask(wanted))
-        plan = keeper.decide(thing, owned, asked, self._clock())
+        plan = await self._decided(work, keeper, thing, lambda: keeper.decide(thing, owned, asked, self._clock()))
         await self._do(work, keeper, thing, plan)
         self._asks[work] = plan.asks_loads_of
-        if plan.asks_loads_of - wanted:
+        if plan.asks_loads_of - wanted or len(plan.actions) > self._settings.most_actions:
             return "planned", 0.0
         again_s = None if plan.look_again_at_s is None else plan.look_again_at_s - self._clock()
         return ("planned" if plan.actions else "settled"), again_s
 
+    async def _decided(self, work: WorkKey, keeper: Keeper, thing: Object, decide: Callable[[], Plan]) -> Plan:
+        """A mistake of ours about one object is told there: nobody else sees why nothing happens."""
+        try:
+            return decide()
+        except Exception as error:
+            said = f"the manager cannot decide about this object, and its log says where: {type(error).__name__}: {error}"
+            await self._tell_trouble(work, keeper, thing, None, Happened("Warning", "InternalError", said[:_LONGEST]))
+            raise
+
     async def _do(self, work: WorkKey, keeper: Keeper, thing: Object, plan: Plan) -> None:
         try:
-            await self._executor.execute(work, plan.actions)
+            # in their order up to any of them is a state that the next look goes on from, as after a failure
+            await self._executor.execute(work, plan.actions[: self._settings.most_actions])
         except Refused as refused:
-            before = thing.get("status") or {}
-            status = with_trouble(plan.status, before, *keeper.trouble, reason=refused.reason, message=refused.message)
-            await self._say(work, keeper.resource, thing, status)
-            await self._recorder.tell(thing, [Happened("Warning", refused.reason, refused.message)])
+            happened = Happened("Warning", refused.reason, refused.message)
+            await self._tell_trouble(work, keeper, thing, plan.status, happened)
             raise
         if plan.status is not None:
             await self._say(work, keeper.resource, thing, plan.status)
         await self._recorder.tell(thing, plan.events)
+
+    async def _tell_trouble(
+        self, work: WorkKey, keeper: Keeper, thing: Object, status: Mapping[str, Any] | None, what: Happened
+    ) -> None:
+        before = thing.get("status") or {}
+        told = with_trouble(status, before, *keeper.trouble, reason=what.reason, message=what.message)
+        await self._say(work, keeper.resource, thing, told)
+        await self._recorder.tell(thing, [what])
 
     async def _say(self, work: WorkKey, resource: Resource, thing: Object, status: Mapping[str, Any]) -> None:
         written = await write_status(self._client, resource, thing, status, self._metrics.wrote)

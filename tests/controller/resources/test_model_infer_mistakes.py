@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from controller.cluster.resources import MODEL_INFER_ROLES
 from controller.resources.model_infer import ModelInfer
 from controller.resources.model_infer_mistakes import mistakes
 from extproc.config.quantities import decode_quantity
@@ -35,6 +36,23 @@ def test_names_of_pods_must_be_host_names() -> None:
         "pods of role all would have names of 64 characters, and a host name has 63 at most; "
         "use a name or a role's name that is 1 shorter"
     )
+
+
+def test_pods_are_counted_before_any_is_planned() -> None:
+    """A million groups of a million pods are refused by arithmetic: nothing is made of them, not even in memory."""
+    assert found(role("all", replicas=100), replicas=100) == []
+    (said,) = found(role("all", replicas=101), replicas=100)
+    assert said.startswith("100 groups of 101 pods are 10100, and one ModelInfer has 10000 at most")
+    assert found(role("all", replicas=1_000_000, workerReplicas=1000, workerTemplate=template()), replicas=1_000_000)
+
+
+def test_a_role_that_is_scaled_too_far_is_told() -> None:
+    cluster = Cluster(model_infer(role("all", scalable=True)))
+    cluster.look()
+    cluster.of(MODEL_INFER_ROLES)["default/llama-all"]["spec"]["replicas"] = 1_000_000
+    plan = cluster.look()
+    assert plan.actions == ()
+    assert "1 groups of 1000000 pods" in plan.status["conditions"][0]["message"]
 
 
 @pytest.mark.parametrize("name", ["llama-3.1", "3-llama"])

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.reconcile.model_infer.revisions import history_of, revision_of
+from controller.reconcile.model_infer.revisions import hash_of, history_of, revision_of
 from controller.resources.model_infer import GroupTemplate
 from extproc.config.quantities import decode_quantity
 from tests.model_infer_cluster import Cluster, model_infer, role, template
@@ -81,6 +81,18 @@ def test_a_controller_revision_gives_back_what_it_was_made_of() -> None:
     prefill = kept.role("prefill")
     assert prefill is not None
     assert (prefill.size, prefill.worker and prefill.worker.spec) == (3, template("w")["spec"])
+
+
+@pytest.mark.parametrize("spoiled", [{"workerReplicas": 10**9}, {"entryTemplate": {"spec": "none"}}, {"name": None}])
+def test_a_forged_controller_revision_is_none_although_its_hash_is_right(spoiled: dict[str, Any]) -> None:
+    """Pods that point to it would be made a thousand million times."""
+    cluster = Cluster(model_infer())
+    cluster.look()
+    (thing,) = cluster.observed().revisions
+    thing["data"]["roles"][0] |= spoiled
+    roles = [(one["name"], hash_of(one)) for one in thing["data"]["roles"]]
+    thing["metadata"]["name"] = f"llama-{hash_of(roles)}"
+    assert history_of(read(roles=[role("all")]), [thing]).kept == {}
 
 
 def test_a_controller_revision_that_somebody_spoiled_is_none() -> None:
