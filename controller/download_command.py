@@ -208,7 +208,7 @@ async def _run(options: argparse.Namespace, job: Job) -> int:
             return _TERMINATED
         done = work.result()
         ready()
-        print(job.link or done.path)
+        print(job.link or done.path, flush=True)  # --hold: whoever waits for it must not wait for a full pipe
         if options.hold:
             await stopped.wait()
         if done.use is not None:

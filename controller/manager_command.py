@@ -64,7 +64,11 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
     work(
         "--workers", metavar="N", type=_positive, default=8, help="objects looked at side by side; default: %(default)s"
     )
-    work("--image", metavar="IMAGE", default="attache", help="of downloads and sidecars; default: %(default)s")
+    work(
+        "--image",
+        metavar="IMAGE",
+        help="of downloads and sidecars; default: that of the container 'manager' of our pod",
+    )
     work("--lease", metavar="NAME", default=_SERVICE, help="the Lease that elects the leader; default: %(default)s")
     work("--lease-namespace", metavar="NAME", help="of the Lease; default: ours")
     work(
@@ -104,10 +108,18 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     except* OSError as group:
         failure, status = f"{options.listen} or {options.metrics} cannot be listened on: {group}", 2
     except* HandlersEnded as group:
-        failure, status = f"{group.exceptions[0]}: {group.exceptions[0].__cause__!r}", 1
+        ended = _innermost(group)
+        failure, status = f"{ended}: {ended.__cause__!r}", 1
     if failure:
         print(failure, file=sys.stderr)
     return status
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The first error inside groups of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def _run(options: argparse.Namespace, access: Access, check_picker: PickerCheck) -> None:
@@ -116,11 +128,16 @@ async def _run(options: argparse.Namespace, access: Access, check_picker: Picker
     from controller.gateway_command import until_signalled  # noqa: PLC0415
     from controller.roles.manager import CONTROLLER, ManagerRole  # noqa: PLC0415
     from controller.roles.manager_metrics import ManagerMetrics  # noqa: PLC0415
+    from controller.roles.work.own_image import own_image  # noqa: PLC0415
 
     metrics = ManagerMetrics()
     async with connect(access, manager=CONTROLLER) as client:
         webhooks = None if options.no_webhooks else _webhooks(options, client, metrics, check_picker)
-        role = ManagerRole(webhooks, None if options.no_work else _leader(options, client, metrics))
+        leader = None
+        if not options.no_work:
+            image = options.image or await own_image(client, socket.gethostname())
+            leader = _leader(options, client, metrics, image)
+        role = ManagerRole(webhooks, leader)
         async with pages(options.metrics, metrics.registry, role.is_ready):
             await until_signalled(role.run())
 
@@ -142,7 +159,7 @@ def _webhooks(
     return WebhookRole(client, settings, metrics, check_picker=check_picker)
 
 
-def _leader(options: argparse.Namespace, client: Client, metrics: ManagerMetrics) -> Leader:
+def _leader(options: argparse.Namespace, client: Client, metrics: ManagerMetrics, image: str) -> Leader:
     from controller.cluster.leadership import LeaseTiming  # noqa: PLC0415
     from controller.cluster.lease import LeaderElection  # noqa: PLC0415
     from controller.reconcile.model import observed as of_models  # noqa: PLC0415
@@ -163,7 +180,7 @@ def _leader(options: argparse.Namespace, client: Client, metrics: ManagerMetrics
         namespace=options.watch_namespace,
         workers=options.workers,
         shared_namespace=client.access.namespace,
-        models=of_models.Settings(image=options.image),
+        models=of_models.Settings(image=image),
     )
     decisions = Decisions(model_infers.reconcile, models.reconcile)
     bell = kopf_rings(client, options.watch_namespace)

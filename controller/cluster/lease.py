@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from controller.cluster.errors import ClusterError
+from controller.cluster.errors import ClusterError, Conflict
 from controller.cluster.leadership import LeaseTiming, Sight, may_lead, new_lease, released, seen, taken
 from controller.cluster.resources import LEASES
 
@@ -154,7 +154,13 @@ class LeaderElection:
             return
         try:
             async with asyncio.timeout(_RELEASE_S):
-                await self._client.replace(LEASES, released(sight.lease, datetime.now(UTC)))
+                try:
+                    await self._client.replace(LEASES, released(sight.lease, datetime.now(UTC)))
+                except Conflict:
+                    # a renewal that was cut off may have come to the server
+                    found = await self._client.get(LEASES, self._name, self._namespace)
+                    if found["spec"].get("holderIdentity") == self.identity:
+                        await self._client.replace(LEASES, released(found, datetime.now(UTC)))
         except (ClusterError, TimeoutError) as error:
             log.warning("lease %s is not given back, it runs out by itself: %s", self._name, error)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PATIENCE_S: Final = 2.0
+_CLOSING_S: Final = 0.25
 
 
 class HandlersEnded(Exception):
@@ -70,6 +71,8 @@ class Handlers:
             stop_flag=operator.stop,
             ready_flag=self.ready,
         )
+        # its TLS connections close after its session has
+        await asyncio.sleep(_CLOSING_S)
 
 
 class _Operator:

@@ -14,6 +14,9 @@ from extproc.config.quantities import Duration
 from extproc.config.spec import Metadata, NonEmpty, Spec, keyed_by
 
 
+Workers = Annotated[int, msgspec.Meta(ge=0, le=1000)]
+
+
 class Role(Spec, frozen=True):
     """What some pods of a group do: prefill, decode, or all of it.
 
@@ -36,7 +39,7 @@ class Role(Spec, frozen=True):
     name: ShortName
     entry_template: PodTemplate
     replicas: Replicas = 1
-    worker_replicas: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0
+    worker_replicas: Workers = 0
     worker_template: PodTemplate | None = None
     starts_after: Annotated[tuple[ShortName, ...], msgspec.Meta(max_length=8)] = ()
     max_unavailable: IntOrPercent | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What no schema can say of a ModelInfer: long names, circles, rollouts that cannot move."""
+"""What no schema can say of a ModelInfer: long names, circles, pods without containers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import re
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
-    from controller.resources.model_infer import ModelInfer, Role
+    from controller.resources.model_infer import ModelInfer, ModelInferSpec, Role
 
+# Of one object: whoever may write one number must not fill the memory of the manager, which works for everybody.
+MOST_PODS: Final = 10_000
 LONGEST_NAME: Final = 63
 _DNS_LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?", re.ASCII)
 # Groups and replicas may be scaled later, by somebody who cannot change names.
@@ -20,21 +22,23 @@ _REPLICA_DIGITS: Final = 2
 
 def mistakes(found: ModelInfer) -> Iterator[str]:
     """Each says what to write instead. Such an object is refused, and nothing is done for one that is there."""
+    yield from too_many(found.spec, {one.name: one.replicas for one in found.spec.template.roles})
     yield from _names(found)
     yield from _circles(found)
-    roles = found.spec.template.roles
-    for role in roles:
+    for role in found.spec.template.roles:
         for field, template in (("entryTemplate", role.entry_template), ("workerTemplate", role.worker_template)):
             if template is not None and not template.spec.get("containers"):
                 yield f"{field} of role {role.name} has no containers"
-    rollout = found.spec.rollout
-    if rollout.unit == "Role" and rollout.max_unavailable in (0, "0%"):
-        stuck = [one.name for one in roles if one.max_surge in (None, 0, "0%")]
-        if stuck:
-            yield (
-                f"with unit Role and maxUnavailable 0, roles change only by maxSurge of their own, which "
-                f"{', '.join(stuck)} do not have; write it, or maxUnavailable: 1"
-            )
+
+
+def too_many(spec: ModelInferSpec, replicas: Mapping[str, int]) -> Iterator[str]:
+    """Whether so many pods are asked for that nothing is done. ``replicas``: of roles, as they are scaled by now."""
+    each = sum(replicas.get(one.name, one.replicas) * (1 + one.worker_replicas) for one in spec.template.roles)
+    if spec.replicas * each > MOST_PODS:
+        yield (
+            f"{spec.replicas} groups of {each} pods are {spec.replicas * each}, and one ModelInfer has {MOST_PODS} at "
+            "most; ask for fewer replicas, or spread them over several objects"
+        )
 
 
 def _names(found: ModelInfer) -> Iterator[str]:

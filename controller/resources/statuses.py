@@ -109,7 +109,7 @@ class ModelInferStatus(Status, frozen=True):
 
 class ModelInferRoleStatus(Status, frozen=True):
     """``replicas``: of the role, in a group. ``ready_replicas``: those of them that serve, in the group with the fewest.
-    ``label_selector``: the role's entry pods, for autoscalers.
+    ``label_selector``: the role's entry pods, for autoscalers. ``conditions``: none so far.
     """
 
     replicas: int = 0

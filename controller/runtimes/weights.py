@@ -37,7 +37,7 @@ class Weights(msgspec.Struct, frozen=True):
 
 def format_of(uri: str, written: ModelFormat | None) -> ModelFormat:
     """What is written, or else what the suffix tells."""
-    return written or ModelFormat(name=_FORMATS.get(PurePosixPath(uri).suffix, _DEFAULT_FORMAT))
+    return written or ModelFormat(name=_FORMATS.get(_name(uri).suffix, _DEFAULT_FORMAT))
 
 
 def weights_of(uri: str, cache: WeightsCache) -> Weights:
@@ -71,8 +71,13 @@ def cache_volume(cache: WeightsCache) -> Mapping[str, Any]:
     return {"name": WEIGHTS, "emptyDir": {}}
 
 
-def _is_file(path: str) -> bool:
-    return PurePosixPath(path).suffix in _FORMATS
+def _name(uri: str) -> PurePosixPath:
+    """Without the query, which may hold a signature."""
+    return PurePosixPath(uri.partition("?")[0])
+
+
+def _is_file(uri: str) -> bool:
+    return _name(uri).suffix in _FORMATS
 
 
 def _directory(path: str) -> str:
@@ -82,4 +87,4 @@ def _directory(path: str) -> str:
 
 
 def _file_in(directory: str, uri: str) -> str:
-    return f"{directory}/{PurePosixPath(uri).name}" if _is_file(uri) else directory
+    return f"{directory}/{_name(uri).name}" if _is_file(uri) else directory

@@ -162,6 +162,9 @@ class LoadingRequests:
             self._refuse_all(group, broken(group.adapter), now, out)
         elif not asked:
             self._refuse_all(group, unreached(group.adapter), now, out)
+        elif pool.spec.scrape_interval and slots.are_unread(asked, now):
+            # an engine may have it: its list of models comes within a second
+            return
         elif not loads.is_loading(pool, group.adapter, asked):
             self._find_place(group, slots, [row for row in asked if group.refused.get(row, 0.0) <= now], now, out)
 
@@ -172,6 +175,9 @@ class LoadingRequests:
         if closing is not None and not (table.is_current(closing.endpoint) and closing.endpoint.row in rows):
             self._reopen(group, now, out)
             closing = None
+        elif closing is not None and not slots.has_on(closing.endpoint.row, closing.adapter):
+            # another process was faster, and its adapter has the slot
+            closing = group.closing = None
         found = place(slots, table, group.adapter, rows, now=now)
         if found is not None and (found.evicts is None or not has_peers):
             self._reopen(group, now, out)

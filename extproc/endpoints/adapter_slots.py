@@ -15,15 +15,19 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from extproc.config.model_server import ModelServerSpec
     from extproc.endpoints.table import Bools, EndpointRef, EndpointTable
 
 # A list of models may have been asked for this long before it is here.
 LIST_AGE_S: Final = 2.5
+# How long the first requests wait for the lists of models of engines that may have adapters already.
+UNREAD_S: Final = 1.0
 # What a peer said of an adapter that it loads or closes holds no longer than this, unless it says so again.
 PEER_NEWS_S: Final = 2.0
+# What a peer unloads is not loaded there meanwhile: the peer's call would unload it again.
+LEAVING_S: Final = 0.5
 
 # ``loading``: it takes a slot from now on. ``closed``: it gets nothing new, so that it can be unloaded.
 Change = Literal["loading", "loaded", "closed", "gone"]
@@ -57,6 +61,7 @@ class AdapterSlots:
         self.sources: Mapping[str, str] = {}
         self.slots: int | None = None
         self.waiting = 0
+        self._first_asked_at_s: float | None = None
         self.fixed: frozenset[str] = frozenset()
         self._table = table
         self._base_model = base_model
@@ -68,13 +73,15 @@ class AdapterSlots:
         # until when, by row and adapter; infinite: this process ends it itself
         self._loading: dict[tuple[int, str], float] = {}
         self._closed: dict[tuple[int, str], float] = {}
+        # until when it must not be loaded there: a peer is unloading it
+        self._leaving: dict[tuple[int, str], float] = {}
         # by row, of engines that do not say it
         self._learned: dict[int, int] = {}
 
     def forget(self, row: int) -> None:
         """The endpoint has left the configuration, or its engine has restarted: it holds nothing on demand."""
-        known = (self._used_at_s, self._ended_at_s, self._loaded_at_s, self._changed, self._loading, self._closed)
-        for column in known:
+        marks = (self._changed, self._loading, self._closed, self._leaving)
+        for column in (self._used_at_s, self._ended_at_s, self._loaded_at_s, *marks):
             for key in [key for key in column if key[0] == row]:
                 del column[key]
         self._learned.pop(row, None)
@@ -92,7 +99,7 @@ class AdapterSlots:
 
     def expire(self, now: float) -> None:
         """What peers have said holds for a while, and lists of models catch up with what was changed."""
-        for column in (self._loading, self._closed):
+        for column in (self._loading, self._closed, self._leaving):
             for key in [key for key, until_s in column.items() if until_s <= now]:
                 del column[key]
         for key in [key for key, one in self._changed.items() if now - one.at_s > LIST_AGE_S]:
@@ -110,6 +117,15 @@ class AdapterSlots:
                 found[row] = False
         return found
 
+    def are_unread(self, rows: Iterable[int], now: float) -> bool:
+        """Whether one of these engines may have adapters that are not known yet, as this process has just started."""
+        if self._first_asked_at_s is None:
+            self._first_asked_at_s = now
+        if now - self._first_asked_at_s >= UNREAD_S:
+            return False
+        table = self._table
+        return any(table.loras[row].served is None or not table.has_reported(row) for row in rows)
+
     def held(self, row: int) -> set[str]:
         """The adapters that take a slot there, those that are being loaded included."""
         served = self._served(row)
@@ -119,6 +135,18 @@ class AdapterSlots:
     def is_loading(self, row: int, adapter: str) -> bool:
         """Whether this process or a peer loads it there."""
         return (row, adapter) in self._loading
+
+    def is_leaving(self, row: int, adapter: str) -> bool:
+        """Whether a peer has just begun to unload it there."""
+        return (row, adapter) in self._leaving
+
+    def has_on(self, row: int, adapter: str) -> bool:
+        """Whether the engine has it, closed or not."""
+        return adapter in self._served(row)
+
+    def loads_at(self, row: int) -> int:
+        """How many adapters are being loaded there."""
+        return sum(1 for at, _ in self._loading if at == row)
 
     def room(self, row: int) -> float:
         """How many more adapters fit; infinite if that is not known."""
@@ -180,6 +208,8 @@ class AdapterSlots:
             marked[key] = math.inf if is_ours else max(marked.get(key, 0.0), now + PEER_NEWS_S)
             return
         self._loading.pop(key, None)
+        if change == "gone" and not is_ours:
+            self._leaving[key] = now + LEAVING_S
         if change == "gone" or is_ours or self._closed.get(key) != math.inf:
             # what this process has closed, no other opens
             self._closed.pop(key, None)

@@ -2,7 +2,7 @@
 """Where an adapter is loaded when it is asked for, and which one makes room for it
 
 1. An engine where a peer loads it already, so that there is one copy and not two.
-2. A free slot; of several, that of the engine with the fewest requests in flight.
+2. A free slot; of several, that of the engine with the fewest requests in flight and loads.
 3. The slot of an engine's least recently used adapter that nothing in flight uses; of several engines, that with the
    fewest requests in flight.
 4. If all are in use: of the adapters that have been there for long enough, the one with the fewest requests in flight
@@ -56,7 +56,8 @@ def place(
     ``shortest_stay_s``: an adapter in use that was loaded that long ago may have to give way. ``idle_s``: one that is not in
     use, if it was not used for that long.
     """
-    nearest = sorted(rows, key=lambda row: (float(table.in_flight[row]), row))
+    open_to_it = [row for row in rows if not slots.is_leaving(row, adapter)]
+    nearest = sorted(open_to_it, key=lambda row: (float(table.in_flight[row]) + slots.loads_at(row), row))
     for row in nearest:
         if slots.is_loading(row, adapter):
             return Place(row)

@@ -10,10 +10,9 @@ import pytest
 import pytest_asyncio
 
 from bench.cluster.assets import ROOT
-from controller.cluster.errors import Conflict
-from controller.cluster.resources import CONFIG_MAPS, MODEL_INFERS, PODS
+from controller.cluster.resources import CONFIG_MAPS, MODEL_INFERS
 from controller.reconcile.plan import Action, Annotate, Apply, Create, Delete, SetStatus
-from controller.roles.work.executing import Executor, Refused, without, yielded
+from controller.roles.work.executing import Executor, Refused
 from controller.roles.work.expectations import Expectations
 from tests.with_kube.managing import define_kinds, model_infer
 from tests.with_kube.objects import config_map
@@ -44,21 +43,30 @@ async def do(client: Client) -> Doing:
     return Doing(client)
 
 
-def owned(namespace: str, owner: str, **data: str) -> Object:
-    """A ConfigMap that something owns."""
-    made = config_map(namespace, **data)
-    reference = {"apiVersion": "v1", "kind": "Pod", "name": "x", "uid": owner, "controller": True}
+def owned(owner: Object, **data: str) -> Object:
+    """A ConfigMap that another one owns."""
+    metadata = owner["metadata"]
+    made = config_map(metadata["namespace"], **data)
+    reference: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "name": metadata["name"],
+        "uid": metadata["uid"],
+    }
+    reference["controller"] = True
     made["metadata"]["ownerReferences"] = [reference]
     return made
 
 
 async def test_what_is_there_already_is_taken_if_it_is_ours(client: Client, do: Doing, namespace: str) -> None:
-    await do(Create(CONFIG_MAPS, owned(namespace, "me", a="1")))
-    await do(Create(CONFIG_MAPS, owned(namespace, "me", a="2")))
+    # a garbage collector deletes what belongs to nobody
+    me, other = [await client.create(CONFIG_MAPS, config_map(namespace, name)) for name in ("me", "other")]
+    await do(Create(CONFIG_MAPS, owned(me, a="1")))
+    await do(Create(CONFIG_MAPS, owned(me, a="2")))
     assert (await client.get(CONFIG_MAPS, "one", namespace))["data"] == {"a": "1"}
     for action in (Create, Apply):
         with pytest.raises(Refused, match="does not own") as caught:
-            await do(action(CONFIG_MAPS, owned(namespace, "other", a="3")))
+            await do(action(CONFIG_MAPS, owned(other, a="3")))
         assert caught.value.reason == "NameTaken"
     assert (await client.get(CONFIG_MAPS, "one", namespace))["data"] == {"a": "1"}
     assert do.written == [("ConfigMap", "create")] * 2
@@ -117,11 +125,3 @@ async def test_the_first_failure_ends_a_plan(client: Client, do: Doing, namespac
         await do(Create(CONFIG_MAPS, wrong), Create(CONFIG_MAPS, config_map(namespace, "later")))
     assert caught.value.reason == "InvalidObject"
     assert await client.find(CONFIG_MAPS, "later", namespace) is None
-
-
-def test_of_a_conflict_only_what_may_be_yielded_is() -> None:
-    causes = [{"field": ".spec.replicas"}, {"field": ".spec.template.roles"}]
-    conflict = Conflict(409, "Conflict", "", details={"causes": causes})
-    assert yielded(conflict, [("spec", "replicas"), ("spec", "paused")]) == [("spec", "replicas")]
-    thing = {"spec": {"replicas": 1, "paused": True}, "kind": PODS.kind}
-    assert without(thing, [("spec", "replicas"), ("status", "x")]) == {"spec": {"paused": True}, "kind": "Pod"}

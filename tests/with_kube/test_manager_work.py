@@ -6,13 +6,17 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import pytest_asyncio
 
 from bench.cluster.assets import ROOT
 from controller.cluster.errors import Forbidden
-from controller.cluster.resources import MODEL_INFERS, PODS
+from controller.cluster.resources import LEASES, MODEL_INFERS, MODEL_ROUTES, MODEL_SERVERS, MODELS, PODS
+from controller.handlers.thread import HandlersEnded
+from controller.manager_command import _innermost
 from controller.reconcile.model_infer import labels
+from controller.reconcile.model_infer.observed import Load
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
 from tests.with_kube.managing import (
@@ -31,13 +35,16 @@ from tests.with_kube.pods import make_pod
 from tests.with_kube.stand_in import stand_in
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     from bench.cluster.fake.server import FakeServer
     from controller.cluster.client import Client
+    from controller.cluster.resources import Object
     from controller.reconcile.model_infer.observed import Observed
     from controller.reconcile.plan import Plan
     from tests.with_kube.kubes import Kube
 
-SOON_S = 20.0
+SOON_S = 40.0
 # Kubernetes' garbage collector looks for new kinds every half minute.
 COLLECTED_S = 60.0
 TWO_ROLES = (role("prefill"), role("decode", replicas=2, workers=1))
@@ -158,6 +165,42 @@ async def test_a_pod_that_the_server_refuses_is_told(client: Client, kube: Kube,
         await until_pods(client, namespace, {"llama-0-main-0-0"})
 
 
+@FAKE
+async def test_a_mistake_of_ours_is_told_of_its_object_and_stops_no_other(
+    client: Client, kube: Kube, namespace: str
+) -> None:
+    def decide(observed: Observed, now_s: float) -> Plan:
+        if observed.thing["metadata"]["name"] == "odd":
+            raise TypeError("nobody thought of this")
+        return stand_in(observed, now_s)
+
+    async with managing(kube.admin, namespace, decide=decide):
+        await client.create(MODEL_INFERS, model_infer(namespace, "odd"))
+        await client.create(MODEL_INFERS, model_infer(namespace))
+        await until_pods(client, namespace, {"llama-0-main-0-0"})
+
+        async def is_told() -> bool:
+            return await condition(client, namespace, "Degraded", "odd") == ("True", "InternalError")
+
+        await eventually(is_told, timeout_s=SOON_S)
+        assert (await reasons(client, namespace)).count("InternalError") == 1
+
+
+@FAKE
+async def test_much_work_on_one_object_is_done_in_turns(client: Client, kube: Kube, namespace: str) -> None:
+    """Somebody else's object does not wait until a thousand pods of the first are made."""
+    most: list[int] = []
+
+    def decide(observed: Observed, now_s: float) -> Plan:
+        most.append(len(observed.pods))
+        return stand_in(observed, now_s)
+
+    async with managing(kube.admin, namespace, decide=decide, work=settings(namespace, most_actions=2)):
+        await client.create(MODEL_INFERS, model_infer(namespace, replicas=5))
+        await until_pods(client, namespace, {f"llama-{group}-main-0-0" for group in range(5)})
+        assert {2, 4} <= set(most)
+
+
 async def test_a_settled_object_causes_no_write(client: Client, kube: Kube, namespace: str) -> None:
     await until_forbidden_no_more(client, namespace)
     async with managing(kube.admin, namespace) as manager:
@@ -197,7 +240,44 @@ async def test_our_own_writes_are_waited_for_and_then_listed(
         assert manager.metric("attache_manager_late_lists_total", late) >= 1
         assert seen[:2] == [0, 1], "the second decision knew of the pod"
         assert manager.metric("attache_manager_writes_total", {"kind": "Pod", "verb": "create"}) == 1
+        settled = {"kind": "ModelInfer", "outcome": "settled"}
+        await eventually(lambda: manager.metric("attache_manager_reconciles_total", settled) >= 1, timeout_s=SOON_S)
+        assert manager.metric("attache_manager_writes_total", {"kind": "ModelInfer", "verb": "status"}) == 1
         fake.faults.heal()
+
+
+class StubLoads:
+    """Knows one pod."""
+
+    def __init__(self) -> None:
+        self.asked: list[set[str]] = []
+
+    async def ask(self, pods: Collection[str]) -> Mapping[str, Load]:
+        self.asked.append(set(pods))
+        return {one: Load(3, 100) for one in pods if one.endswith("0-0")}
+
+
+@FAKE
+async def test_loads_are_asked_for_the_next_look_and_only_then(client: Client, kube: Kube, namespace: str) -> None:
+    looks: list[tuple[frozenset[str], Mapping[str, Load]]] = []
+    pods_asked = frozenset({f"{namespace}/llama-0-main-0-0", f"{namespace}/llama-1-main-0-0"})
+
+    def decide(observed: Observed, now_s: float) -> Plan:
+        looks.append((observed.loads_asked_of, observed.loads))
+        asks = pods_asked if len(observed.pods) == 2 and len(looks) < 6 else frozenset()
+        return msgspec.structs.replace(stand_in(observed, now_s), asks_loads_of=asks)
+
+    loads = StubLoads()
+    async with managing(kube.admin, namespace, decide=decide, loads=loads):
+        await client.create(MODEL_INFERS, model_infer(namespace, replicas=2))
+        await eventually(lambda: any(asked for asked, _ in looks), timeout_s=SOON_S)
+        asked = next(one for one in looks if one[0])
+        assert asked[0] == pods_asked
+        assert set(asked[1].values()) == {Load(3, 100)}
+        # a resync later nobody asks any more
+        await eventually(lambda: len(looks) > 7, timeout_s=SOON_S)
+        assert len(loads.asked) < len(looks)
+        assert looks[-1] == (frozenset(), {})
 
 
 @FAKE
@@ -225,6 +305,62 @@ async def test_a_manager_that_is_ended_at_any_moment_is_continued(client: Client
         await until_pods(client, namespace, OF_BOTH)
         await until_says(client, namespace, "Available", ("False", "Waiting"))
         assert not manager.task.done()
+
+
+@FAKE
+async def test_an_end_of_kopf_ends_the_role_with_an_error(client: Client, kube: Kube, namespace: str) -> None:
+    async def bell(_: object) -> None:
+        await asyncio.sleep(0.3)
+        raise HandlersEnded("kopf's thread has ended") from RuntimeError("nobody expects this")
+
+    async with managing(kube.admin, namespace, bell=bell) as manager:
+        await asyncio.wait([manager.task], timeout=SOON_S)
+        error = manager.task.exception()
+        assert error is not None
+        innermost = _innermost(error)
+        assert isinstance(innermost, HandlersEnded)
+        assert "nobody expects this" in str(innermost.__cause__)
+        lease = await client.get(LEASES, "manager", namespace)
+        assert lease["spec"]["holderIdentity"] == "", "another may begin at once"
+        manager.task.exception()
+
+
+async def test_a_model_becomes_what_serves_it_and_is_mended(client: Client, kube: Kube, namespace: str) -> None:
+    await until_forbidden_no_more(client, namespace)
+    async with managing(kube.admin, namespace, with_kopf=True) as manager:
+        model = {"apiVersion": MODELS.api_version, "kind": "Model", "spec": {"uri": "hf://org/llama"}}
+        await client.create(MODELS, {**model, "metadata": {"name": "llama", "namespace": namespace}})
+        kinds = (MODEL_INFERS, MODEL_SERVERS, MODEL_ROUTES)
+
+        async def children() -> list[Object]:
+            listed = [await client.list(one, namespace) for one in kinds]
+            return [thing for one in listed for thing in one.items]
+
+        async def are_made() -> bool:
+            return len(await children()) == len(kinds)
+
+        await eventually(are_made, timeout_s=SOON_S)
+        (server,) = (await client.list(MODEL_SERVERS, namespace)).items
+        wrong = {"spec": {"workloadPort": {"port": 1}}}
+        await client.merge_patch(MODEL_SERVERS, server["metadata"]["name"], namespace, wrong)
+
+        async def is_mended() -> bool:
+            (found,) = (await client.list(MODEL_SERVERS, namespace)).items
+            return bool(found["spec"] == server["spec"])
+
+        await eventually(is_mended, timeout_s=SOON_S)
+        for thing in await children():
+            resource = next(one for one in kinds if one.kind == thing["kind"])
+            await client.delete(resource, thing["metadata"]["name"], namespace, propagation="Background")
+        await eventually(are_made, timeout_s=SOON_S)
+
+        def looks() -> float:
+            return manager.metric("attache_manager_reconciles_total", {"kind": "Model", "outcome": "settled"})
+
+        await asyncio.sleep(1)
+        writes, seen = manager.writes(), looks()
+        await eventually(lambda: looks() >= seen + 3, timeout_s=SOON_S)
+        assert manager.writes() == writes
 
 
 @pytest.mark.parametrize("kube", ["fake"], indirect=True)

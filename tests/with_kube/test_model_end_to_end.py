@@ -228,7 +228,7 @@ async def test_a_model_of_five_lines_becomes_an_endpoint_stays_one_and_goes_as_a
     assert answer.json()["choices"][0]["message"]["content"]
     assert site.downloads, "the weights were fetched"
     said = await site.status()
-    assert said["phase"] == "Loaded"
+    assert said["phase"] == "Loaded", said
     assert said["url"] == f"http://gateway.{site.namespace}.svc:8080/v1"
     (backend,) = said["backends"]
     assert backend["runtime"] == "built-in runtime vllm"

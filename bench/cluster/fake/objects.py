@@ -110,7 +110,9 @@ class Objects:
         met = {} if how.force else applying.conflicts(old, thing, owners, how.manager)
         if met:
             said = ", ".join(f'conflict with "{other}": .{".".join(path)}' for path, other in sorted(met.items()))
-            refused = conflict(target.kind.resource.plural, target.name, f"Apply failed with {len(met)} conflicts: {said}")
+            refused = conflict(
+                target.kind.resource.plural, target.name, f"Apply failed with {len(met)} conflicts: {said}"
+            )
             causes = [
                 {"reason": "FieldManagerConflict", "message": f'conflict with "{other}"', "field": "." + ".".join(path)}
                 for path, other in sorted(met.items())

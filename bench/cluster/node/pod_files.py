@@ -115,7 +115,7 @@ class PodFiles:
         return Launch(
             command=[
                 *self._entered,
-                # an image's own paths are of this machine already, whatever is mounted over their beginnings
+                # they listen on the pod's address like others
                 *(rewritten(word, {}, self._listen_ip) for word in own_words),
                 *(rewritten(expanded(word, given), places, self._listen_ip, ports) for word in words),
             ],

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bench.cluster.virtual.manager import Witness
+    from controller.cluster.resources import Object
     from controller.reconcile.model_infer.observed import Observed
     from controller.reconcile.plan import Plan
 
@@ -48,6 +49,23 @@ class VirtualCluster:
         self.manager = Manager(
             self.server, self.clock, self.faults, self.requests, reconcile, witness, gang=gang, has_room=has_room
         )
+
+    @property
+    def now_s(self) -> float:
+        """Virtual time, in seconds since the epoch."""
+        return self.clock.now_s
+
+    def pods(self) -> list[Object]:
+        """As the server has them."""
+        return self.server.pods()
+
+    def living(self) -> list[tuple[str, str, str]]:
+        """Key, uid and node of the pods whose processes run on nodes that are up."""
+        return [(one.key, one.uid, one.node) for one in self.nodes.living() if self.nodes.is_up(one.node)]
+
+    def in_flight(self, uid: str) -> int:
+        """Running requests of a pod."""
+        return self.requests.in_flight(uid)
 
     def run_for(self, seconds: float) -> None:
         """Let time pass."""

@@ -220,6 +220,9 @@ class EnginePod:
 
     def _tell(self) -> None:
         status = self._writer.status(self.pod, self.machine, self._clock.now_s)
+        if any(one.state == "stopping" for one in self.machine.main):
+            # probes go on while a preStop hook runs
+            status["conditions"] = (self.pod.get("status") or {}).get("conditions") or status["conditions"]
         if status != self.pod.get("status"):
             self._server.set_status(PODS, self.pod, status)
 

@@ -55,10 +55,13 @@ class AdapterFiles:
         elif self._is_repository and path:
             _link(Path(path), self._settings.links / name)
 
-    def remove(self, name: str, path: str) -> None:
-        """Remove our link to the files of an adapter; the files stay in the cache, and what is no link stays."""
-        link = self._settings.links / name if self._is_repository else Path(path)
-        if link.parent == self._settings.links and link.is_symlink():
+    def remove(self, name: str) -> None:
+        """Take an unloaded model out of the repository, if it is a link there; the files stay in the cache.
+
+        Links to LoRA adapters stay: they are in a cache that pods share, and another engine may read by them.
+        """
+        link = self._settings.links / name
+        if self._is_repository and link.is_symlink():
             link.unlink()
 
 

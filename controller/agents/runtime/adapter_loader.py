@@ -117,13 +117,13 @@ class AdapterLoader:
         except ValueError as error:
             raise LoadRefused(400, str(error)) from error
 
-    async def shelf(self) -> Shelf:
-        """What the engine holds now; raises LoadRefused if it does not tell."""
+    async def shelf(self, *, with_use: bool = True) -> Shelf:
+        """What the engine holds now; raises LoadRefused if it does not tell. ``with_use``: and which is in use."""
         try:
             listed = await self._engine.loaded(timeout_s=_LIST_TIMEOUT_S)
         except EngineFailed as error:
             raise LoadRefused(503, f"the engine does not tell what it holds: {error}", 5) from error
-        page = await self._page()
+        page = await self._page() if with_use else None
         pinned = frozenset(name for name, one in self.file.declared.items() if one.pinned)
         adapters = self._uses.adapters(listed, page, self._clock())
         slots = page.adapters.slots if page is not None and page.adapters is not None else 0
@@ -210,7 +210,7 @@ class AdapterLoader:
         return gone
 
     async def _is_held(self, name: str, path: str) -> bool:
-        shelf = await self.shelf()
+        shelf = await self.shelf(with_use=False)
         step = next_step(shelf, name, path, keep_s=self._settings.keep_s, now_s=self._clock())
         if step.kind == "loaded":
             self._uses.touch(name, self._clock())
@@ -251,7 +251,7 @@ class AdapterLoader:
         self._uses.forget(name)
         self._counters.unloads[why] += 1
         self._counters.adapters = max(len(shelf.loaded) - 1, 0)
-        self._files.remove(name, shelf.loaded[name].path)
+        self._files.remove(name)
         log.info("unloaded %s (%s)", name, why)
 
     def _has_come(self, name: str, task: asyncio.Task[tuple[str, ...]]) -> None:

@@ -6,12 +6,9 @@ from __future__ import annotations
 import re
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _LONGEST: Final = 256
 _LONGEST_URI: Final = 2048
@@ -84,19 +81,33 @@ def link_name(name: str, uri: str) -> str:
     return f"{name.replace('/', '-')[:80]}-{digest}"
 
 
-def read_declared(content: bytes, policy: SourcePolicy, *, is_directory: bool = False) -> Mapping[str, Declared]:
-    """The adapters of the file; raises ValueError with the mistake."""
+def read_declared(
+    content: bytes, policy: SourcePolicy, *, is_directory: bool = False
+) -> tuple[dict[str, Declared], dict[str, str]]:
+    """The adapters of the file, and the mistakes of those that cannot be used; raises ValueError for a broken file."""
     try:
-        found = msgspec.json.decode(content, type=dict[str, Declared])
+        written = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
     except msgspec.DecodeError as error:
         raise ValueError(f"no JSON object of adapters: {error}") from error
-    for name, one in found.items():
-        check_name(name, is_directory=is_directory)
-        if is_uri(one.uri):
-            # whoever writes the file is not bound by --allow-uri
-            check_uri(one.uri, SourcePolicy())
-        elif one.uri:
-            local_path(one.uri, policy)
-        elif not is_directory:
-            raise ValueError(f"{name}: uri is missing")
-    return found
+    found: dict[str, Declared] = {}
+    mistakes: dict[str, str] = {}
+    for name, raw in written.items():
+        try:
+            found[name] = _declared(name, raw, policy, is_directory=is_directory)
+        except (msgspec.DecodeError, ValueError) as error:
+            mistakes[name] = str(error)
+    return found, mistakes
+
+
+def _declared(name: str, raw: msgspec.Raw, policy: SourcePolicy, *, is_directory: bool) -> Declared:
+    """Raises ValueError or DecodeError."""
+    one = msgspec.json.decode(raw, type=Declared)
+    check_name(name, is_directory=is_directory)
+    if is_uri(one.uri):
+        # whoever writes the file is not bound by --allow-uri
+        check_uri(one.uri, SourcePolicy())
+    elif one.uri:
+        local_path(one.uri, policy)
+    elif not is_directory:
+        raise NameInvalid("uri is missing")
+    return one

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the file of declared adapters; a broken one leaves the last good state."""
+"""Follows the file of declared adapters; what is broken leaves the last good state."""
 
 from __future__ import annotations
 
@@ -49,14 +49,18 @@ class DeclaredFile:
             if stat.st_size > _MOST_BYTES:
                 raise ValueError(f"the file has more than {_MOST_BYTES} bytes")
             content = self._path.read_bytes()
-            found = read_declared(content, self._policy, is_directory=self._is_directory)
+            found, mistakes = read_declared(content, self._policy, is_directory=self._is_directory)
         except (OSError, ValueError) as error:
             self._complain(f"{self._path}: {error}")
             return False
         self._version = version
-        if self.problem:
+        # an adapter with a mistake stays as it was declared before, if it was
+        found |= {name: self.declared[name] for name in mistakes if name in self.declared}
+        if mistakes:
+            self._complain(f"{self._path}: {'; '.join(f'{name}: {mistake}' for name, mistake in mistakes.items())}")
+        elif self.problem:
             log.info("%s can be read again", self._path)
-        self.problem = ""
+            self.problem = ""
         if found == self.declared:
             return False
         self.removed = (self.removed | set(self.declared)) - set(found)
@@ -66,5 +70,5 @@ class DeclaredFile:
 
     def _complain(self, problem: str) -> None:
         if problem != self.problem:
-            log.warning("%s; the %d adapters of before stay declared", problem, len(self.declared))
+            log.warning("%s; what was declared before stays", problem)
         self.problem = problem

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
@@ -13,6 +13,14 @@ if TYPE_CHECKING:
 
 Phase = Literal["Pending", "Standby", "Loading", "Loaded", "FailedToLoad"]
 Transition = Literal["UpToDate", "InProgress", "BlockedByFailedLoad", "InvalidSpec"]
+
+# Reasons that waiting does not mend; others, such as a pod without a node or one that is lost, may pass.
+_LOADING_FAILED: Final = frozenset(
+    {
+        *("ModelLoadFailed", "RuntimeUnhealthy", "PodFailed", "BlockedByFailedLoad"),
+        *("ImagePullFailed", "ContainerConfigFailed"),
+    }
+)
 
 
 class BackendState(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +40,11 @@ class BackendState(msgspec.Struct, frozen=True, kw_only=True):
     failure: tuple[str, str] | None = None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it does not load, and trying again alone will not help."""
+        return self.is_blocked or (self.failure is not None and self.failure[0] in _LOADING_FAILED)
+
+    @property
     def is_settled(self) -> bool:
         """Whether everything that is wanted is there, in the newest revision, and nothing else."""
         return self.is_current and self.there == self.ready == self.updated == self.wanted
@@ -44,14 +57,14 @@ def phase_of(backends: Sequence[BackendState]) -> Phase:
     if not any(one.wanted for one in backends):
         return "Standby"
     trying = [one for one in backends if one.wanted]
-    if all(one.failure is not None or one.is_blocked for one in trying):
+    if all(one.has_failed for one in trying):
         return "FailedToLoad"
     return "Loading" if any(one.is_scheduled for one in trying) else "Pending"
 
 
 def transition_of(backends: Sequence[BackendState]) -> Transition:
     """Whether what runs is what is written."""
-    if any(one.is_blocked or (one.failure is not None and not one.is_settled) for one in backends):
+    if any(one.is_blocked or (one.has_failed and not one.is_settled) for one in backends):
         return "BlockedByFailedLoad"
     return "UpToDate" if all(one.is_settled for one in backends) else "InProgress"
 

@@ -83,23 +83,24 @@ def _turns(groups: Sequence[Group], target: Target, observed: Observed, *, is_mo
     rollout, wanted = target.spec.rollout, target.spec.replicas
     unavailable = down(rollout.max_unavailable, wanted) or (0 if up(rollout.max_surge, wanted) else 1)
     least_surge = 0 if unavailable else 1
-    allowed = max(1, unavailable)
     budget = len([one for one in groups if one.is_ready]) - (wanted - unavailable)
-    begun = [one for one in groups if is_outdated(one, target) and _has_begun(one, target)]
-    slots = allowed - len(begun) - len([one for one in groups if not one.is_ready and not is_outdated(one, target)])
-    waiting = [one for one in groups if is_outdated(one, target) and one not in begun]
-    found = {one.ordinal: kept_group(one, target, observed) for one in groups if not is_outdated(one, target)}
-    for one in [*begun, *sorted(waiting, key=lambda one: (one.is_ready, -one.ordinal))]:
-        if one not in begun and (slots <= 0 or not is_moving):
-            found[one.ordinal] = kept_group(one, target, observed)
-            continue
-        slots -= one not in begun
+    old = [one for one in groups if is_outdated(one, target)]
+    fresh = [one for one in groups if not is_outdated(one, target)]
+    begun = {one.ordinal for one in old if _has_begun(one, target)}
+    slots = max(1, unavailable) - len(begun) - len([one for one in fresh if not one.is_ready])
+    found = [kept_group(one, target, observed) for one in fresh]
+    for one in sorted(old, key=lambda one: (one.ordinal not in begun, one.is_ready, -one.ordinal)):
+        if one.ordinal not in begun:
+            if slots <= 0 or not is_moving:
+                found.append(kept_group(one, target, observed))
+                continue
+            slots -= 1
         may_drop = not one.is_ready or budget > 0
         budget -= one.is_ready and _drops(target)
-        found[one.ordinal] = turning_group(
-            one, target, observed, may_drop=may_drop, least_surge=least_surge, is_moving=is_moving
+        found.append(
+            turning_group(one, target, observed, may_drop=may_drop, least_surge=least_surge, is_moving=is_moving)
         )
-    return [found[one] for one in sorted(found)]
+    return found
 
 
 def _has_begun(group: Group, target: Target) -> bool:

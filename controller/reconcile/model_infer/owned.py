@@ -10,7 +10,7 @@ from controller.reconcile.model_infer import labels, names, pods, scale_units, s
 from controller.reconcile.model_infer.gang import marks
 from controller.reconcile.model_infer.pod_state import is_owned
 from controller.reconcile.model_infer.revisions import controller_revision
-from controller.reconcile.plan import Annotate, Create, Delete
+from controller.reconcile.plan import Annotate, Create, Delete, Happened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -99,6 +99,26 @@ def new_pods(
             is_scale_unit=one.place in counted,
         )
         yield Create(PODS, pods.pod(one.place, one.revision, one.role, ask))
+
+
+def told(groups: Sequence[Group], missing: Sequence[Missing], deleted: Sequence[Delete]) -> Iterator[Happened]:
+    """Groups that come and go, one Event for all of them."""
+    there = {one.ordinal for one in groups}
+    new = {one.place.group: one.revision.hash for one in missing if one.place.group not in there}
+    gone = {one.key for one in deleted}
+    leaving = [
+        one.ordinal for one in groups if not one.is_going and all(pod.is_going or pod.key in gone for pod in one.pods)
+    ]
+    if new:
+        revisions = ", ".join(sorted({*new.values()}))
+        yield Happened("Normal", "GroupsCreated", f"{_listed(sorted(new))} of revision {revisions}")
+    if leaving:
+        yield Happened("Normal", "GroupsDeleted", _listed(leaving))
+
+
+def _listed(ordinals: Sequence[int]) -> str:
+    more = f" and {len(ordinals) - 10} more" if len(ordinals) > 10 else ""
+    return f"group{'s' if len(ordinals) > 1 else ''} {', '.join(map(str, ordinals[:10]))}{more}"
 
 
 def once(deletions: Sequence[Delete]) -> Iterator[Delete]:

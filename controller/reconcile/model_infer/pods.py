@@ -105,9 +105,13 @@ def environment(place: Place, role: RoleRevision, owner: str, namespace: str) ->
 
 def _with_env(container: object, env: Mapping[str, str]) -> object:
     """Ours stand first, so that the template's own variables may refer to them by ``$(NAME)``, and win over equal names:
-    a copied value would send a worker to another group's entry pod.
+    a copied value would send a worker to another group's entry pod. What is no list of variables stays as it is: the API
+    server says what is wrong with it.
     """
     if not isinstance(container, Mapping):
         return container
-    own = [one for one in container.get("env") or () if not (isinstance(one, Mapping) and one.get("name") in env)]
+    given = container.get("env") or []
+    if not isinstance(given, list):
+        return container
+    own = [one for one in given if not (isinstance(one, Mapping) and str(one.get("name")) in env)]
     return {**container, "env": [*({"name": name, "value": value} for name, value in env.items()), *own]}

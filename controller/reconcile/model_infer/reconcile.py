@@ -22,7 +22,7 @@ from controller.reconcile.model_infer.rollout import rollout_of, told
 from controller.reconcile.model_infer.target import read, target_of
 from controller.reconcile.model_infer.waiting import gang_of
 from controller.reconcile.plan import Plan
-from controller.resources.model_infer_mistakes import mistakes
+from controller.resources.model_infer_mistakes import mistakes, too_many
 
 if TYPE_CHECKING:
     from controller.reconcile.model_infer.observed import Observed
@@ -39,6 +39,9 @@ def reconcile(observed: Observed, now_s: float) -> Plan:
     if isinstance(found, str) or wrong:
         return Plan(status=statuses.refused(thing, wrong))
     target = target_of(observed, found.spec, now_s)
+    # roles may have scales of their own, which no webhook sees
+    if wrong := list(too_many(found.spec, target.counts)):
+        return Plan(status=statuses.refused(thing, wrong))
     groups = groups_of(pods_of(observed.pods, target.uid, observed.lost_nodes), target)
     rollout = rollout_of(groups, target, now_s)
     wanted = changes(groups, target, observed, is_moving=rollout.is_moving)
@@ -80,7 +83,12 @@ def reconcile(observed: Observed, now_s: float) -> Plan:
             failed=failed_groups(groups, target, observed),
             recoveries=as_status((*recovered.attempts, *ganged.attempts)),
         ),
-        events=(*told(thing.get("status") or {}, rollout), *recovered.events, *ganged.events),
+        events=(
+            *told(target, rollout),
+            *recovered.events,
+            *ganged.events,
+            *owned.told(groups, ganged.missing, drained.deleted),
+        ),
         look_again_at_s=min((one for one in times if one is not None), default=None),
         asks_loads_of=wanted.asks_loads_of | drained.asks_loads_of,
     )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from controller.cluster.resources import Object
     from controller.reconcile.model_infer.groups import Group, Replica
     from controller.reconcile.model_infer.observed import Observed
+    from controller.reconcile.model_infer.revisions import Revision
     from controller.reconcile.model_infer.target import Target
 
 _FIRST_WAIT_S: Final = 10.0
@@ -163,6 +164,7 @@ def _failing(
 ) -> Iterator[tuple[Scope, Failure | None]]:
     """Each scope with the failure that is due first, if it has one."""
     unresponsive_s = target.spec.template.unresponsive_timeout
+    revisions = {one.ordinal: one.revision for one in groups}
     for scope, replicas in _scopes(groups, target, unwanted):
         size = sum(one.size for one in replicas)
         found = [failure_of(one, observed, unresponsive_s) for one in scope.pods]
@@ -170,22 +172,35 @@ def _failing(
             # its kubelet makes the only container anew in place, with the weights that are there
             found = [one for one in found if one is not None and not one.is_restarted]
         if target.spec.recovery in ("Group", "Role"):
-            found += _vanished(replicas, now_s)
+            found += _vanished(replicas, revisions, now_s)
         known = [one for one in found if one is not None]
         yield scope, min(known, key=lambda one: one.at_s + one.due_s, default=None)
 
 
-def _vanished(replicas: Sequence[Replica], now_s: float) -> list[Failure | None]:
-    """Somebody has deleted some of the pods that work together: the others have lost them. Pods that were drained are
-    our own doing.
-    """
+def _vanished(replicas: Sequence[Replica], revisions: Mapping[int, Revision], now_s: float) -> list[Failure | None]:
+    """Somebody has deleted some of the pods that work together: the others have lost them. ``revisions``: of groups."""
     live = [pod for one in replicas for pod in one.live]
-    going = [pod for one in replicas for pod in one.pods if pod.is_going and pod.draining_at_s is None]
+    going = [
+        pod
+        for one in replicas
+        if not _is_our_doing(one, revisions[one.place.group])
+        for pod in one.pods
+        if pod.is_going
+    ]
     is_broken = any(len(one.pods) < one.size and any(pod.is_ready for pod in one.live) for one in replicas)
     if not live or not (going or is_broken):
         return []
     said = "a pod that it works with was deleted"
     return [Failure(pod=live[0], at_s=now_s, reason="PodDeleted", message=said, is_final=True)]
+
+
+def _is_our_doing(replica: Replica, revision: Revision) -> bool:
+    """It was drained, or is of another revision than its group is to have."""
+    role = revision.role(replica.place.role)
+    return any(
+        one.draining_at_s is not None or (one.is_going and (role is None or one.role_revision != role.hash))
+        for one in replica.pods
+    )
 
 
 def _scopes(

@@ -12,14 +12,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 
 from controller.cluster.resources import CONTROLLER_REVISIONS, MODEL_INFERS
 from controller.reconcile.model_infer import labels, names
 from controller.reconcile.model_infer.times import seconds_of
-from controller.resources.common import ObjectMetadata, PodTemplate
+from controller.resources.common import ObjectMetadata, PodTemplate, Replicas, ShortName
+from controller.resources.model_infer import Workers
 
 if TYPE_CHECKING:
     from controller.cluster.resources import Object
@@ -63,6 +64,20 @@ class Revision(msgspec.Struct, frozen=True, kw_only=True):
     def role(self, name: str) -> RoleRevision | None:
         """The role of this name, if the revision has it."""
         return next((one for one in self.roles if one.name == name), None)
+
+
+class _KeptRole(msgspec.Struct, rename="camel"):
+    name: ShortName
+    entry_template: PodTemplate
+    worker_template: PodTemplate | None = None
+    worker_replicas: Workers = 0
+
+
+class _Kept(msgspec.Struct):
+    """Of a ControllerRevision."""
+
+    roles: Annotated[list[_KeptRole], msgspec.Meta(max_length=8)]
+    replicas: Annotated[dict[str, Replicas], msgspec.Meta(max_length=8)] = {}
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,8 +174,10 @@ def _read(thing: Object) -> Revision | None:
     """None for what somebody has spoiled."""
     data, metadata = thing.get("data") or {}, thing["metadata"]
     try:
-        found = _revision(data["roles"], data.get("replicas") or {})
-    except (KeyError, TypeError, AttributeError):
+        # others may write such objects, and pods are made of them: the bounds of our own kind hold here, too
+        kept = msgspec.convert(data, _Kept)
+        found = _revision(data["roles"], kept.replicas)
+    except msgspec.ValidationError:
         return None
     if metadata["name"].rpartition("-")[2] != found.hash:
         return None

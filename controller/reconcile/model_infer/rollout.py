@@ -10,13 +10,13 @@ import msgspec
 from controller.cluster.resources import CONTROLLER_REVISIONS
 from controller.reconcile.model_infer import labels
 from controller.reconcile.model_infer.group_changes import is_outdated
+from controller.reconcile.model_infer.recovery import attempts_of
 from controller.reconcile.model_infer.times import seconds_of, text_of
 from controller.reconcile.plan import Annotate, Happened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from controller.cluster.resources import Object
     from controller.reconcile.model_infer.groups import Group
     from controller.reconcile.model_infer.target import Target
 
@@ -42,25 +42,38 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 def rollout_of(groups: Sequence[Group], target: Target, now_s: float) -> Rollout:
     """Deadlines count only while an older revision can serve instead."""
     update, settings = target.history.update, target.spec.rollout
-    old = [one for one in groups if is_outdated(one, target)]
-    waiting = [one.ordinal for one in groups if not one.is_ready and one not in old]
+    old = {one.ordinal for one in groups if is_outdated(one, target)}
+    waiting = [one.ordinal for one in groups if not one.is_ready and one.ordinal not in old]
     missing = target.spec.replicas - len(groups)
     if target.goal.hash != update.hash:
         return _gone_back(target, bool(old or waiting or missing))
     is_done = not old and not waiting and missing <= 0
     notes = tuple(_notes(target, now_s, is_done=is_done))
     if is_done:
-        return Rollout(phase="UpToDate", message=f"all groups have revision {update.hash}", is_moving=True, notes=notes)
+        return Rollout(phase="UpToDate", message=_done(target), is_moving=True, notes=notes)
     if settings.paused and old:
         said = f"{len(old)} groups wait for the rollout of revision {update.hash}, which is paused"
         return Rollout(phase=PAUSED, message=said, is_moving=False, notes=notes)
     counts = update.hash != target.current.hash and not update.reached
     fails_at_s = _last_progress_s(groups, target) + settings.progress_deadline
-    if counts and now_s >= fails_at_s:
+    if counts and now_s >= fails_at_s and any(pod.revision == update.hash for one in groups for pod in one.pods):
         return _failed(target, waiting, notes, now_s)
-    said = f"{len(groups) - len(old)} of {target.spec.replicas} groups have revision {update.hash}" + _waiting(waiting)
-    at_s = fails_at_s if counts else None
+    if counts and now_s >= fails_at_s and update.uid:
+        # old pods are still going, and nothing has shown yet whether the revision is good
+        notes += (_note(target, {labels.ROLLED_OUT_SINCE: text_of(now_s)}),)
+        fails_at_s = now_s + settings.progress_deadline
+    new = [one for one in groups if one.is_whole_revision and one.revision.hash == update.hash]
+    said = f"{len(new)} of {target.spec.replicas} groups have revision {update.hash}{_waiting(waiting)}"
+    # a revision that is only being made has not begun
+    at_s = fails_at_s if counts and update.uid else None
     return Rollout(phase="InProgress", message=said, is_moving=True, notes=notes, look_again_at_s=at_s)
+
+
+def _done(target: Target) -> str:
+    update = target.history.update
+    if target.first_moving and update.hash != target.current.hash:
+        return f"groups from {target.first_moving} on have revision {update.hash}, the others {target.current.hash}"
+    return f"all groups have revision {update.hash}"
 
 
 def _failed(target: Target, waiting: Sequence[int], notes: tuple[Annotate, ...], now_s: float) -> Rollout:
@@ -90,15 +103,18 @@ def _waiting(ordinals: Sequence[int]) -> str:
 
 
 def _last_progress_s(groups: Sequence[Group], target: Target) -> float:
-    """When the rollout began, or when a group of the new revision last became ready."""
-    times = [
-        seconds_of(pod.condition("Ready").get("lastTransitionTime"))
-        for one in groups
-        if one.is_ready and not is_outdated(one, target)
-        for pod in one.pods
-        if pod.revision == target.goal.hash
-    ]
-    return max([target.history.update.since_s, *(one for one in times if one is not None)])
+    """When the rollout began, or when a group of the new revision was last made for the first time, or became ready. A
+    group that failed and was made anew is no progress.
+    """
+    failed = {one.name.partition("/")[0] for one in attempts_of(target.owner.get("status") or {})}
+    times: list[float | None] = [target.history.update.since_s]
+    for group in groups:
+        new = [one for one in group.pods if one.revision == target.goal.hash]
+        if group.is_ready:
+            times += [seconds_of(one.condition("Ready").get("lastTransitionTime")) for one in new]
+        elif str(group.ordinal) not in failed:
+            times += [one.created_at_s for one in new]
+    return max(one for one in times if one is not None)
 
 
 def _notes(target: Target, now_s: float, *, is_done: bool) -> Iterator[Annotate]:
@@ -116,13 +132,18 @@ def _note(target: Target, annotations: dict[str, str | None]) -> Annotate:
     return Annotate(CONTROLLER_REVISIONS, update.key, update.uid, annotations)
 
 
-def told(before: Object, now: Rollout) -> Iterator[Happened]:
-    """Events where the phase is another than the status ``before`` says."""
+def told(target: Target, now: Rollout) -> Iterator[Happened]:
+    """Events where the phase is another than the status says. Groups that start or recover are no rollout."""
+    before = target.owner.get("status") or {}
     reasons = {one.get("type"): one.get("reason") for one in before.get("conditions") or ()}
     if reasons.get("Progressing", "UpToDate") == now.phase:
         return
-    reasons = {"UpToDate": "RolloutDone", "InProgress": "RolloutStarted", "Paused": "RolloutPaused"}
+    was_changing = before.get("currentRevision") != before.get("updateRevision")
     if now.phase == BLOCKED:
         yield Happened("Warning", BLOCKED, now.message)
-    else:
-        yield Happened("Normal", reasons[now.phase], now.message)
+    elif now.phase == PAUSED:
+        yield Happened("Normal", "RolloutPaused", now.message)
+    elif now.phase == "InProgress" and target.current.hash != target.history.update.hash:
+        yield Happened("Normal", "RolloutStarted", now.message)
+    elif now.phase == "UpToDate" and was_changing:
+        yield Happened("Normal", "RolloutDone", now.message)

@@ -42,8 +42,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
-    """``wanted``: members. ``max_unavailable`` and ``max_surge``: as numbers. ``is_moving``: outdated members are
-    replaced. ``keeps_old_below``: new members with a lower ordinal are of the old revision.
+    """``wanted``: members. ``max_unavailable`` and ``max_surge``: as numbers. ``is_moving``: outdated members become new.
+    ``keeps_old_below``: new members with a lower ordinal are of the old revision.
     """
 
     wanted: int
@@ -51,6 +51,11 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     max_surge: int = 0
     is_moving: bool = True
     keeps_old_below: int = 0
+
+    @property
+    def unavailable(self) -> int:
+        """Without any surge, one may be missing: otherwise nothing could ever change."""
+        return self.max_unavailable if self.max_unavailable + self.max_surge else 1
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,13 +133,11 @@ def _replaced(members: Sequence[Member], size: Size, total: int) -> tuple[frozen
     missing = max(0, total - len(members))
     ready = len([one for one in members if one.is_ready])
     under_way = [one for one in fresh if not one.is_ready] + [one for one in old if one.is_leaving]
-    slots = max(1, size.max_unavailable + size.max_surge) - len(under_way)
+    slots = size.unavailable + size.max_surge - len(under_way)
     if not size.is_moving:
         return frozenset(), slots
     replaced = [one for one in old if one.is_leaving]
-    # without any surge, one may be missing: otherwise nothing could ever change
-    unavailable = size.max_unavailable if size.max_unavailable + size.max_surge else 1
-    budget, left = ready - (size.wanted - unavailable), slots - missing
+    budget, left = ready - (size.wanted - size.unavailable), slots - missing
     for one in sorted((one for one in old if not one.is_leaving), key=lambda one: (one.is_ready, -one.ordinal)):
         if left <= 0 or (one.is_ready and budget <= 0):
             break

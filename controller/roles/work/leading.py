@@ -7,14 +7,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import aiohttp
 import msgspec
 
 from controller.cluster.informer import InformerTiming
 from controller.cluster.queue import QueueTiming, WorkQueue
-from controller.cluster.resources import PODS, Object
+from controller.cluster.resources import PODS, Object, split_key
 from controller.reconcile.model.observed import Settings as ModelSettings
 from controller.reconcile.plan import Happened
 from controller.roles.work.executing import Executor, Refused
@@ -24,6 +24,7 @@ from controller.roles.work.keeper import Keeper, WorkKey
 from controller.roles.work.loads import Asked, GatewayLoads, Loads
 from controller.roles.work.model_infers import ModelInferKeeper
 from controller.roles.work.models import ModelKeeper
+from controller.roles.work.slimming import slim
 from controller.roles.work.telling import Recorder, with_trouble, write_status
 from extproc.config.loads import LOADS_LABEL
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from controller.roles.manager_metrics import ManagerMetrics
     from controller.roles.work.model_infers import Decide
     from controller.roles.work.models import DecideModel
+
+# Of a message: an error may repeat what somebody wrote.
+_LONGEST: Final = 1000
 
 Bell = Callable[[Callable[[str, str], None]], Awaitable[None]]
 """Calls its argument with the kind and key of objects that have changed, until cancelled."""
@@ -48,13 +52,14 @@ class Decisions(NamedTuple):
 
 class WorkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``namespace``: whose objects are looked after; None: all. ``workers``: objects looked at side by side.
-    ``together_s``: changes of what an object owns that come within this time cause one look. ``patience_s``: how long the
+    ``most_actions``: of one look; what is left comes after all others had their turn. ``together_s``: changes of what an object owns that come within this time cause one look. ``patience_s``: how long the
     informers may take to tell of our own writes before a list is asked for. ``shared_namespace``: whose ModelTemplates
     all Models may name. ``models``: what holds for all Models.
     """
 
     namespace: str | None = None
     workers: int = 8
+    most_actions: int = 200
     together_s: float = 0.05
     patience_s: float = 5.0
     informers: InformerTiming = InformerTiming()
@@ -152,45 +157,65 @@ class Work:
         left_s = self._expectations.left_s(work, _loop_s())
         if left_s:
             return "early", left_s
-        thing = keeper.get(work.key)
+        # an event was lost, or our copies are old: ask
+        is_late = left_s is not None
+        thing = await self._asked(keeper, work.key) if is_late else keeper.get(work.key)
         if thing is None or "deletionTimestamp" in thing["metadata"]:
             # what it owns is collected by Kubernetes
             self._forget(work)
             return "gone", None
-        if left_s is None:
-            owned = keeper.owned(thing)
-        else:
-            # an event was lost, or our copy is old
-            owned = await keeper.listed(thing)
+        owned = await keeper.listed(thing) if is_late else keeper.owned(thing)
+        if is_late:
             self._expectations.forget(work)
             self._metrics.listed(work.kind)
         wanted = self._asks.get(work, frozenset())
         asked = Asked(wanted, await self._ask(wanted))
-        plan = keeper.decide(thing, owned, asked, self._clock())
+        plan = await self._decided(work, keeper, thing, lambda: keeper.decide(thing, owned, asked, self._clock()))
         await self._do(work, keeper, thing, plan)
         self._asks[work] = plan.asks_loads_of
-        if plan.asks_loads_of - wanted:
+        if plan.asks_loads_of - wanted or len(plan.actions) > self._settings.most_actions:
             return "planned", 0.0
         again_s = None if plan.look_again_at_s is None else plan.look_again_at_s - self._clock()
         return ("planned" if plan.actions else "settled"), again_s
 
+    async def _decided(self, work: WorkKey, keeper: Keeper, thing: Object, decide: Callable[[], Plan]) -> Plan:
+        """A mistake of ours about one object is told there: nobody else sees why nothing happens."""
+        try:
+            return decide()
+        except Exception as error:
+            said = f"the manager cannot decide about this object, and its log says where: {type(error).__name__}: {error}"
+            await self._tell_trouble(work, keeper, thing, None, Happened("Warning", "InternalError", said[:_LONGEST]))
+            raise
+
     async def _do(self, work: WorkKey, keeper: Keeper, thing: Object, plan: Plan) -> None:
         try:
-            await self._executor.execute(work, plan.actions)
+            # in their order up to any of them is a state that the next look goes on from, as after a failure
+            await self._executor.execute(work, plan.actions[: self._settings.most_actions])
         except Refused as refused:
-            before = thing.get("status") or {}
-            status = with_trouble(plan.status, before, *keeper.trouble, reason=refused.reason, message=refused.message)
-            await self._say(work, keeper.resource, thing, status)
-            await self._recorder.tell(thing, [Happened("Warning", refused.reason, refused.message)])
+            happened = Happened("Warning", refused.reason, refused.message)
+            await self._tell_trouble(work, keeper, thing, plan.status, happened)
             raise
         if plan.status is not None:
             await self._say(work, keeper.resource, thing, plan.status)
         await self._recorder.tell(thing, plan.events)
 
+    async def _tell_trouble(
+        self, work: WorkKey, keeper: Keeper, thing: Object, status: Mapping[str, Any] | None, what: Happened
+    ) -> None:
+        before = thing.get("status") or {}
+        told = with_trouble(status, before, *keeper.trouble, reason=what.reason, message=what.message)
+        await self._say(work, keeper.resource, thing, told)
+        await self._recorder.tell(thing, [what])
+
     async def _say(self, work: WorkKey, resource: Resource, thing: Object, status: Mapping[str, Any]) -> None:
         written = await write_status(self._client, resource, thing, status, self._metrics.wrote)
         if written is not None:
             self._expectations.wrote(work, resource, written, _loop_s())
+
+    async def _asked(self, keeper: Keeper, key: str) -> Object | None:
+        namespace, name = split_key(key)
+        found = await self._client.find(keeper.resource, name, namespace)
+        return None if found is None else slim(found)
 
     async def _ask(self, pods: frozenset[str]) -> Mapping[str, Any]:
         return await self._loads.ask(pods) if pods and self._loads is not None else {}

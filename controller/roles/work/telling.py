@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NOTHING: Final = (None, {}, [], ())
+_NOTHING: Final[tuple[object, ...]] = (None, {}, [], ())
 _QUIET_S: Final = 60.0
 _REMEMBERED: Final = 4096
 

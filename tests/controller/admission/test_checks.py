@@ -222,3 +222,52 @@ def test_models_and_runtimes_are_held_to_what_they_mean(right: Object, wrong: Ob
 
 def test_a_model_with_base_references_is_judged_with_them_later() -> None:
     assert judged(resource("Model", "m", {"uri": "hf://a/b", "aliases": ["m"], "baseRefs": ["shared"]})) == Verdict()
+
+
+def infer(*roles: dict[str, Any], name: str = "llama") -> Object:
+    return resource("ModelInfer", name, {"template": {"roles": list(roles)}})
+
+
+ENGINE = {"spec": {"containers": [{"name": "engine", "image": "vllm"}]}}
+
+
+@pytest.mark.parametrize(
+    ("accepted", "refused", "said"),
+    [
+        (
+            infer({"name": "all", "entryTemplate": ENGINE}, name="a" * 50),
+            infer({"name": "all", "entryTemplate": ENGINE}, name="a" * 51),
+            "would have names of 64 characters",
+        ),
+        (
+            infer({"name": "all", "entryTemplate": ENGINE}, name="llama-3.1"),
+            infer(
+                {"name": "all", "entryTemplate": ENGINE, "workerReplicas": 1, "workerTemplate": ENGINE},
+                name="llama-3.1",
+            ),
+            "begins with a letter",
+        ),
+        (
+            infer({"name": "a", "entryTemplate": ENGINE}, {"name": "b", "entryTemplate": ENGINE, "startsAfter": ["a"]}),
+            infer(
+                {"name": "a", "entryTemplate": ENGINE, "startsAfter": ["b"]},
+                {"name": "b", "entryTemplate": ENGINE, "startsAfter": ["a"]},
+            ),
+            "wait for each other",
+        ),
+        (
+            infer({"name": "all", "entryTemplate": ENGINE}),
+            infer({"name": "all", "entryTemplate": {"spec": {}}}),
+            "has no containers",
+        ),
+    ],
+)
+def test_a_model_infer_that_could_never_run_is_refused(accepted: Object, refused: Object, said: str) -> None:
+    assert judged(accepted).refused == ""
+    assert said in judged(refused).refused
+
+
+def test_a_model_infer_of_another_shape_is_told_once() -> None:
+    found = judged(resource("ModelInfer", "llama", {"template": {"roles": []}})).refused
+    assert found.startswith("the object has a mistake: ")
+    assert ";" not in found

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from controller.cluster.resources import MODEL_INFER_ROLES
 from controller.resources.model_infer import ModelInfer
 from controller.resources.model_infer_mistakes import mistakes
 from extproc.config.quantities import decode_quantity
@@ -37,6 +38,23 @@ def test_names_of_pods_must_be_host_names() -> None:
     )
 
 
+def test_pods_are_counted_before_any_is_planned() -> None:
+    """A million groups of a million pods are refused by arithmetic: nothing is made of them, not even in memory."""
+    assert found(role("all", replicas=100), replicas=100) == []
+    (said,) = found(role("all", replicas=101), replicas=100)
+    assert said.startswith("100 groups of 101 pods are 10100, and one ModelInfer has 10000 at most")
+    assert found(role("all", replicas=1_000_000, workerReplicas=1000, workerTemplate=template()), replicas=1_000_000)
+
+
+def test_a_role_that_is_scaled_too_far_is_told() -> None:
+    cluster = Cluster(model_infer(role("all", scalable=True)))
+    cluster.look()
+    cluster.of(MODEL_INFER_ROLES)["default/llama-all"]["spec"]["replicas"] = 1_000_000
+    plan = cluster.look()
+    assert plan.actions == ()
+    assert "1 groups of 1000000 pods" in plan.status["conditions"][0]["message"]
+
+
 @pytest.mark.parametrize("name", ["llama-3.1", "3-llama"])
 def test_workers_find_each_other_by_dns(name: str) -> None:
     assert found(name=name) == []
@@ -47,13 +65,6 @@ def test_workers_find_each_other_by_dns(name: str) -> None:
 def test_roles_that_wait_for_each_other() -> None:
     (said,) = found(role("a", startsAfter=["b"]), role("b", startsAfter=["a"]), role("c"))
     assert said == "a, b wait for each other by startsAfter, so none of them would start; leave one out"
-
-
-def test_a_rollout_by_role_that_could_never_move() -> None:
-    rollout = {"unit": "Role", "maxUnavailable": 0, "maxSurge": 1}
-    (said,) = found(role("a", maxSurge=1), role("b"), rollout=rollout)
-    assert "which b do not have" in said
-    assert found(role("a", maxSurge=1), role("b", maxSurge="10%"), rollout=rollout) == []
 
 
 def test_a_pod_without_containers() -> None:

@@ -11,7 +11,12 @@ from controller.runtimes.weights import format_of, weights_of
 
 @pytest.mark.parametrize(
     ("uri", "name"),
-    [("hf://org/model", "huggingface"), ("https://x/model.gguf", "gguf"), ("s3://b/model.onnx", "onnx")],
+    [
+        ("hf://org/model", "huggingface"),
+        ("https://x/model.gguf", "gguf"),
+        ("https://x/m.gguf?sig=a.b", "gguf"),
+        ("s3://b/model.onnx", "onnx"),
+    ],
 )
 def test_a_format_that_is_not_written_is_told_by_the_suffix(uri: str, name: str) -> None:
     assert format_of(uri, None).name == name
@@ -31,6 +36,10 @@ def test_downloads_go_to_the_cache(cache: WeightsCache, source: dict[str, object
     assert found.is_downloaded
     assert found.volumes[1] == {"name": "weights", **source}
     assert found.path == "/mnt/models"
+
+
+def test_a_single_file_is_found_by_its_name() -> None:
+    assert weights_of("https://x/dir/m.gguf?sig=a/b", WeightsCache()).path == "/mnt/models/m.gguf"
 
 
 @pytest.mark.parametrize(

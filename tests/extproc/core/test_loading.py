@@ -22,6 +22,7 @@ from extproc.request.model import Api
 
 if TYPE_CHECKING:
     from extproc.core.effects import Effect
+    from extproc.endpoints.adapter_slots import Change
 
 SERVER = "default/llama"
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -32,6 +33,7 @@ kind: ModelServer
 metadata: {name: llama}
 spec:
   model: m
+  scrapeInterval: %s
   endpoints: [%s]
   adapterLoading:
     slots: %d
@@ -57,10 +59,12 @@ GATE = """
 class Shell:
     """Does what the core asks for, by hand: ``loads`` are those that have not ended."""
 
-    def __init__(self, *, endpoints: int = 2, slots: int = 1, more: str = "", machine: str | None = None) -> None:
+    def __init__(
+        self, *, endpoints: int = 2, slots: int = 1, more: str = "", machine: str | None = None, scrape: str = "0s"
+    ) -> None:
         listed = ", ".join(f"{{address: '{one}'}}" for one in (A, B)[:endpoints])
         self.core = Core(
-            load({"a.yaml": (CONFIG % (listed, slots, more)).encode()}),
+            load({"a.yaml": (CONFIG % (scrape, listed, slots, more)).encode()}),
             rng=random.Random(0),
             ticket_prefix="t",
             machine=machine,
@@ -143,9 +147,9 @@ class Shell:
         self.perform(self.core.take_report(EngineSaid(SERVER, address, report, models=listed), self.now))
         self.passes(0.0)
 
-    def hears(self, address: str, adapter: str, change: str) -> None:
-        event = AdapterChanged(SERVER, address, adapter, change)  # type: ignore[arg-type]
-        self.perform(self.core.hear(EventBatch("p", [event]), self.now))
+    def hears(self, address: str, adapter: str, change: Change, *more: tuple[str, Change]) -> None:
+        events = [AdapterChanged(SERVER, address, *one) for one in ((adapter, change), *more)]
+        self.perform(self.core.hear(EventBatch("p", list(events)), self.now))
         self.passes(0.0)
 
 
@@ -175,6 +179,13 @@ def test_an_engine_with_a_free_slot_and_less_to_do_loads() -> None:
     busy = shell.went("t-1")
     shell.ask("sql")
     assert shell.asked == [(B if busy == A else A, "sql", None)]
+
+
+def test_loads_are_spread_over_engines() -> None:
+    shell = Shell(slots=2)
+    for name in ("sql", "law", "art"):
+        shell.ask(name)
+    assert [address for address, _, _ in shell.asked] == [A, B, A]
 
 
 def test_a_new_adapter_serves_those_who_waited_before_it_makes_room_for_another() -> None:
@@ -413,6 +424,30 @@ def test_what_another_process_does_is_seen_here() -> None:
     assert shell.went(late) in {A, B}
 
 
+def test_of_two_processes_that_want_one_slot_the_slower_looks_anew() -> None:
+    shell = Shell(endpoints=1, machine="here")
+    (ticket,) = shell.serves("sql")
+    shell.finish(ticket)
+    shell.ask("law")
+    # while ours waits for the others to hear that sql makes room, another one takes the slot
+    shell.hears(A, "sql", "gone", ("art", "loading"))
+    shell.hears(A, "art", "loaded")
+    shell.passes(0.05)
+    assert shell.loads == []
+    shell.passes(0.3)
+    assert shell.asked == [(A, "law", "art")]
+
+
+def test_what_another_process_unloads_is_not_loaded_there_meanwhile() -> None:
+    shell = Shell(endpoints=1, slots=2, machine="here")
+    shell.hears(A, "sql", "gone")
+    shell.ask("sql")
+    shell.passes(0.4)
+    assert shell.loads == []
+    shell.passes(1.0)
+    assert shell.asked == [(A, "sql", None)]
+
+
 def test_a_server_that_leaves_the_configuration_refuses_those_who_wait() -> None:
     shell = Shell()
     (ticket,) = shell.ask("sql")
@@ -437,3 +472,20 @@ def test_explain_says_where_an_adapter_is_or_would_be_loaded() -> None:
     shell.loaded()
     assert said("sql") == f"'sql' is loaded on {A}"
     assert said("law") == f"'law' is on no engine; {A} would load it in place of 'sql', once no request uses that"
+
+
+def test_after_a_start_engines_say_first_what_they_have() -> None:
+    shell = Shell(scrape="200ms")
+    (ticket,) = shell.ask("sql")
+    shell.says(A, models=set())
+    shell.says(A, active=set())
+    assert shell.loads == []
+    shell.says(B, models={"sql"})
+    assert shell.went(ticket) == B
+    # one that says nothing is not waited for
+    silent = Shell(scrape="200ms")
+    silent.ask("sql")
+    silent.passes(0.9)
+    assert silent.loads == []
+    silent.passes(0.2)
+    assert silent.asked == [(A, "sql", None)]

@@ -101,8 +101,8 @@ async def test_the_least_recently_used_adapter_goes(engine: FakeEngine, tmp_path
         assert set(engine.adapters) == {"a", "c"}
         assert engine.calls == [("load", "a"), ("load", "b"), ("unload", "b"), ("load", "c")]
         assert await agent.metric('adapter_unloads_total{reason="evicted"}') == 1
-        # the link goes, the files stay in the cache
-        assert not (tmp_path / "cache" / "adapters" / link_name("b", "hf://acme/b")).is_symlink()
+        # another pod of the node may have it by the same link
+        assert (tmp_path / "cache" / "adapters" / link_name("b", "hf://acme/b")).is_dir()
 
 
 async def test_an_adapter_in_use_stays(engine: FakeEngine, tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ async def test_a_broken_file_changes_nothing_and_is_told(engine: FakeEngine, tmp
     declare(file, {"a": {"uri": "hf://acme/a"}})
     async with beside(engine, tmp_path, adapters={"file": file}) as agent:
         await eventually(lambda: set(engine.adapters) == {"a"})
-        for broken in ("{", {"b": {"uri": ""}}, {"../b": {"uri": "hf://acme/b"}}, {"b": {"uri": "file:///etc"}}):
+        for broken in ("{", [], {"a": {"uri": ""}}, {"a": {"uri": "file:///etc"}}):
             declare(file, broken)
 
             async def is_told() -> bool:

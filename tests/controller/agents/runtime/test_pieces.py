@@ -86,13 +86,25 @@ def test_what_is_a_uri() -> None:
 
 def test_the_file_of_adapters() -> None:
     found = read_declared(b'{"a": {"uri": "hf://acme/a", "pinned": true}}', SourcePolicy())
-    assert found == {"a": Declared("hf://acme/a", pinned=True)}
+    assert found == ({"a": Declared("hf://acme/a", pinned=True)}, {})
     # the prefixes that bind callers do not bind whoever writes the file
-    assert read_declared(b'{"a": {"uri": "s3://x/a"}}', SourcePolicy((), ("hf://",)))
-    assert read_declared(b'{"resnet": {}}', SourcePolicy(), is_directory=True) == {"resnet": Declared()}
-    for wrong in (b"[]", b'{"a": 1}', b'{"a": {}}', b'{"a": {"uri": "/etc"}}', b'{"a": {"uri": "x://"}}'):
-        with pytest.raises(ValueError, match=r"."):
-            read_declared(wrong, SourcePolicy())
+    assert read_declared(b'{"a": {"uri": "s3://x/a"}}', SourcePolicy((), ("hf://",)))[1] == {}
+    assert read_declared(b'{"resnet": {}}', SourcePolicy(), is_directory=True) == ({"resnet": Declared()}, {})
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"a"', b"\xff"])
+def test_a_broken_file_of_adapters(content: bytes) -> None:
+    with pytest.raises(ValueError, match="no JSON object"):
+        read_declared(content, SourcePolicy())
+
+
+@pytest.mark.parametrize(
+    "wrong", [b'"a": 1', b'"a": {}', b'"a": {"uri": "/etc"}', b'"a": {"uri": "x://"}', b'"../a": {"uri": "hf://a/b"}']
+)
+def test_an_adapter_with_a_mistake_harms_no_other(wrong: bytes) -> None:
+    found, mistakes = read_declared(b'{"b": {"uri": "hf://acme/b"}, %s}' % wrong, SourcePolicy())
+    assert list(found) == ["b"]
+    assert len(mistakes) == 1
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,23 @@ def test_why_it_does_not_load(field: str, container: str, reason: str) -> None:
     assert condition(plan, "Ready")["reason"] == reason
 
 
+@pytest.mark.parametrize(
+    ("reason", "phase", "transition"),
+    [
+        ("Unschedulable", "Pending", "InProgress"),
+        ("NotAnswering", "Pending", "InProgress"),
+        ("ModelLoadFailed", "FailedToLoad", "BlockedByFailedLoad"),
+    ],
+)
+def test_what_may_pass_is_told_and_is_no_failure_to_load(reason: str, phase: str, transition: str) -> None:
+    children = on_server(reconcile(seen(model(), []), NOW_S))
+    degraded = {"type": "Degraded", "status": "True", "reason": reason, "message": "pod x"}
+    plan = reconcile(seen(model(), told(children, 0, conditions=[degraded])), NOW_S)
+    assert plan.status is not None
+    assert (plan.status["phase"], plan.status["transitionStatus"]) == (phase, transition)
+    assert plan.status["failure"] == {"reason": reason, "message": "ModelInfer llama-default: pod x"}
+
+
 def test_a_revision_that_does_not_become_ready_blocks_and_the_old_serves() -> None:
     children = on_server(reconcile(seen(model(), []), NOW_S))
     blocked = {"type": "Degraded", "status": "True", "reason": "BlockedByFailedLoad", "message": "group 1 is not ready"}

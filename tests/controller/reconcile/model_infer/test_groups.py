@@ -187,3 +187,25 @@ def test_pods_have_time_enough_to_drain() -> None:
     cluster = Cluster(model_infer(template={"drainTimeout": "90s"}))
     cluster.look()
     assert cluster.pod("llama-0-all-0-0")["spec"]["terminationGracePeriodSeconds"] == 90
+
+
+def test_groups_that_come_and_go_are_told_once() -> None:
+    cluster = Cluster(model_infer(replicas=2))
+    (made,) = cluster.look().events
+    assert (made.reason, made.message.partition(" of ")[0]) == ("GroupsCreated", "groups 0, 1")
+    assert cluster.look().events == ()
+    cluster.settle()
+    cluster.change(replicas=1)
+    cluster.look()
+    told = [one for one in cluster.look().events if one.reason.startswith("Groups")]
+    assert [(one.reason, one.message) for one in told] == [("GroupsDeleted", "group 1")]
+    assert cluster.look().events == ()
+
+
+def test_the_first_look_at_a_new_template_sets_no_timer_that_never_comes() -> None:
+    cluster = Cluster(model_infer(replicas=2))
+    cluster.settle()
+    cluster.change_image("vllm:2")
+    assert cluster.look().look_again_at_s is None
+    # 30 minutes after the ControllerRevision was made
+    assert cluster.look(after_s=5).look_again_at_s == cluster.now_s + 1795

@@ -172,6 +172,23 @@ def test_by_role_a_surplus_replica_keeps_the_group_whole() -> None:
     assert cluster.look().actions == ()
 
 
+def test_by_role_where_no_group_may_be_missing_roles_change_by_a_surplus_replica() -> None:
+    cluster = settled(
+        role("prefill"), role("decode"), replicas=2, rollout={"unit": "Role", "maxUnavailable": 0, "maxSurge": 1}
+    )
+    cluster.change_image("vllm:2", "decode")
+    for _ in range(12):
+        cluster.look(after_s=1)
+        cluster.gone()
+        cluster.look(after_s=1)
+        assert cluster.thing["status"]["readyReplicas"] >= 2
+        assert len(cluster.names()) <= 5
+        cluster.ready()
+    cluster.settle()
+    assert len(cluster.names()) == 4
+    assert cluster.thing["status"]["updatedReplicas"] == 2
+
+
 def test_by_role_only_so_many_groups_change_at_once() -> None:
     cluster = settled(role("prefill"), role("decode"), replicas=3, rollout={"unit": "Role", "maxUnavailable": 1})
     cluster.change_image("vllm:2", "decode")
@@ -323,3 +340,34 @@ def test_old_revisions_are_kept_to_go_back_to() -> None:
     numbers = sorted(one["revision"] for one in cluster.of(CONTROLLER_REVISIONS).values())
     # of 6, the one in use and two before
     assert numbers == [4, 5, 6]
+
+
+def test_a_rollout_is_told_when_it_begins_and_when_it_is_done() -> None:
+    cluster = settled(replicas=2)
+    cluster.change_image("vllm:2")
+    seen = []
+    for _ in range(8):
+        seen += [one.reason for one in cluster.look(after_s=1).events if one.reason.startswith("Rollout")]
+        cluster.gone()
+        cluster.ready()
+    assert seen == ["RolloutStarted", "RolloutDone"]
+    cluster.ready("llama-0-all-0-0", yes=False)
+    assert cluster.look(after_s=1).events == ()
+
+
+def test_a_revision_that_could_not_be_made_yet_has_not_failed() -> None:
+    """The only group goes for an hour, and with it the deadline of 30 minutes; then the new one has 30 minutes."""
+    cluster = settled(replicas=1, rollout={"onFailure": "RollBack"})
+    cluster.change_image("vllm:2")
+    cluster.look(after_s=1)
+    assert short(cluster) == ["0:1-"]
+    cluster.look(after_s=1805)
+    cluster.look(after_s=1795)
+    assert cluster.condition("Progressing")["reason"] == "InProgress"
+    cluster.gone()
+    cluster.look(after_s=1)
+    assert short(cluster) == ["0:2?"]
+    cluster.look(after_s=1799)
+    assert cluster.condition("Progressing")["reason"] == "InProgress"
+    cluster.look(after_s=1)
+    assert cluster.condition("Progressing")["reason"] == "BlockedByFailedLoad"

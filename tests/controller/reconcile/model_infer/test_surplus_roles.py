@@ -15,3 +15,15 @@ def test_where_a_share_of_few_groups_lets_none_be_missing_a_role_changes_by_a_su
     assert cluster.names() == ["llama-0-all-0-0", "llama-0-all-1-0"]
     cluster.settle()
     assert cluster.images() == {"llama-0-all-1-0": "vllm:2"}
+
+
+def test_a_rollout_by_role_is_no_failure_of_the_group() -> None:
+    rollout = {"unit": "Role", "maxUnavailable": 1}
+    cluster = Cluster(model_infer(role("one"), role("two"), rollout=rollout, recovery="Group"))
+    cluster.settle()
+    cluster.change_image("vllm:2", "two")
+    cluster.look()
+    assert cluster.names() == ["llama-0-one-0-0", "llama-0-two-0-0-"]
+    cluster.look(after_s=1)
+    assert cluster.names() == ["llama-0-one-0-0", "llama-0-two-0-0-"]
+    assert cluster.plan.events == ()

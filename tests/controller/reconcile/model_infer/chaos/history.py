@@ -13,7 +13,7 @@ from bench.cluster.fake.answers import Refused
 from bench.cluster.virtual.cluster import VirtualCluster
 from bench.cluster.virtual.engine_pod import GOOD
 from bench.cluster.virtual.looks import OWNED, owner_of
-from controller.cluster.resources import MODEL_INFERS, PODS, Object, key_of
+from controller.cluster.resources import MODEL_INFERS, PODS, Object, Resource, key_of
 from controller.reconcile.model_infer.observed import PodGroups
 from tests.controller.reconcile.model_infer.chaos import events
 from tests.controller.reconcile.model_infer.chaos.oracle import Broken, Oracle
@@ -80,6 +80,10 @@ class History:
         assert found is not None
         return found
 
+    def all(self, resource: Resource) -> list[Object]:
+        """All objects of a kind."""
+        return self.cluster.server.all(resource)
+
     def make_peace(self, *, good: bool = True) -> None:
         """Faults stop, whoever hangs answers again, there is room, and unless not ``good`` the user wants what works."""
         self.oracle.note("peace")
@@ -96,18 +100,18 @@ class History:
         new = {**self.spec, "rollout": rollout}
         self.write(with_image(new, frozenset(), f"{GOOD}-9") if good and is_bad(new) else new)
 
-    def settle(self, *, hours: float = 10.0, quiet_s: float = 2400.0, crashing: bool = False) -> None:
-        """Wait until nothing is written for a while; while engines are ``crashing``, until nothing is done."""
+    def settle(self, *, hours: float = 10.0, quiet_s: float = 2400.0) -> None:
+        """Wait until nothing is written for a while."""
         until_s = self.now_s + hours * 3600
         while self.now_s < until_s:
-            before = self._done(crashing=crashing)
+            before = self._done()
             self.cluster.run_for(quiet_s)
-            if before == self._done(crashing=crashing):
+            if before == self._done():
                 return
         raise Broken("every history ends", f"still writing after {hours} hours")
 
-    def _done(self, *, crashing: bool) -> tuple[int, int]:
-        return sum(self.oracle.actions.values()), 0 if crashing else self.cluster.server.storage.version
+    def _done(self) -> tuple[int, int]:
+        return sum(self.oracle.actions.values()), self.cluster.server.storage.version
 
     def write(self, spec: Spec) -> None:
         """The user applies this spec."""
@@ -243,7 +247,7 @@ class History:
         self.cluster.run_for(event.after_s)
         self._make()
 
-    def _delete(self, resource: Any, key: str) -> None:  # noqa: ANN401 - a Resource
+    def _delete(self, resource: Resource, key: str) -> None:
         try:
             self.cluster.server.delete(resource, key)
         except Refused:

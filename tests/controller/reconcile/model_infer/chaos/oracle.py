@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bench.cluster.virtual.clock import seconds
 from bench.cluster.virtual.requests import is_ready
@@ -23,7 +23,6 @@ from tests.controller.reconcile.model_infer.chaos.view import (
 )
 
 if TYPE_CHECKING:
-    from bench.cluster.virtual.cluster import VirtualCluster
     from bench.cluster.virtual.manager import Look
     from controller.reconcile.plan import Action
 
@@ -38,13 +37,34 @@ class Broken(AssertionError):
         self.name = name
 
 
+class Truth(Protocol):
+    """How things are, whatever a manager has seen of them."""
+
+    def pods(self) -> list[Object]:
+        """All pods."""
+        ...
+
+    def living(self) -> list[tuple[str, str, str]]:
+        """Key, uid and node of the pods whose processes run on nodes that are up."""
+        ...
+
+    def in_flight(self, uid: str) -> int:
+        """Running requests of a pod."""
+        ...
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the epoch."""
+        ...
+
+
 class Oracle:
     """A witness of all managers of a history; it forgets nothing when they are killed. ``calm``: nothing but the user's
     changes and the managers' own deaths makes pods unready, so that every serving group is protected.
     """
 
     def __init__(self, *, calm: bool = False) -> None:
-        self.cluster: VirtualCluster | None = None
+        self.cluster: Truth | None = None
         self.looks = 0
         self.actions: Counter[str] = Counter()
         self.status_writes = 0
@@ -95,10 +115,14 @@ class Oracle:
         elif isinstance(action, Annotate) and DRAINING in action.annotations:
             self._withdrawn.discard(action.uid)
 
+    def forgive(self) -> None:
+        """What was withdrawn counts only as far as managers see it themselves."""
+        self._withdrawn.clear()
+
     def note(self, what: str) -> None:
         """For whoever reads a failure."""
         assert self.cluster is not None
-        self.log.append(f"{self.cluster.clock.now_s - 1_800_000_000:10.3f} {what}")
+        self.log.append(f"{self.cluster.now_s - 1_800_000_000:10.3f} {what}")
 
     def _is_owned(self, look: Look, thing: Object) -> None:
         owners = thing["metadata"].get("ownerReferences") or []
@@ -147,11 +171,10 @@ class Oracle:
 
     def _lives_once(self, pod: Object) -> None:
         assert self.cluster is not None
-        for life in self.cluster.nodes.living():
-            if life.key == key_of(pod) and self.cluster.nodes.is_up(life.node):
-                known = self.cluster.server.find(PODS, life.key)
-                if known is None or known["metadata"]["uid"] != life.uid:
-                    raise Broken("no two live pods of one name", f"{named(pod)} still runs on {life.node}")
+        uids = {one["metadata"]["uid"] for one in self._pods()}
+        for key, uid, node in self.cluster.living():
+            if key == key_of(pod) and uid not in uids:
+                raise Broken("no two live pods of one name", f"{named(pod)} still runs on {node}")
 
     def _starts_in_order(self, look: Look, pod: Object) -> None:
         seat = seat_of(pod)
@@ -191,6 +214,8 @@ class Oracle:
         seen = next((one for one in look.observed.pods if one["metadata"]["uid"] == action.uid), None)
         if seen is None:
             raise Broken("only what was seen is deleted", action.key)
+        if "deletionTimestamp" in seen["metadata"] and action.grace_s is None:
+            raise Broken("deleted once", f"{action.key} is going already")
         dead_node = seen["spec"].get("nodeName") in look.observed.lost_nodes
         if (
             action.grace_s == 0
@@ -200,9 +225,20 @@ class Oracle:
             raise Broken("no two live pods of one name", f"{action.key} is removed by force from a node that is alive")
         if dead_node or not is_ready(seen) or "deletionTimestamp" in seen["metadata"]:
             return
+        if look.observed.thing["spec"].get("recovery") == "Group" and self._has_failed(look, seen):
+            return  # the group is dead as a whole; what runs on its other engines has the grace of their pods
         drain_s = duration_s(look.observed.thing["spec"]["template"].get("drainTimeout", "5m"))
         if not self._is_idle(look, seen, drain_s):
             raise Broken("drained before deletion", f"{action.key} has requests or was never drained")
+
+    def _has_failed(self, look: Look, pod: Object) -> bool:
+        """Whether its group lacks a pod that serves."""
+        group, spec = seat_of(pod).group, look.observed.thing["spec"]
+        serving = [
+            one for one in look.observed.pods if seat_of(one).group == group and is_ready(one) and not is_leaving(one)
+        ]
+        roles = spec["template"]["roles"]
+        return len(serving) < sum(one.get("replicas", 1) * (1 + one.get("workerReplicas", 0)) for one in roles)
 
     def _is_idle(self, look: Look, pod: Object, drain_s: float) -> bool:
         """Whether it drains and has nothing left, or has had its time; a worker pod does what its entry pod does."""
@@ -213,7 +249,7 @@ class Oracle:
         since = (entry["metadata"].get("annotations") or {}).get(DRAINING)
         if drain_s == 0 or (since is not None and look.at_s >= seconds(since) + drain_s):
             return True
-        return is_leaving(entry) and self.cluster.requests.in_flight(entry["metadata"]["uid"]) == 0
+        return is_leaving(entry) and self.cluster.in_flight(entry["metadata"]["uid"]) == 0
 
     def _entry_of(self, pod: Object) -> Object | None:
         seat = seat_of(pod)
@@ -225,7 +261,7 @@ class Oracle:
 
     def _pods(self) -> list[Object]:
         assert self.cluster is not None
-        return self.cluster.server.pods()
+        return self.cluster.pods()
 
 
 def _owner(thing: Object) -> str:
