@@ -105,8 +105,11 @@ def _how(last: Mapping[str, Any]) -> str:
 
 
 def _tail(pod: Pod, observed: Observed) -> str:
-    text = observed.log_tails.get(pod.key, "").strip()
-    return f"; last lines: {text}" if text else ""
+    """The last line first: it mostly is the reason, and one line is all that tables of kubectl show."""
+    before, _, last = observed.log_tails.get(pod.key, "").strip().rpartition("\n")
+    if not last:
+        return ""
+    return f": {last.strip()}" + (f"\nbefore that it wrote:\n{before}" if before else "")
 
 
 _STUCK: Final = {
