@@ -161,6 +161,7 @@ def _add_adapters(made: argparse.ArgumentParser) -> None:
         default=[],
         help="URIs in calls begin with it; several times for several; default: any URI. The file may have any",
     )
+    add("--declared-only", action="store_true", help="calls load what the file declares, from where it says, alone")
     add("--download-timeout", type=_seconds, metavar="SECONDS", default=1800.0, help="default: %(default)s")
     add("--load-timeout", type=_seconds, metavar="SECONDS", default=120.0, help="of the engine; default: %(default)s")
 

@@ -69,6 +69,14 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
         metavar="IMAGE",
         help="of downloads and sidecars; default: that of the container 'manager' of our pod",
     )
+    work(
+        "--gateway-namespace",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="whose gateways are believed about engines of all namespaces: their loads, and where Models are reached; "
+        "gateways elsewhere are believed about their own namespace; several times for several; default: ours",
+    )
     work("--lease", metavar="NAME", default=_SERVICE, help="the Lease that elects the leader; default: %(default)s")
     work("--lease-namespace", metavar="NAME", help="of the Lease; default: ours")
     work(
@@ -180,6 +188,7 @@ def _leader(options: argparse.Namespace, client: Client, metrics: ManagerMetrics
         namespace=options.watch_namespace,
         workers=options.workers,
         shared_namespace=client.access.namespace,
+        gateway_namespaces=tuple(options.gateway_namespace) or (client.access.namespace,),
         models=of_models.Settings(image=image),
     )
     decisions = Decisions(model_infers.reconcile, models.reconcile)

@@ -13,7 +13,6 @@ from extproc.config.cel import Rule
 from extproc.config.quantities import Duration
 from extproc.config.spec import Metadata, NonEmpty, Spec, keyed_by
 
-
 Workers = Annotated[int, msgspec.Meta(ge=0, le=1000)]
 
 

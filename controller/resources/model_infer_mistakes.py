@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from controller.resources.pod_shapes import wrong_shapes
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -27,8 +29,11 @@ def mistakes(found: ModelInfer) -> Iterator[str]:
     yield from _circles(found)
     for role in found.spec.template.roles:
         for field, template in (("entryTemplate", role.entry_template), ("workerTemplate", role.worker_template)):
-            if template is not None and not template.spec.get("containers"):
+            if template is None:
+                continue
+            if not template.spec.get("containers"):
                 yield f"{field} of role {role.name} has no containers"
+            yield from wrong_shapes(template.spec, f"{field} of role {role.name}")
 
 
 def too_many(spec: ModelInferSpec, replicas: Mapping[str, int]) -> Iterator[str]:

@@ -10,7 +10,8 @@ import msgspec
 
 from controller.resources.engine import EngineConfig
 from controller.resources.model import ModelSpec
-from controller.runtimes.merging import folded, pod_layers, typed
+from controller.resources.pod_shapes import wrong_shapes
+from controller.runtimes.merging import folded, pod_layers, pods_in, typed
 from extproc.config.quantities import decode_quantity
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ def merged(model: Mapping[str, Any], own: Iterable[Mapping[str, Any]], shared: I
     if missing:
         raise NotMergeable(f"there is no ModelTemplate {', '.join(missing)}, here or in the manager's namespace")
     layers = [templates[name].get("spec") or {} for name in raw.get("baseRefs") or ()]
+    for name, layer in (*zip(raw.get("baseRefs") or (), layers, strict=True), ("", raw)):
+        if wrong := [one for field, pod in pods_in(layer) for one in wrong_shapes(pod, field)]:
+            raise NotMergeable((f"ModelTemplate {name}: " if name else "") + "; ".join(wrong))
     found = typed(*layers, raw)
     try:
         return Layered(msgspec.convert(folded(found), ModelSpec, dec_hook=decode_quantity), found)

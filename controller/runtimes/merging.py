@@ -10,7 +10,7 @@ removes a field.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -70,6 +70,19 @@ def folded(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     return [folded(one) for one in value] if isinstance(value, list) else value
 
 
+def pods_in(value: object, where: str = "spec") -> Iterator[tuple[str, object]]:
+    """The partial PodSpecs of a typed layer, each with the field that it stands in."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            if name in _POD_FIELDS:
+                yield f"{where}.{name}", one or {}
+            else:
+                yield from pods_in(one, f"{where}.{name}")
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            yield from pods_in(one, f"{where}[{number}]")
+
+
 def pod_layers(value: object) -> list[Mapping[str, Any]]:
     """The partial PodSpecs of a field, the lowest first."""
     if isinstance(value, list):
@@ -120,9 +133,9 @@ def _items(
     if any(one == {_DIRECTIVE: "replace"} for one in upper):
         lower, upper = (), [one for one in upper if one != {_DIRECTIVE: "replace"}]
     key = keyed[name]
-    found: dict[object, Mapping[str, Any]] = {one.get(key): one for one in lower}
+    found: dict[object, Mapping[str, Any]] = {_identity(one, key): one for one in lower}
     for item in upper:
-        identity = item.get(key)
+        identity = _identity(item, key)
         if item.get(_DIRECTIVE) == "delete":
             found.pop(identity, None)
             continue
@@ -131,3 +144,9 @@ def _items(
             before = {}
         found[identity] = _merged(before, item, keyed)
     return list(found.values())
+
+
+def _identity(item: Mapping[str, Any], key: str) -> object:
+    """A name or number; of fields that nobody checks, whatever is written."""
+    found = item.get(key)
+    return found if isinstance(found, Hashable) else repr(found)

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
+from controller.resources.pod_shapes import wrong_resources, wrong_shapes
 from controller.runtimes.presets import built_in
 from controller.runtimes.settings import gpus_of
 
@@ -106,8 +107,8 @@ def _backend(backend: Backend, spec: ModelSpec) -> Iterator[str]:
     for config in configs:
         if gpus_of(config) is None:
             yield f"{where}: tensor x pipeline x data GPUs cannot be shared out evenly over {config.nodes} nodes"
-        if "containers" in config.pod and not isinstance(config.pod["containers"], list):
-            yield f"{where}: config.pod.containers is no list"
+        yield from wrong_shapes(config.pod, f"{where}: config.pod")
+        yield from wrong_resources(config.resources, f"{where}: config.resources")
 
 
 def _cannot_disaggregate(backend: Backend, where: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from controller.resources.pod_shapes import wrong_resources, wrong_shapes
 from controller.resources.serving_runtime import ServingRuntimeSpec
 from extproc.config.quantities import decode_quantity
 
@@ -55,8 +56,18 @@ def preset_of(thing: Mapping[str, Any], scope: Scope) -> Preset:
     try:
         spec = msgspec.convert(raw, ServingRuntimeSpec, dec_hook=decode_quantity)
     except (msgspec.ValidationError, ValueError) as error:
-        return Preset(name, scope, ServingRuntimeSpec(engine="Custom"), problem=f"it has a mistake: {error}")
-    return Preset(name, scope, spec, raw.get("config") or {})
+        return _unusable(name, scope, str(error))
+    config = raw.get("config") or {}
+    written = (("pod", spec.pod), ("spotPod", spec.spot_pod), ("config.pod", config.get("pod") or {}))
+    wrong = [said for field, pod in written for said in wrong_shapes(pod, field)]
+    wrong += wrong_resources(config.get("resources"), "config.resources")
+    if wrong:
+        return _unusable(name, scope, "; ".join(wrong))
+    return Preset(name, scope, spec, config)
+
+
+def _unusable(name: str, scope: Scope, mistake: str) -> Preset:
+    return Preset(name, scope, ServingRuntimeSpec(engine="Custom"), problem=f"it has a mistake: {mistake}")
 
 
 @cache

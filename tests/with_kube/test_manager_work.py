@@ -187,6 +187,33 @@ async def test_a_mistake_of_ours_is_told_of_its_object_and_stops_no_other(
 
 
 @FAKE
+async def test_a_pod_of_another_namespace_that_names_the_owner_is_none_of_its(
+    client: Client, kube: Kube, fake: FakeServer, namespace: str
+) -> None:
+    """Uids are no secrets: whoever forges one would stand in for an engine of somebody else."""
+    seen: list[list[str]] = []
+
+    def decide(observed: Observed, now_s: float) -> Plan:
+        seen.append([one["metadata"]["namespace"] for one in observed.pods])
+        return stand_in(observed, now_s)
+
+    async with managing(kube.admin, namespace, decide=decide, work=settings(None)):
+        made = await client.create(MODEL_INFERS, model_infer(namespace))
+        await until_pods(client, namespace, {"llama-0-main-0-0"})
+        (pod,) = await pods(client, namespace)
+        forged = {name: pod["metadata"][name] for name in ("name", "labels", "ownerReferences")}
+        assert forged["ownerReferences"][0]["uid"] == made["metadata"]["uid"]
+        other = f"{namespace}-other"
+        fake.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": other}})
+        fake.create({**pod, "metadata": {**forged, "namespace": other}})
+        await client.merge_patch(MODEL_INFERS, "llama", namespace, {"spec": {"replicas": 2}})
+        await until_pods(client, namespace, {"llama-0-main-0-0", "llama-1-main-0-0"})
+        looks = len(seen)
+        await eventually(lambda: len(seen) > looks, timeout_s=SOON_S)
+        assert all(other not in one for one in seen)
+
+
+@FAKE
 async def test_much_work_on_one_object_is_done_in_turns(client: Client, kube: Kube, namespace: str) -> None:
     """Somebody else's object does not wait until a thousand pods of the first are made."""
     most: list[int] = []

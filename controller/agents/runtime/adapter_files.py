@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from controller.agents.runtime.adapter_names import (
     NameInvalid,
+    NotDeclared,
     check_name,
     check_uri,
     is_uri,
@@ -30,12 +31,14 @@ class AdapterFiles:
         self._is_repository = is_repository
 
     def place(self, name: str, source: str, declared: Declared | None) -> tuple[str, str]:
-        """The source, and the path of its files; raises NameInvalid for what is not allowed.
+        """The source, and the path of its files; raises NameInvalid or NotDeclared for what is not allowed.
 
         ``source``: empty for that of ``declared``. Both are empty for a model that is in the repository already.
         """
         source = source or (declared.uri if declared is not None else "")
         check_name(name, is_directory=self._is_repository)
+        if self._settings.policy.declared_only and (declared is None or source != declared.uri):
+            raise NotDeclared(f"{name} is not declared with this source, and others are not allowed (--declared-only)")
         if not source:
             if self._is_repository:
                 return "", ""

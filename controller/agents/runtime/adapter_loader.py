@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.agents.runtime.adapter_choice import Failure, Shelf, Wishes, changes, next_step
+from controller.agents.runtime.adapter_names import NotDeclared
 from controller.agents.runtime.adapter_use import AdapterUses
 from controller.agents.runtime.downloads import DownloadFailed
 from controller.agents.runtime.engine_client import EngineFailed
@@ -114,6 +115,8 @@ class AdapterLoader:
         """The source, and the path that the engine is given; raises LoadRefused for what is not allowed."""
         try:
             return self._files.place(name, source, self.file.declared.get(name))
+        except NotDeclared as error:
+            raise LoadRefused(503, str(error), 1) from error
         except ValueError as error:
             raise LoadRefused(400, str(error)) from error
 

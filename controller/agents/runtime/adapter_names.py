@@ -28,11 +28,18 @@ class NameInvalid(ValueError):
     """The message tells the caller what to correct."""
 
 
+class NotDeclared(ValueError):
+    """Not allowed now. The file of adapters may follow: a ConfigMap reaches pods later than others hear of it."""
+
+
 class SourcePolicy(msgspec.Struct, frozen=True):
-    """``directories``: below which local paths may be. ``prefixes``: with which URIs must begin; none: any."""
+    """``directories``: below which local paths may be. ``prefixes``: with which URIs must begin; none: any.
+    ``declared_only``: calls load what the file declares, from where it says, and nothing else.
+    """
 
     directories: tuple[Path, ...] = ()
     prefixes: tuple[str, ...] = ()
+    declared_only: bool = False
 
 
 def check_name(name: str, *, is_directory: bool = False) -> None:

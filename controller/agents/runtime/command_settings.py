@@ -47,7 +47,7 @@ def settings_of(options: argparse.Namespace) -> AgentSettings:
             file=options.adapters,
             limit=options.max_adapters,
             keep_s=options.keep_adapter,
-            policy=SourcePolicy(tuple(options.allow_path) or (cache,), tuple(options.allow_uri)),
+            policy=SourcePolicy(tuple(options.allow_path) or (cache,), tuple(options.allow_uri), options.declared_only),
             cache=cache,
             links=options.link_dir or cache / "adapters",
             download_timeout_s=options.download_timeout,

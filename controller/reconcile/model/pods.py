@@ -178,6 +178,8 @@ def _sidecar(model: Resolved, made: ResolvedBackend, config: EngineConfig, setti
             f"--dialect={preset.agent.dialect}",
             f"--model={model.served_name}",
             f"--drain-timeout={_drain_s(config)}",
+            # every pod can reach this port, and what it has fetched comes with the Model's credentials
+            "--declared-only",
             *([f"--max-adapters={most}"] if model.spec.adapters and (most := config.lora.max_loaded) else []),
             *(
                 [f"--adapters={ADAPTERS_PATH}/{ADAPTERS_FILE}", f"--weights-cache={CACHE_PATH}"]

@@ -7,6 +7,7 @@ scheduler's. So a yes may turn out wrong, and whoever has got no place after all
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from controller.reconcile.model_infer.observed import NodeRoom
 
-_QUANTITY: Final = re.compile(r"([0-9.]+)(?:([numkMGTPE]|[KMGTPE]i)|[eE]([+-]?[0-9]+))?", re.ASCII)
+_QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:([numkMGTPE]|[KMGTPE]i)|[eE]([+-]?[0-9]+))?", re.ASCII)
 _FACTORS: Final = {
     "n": 1e-9,
     "u": 1e-6,
@@ -26,6 +27,8 @@ _FACTORS: Final = {
     **{letter: 1000.0**power for power, letter in enumerate("MGTPE", start=2)},
     **{f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", start=1)},
 }
+# Of a bound in a node affinity.
+_MOST_DIGITS: Final = 18
 _EFFECTS: Final = ("NoSchedule", "NoExecute")
 
 
@@ -35,7 +38,8 @@ def quantity(value: object) -> float:
     if match is None:
         return 0.0
     number, unit, exponent = match.groups()
-    return float(number) * (_FACTORS[unit] if unit else 10.0 ** int(exponent or 0))
+    found = float(number) * _FACTORS[unit] if unit else float(f"{number}e{exponent or 0}")
+    return found if math.isfinite(found) else 0.0
 
 
 def asked_by(spec: Mapping[str, Any]) -> dict[str, float]:
@@ -144,7 +148,7 @@ def _holds(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     operator, key, values = expression.get("operator"), str(expression.get("key")), list(expression.get("values") or ())
     if operator in ("Gt", "Lt"):
         value, bound = labels.get(key, ""), "".join(map(str, values))
-        if not value.isdigit() or not bound.isdigit():
+        if not (value.isdecimal() and bound.isdecimal() and len(bound) <= _MOST_DIGITS):
             return False
         return int(value) > int(bound) if operator == "Gt" else int(value) < int(bound)
     return requirement_holds(key, str(operator), values, labels)

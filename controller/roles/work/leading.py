@@ -23,8 +23,8 @@ from controller.roles.work.following import Following
 from controller.roles.work.keeper import Keeper, WorkKey
 from controller.roles.work.loads import Asked, GatewayLoads, Loads
 from controller.roles.work.model_infers import ModelInferKeeper
-from controller.roles.work.models import ModelKeeper
-from controller.roles.work.slimming import slim
+from controller.roles.work.models import ModelKeeper, Shared
+from controller.roles.work.slimming import slim, slim_pod
 from controller.roles.work.telling import Recorder, with_trouble, write_status
 from extproc.config.loads import LOADS_LABEL
 
@@ -54,7 +54,7 @@ class WorkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``namespace``: whose objects are looked after; None: all. ``workers``: objects looked at side by side.
     ``most_actions``: of one look; what is left comes after all others had their turn. ``together_s``: changes of what an object owns that come within this time cause one look. ``patience_s``: how long the
     informers may take to tell of our own writes before a list is asked for. ``shared_namespace``: whose ModelTemplates
-    all Models may name. ``models``: what holds for all Models.
+    all Models may name. ``gateway_namespaces``: whose gateways speak for engines of all namespaces. ``models``: what holds for all Models.
     """
 
     namespace: str | None = None
@@ -65,6 +65,7 @@ class WorkSettings(msgspec.Struct, frozen=True, kw_only=True):
     informers: InformerTiming = InformerTiming()
     queue: QueueTiming = QueueTiming()
     shared_namespace: str = ""
+    gateway_namespaces: tuple[str, ...] = ()
     models: ModelSettings = ModelSettings()
 
 
@@ -104,10 +105,10 @@ class Work:
             decisions.model,
             infers=self._infers.infers,
             infer_pods=self._infers.pods,
-            shared=settings.shared_namespace,
+            shared=Shared(settings.shared_namespace, settings.gateway_namespaces),
             settings=settings.models,
         )
-        self._gateways = self._following.add(PODS, labels=LOADS_LABEL, everywhere=True)
+        self._gateways = self._following.add(PODS, labels=LOADS_LABEL, slim=slim_pod, everywhere=True)
         self._keepers: Mapping[str, Keeper] = {one.resource.kind: one for one in (self._infers, self._models)}
         self._expectations = Expectations(self._known, settings.patience_s)
         self._following.subscribe(self._expectations.heard)
@@ -124,7 +125,7 @@ class Work:
         self._metrics.follow_queue(lambda: self._queue.depth, lambda: self._queue.failing)
         async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as http, asyncio.TaskGroup() as tasks:
             if self._loads is None:
-                self._loads = GatewayLoads(http, self._gateways, self._infers.pod)
+                self._loads = GatewayLoads(http, self._gateways, self._infers.pod, self._settings.gateway_namespaces)
             tasks.create_task(self._following.run(), name="informers")
             tasks.create_task(self._infers.log_tails.run(), name="logs of crashed containers")
             if self._bell is not None:
@@ -183,7 +184,9 @@ class Work:
         try:
             return decide()
         except Exception as error:
-            said = f"the manager cannot decide about this object, and its log says where: {type(error).__name__}: {error}"
+            said = (
+                f"the manager cannot decide about this object, and its log says where: {type(error).__name__}: {error}"
+            )
             await self._tell_trouble(work, keeper, thing, None, Happened("Warning", "InternalError", said[:_LONGEST]))
             raise
 

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
 from controller.cluster.loads import loads_by_pod
+from controller.cluster.resources import split_key
 from controller.reconcile.model_infer.observed import Load
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
     from controller.cluster.informer import Informer
     from controller.cluster.resources import Object
+
+# Gateways of a namespace that nobody vouches for: each answer is held in memory.
+_MOST_OWN: Final = 32
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -35,17 +39,46 @@ class Loads(Protocol):
 
 
 class GatewayLoads:
-    """The gateways' pages. ``gateways``: follows the pods with the label ``attache.dev/tells-loads``."""
+    """The gateways' pages. ``gateways``: follows the pods with the label ``attache.dev/tells-loads``.
 
-    def __init__(self, http: aiohttp.ClientSession, gateways: Informer, pod: Callable[[str], Object | None]) -> None:
+    Anybody may put this label on a pod, so gateways outside of ``trusted`` namespaces speak for their own one alone.
+    """
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        gateways: Informer,
+        pod: Callable[[str], Object | None],
+        trusted: Collection[str] = (),
+    ) -> None:
         self._http = http
         self._gateways = gateways
         self._pod = pod
+        self._trusted = trusted
 
     async def ask(self, pods: Collection[str]) -> Mapping[str, Load]:
         """See ``Loads``."""
         known = {key: one for key in pods if (one := self._pod(key)) is not None}
         if not known or not self._gateways.synced.is_set():
             return {}
-        found = await loads_by_pod(self._http, list(self._gateways.objects.values()), known)
-        return {key: Load(one.busy_with, one.cached_tokens) for key, one in found.items()}
+        found: dict[str, Load] = {}
+        for namespace in {split_key(key)[0] for key in known}:
+            pods = {key: one for key, one in known.items() if split_key(key)[0] == namespace}
+            tellers = self._tellers(namespace)
+            told = {} if tellers is None else await loads_by_pod(self._http, tellers, pods)
+            found |= {key: Load(one.busy_with, one.cached_tokens) for key, one in told.items()}
+        return found
+
+    def _tellers(self, namespace: str | None) -> list[Object] | None:
+        """Who is asked about pods of a namespace; None if nobody is believed, or too many say that they are to be."""
+        everywhere, own = [], []
+        for one in self._gateways.objects.values():
+            its = one["metadata"].get("namespace", "")
+            if its in self._trusted:
+                everywhere.append(one)
+            elif its == namespace:
+                own.append(one)
+        found = [*everywhere, *own]
+        # gateways that are not believed may still have requests under way
+        is_unknown = not found and bool(self._gateways.objects)
+        return None if is_unknown or len(own) > _MOST_OWN else found

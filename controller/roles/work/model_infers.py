@@ -64,7 +64,7 @@ class ModelInferKeeper:
             one: following.add(one, labels=labels.MODEL_INFER, slim=_SLIM.get(one, slim), optional=one in _OPTIONAL)
             for one in _OWNED
         }
-        self._indexes = {one: Index(informer, owner_uid) for one, informer in self._informers.items()}
+        self._indexes = {one: Index(informer, _owner) for one, informer in self._informers.items()}
         # a second index tells who is concerned, because the first one's uids are no keys
         self._owners = [Index(informer, owner_key, self._owner_changed) for informer in self._informers.values()]
         self._nodes = following.add(NODES, slim=slim_node)
@@ -108,7 +108,8 @@ class ModelInferKeeper:
 
     def owned(self, thing: Object) -> Owned:
         """See ``Keeper``."""
-        return {one: index.of(thing["metadata"]["uid"]) for one, index in self._indexes.items()}
+        metadata = thing["metadata"]
+        return {one: index.of(f"{metadata['namespace']}/{metadata['uid']}") for one, index in self._indexes.items()}
 
     async def listed(self, thing: Object) -> Owned:
         """See ``Keeper``."""
@@ -178,6 +179,12 @@ class ModelInferKeeper:
         if was_ready != is_ready:
             for pod in self._on_node.of(name):
                 self._pod_changed(pod)
+
+
+def _owner(thing: Object) -> str:
+    """Owners are of the same namespace: elsewhere, anybody may write any uid."""
+    uid = owner_uid(thing)
+    return f"{thing['metadata'].get('namespace', '')}/{uid}" if uid else ""
 
 
 def _node_of(pod: Object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from controller.cluster.resources import (
     CLUSTER_SERVING_RUNTIMES,
@@ -43,9 +43,18 @@ _EVERYBODYS: Final = (CONFIG_MAPS, DAEMON_SETS, JOBS)
 _GATEWAYS: Final = "app.kubernetes.io/name=attache-gateway"
 
 
+class Shared(NamedTuple):
+    """Namespaces of what serves those of all others. ``templates``: whose ModelTemplates all Models may name.
+    ``gateways``: whose gateways serve them; others serve their own, for anybody may label a Service.
+    """
+
+    templates: str
+    gateways: tuple[str, ...]
+
+
 class ModelKeeper:
     """See ``Keeper``. ``infers`` and ``infer_pods`` follow ModelInfers and their pods. ``changed``: called for a Model when
-    something that it is decided from changes. ``shared``: the namespace whose ModelTemplates all may name.
+    something that it is decided from changes.
     """
 
     resource = MODELS
@@ -60,14 +69,15 @@ class ModelKeeper:
         *,
         infers: Informer,
         infer_pods: Informer,
-        shared: str,
+        shared: Shared,
         settings: Settings,
     ) -> None:
         self._client = client
         self._following = following
         self._changed = changed
         self._decide = decide
-        self._shared = shared
+        self._shared = shared.templates
+        self._serves = shared.gateways
         self._settings = settings
         self._things = following.add(MODELS, slim=slim, optional=True)
         self._in_namespace = Index(self._things, _namespace)
@@ -139,7 +149,10 @@ class ModelKeeper:
             shared_templates=self._templates.of(self._shared),
             children=list(itertools.chain.from_iterable(owned.get(one, ()) for one in CHILDREN)),
             pods=owned.get(PODS, ()),
-            gateways=sorted(self._gateways.objects.values(), key=_worth),
+            gateways=sorted(
+                (one for one in self._gateways.objects.values() if _namespace(one) in (*self._serves, namespace)),
+                key=_worth,
+            ),
             settings=self._settings,
         )
         return self._decide(observed, now_s)

@@ -76,7 +76,7 @@ APART = {"prefill": 1, "decode": 1}
         (
             backend(config={"pod": {"containers": []}}),
             backend(config={"pod": {"containers": {}}}),
-            "config.pod.containers is no list",
+            "config.pod is no part of a PodSpec: Expected `array | null`, got `object` - at `$.containers`",
         ),
     ],
 )

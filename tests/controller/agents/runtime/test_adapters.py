@@ -378,3 +378,22 @@ async def test_ten_adapters_over_an_engine_that_holds_two(engine: FakeEngine, tm
         assert done == 30
         assert len(engine.adapters) <= 2
         assert await agent.metric('adapter_unloads_total{reason="evicted"}') >= 8
+
+
+async def test_with_declared_only_nobody_chooses_what_is_fetched(engine: FakeEngine, tmp_path: Path) -> None:
+    """Other pods reach the port: what they name would be fetched with our credentials, from wherever we reach."""
+    file = tmp_path / "config" / "adapters.json"
+    declare(file, {"sql": {"uri": "hf://acme/sql"}})
+    policy = SourcePolicy((tmp_path / "cache",), declared_only=True)
+    async with beside(engine, tmp_path, adapters={"file": file, "policy": policy}) as agent:
+        await eventually(lambda: "sql" in engine.adapters)
+        for name, source in (
+            ("law", "http://169.254.169.254/latest/meta-data"),
+            ("sql", "http://169.254.169.254/latest/meta-data"),
+            ("law", str(tmp_path / "cache" / "other")),
+            ("law", ""),
+        ):
+            refused = await agent.load(name, source)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1"), "the file may follow"
+        assert (await agent.load("sql", "hf://acme/sql")).status_code == 200
+        assert agent.downloads.fetched == ["hf://acme/sql"]

@@ -3,18 +3,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import pytest
 
+from bench.processes import free_ports
 from controller.cluster.errors import Conflict, ServerError
 from controller.cluster.resources import MODEL_INFERS as RESOURCE
+from controller.cluster.resources import key_of
+from controller.reconcile.model_infer.observed import Load
 from controller.reconcile.plan import Happened
 from controller.roles.work.executing import without, yielded
+from controller.roles.work.loads import GatewayLoads
 from controller.roles.work.log_tails import crash_of
 from controller.roles.work.node_room import LostNodes, quantity, requests_of, room, slim_to_requests
 from controller.roles.work.slimming import slim_node, slim_pod
 from controller.roles.work.telling import Recorder, with_trouble, write_status
+from extproc.config.loads import LOADS_LABEL
 
 if TYPE_CHECKING:
     from controller.cluster.resources import Object, Resource
@@ -181,3 +188,43 @@ def test_of_a_conflict_only_what_may_be_yielded_is() -> None:
     before = {"spec": {"replicas": 1, "paused": True}}
     assert without(before, [("spec", "replicas"), ("status", "x")]) == {"spec": {"paused": True}}
     assert before == {"spec": {"replicas": 1, "paused": True}}
+
+
+class Heard:
+    """An informer that has heard these."""
+
+    def __init__(self, *things: Object) -> None:
+        self.synced = asyncio.Event()
+        self.synced.set()
+        self.objects = {key_of(one): one for one in things}
+
+
+def teller(namespace: str, port: int, name: str = "gateway") -> Object:
+    """A pod that says that it is a gateway."""
+    metadata = {"name": name, "namespace": namespace, "labels": {LOADS_LABEL: str(port)}}
+    return {"metadata": metadata, "status": {"podIP": "127.0.0.1", "phase": "Running"}}
+
+
+def engine(namespace: str) -> Object:
+    return {"metadata": {"name": "llama", "namespace": namespace}, "status": {"podIP": "10.0.0.1"}}
+
+
+async def test_who_calls_himself_a_gateway_speaks_for_his_own_namespace_alone() -> None:
+    """A label is anybody's: one pod that never answers must not hold up the drains of all others."""
+    silent = free_ports(1)[0]
+    theirs, ours = engine("theirs"), engine("ours")
+    pods = {key_of(one): one for one in (theirs, ours)}
+    async with aiohttp.ClientSession() as http:
+        only = Heard(teller("theirs", silent))
+        asked = GatewayLoads(http, only, pods.get)  # type: ignore[arg-type]
+        assert await asked.ask(pods) == {}, "who is not believed may still have requests under way"
+        ended = teller("attache-system", silent)
+        ended["status"]["phase"] = "Succeeded"
+        heard = Heard(teller("theirs", silent), ended)
+        found = await GatewayLoads(http, heard, pods.get, {"attache-system"}).ask(pods)  # type: ignore[arg-type]
+        assert found == {"ours/llama": Load(0, 0)}
+        heard = Heard(teller("attache-system", silent))
+        assert await GatewayLoads(http, heard, pods.get, {"attache-system"}).ask(pods) == {}  # type: ignore[arg-type]
+        many = Heard(*(teller("theirs", silent, f"gateway-{number}") for number in range(1000)))
+        asked = GatewayLoads(http, many, pods.get)  # type: ignore[arg-type]
+        assert await asked.ask(["theirs/llama"]) == {}, "nobody is asked"
