@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelInfers change while clients stream through Envoy: nothing fails, nothing is cut, and enough groups stay ready."""
+"""ModelInfers change while clients stream through Envoy: nothing fails, nothing is cut, enough groups stay ready."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Measured:
         self._writes = site.manager.writes()
 
     def __str__(self) -> str:
-        return f"{asyncio.get_running_loop().time() - self._began_s:.1f} s, {self._site.manager.writes() - self._writes:g} writes"
+        took_s = asyncio.get_running_loop().time() - self._began_s
+        return f"{took_s:.1f} s, {self._site.manager.writes() - self._writes:g} writes"
 
 
 @pytest.mark.parametrize(("unavailable", "surge"), [(1, 0), (0, 1)])

@@ -127,7 +127,10 @@ class Site(msgspec.Struct, frozen=True):
         server: Mapping[str, Any] | None = None,
         **spec: Any,  # noqa: ANN401 - JSON
     ) -> AsyncIterator[Watch]:
-        """A ModelInfer whose groups are all ready and answer as the model ``name``. ``server``: more of its ModelServer."""
+        """A ModelInfer whose groups are all ready and answer as the model ``name``.
+
+        ``server``: more of its ModelServer.
+        """
         made = model_infer(self.namespace, name, *(roles or [self.role()]), replicas=replicas)
         made["spec"]["template"]["drainTimeout"] = f"{drain_s}s"
         made["spec"].update(spec)
@@ -337,8 +340,8 @@ async def watching(client: Client, namespace: str, name: str, size: int) -> Asyn
 
 
 class Streams:
-    """Clients that ask again and again until the end: ``streams`` of ``seconds`` each, and ``plain`` questions that are answered
-    in one piece, of ``plain_tokens``.
+    """Clients that ask again and again until the end: ``streams`` of ``seconds`` each, and ``plain`` questions that are
+    answered in one piece, of ``plain_tokens``.
 
     ``whole``: streams that ended as they should. ``failures``: everything else, with what it was.
     """
