@@ -3,14 +3,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from controller.agents.downloader.core.errors import UriInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+_WHO: Final = re.compile(
+    r"(?:HF|HUGGING_FACE|AWS|GOOGLE|AZURE|ATTACHE|DOCKER|REGISTRY|SSL|REQUESTS|CURL)_.*|.*_proxy", re.IGNORECASE
+)
+_NAMES_FILE: Final = re.compile(r"_FILE$|_CREDENTIALS$|^DOCKER_CONFIG$")
+_DOCKER_FILES: Final = ("config.json", ".dockerconfigjson")
+
+
+def _content(path: Path) -> str:
+    """Empty if there is none to read."""
+    for one in (path, *(path / name for name in _DOCKER_FILES)):
+        try:
+            return one.read_text()
+        except (OSError, UnicodeDecodeError):
+            continue
+    return ""
 
 
 class Environment:
@@ -31,6 +50,12 @@ class Environment:
                 except (OSError, UnicodeDecodeError) as error:
                     raise UriInvalid(f"{name}_FILE cannot be read: {error}") from error
         return ""
+
+    def fingerprint(self) -> str:
+        """Of who we are to sources, and of how we reach them: of all settings that may say so, and of files that they name."""
+        mine = {name: value for name, value in self._variables.items() if _WHO.fullmatch(name)}
+        files = {name: _content(Path(path)) for name, path in mine.items() if _NAMES_FILE.search(name)}
+        return hashlib.sha256(repr((sorted(mine.items()), sorted(files.items()))).encode()).hexdigest()
 
     def is_on(self, name: str) -> bool:
         """Whether a switch is set."""

@@ -30,7 +30,7 @@ from controller.agents.downloader.threads import in_thread
 from controller.agents.downloader.transfer import Wants
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
     from pathlib import Path
 
     from controller.agents.downloader.core.listing import Listing, RemoteFile
@@ -71,7 +71,9 @@ class _Target(NamedTuple):
 
 
 class Fetch:
-    """One run over one entry, whose lock the caller holds."""
+    """One run over one entry, whose lock the caller holds. ``check_room``: raises DiskFull; asked while a file comes whose
+    size nobody has said, which may have no end.
+    """
 
     def __init__(
         self,
@@ -83,8 +85,10 @@ class Fetch:
         listing: Listing,
         sizes: Sizes,
         patience: Patience,
+        check_room: Callable[[], None] = lambda: None,
     ) -> None:
         self._source = source
+        self._check_room = check_room
         self._transfer = transfer
         self._entry = entry
         self._tracker = tracker
@@ -210,6 +214,8 @@ class Fetch:
             async for block in blocks:
                 if part.end is not None and position.at + len(block) > part.end:
                     raise SourceChanged(f"{target.name} is longer than it was said to be")
+                if part.end is None:
+                    self._check_room()
                 await in_thread(_write_at, descriptor, block, position.at)
                 position.at += len(block)
                 self._tracker.fetched(len(block))

@@ -74,6 +74,7 @@ class Filling:
             listing=listing,
             sizes=self._rules.sizes,
             patience=self._rules.patience,
+            check_room=self._check_room,
         )
         needed = fetch.missing_bytes() + sum(file.size or 0 for file in listing.files if file.archive)
         await in_thread(self._make_room, key, needed)
@@ -96,6 +97,12 @@ class Filling:
             kept = f", of which {keep_free} stay free" if keep_free else ""
             raise DiskFull(f"{needed} bytes are needed in {self._cache.root}, and {free} are free{kept}")
 
+    def _check_room(self) -> None:
+        """Of what nobody has said how large it is, the disk takes as much as leaves ``keep_free``."""
+        free = self._cache.free_bytes()
+        if free < self._rules.keep_free:
+            raise DiskFull(f"{free} bytes are free in {self._cache.root}, and {self._rules.keep_free} stay free")
+
     def _evict(self, key: str, needed: int, limit: int) -> None:
         entries = []
         for other in self._cache.entries():
@@ -116,12 +123,17 @@ class Filling:
 
     def _unpack(self, entry: CacheEntry, listing: Listing, wanted: Wanted, stopped: threading.Event) -> None:
         """Write ``content/`` anew: a crash half way leaves what nobody takes for complete."""
+
+        def is_stopped() -> bool:
+            self._check_room()
+            return stopped.is_set()
+
         shutil.rmtree(entry.content)
         entry.content.mkdir()
         unpacker = Unpacker(
             entry.content,
             self._rules.limits,
-            stopped.is_set,
+            is_stopped,
             wants=lambda path: is_wanted(path, wanted.allow, wanted.ignore),
         )
         is_image = len(listing.files) > 1
@@ -141,7 +153,7 @@ class Filling:
         except ContentRefused:
             entry.clear()
             raise
-        except OSError:
+        except (OSError, DiskFull):
             shutil.rmtree(entry.content, ignore_errors=True)
             raise
 

@@ -88,10 +88,12 @@ async def _download(job: Job, environment: Environment, tracker: Tracker) -> Rea
     cache.make()
     async with transfers(job.patient, job.rules.sizes.parallel + 1, job.ca_files) as transfer:
         source = source_for(place, transfer, environment)
+        # others may use the cache: what somebody got by their credentials is no answer to who has none
+        question = question_key(job.wanted, environment.fingerprint())
         try:
             listing = await _resolved(job, source, tracker)
         except Unavailable as error:
-            stale = _stale(job, cache, tracker, error)
+            stale = _stale(job, cache, tracker, question, error)
             if stale is None:
                 raise
             return _linked(job, tracker, stale)
@@ -103,7 +105,7 @@ async def _download(job: Job, environment: Environment, tracker: Tracker) -> Rea
         entry.touch()
         tracker.there(files=len(listing.files), size=listing.size)
         with disk_errors(f"to the cache {cache.root}"):
-            cache.remember(question_key(job.wanted), key)
+            cache.remember(question, key)
         return _linked(job, tracker, Ready(entry.content, use))
 
 
@@ -134,9 +136,9 @@ async def _asked(job: Job, source: Source, tracker: Tracker) -> Listing:
             await asyncio.sleep(pause_s)
 
 
-def _stale(job: Job, cache: Cache, tracker: Tracker, error: Unavailable) -> Ready | None:
+def _stale(job: Job, cache: Cache, tracker: Tracker, question: str, error: Unavailable) -> Ready | None:
     """What the cache has for the same question, if that is allowed and anything is there."""
-    key = cache.remembered(question_key(job.wanted)) if job.allow_stale else ""
+    key = cache.remembered(question) if job.allow_stale else ""
     if not key:
         return None
     use, entry = cache.use(key), cache.entry(key)

@@ -17,7 +17,7 @@ from extproc.core.states import State
 from extproc.core.types import Head, LoadProblem, LoadResult, Outcome
 from extproc.endpoints.engine_reports import EngineReport
 from extproc.endpoints.table import LoraState
-from extproc.errors import AdapterBroken, AdapterUnavailable
+from extproc.errors import AdapterBroken, AdapterUnavailable, Refusal
 from extproc.request.model import Api
 
 if TYPE_CHECKING:
@@ -165,6 +165,36 @@ def test_siblings_wait_for_one_load_and_go_with_it() -> None:
     # it is there now: the next one goes at once
     assert shell.went(shell.ask("sql")[0]) == A
     assert shell.loads == []
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/x"])
+def test_who_may_not_use_an_adapter_has_it_loaded_by_no_path(path: str) -> None:
+    policy = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelAccessPolicy
+metadata: {name: base}
+spec: {rules: [{from: [{tenants: [acme]}]}]}
+"""
+    config = CONFIG % ("0s", f"{{address: '{A}'}}", 1, "")
+    files = {"a.yaml": config.encode(), "b.yaml": policy.encode()}
+    core = Core(load(files), rng=random.Random(0), ticket_prefix="t")
+    head = Head("POST", path, {"x-attache-tenant": "acme", "x-gateway-model-name": "sql"}, has_body=True)
+    for server in ("", SERVER):
+        for model in ("sql", "unknown", "sql\n", "SQL"):
+            body = json.dumps({"model": model, "messages": []}).encode()
+            with pytest.raises(Refusal):
+                core.intake.take(head, body, server)
+    slots = core.pools[SERVER].slots
+    assert slots is not None
+    assert not slots.waiting
+
+
+def test_names_that_nobody_declared_load_nothing() -> None:
+    shell = Shell()
+    for number in range(1000):
+        with pytest.raises(Refusal):
+            shell.ask(f"unknown-{number}")
+    assert shell.asked == []
 
 
 def test_a_request_for_the_base_model_never_waits() -> None:

@@ -34,9 +34,9 @@ def content_key(wanted: Wanted, listing: Listing) -> str:
     return _digest([_LAYOUT, wanted.place.canonical(), listing.revision, *_choice(wanted), files])
 
 
-def question_key(wanted: Wanted) -> str:
-    """The file that remembers what this question was last answered with."""
-    return _digest([_LAYOUT, wanted.place.canonical(), asked_revision(wanted), *_choice(wanted)])
+def question_key(wanted: Wanted, who: str) -> str:
+    """The file that remembers what this question of ``who`` was last answered with."""
+    return _digest([_LAYOUT, who, wanted.place.canonical(), asked_revision(wanted), *_choice(wanted)])
 
 
 def asked_revision(wanted: Wanted) -> str:

@@ -136,7 +136,9 @@ def test_the_same_weights_have_one_key_and_others_another() -> None:
         key("hf://o/m", files=(RemoteFile("a", 1, "u", version="2"),)),
     ]
     assert len(set(different)) == len(different)
-    assert question_key(Wanted(parse_uri("hf://o/m@v1"))) == question_key(Wanted(parse_uri("hf://o/m"), revision="v1"))
+    assert question_key(Wanted(parse_uri("hf://o/m@v1")), "a") == question_key(
+        Wanted(parse_uri("hf://o/m"), revision="v1"), "a"
+    )
 
 
 @given(SPANS, st.integers(0, 400))

@@ -144,6 +144,58 @@ async def test_a_disk_without_room_is_found_before_the_first_byte(tmp_path: Path
     assert len(store.seen) == 1
 
 
+async def test_a_file_without_an_end_leaves_the_disk_what_is_to_stay_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = 0
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        while sent < 64 * MIB:
+            await answer.write(LARGE[:MIB])
+            sent += MIB
+        return answer
+
+    def free_bytes(cache: Cache) -> int:
+        """A disk of 8 MiB."""
+        return 8 * MIB - sum(one.stat().st_size for one in below(cache.root) if one.is_file())
+
+    monkeypatch.setattr(Cache, "free_bytes", free_bytes)
+    async with serving(endless) as host:
+        with pytest.raises(DiskFull, match="stay free"):
+            await fetched(f"http://{host}/m.bin", tmp_path, rules=Rules(patience=QUICK, keep_free=2 * MIB))
+    assert free_bytes(Cache(tmp_path)) >= MIB
+
+
+@pytest.mark.parametrize(
+    "theirs", [{}, {"ATTACHE_HTTP_HEADERS": '{"authorization": "other"}'}, {"HTTPS_PROXY": "http://127.0.0.1:1"}]
+)
+async def test_what_somebody_got_by_credentials_is_no_answer_to_who_has_others(
+    tmp_path: Path, theirs: dict[str, str]
+) -> None:
+    """Whoever makes a source unreachable for himself would be given what others of the node have fetched."""
+    ours = {"ATTACHE_HTTP_HEADERS": '{"authorization": "secret"}'}
+    store = Files({"/m.bin": LARGE})
+    async with serving(store.answer) as host:
+        uri = f"http://{host}/m.bin"
+        path = await fetched(uri, tmp_path, ours)
+    assert await fetched(uri, tmp_path, ours) == path
+    with pytest.raises(Unavailable):
+        await fetched(uri, tmp_path, theirs)
+
+
+def test_files_with_credentials_are_part_of_who_asks(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("a")
+    one = Environment({"HF_TOKEN_FILE": str(file), "HOSTNAME": "a"})
+    before = one.fingerprint()
+    assert Environment({"HF_TOKEN_FILE": str(file), "HOSTNAME": "b"}).fingerprint() == before
+    file.write_text("b")
+    assert one.fingerprint() != before
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 3 MiB, where tests may mount one."""

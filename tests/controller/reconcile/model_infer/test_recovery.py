@@ -107,6 +107,18 @@ def test_the_status_tells_the_last_lines_of_the_log_and_the_very_last_one_first(
     assert cluster.thing["status"]["groups"] == {"Failed": 1, "Ready": 1}
 
 
+def test_a_log_does_not_steer_the_terminal_of_who_reads_the_status() -> None:
+    cluster = settled()
+    crash(cluster, "llama-0-decode-0-0")
+    cluster.log_tails = {"default/llama-0-decode-0-0": "a\x1b]0;owned\x07\n\tb\x00"}
+    cluster.look(after_s=1)
+    assert cluster.condition("Degraded")["message"].endswith(
+        "1 restarts: b\ufffd\nbefore that it wrote:\na\ufffd]0;owned\ufffd"
+    )
+    assert cluster.thing["status"]["summary"].startswith("RuntimeUnhealthy: pod llama-0-decode-0-0: container")
+    assert cluster.thing["status"]["groups"] == {"Failed": 1, "Ready": 1}
+
+
 def test_the_grace_lets_a_pod_recover_by_itself() -> None:
     cluster = settled(template={"restartGracePeriod": "60s", "drainTimeout": "0s"})
     crash(cluster, "llama-1-prefill-0-1")
