@@ -6,7 +6,6 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import msgspec
 from hypothesis import strategies as st
 
 from controller.reconcile.model_infer import reconcile
@@ -48,9 +47,7 @@ def ends_well(scene: Scene, happenings: Sequence[events.Event], *, calm: bool = 
 
 def fails_safely(scene: Scene, image: str, roles: frozenset[int], troubles: Sequence[events.Event]) -> History:
     """A revision that cannot serve takes no more than the budget, is told, and can be taken back."""
-    # by group: with unit Role two open failures are known (a role that fails takes part of a group that serves)
-    by_group = {**scene.spec, "rollout": {**scene.spec["rollout"], "unit": "Group"}}
-    history = History(msgspec.structs.replace(scene, spec=by_group), reconcile.reconcile)
+    history = History(scene, reconcile.reconcile)
     with _telling(history):
         history.make_peace()
         history.settle()
