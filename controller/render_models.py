@@ -60,8 +60,14 @@ def _rendered(thing: Object, by_kind: Mapping[str, Sequence[Object]], settings: 
     model = resolve(observed)
     if isinstance(model, Unresolved):
         return RenderedModel(key_of(thing), problem=f"{model.reason}: {model.message}")
-    made = [one.thing for one in children(model, settings, {})]
+    made = [_without_owner(one.thing) for one in children(model, settings, {})]
     return RenderedModel(key_of(thing), children=made, engines=_engines(model))
+
+
+def _without_owner(thing: Mapping[str, Any]) -> Object:
+    """So that it can be applied without the Model, which in files has no uid either."""
+    metadata = {name: value for name, value in thing["metadata"].items() if name != "ownerReferences"}
+    return {**thing, "metadata": metadata}
 
 
 def _engines(model: Resolved) -> dict[str, Any]:

@@ -28,12 +28,16 @@ from bench.processes import StartFailed
 from bench.stack import EnvoyMissing, envoy_binary
 from controller.cluster.client import connect
 from controller.cluster.errors import ClusterError
+from controller.cluster.resources import SERVICES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MANIFESTS: Final = ROOT / "manifests"
 _URL: Final = "http://127.0.0.1:8080"
+# What a cluster's load balancer would write: the address at which the gateway is reached, so that Models have a URL.
+_GATEWAY: Final = ("attache-gateway", "attache-system")
+_BALANCED: Final = {"status": {"loadBalancer": {"ingress": [{"ip": "127.0.0.1"}]}}}
 # What the engines of manifests/samples call their model; a pool rewrites nothing.
 _MODEL: Final = "meta-llama/Llama-3.1-8B-Instruct"
 _INSIDE: Final = """
@@ -53,7 +57,7 @@ def parser(prog: str = "bench.cluster") -> argparse.ArgumentParser:
     add = made.add_argument
     add("--nodes", type=int, default=2, metavar="N", help="how many nodes (default: %(default)s)")
     add("--gpus", type=int, default=8, metavar="N", help="GPUs of each node (default: %(default)s)")
-    add("--bare", action="store_true", help="a cluster alone, without our gateway and the samples")
+    add("--bare", action="store_true", help="a cluster alone, without our gateway, manager and samples")
     add("--crds", type=Path, default=ROOT / "manifests" / "crds", metavar="DIR", help="CRDs to apply, if DIR exists")
     add(
         "--own-network", action="store_true", help="in a network namespace, where Services have endpoints; needs --bare"
@@ -102,6 +106,8 @@ async def _stay(assets: Assets, options: argparse.Namespace, console: Console) -
             has_gateways = assets.has_gateway_api
             if not options.bare:
                 await _apply(plane, assets, _MANIFESTS / ("local-gateway-api" if has_gateways else "local"))
+                await client.merge_patch(SERVICES, *_GATEWAY, _BALANCED, subresource="status")
+                await _apply(plane, assets, _MANIFESTS / "local-manager")
             console.print(_welcome(plane, assets, [one.name for one in specs]), markup=False, soft_wrap=True)
             if options.own_network:
                 console.print(_INSIDE.format(pid=os.getpid()), markup=False, soft_wrap=True)

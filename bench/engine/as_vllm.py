@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 # vLLM's flags by what they are here.
-_SAME: Final = ("--port", "--host", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--block-size")
+_SAME: Final = (
+    *("--port", "--host", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--block-size"),
+    *("--max-loras", "--max-cpu-loras", "--max-lora-rank"),
+)
+_ALONE: Final = "--enable-lora"
 _NAME: Final = "--served-model-name"
 _EVENTS: Final = "--kv-events-config"
 
@@ -32,6 +36,8 @@ def translated(words: Sequence[str]) -> list[str]:
 def _one(flag: str, value: str = "") -> Iterator[str]:
     if flag in _SAME:
         yield f"{flag}={value}"
+    elif flag == _ALONE:
+        yield flag
     elif flag == _NAME:
         yield f"--model={value}"
     elif flag == _EVENTS:

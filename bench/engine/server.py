@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from bench.engine.request import Request
 
 _MAX_BODY: Final = 256 * 1024 * 1024
+_SHUTDOWN_S: Final = 0.1
 _EMBEDDING_SIZE: Final = 64
 
 
@@ -107,7 +108,8 @@ class EngineServer:
             ]
         )
         # a client that disconnects cancels its handler, and with it the request in the engine
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        # running requests end with the engine, as vLLM's do: nobody computes their tokens any more
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
         await self._listen()
         try:

@@ -48,7 +48,11 @@ async def loads_by_pod(
     for address, load in known.items():
         ip = address.rpartition(":")[0].strip("[]")
         before = by_ip.get(ip, EndpointLoad())  # data-parallel ranks of a pod have a port each
-        by_ip[ip] = EndpointLoad(before.in_flight + load.in_flight, before.cached_tokens + load.cached_tokens)
+        by_ip[ip] = EndpointLoad(
+            before.in_flight + load.in_flight,
+            before.cached_tokens + load.cached_tokens,
+            before.reported + load.reported,
+        )
     return {key: by_ip.get((pod.get("status") or {}).get("podIP", ""), EndpointLoad()) for key, pod in pods.items()}
 
 

@@ -163,6 +163,7 @@ KINDS: Final[tuple[Kind, ...]] = (
             Column("Replicas", ".status.readyReplicas", "integer"),
             Column("URL", ".status.url"),
             Column("URI", ".spec.uri", wide=True),
+            Column("Failure", ".status.failure.message", wide=True),
             _AGE,
         ),
     ),

@@ -175,6 +175,9 @@ class LoadingRequests:
         if closing is not None and not (table.is_current(closing.endpoint) and closing.endpoint.row in rows):
             self._reopen(group, now, out)
             closing = None
+        elif closing is not None and not slots.has_on(closing.endpoint.row, closing.adapter):
+            # another process was faster, and its adapter has the slot
+            closing = group.closing = None
         found = place(slots, table, group.adapter, rows, now=now)
         if found is not None and (found.evicts is None or not has_peers):
             self._reopen(group, now, out)

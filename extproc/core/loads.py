@@ -22,7 +22,8 @@ _OPEN = frozenset({State.RUNNING, State.SETTLED})
 def loads_of(records: Iterable[Record], pools: Iterable[Pool]) -> dict[str, EndpointLoad]:
     """By address: every configured engine, and every other one that has a request running.
 
-    Of a request with fallbacks the first choice counts, and with prefill elsewhere both engines do.
+    Of a request with fallbacks the first choice counts, and with prefill elsewhere both engines do. One that a fallback
+    serves is in that engine's own report.
     """
     running = Counter(
         address
@@ -31,11 +32,17 @@ def loads_of(records: Iterable[Record], pools: Iterable[Pool]) -> dict[str, Endp
         for address in _engines_of(record.run)
     )
     cached: dict[str, int] = {}
+    reported: dict[str, int] = {}
     for pool in pools:
         for row in pool.table.active_rows:
             address = pool.table.addresses[row]
             cached[address] = max(cached.get(address, 0), pool.caches.tokens_held(row))
-    return {address: EndpointLoad(running[address], cached.get(address, 0)) for address in {*running, *cached}}
+            has = round(float(pool.table.running[row] + pool.table.waiting[row]))
+            reported[address] = max(reported.get(address, 0), has)
+    return {
+        address: EndpointLoad(running[address], cached.get(address, 0), reported.get(address, 0))
+        for address in {*running, *cached}
+    }
 
 
 def _engines_of(run: Run) -> set[str]:

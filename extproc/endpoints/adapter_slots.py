@@ -26,6 +26,8 @@ LIST_AGE_S: Final = 2.5
 UNREAD_S: Final = 1.0
 # What a peer said of an adapter that it loads or closes holds no longer than this, unless it says so again.
 PEER_NEWS_S: Final = 2.0
+# What a peer unloads is not loaded there meanwhile: the peer's call would unload it again.
+LEAVING_S: Final = 0.5
 
 # ``loading``: it takes a slot from now on. ``closed``: it gets nothing new, so that it can be unloaded.
 Change = Literal["loading", "loaded", "closed", "gone"]
@@ -71,13 +73,15 @@ class AdapterSlots:
         # until when, by row and adapter; infinite: this process ends it itself
         self._loading: dict[tuple[int, str], float] = {}
         self._closed: dict[tuple[int, str], float] = {}
+        # until when it must not be loaded there: a peer is unloading it
+        self._leaving: dict[tuple[int, str], float] = {}
         # by row, of engines that do not say it
         self._learned: dict[int, int] = {}
 
     def forget(self, row: int) -> None:
         """The endpoint has left the configuration, or its engine has restarted: it holds nothing on demand."""
-        known = (self._used_at_s, self._ended_at_s, self._loaded_at_s, self._changed, self._loading, self._closed)
-        for column in known:
+        marks = (self._changed, self._loading, self._closed, self._leaving)
+        for column in (self._used_at_s, self._ended_at_s, self._loaded_at_s, *marks):
             for key in [key for key in column if key[0] == row]:
                 del column[key]
         self._learned.pop(row, None)
@@ -95,7 +99,7 @@ class AdapterSlots:
 
     def expire(self, now: float) -> None:
         """What peers have said holds for a while, and lists of models catch up with what was changed."""
-        for column in (self._loading, self._closed):
+        for column in (self._loading, self._closed, self._leaving):
             for key in [key for key, until_s in column.items() if until_s <= now]:
                 del column[key]
         for key in [key for key, one in self._changed.items() if now - one.at_s > LIST_AGE_S]:
@@ -131,6 +135,14 @@ class AdapterSlots:
     def is_loading(self, row: int, adapter: str) -> bool:
         """Whether this process or a peer loads it there."""
         return (row, adapter) in self._loading
+
+    def is_leaving(self, row: int, adapter: str) -> bool:
+        """Whether a peer has just begun to unload it there."""
+        return (row, adapter) in self._leaving
+
+    def has_on(self, row: int, adapter: str) -> bool:
+        """Whether the engine has it, closed or not."""
+        return adapter in self._served(row)
 
     def loads_at(self, row: int) -> int:
         """How many adapters are being loaded there."""
@@ -196,6 +208,8 @@ class AdapterSlots:
             marked[key] = math.inf if is_ours else max(marked.get(key, 0.0), now + PEER_NEWS_S)
             return
         self._loading.pop(key, None)
+        if change == "gone" and not is_ours:
+            self._leaving[key] = now + LEAVING_S
         if change == "gone" or is_ours or self._closed.get(key) != math.inf:
             # what this process has closed, no other opens
             self._closed.pop(key, None)

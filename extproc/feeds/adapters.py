@@ -70,8 +70,12 @@ class AdapterLoader:
         began_s = self._clock()
         unloaded: list[str] = []
         try:
-            async with asyncio.timeout(ask.timeout_s), self._engines[ask.server, ask.address], self._at_once:
-                answer = await self._change(ask, unloaded)
+            async with asyncio.timeout(ask.timeout_s):
+                # at once: another process may soon load there what goes
+                answer = await self._make_room(ask, unloaded)
+                if answer is None:
+                    async with self._engines[ask.server, ask.address], self._at_once:
+                        answer = await self._change(ask)
         except TimeoutError:
             answer = LoadAnswer(LoadProblem.UNREACHABLE, f"no answer within {ask.timeout_s:g} s")
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -89,8 +93,8 @@ class AdapterLoader:
             )
         )
 
-    async def _change(self, ask: LoadAdapter, unloaded: list[str]) -> LoadAnswer:
-        """Make room, and load; ``unloaded`` gets what is gone even if the load then fails."""
+    async def _make_room(self, ask: LoadAdapter, unloaded: list[str]) -> LoadAnswer | None:
+        """None if there is room; ``unloaded`` gets what is gone even if the load then fails."""
         pool = self._core.pools.get(ask.server)
         if pool is None:
             return LoadAnswer(LoadProblem.UNREACHABLE, "its ModelServer has left the configuration")
@@ -99,6 +103,12 @@ class AdapterLoader:
             if not is_unloaded(status):
                 return LoadAnswer(LoadProblem.BUSY, f"{ask.unload} could not be unloaded: {status} {said(body)}")
             unloaded.append(ask.unload)
+        return None
+
+    async def _change(self, ask: LoadAdapter) -> LoadAnswer:
+        pool = self._core.pools.get(ask.server)
+        if pool is None:
+            return LoadAnswer(LoadProblem.UNREACHABLE, "its ModelServer has left the configuration")
         wanted = {"lora_name": ask.adapter, "lora_path": ask.source}
         return answer_to_load(*await self._post(pool.spec, ask.address, _LOAD, wanted))
 

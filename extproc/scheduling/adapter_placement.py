@@ -56,7 +56,8 @@ def place(
     ``shortest_stay_s``: an adapter in use that was loaded that long ago may have to give way. ``idle_s``: one that is not in
     use, if it was not used for that long.
     """
-    nearest = sorted(rows, key=lambda row: (float(table.in_flight[row]) + slots.loads_at(row), row))
+    open_to_it = [row for row in rows if not slots.is_leaving(row, adapter)]
+    nearest = sorted(open_to_it, key=lambda row: (float(table.in_flight[row]) + slots.loads_at(row), row))
     for row in nearest:
         if slots.is_loading(row, adapter):
             return Place(row)

@@ -172,6 +172,8 @@ def test_a_model_shows_what_is_made_of_it_and_its_merged_configuration(
     assert "#     maxLength: 4096" in text
     made = [one for one in yaml.safe_load_all(text) if one]
     assert [one["kind"] for one in made] == ["ModelInfer", "ModelServer", "ModelRoute"]
+    # an owner without a uid is refused by the API server, and one with a uid would take all of it along when it goes
+    assert all("ownerReferences" not in one["metadata"] for one in made)
     # what is printed can be applied, and rendered in its turn: a gateway would serve it
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "all.yaml").write_text(text)

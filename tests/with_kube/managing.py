@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 IMPATIENT = InformerTiming(backoff_s=0.05, backoff_max_s=0.5, resync_s=2.0)
 QUICK_QUEUE = QueueTiming(backoff_s=0.05, backoff_max_s=1.0)
-QUICK_LEASE = LeaseTiming(duration_s=3.0, renew_deadline_s=2.0, retry_s=0.2)
+# long enough for a machine with other work on it; who is stopped gives the Lease back
+QUICK_LEASE = LeaseTiming(duration_s=12.0, renew_deadline_s=10.0, retry_s=0.4)
 
 
 class Managing(msgspec.Struct, frozen=True):

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from controller.reconcile.plan import Plan
     from tests.with_kube.kubes import Kube
 
-SOON_S = 20.0
+SOON_S = 40.0
 # Kubernetes' garbage collector looks for new kinds every half minute.
 COLLECTED_S = 60.0
 TWO_ROLES = (role("prefill"), role("decode", replicas=2, workers=1))

@@ -95,7 +95,7 @@ async def test_the_server_takes_them_as_they_are(client: Client, plane: ControlP
     for folder in ("gateway", "gateway-api", "runtimes", "samples", "samples-gateway-api", "samples-models"):
         assert await kubectl(plane, assets, *words, str(MANIFESTS / folder)) == 0
     # they replace fields of a Deployment that is there, which a dry run refuses; their patches check what they patch
-    for folder in ("local", "local-gateway-api"):
+    for folder in ("local", "local-gateway-api", "local-manager"):
         assert await kubectl(plane, assets, "kustomize", str(MANIFESTS / folder)) == 0
 
 

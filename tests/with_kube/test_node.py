@@ -163,6 +163,20 @@ async def test_an_engine_answers(place: Place) -> None:
     assert '"tiny"' in await body(f"http://{status['podIP']}:8000/v1/models")
 
 
+async def test_two_engines_with_the_same_port_are_two_engines(place: Place) -> None:
+    for name in ("one", "two"):
+        engine = {
+            "name": "engine",
+            "image": "attache/engine-sim",
+            "args": ["--model", f"model-{name}", "--port", "8000"],
+            "readinessProbe": {"httpGet": {"path": "/health", "port": 8000}, "periodSeconds": 1},
+        }
+        await place.create(place.pod(name, containers=[engine]))
+    for name in ("one", "two"):
+        status = await place.until(is_ready, name)
+        assert f'"model-{name}"' in await body(f"http://{status['podIP']}:8000/v1/models")
+
+
 async def test_two_pods_listen_on_the_same_port(place: Place) -> None:
     probe = {"tcpSocket": {"port": 8000}, "periodSeconds": 1}
     for name in ("one", "two"):
@@ -407,8 +421,10 @@ async def test_a_lost_node_takes_its_pods_along(place: Place) -> None:
     assert not is_ready(await place.status())
     node = await place.client.get(NODES, place.node.spec.name)
     assert condition(node["status"], "Ready") == "Unknown"
+    assert [one["effect"] for one in node["spec"]["taints"]] == ["NoSchedule"], "it gets no pods"
     await place.node.recover()
     await place.until(is_ready)
+    assert "taints" not in (await place.client.get(NODES, place.node.spec.name))["spec"]
 
 
 @REAL

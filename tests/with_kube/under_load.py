@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 import itertools
 import sys
-import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -16,13 +16,13 @@ import aiohttp
 import msgspec
 
 from bench.cluster.node.container_machine import NodeTiming
+from bench.cluster.node.node import Node
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
 from controller.cluster.client import Client, connect
 from controller.cluster.informer import Informer, Selection
 from controller.cluster.lease import LeaderElection
 from controller.cluster.resources import (
-    GATEWAY_CONFIGS,
     MODEL_INFERS,
     MODEL_ROUTES,
     MODEL_SERVERS,
@@ -39,9 +39,8 @@ from tests.with_kube.managing import IMPATIENT, Managing, model_infer, role
 from tests.with_kube.test_gateway_role import create
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    from collections.abc import AsyncIterator, Iterator
 
-    from bench.cluster.node.node import Node
     from controller.cluster.resources import Object
     from tests.with_kube.kubes import Kube
 
@@ -128,7 +127,10 @@ class Site(msgspec.Struct, frozen=True):
         server: Mapping[str, Any] | None = None,
         **spec: Any,  # noqa: ANN401 - JSON
     ) -> AsyncIterator[Watch]:
-        """A ModelInfer whose groups are all ready and answer as the model ``name``. ``server``: more of its ModelServer."""
+        """A ModelInfer whose groups are all ready and answer as the model ``name``.
+
+        ``server``: more of its ModelServer.
+        """
         made = model_infer(self.namespace, name, *(roles or [self.role()]), replicas=replicas)
         made["spec"]["template"]["drainTimeout"] = f"{drain_s}s"
         made["spec"].update(spec)
@@ -148,6 +150,7 @@ class Site(msgspec.Struct, frozen=True):
                     await eventually(asking.is_served, timeout_s=PATIENCE_S, pause_s=0.2)
                 yield watch
             finally:
+                watch.end()
                 await self._clean(name)
 
     async def _clean(self, name: str) -> None:
@@ -170,9 +173,9 @@ class Site(msgspec.Struct, frozen=True):
         }
         return role(name, containers=[engine], nodeSelector={"test": self.namespace})
 
-    async def update(self, name: str, *roles: Object) -> None:
-        """Another template."""
-        patch = {"spec": {"template": {"roles": list(roles)}}}
+    async def update(self, name: str, *roles: Object, **rollout: Any) -> None:  # noqa: ANN401 - JSON
+        """Another template. ``rollout``: settings that change with it."""
+        patch = {"spec": {"template": {"roles": list(roles)}, "rollout": rollout}}
         await self.client.merge_patch(MODEL_INFERS, name, self.namespace, patch)
 
     async def scale(self, name: str, replicas: int) -> None:
@@ -203,6 +206,20 @@ class Site(msgspec.Struct, frozen=True):
         except TimeoutError:
             raise AssertionError(said[-1]) from None
 
+    async def annotate(self, pod: str, annotations: Mapping[str, str | None]) -> None:
+        """A pod; None removes."""
+        await self.client.merge_patch(PODS, pod, self.namespace, {"metadata": {"annotations": dict(annotations)}})
+
+    async def draining(self, name: str, count: int) -> bool:
+        """Whether the gateway sends nothing new to so many engines."""
+        thing = await self.client.get(MODEL_SERVERS, name, self.namespace)
+        return ((thing.get("status") or {}).get("draining") or 0) == count
+
+    def decisions(self, name: str) -> list[dict[str, Any]]:
+        """Where extproc sent requests for a ModelServer."""
+        lines = [msgspec.json.decode(one) for one in self.gateway.decisions.read_bytes().splitlines()]
+        return [one for one in lines if one["kind"] == "decision" and one["server"] == f"{self.namespace}/{name}"]
+
     async def until_rolled_out(self, name: str, watch: Watch, replicas: int) -> None:
         """Until all groups are of the last template, ready, and none beside."""
 
@@ -230,15 +247,22 @@ class Site(msgspec.Struct, frozen=True):
 
 
 class Watch:
-    """Groups of a ModelInfer as each event has them. ``least_ready`` and ``most``: since the last ``begin``."""
+    """Groups of a ModelInfer as each event has them. ``least_ready`` and ``most``: since the last ``begin``, until
+    ``end``.
+    """
 
     def __init__(self, informer: Informer, size: int) -> None:
         self._informer = informer
         self._size = size
+        self._is_over = False
         # group and role of every pod that ever was, by address: addresses are not used twice for long
         self.places: dict[str, tuple[str, str]] = {}
         self.begin()
         informer.subscribe(self._changed)
+
+    def end(self) -> None:
+        """What happens now counts no more."""
+        self._is_over = True
 
     def begin(self) -> None:
         """Count anew."""
@@ -260,6 +284,18 @@ class Watch:
             if len(pods) == self._size and all(_serves(one) for one in pods)
         }
 
+    def templates(self) -> set[str]:
+        """What ready groups say of their template."""
+        ready = self.ready()
+        return {
+            one["value"]
+            for group, pods in self.groups().items()
+            if group in ready
+            for pod in pods
+            for one in pod["spec"]["containers"][0]["env"]
+            if one["name"] == "TEMPLATE"
+        }
+
     async def until(self, *, ready: int) -> None:
         """Exactly so many groups, all ready."""
 
@@ -272,11 +308,9 @@ class Watch:
             states = {key: one.get("status") for key, one in self._informer.objects.items()}
             raise AssertionError(f"{self.ready()} are ready; {states}") from None
 
-    def addresses(self, group: str) -> set[str]:
-        """Of a group's pods."""
-        return {one["status"]["podIP"] for one in self.groups()[group]}
-
     def _changed(self, _: str) -> None:
+        if self._is_over:
+            return
         self.least_ready = min(self.least_ready, len(self.ready()))
         self.most = max(self.most, len(self.groups()))
         for pod in self._informer.objects.values():
@@ -306,17 +340,21 @@ async def watching(client: Client, namespace: str, name: str, size: int) -> Asyn
 
 
 class Streams:
-    """Clients that ask again and again until the end: ``streams`` of ``seconds`` each, and ``plain`` short questions.
+    """Clients that ask again and again until the end: ``streams`` of ``seconds`` each, and ``plain`` questions that are
+    answered in one piece, of ``plain_tokens``.
 
     ``whole``: streams that ended as they should. ``failures``: everything else, with what it was.
     """
 
-    def __init__(self, url: str, model: str, *, streams: int = 6, seconds: float = 4.0, plain: int = 2) -> None:
+    def __init__(
+        self, url: str, model: str, *, streams: int = 6, seconds: float = 4.0, plain: int = 2, plain_tokens: int = 4
+    ) -> None:
         self.whole = self.answers = self.open = 0
         self.failures: list[str] = []
         self._url = f"{url}/v1/chat/completions"
         self._model = model
         self._tokens = int(seconds * TOKENS_A_SECOND)
+        self._plain_tokens = plain_tokens
         self._kinds = [True] * streams + [False] * plain
         self._numbers: Iterator[int] = itertools.count()
         self._is_over = False
@@ -333,6 +371,9 @@ class Streams:
         self._is_over = True
         await asyncio.gather(*self._tasks)
         await self._http.close()
+
+    def __str__(self) -> str:
+        return f"{self.whole} streams, {self.answers} other answers, {len(self.failures)} failures"
 
     async def is_served(self) -> bool:
         """Whether a short question is answered."""
@@ -355,11 +396,11 @@ class Streams:
     def _question(self, is_streamed: bool) -> Object:
         number = next(self._numbers)
         asked = {"role": "user", "content": f"{number} of {self._model}: " + "tell me a long story " * 10}
-        tokens = self._tokens if is_streamed else 4
+        tokens = self._tokens if is_streamed else self._plain_tokens
         return {"model": self._model, "messages": [asked], "max_tokens": tokens, "stream": is_streamed}
 
     async def _stream(self) -> None:
-        began_s, got = time.monotonic(), b""
+        began_s, got = _now_s(), b""
         status: object = "no answer"
         self.open += 1
         try:
@@ -373,7 +414,7 @@ class Streams:
         if status == 200 and got.endswith(b"data: [DONE]\n\n"):
             self.whole += 1
         else:
-            after = f"after {time.monotonic() - began_s:.1f} s and {len(got)} bytes"
+            after = f"after {_now_s() - began_s:.1f} s and {len(got)} bytes"
             self.failures.append(f"stream, {status}, {after}: {got[-200:].decode()}")
 
     async def _plain(self) -> None:
@@ -387,3 +428,6 @@ class Streams:
         except (aiohttp.ClientError, TimeoutError) as error:
             self.failures.append(repr(error))
 
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 
 _LEASES: Final = "kube-node-lease"
 _MANAGER: Final = "node"
+# the scheduler does not look at conditions
+_UNREACHABLE: Final = {"key": "node.kubernetes.io/unreachable", "effect": "NoSchedule"}
+_STATES: Final = ("node.kubernetes.io/not-", _UNREACHABLE["key"])
 
 # the API wants all of them
 _INFO: Final = {
@@ -109,8 +112,11 @@ class Heartbeat:
         self.registered.set()
 
     async def declare_lost(self, pods: Sequence[Object]) -> None:
-        """What the node lifecycle controller says of a silent node: it is Unknown, its pods are not ready."""
+        """What the node lifecycle controller says of a silent node: it is Unknown, gets no pods, and its pods are not ready."""
         await self._write("Unknown")
+        await self._client.merge_patch(
+            NODES, self._spec.name, None, {"spec": {"taints": [*self._spec.taints, _UNREACHABLE]}}
+        )
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         for pod in pods:
             conditions = (pod.get("status") or {}).get("conditions") or []
@@ -142,9 +148,7 @@ class Heartbeat:
     async def _untaint(self) -> None:
         """The API server taints new nodes as not ready; without the node lifecycle controller nobody else removes that."""
         node = await self._client.get(NODES, self._spec.name)
-        taints = [
-            one for one in node["spec"].get("taints") or () if not one["key"].startswith("node.kubernetes.io/not-")
-        ]
+        taints = [one for one in node["spec"].get("taints") or () if not one["key"].startswith(_STATES)]
         if taints != (node["spec"].get("taints") or []):
             await self._client.merge_patch(NODES, self._spec.name, None, {"spec": {"taints": taints or None}})
 

@@ -95,7 +95,6 @@ class PodFiles:
         """
         self._check_image(container.image)
         self._entered = await self._place.enter()
-        # an image's own words are paths of this machine already, whatever is mounted over their beginnings
         own_words, words = (_CRASH, []) if self._crashes() else command(container.raw, self._images)
         # a restart does not wait for the API server: what was known some seconds ago will do
         sources = self._known or await self._sources(pod)

@@ -41,9 +41,10 @@ def unresolved_status(observed: Observed, problem: Unresolved, ready: int, repli
     before = observed.thing.get("status") or {}
     phase = phase_fields("Loaded" if ready else "FailedToLoad", before, now_s)
     kept = {name: before[name] for name in ("url", "backends") if name in before}
+    said = f"what ran before goes on: {problem.message}" if replicas else problem.message
     conditions = [
         condition("Resolved", False, problem.reason, problem.message),
-        condition("Ready", ready > 0, problem.reason, f"what ran before goes on: {problem.message}"),
+        condition("Ready", ready > 0, problem.reason, said),
     ]
     return {
         **kept,
@@ -104,7 +105,8 @@ def _state(
         replicas = 0 if model.spec.stop else initial_replicas(made)
         return BackendState(name=backend, wanted=replicas, is_scheduled=is_scheduled(mine), failure=failure)
     degraded = condition_of(infer, "Degraded")
-    if failure is None and degraded.get("status") == "True":
+    if degraded.get("status") == "True":
+        # it knows the log of what crashed; of that, a pod in its back-off shows no word
         failure = (str(degraded["reason"]), f"ModelInfer {name}: {degraded.get('message', '')}")
     reasons = {one.get("reason") for one in (infer.get("status") or {}).get("conditions") or ()}
     child = next(

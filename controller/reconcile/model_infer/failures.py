@@ -105,10 +105,16 @@ def _how(last: Mapping[str, Any]) -> str:
 
 
 def _tail(pod: Pod, observed: Observed) -> str:
-    """Without the characters by which a log would steer the terminal of whoever reads the status."""
+    """The last line first: it mostly is the reason, and one line is all that tables of kubectl show.
+
+    Without the characters by which a log would steer the terminal of whoever reads the status.
+    """
     said = observed.log_tails.get(pod.key, "")
-    text = "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in said).strip()
-    return f"; last lines: {text}" if text else ""
+    text = "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in said)
+    before, _, last = text.strip().rpartition("\n")
+    if not last:
+        return ""
+    return f": {last.strip()}" + (f"\nbefore that it wrote:\n{before}" if before else "")
 
 
 _STUCK: Final = {

@@ -11,7 +11,7 @@ from controller.cluster.resources import Object
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What gateways say of an engine. ``in_flight``: running requests. ``cached_tokens``: of prompts that it remembers."""
+    """What gateways say of an engine. ``in_flight``: requests that it has. ``cached_tokens``: of prompts that it remembers."""
 
     in_flight: int
     cached_tokens: int

@@ -206,12 +206,15 @@ def _is_our_doing(replica: Replica, revision: Revision) -> bool:
 def _scopes(
     groups: Sequence[Group], target: Target, unwanted: Collection[Place]
 ) -> Iterator[tuple[Scope, list[Replica]]]:
+    """What is made anew together. A group that serves without the replica that fails, which is one of a rollout's
+    surplus, goes on serving: only that replica is made anew.
+    """
     for group in groups:
         wanted = [one for one in group.replicas if one.place not in unwanted]
         match target.spec.recovery:
-            case "Group":
+            case "Group" if not group.is_ready:
                 yield _scope(str(group.ordinal), wanted, is_ready=group.is_ready), wanted
-            case "Role":
+            case "Role" | "Group":
                 for one in wanted:
                     name = f"{group.ordinal}/{one.place.role}/{one.place.replica}"
                     yield _scope(name, [one], is_ready=one.is_ready), [one]

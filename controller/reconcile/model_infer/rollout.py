@@ -56,7 +56,7 @@ def rollout_of(groups: Sequence[Group], target: Target, now_s: float) -> Rollout
         return Rollout(phase=PAUSED, message=said, is_moving=False, notes=notes)
     counts = update.hash != target.current.hash and not update.reached
     fails_at_s = _last_progress_s(groups, target) + settings.progress_deadline
-    if counts and now_s >= fails_at_s and any(pod.revision == update.hash for one in groups for pod in one.pods):
+    if counts and now_s >= fails_at_s and (_was_tried(groups, target) or _was_blocked(target)):
         return _failed(target, waiting, notes, now_s)
     if counts and now_s >= fails_at_s and update.uid:
         # old pods are still going, and nothing has shown yet whether the revision is good
@@ -67,6 +67,17 @@ def rollout_of(groups: Sequence[Group], target: Target, now_s: float) -> Rollout
     # a revision that is only being made has not begun
     at_s = fails_at_s if counts and update.uid else None
     return Rollout(phase="InProgress", message=said, is_moving=True, notes=notes, look_again_at_s=at_s)
+
+
+def _was_tried(groups: Sequence[Group], target: Target) -> bool:
+    return any(pod.revision == target.history.update.hash for one in groups for pod in one.pods)
+
+
+def _was_blocked(target: Target) -> bool:
+    """The last look told that this revision has failed: it has, even while all of its pods are just being made anew."""
+    status = target.owner.get("status") or {}
+    reasons = {one.get("type"): one.get("reason") for one in status.get("conditions") or ()}
+    return reasons.get("Progressing") == BLOCKED and status.get("updateRevision") == target.history.update.hash
 
 
 def _done(target: Target) -> str:

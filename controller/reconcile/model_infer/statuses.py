@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from controller.reconcile.model_infer.rollout import Rollout
     from controller.reconcile.model_infer.target import Target
 
-_SUMMARY: Final = 120
+_SUMMARY: Final = 200
 
 
 def status_of(

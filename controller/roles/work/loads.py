@@ -66,7 +66,7 @@ class GatewayLoads:
             pods = {key: one for key, one in known.items() if split_key(key)[0] == namespace}
             tellers = self._tellers(namespace)
             told = {} if tellers is None else await loads_by_pod(self._http, tellers, pods)
-            found |= {key: Load(one.in_flight, one.cached_tokens) for key, one in told.items()}
+            found |= {key: Load(one.busy_with, one.cached_tokens) for key, one in told.items()}
         return found
 
     def _tellers(self, namespace: str | None) -> list[Object] | None:

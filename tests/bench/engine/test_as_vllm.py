@@ -3,21 +3,42 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from bench.engine.__main__ import parser
 from bench.engine.as_vllm import translated
-from controller.resources.engine import EngineConfig, Parallelism
+from controller.resources.engine import EngineConfig, LoraLimits, Parallelism
 from controller.resources.model import ModelFormat
 from controller.runtimes.arguments import words
 from controller.runtimes.presets import built_in
 from controller.runtimes.settings import Engine, settings_of
 
+if TYPE_CHECKING:
+    from argparse import Namespace
+
 
 def test_what_the_preset_writes_starts_the_simulator() -> None:
     config = EngineConfig(parallelism=Parallelism(tensor=4), max_length=4096, kv_events=True, prompt_token_details=True)
-    engine = Engine(
-        served_name="llama", path="/mnt/models", format=ModelFormat(name="huggingface"), port=8000, config=config
-    )
-    line = words(built_in()["vllm"].spec.arguments, settings_of(engine, "entry")).args
-    options = parser().parse_args(translated(line))
+    options = started(config)
     assert (options.model, options.port, options.max_model_len) == ("llama", [8000], 4096)
     assert (options.kv_events_port, options.kv_replay_port) == ([5557], [5657])
+
+
+def test_an_engine_with_adapters_loads_them() -> None:
+    options = started(EngineConfig(lora=LoraLimits(max_loaded=4, max_cached=8, max_rank=16)), adapters=True)
+    assert options.enable_lora
+    assert (options.max_loras, options.max_cpu_loras, options.max_lora_rank) == (4, 8, 16)
+
+
+def started(config: EngineConfig, *, adapters: bool = False) -> Namespace:
+    """The simulator's options, of what the preset for vLLM makes of a backend's configuration."""
+    engine = Engine(
+        served_name="llama",
+        path="/mnt/models",
+        format=ModelFormat(name="huggingface"),
+        port=8000,
+        config=config,
+        has_adapters=adapters,
+    )
+    line = words(built_in()["vllm"].spec.arguments, settings_of(engine, "entry")).args
+    return parser().parse_args(translated(line))

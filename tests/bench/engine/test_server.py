@@ -25,8 +25,9 @@ PROMPT = "once upon a time " * 40
 
 
 class Engine:
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, server: asyncio.Task[None]) -> None:
         self.url = url
+        self.server = server
         self.http = httpx.AsyncClient(base_url=url, timeout=20)
         self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
@@ -56,7 +57,7 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     )
     async with asyncio.TaskGroup() as tasks:
         server = tasks.create_task(EngineServer(settings).run())
-        one = Engine(f"http://127.0.0.1:{port}")
+        one = Engine(f"http://127.0.0.1:{port}", server)
 
         async def is_up() -> bool:
             try:
@@ -189,3 +190,13 @@ async def test_headers_of_a_stream_come_when_they_are_told_to(engine: Engine, re
     else:
         with pytest.raises(httpx.ReadTimeout):
             await asking.__aenter__()
+
+
+async def test_running_requests_are_cut_when_the_engine_is_told_to_end(engine: Engine) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3000, "stream": True}
+    async with engine.http.stream("POST", "/v1/completions", json=asked) as answer:
+        chunks = answer.aiter_raw()
+        await anext(chunks)
+        engine.server.cancel()
+        with pytest.raises(httpx.RemoteProtocolError):
+            b"".join([one async for one in chunks])

@@ -53,13 +53,14 @@ def gateway(address: str, **status: object) -> dict[str, Any]:
 
 async def test_pods_get_what_all_gateways_say_of_their_ports() -> None:
     one = (
-        '{"10.0.0.1:8000": {"inFlight": 2, "cachedTokens": 100}, "10.0.0.1:8001": {"inFlight": 1, "cachedTokens": 50}}'
+        '{"10.0.0.1:8000": {"inFlight": 2, "cachedTokens": 100, "reported": 7}, '
+        '"10.0.0.1:8001": {"inFlight": 1, "cachedTokens": 50, "reported": 2}}'
     )
     other = '{"10.0.0.1:8000": {"inFlight": 4, "cachedTokens": 70}}'
     async with telling(one) as first, telling(other) as second, aiohttp.ClientSession() as http:
         found = await loads_by_pod(http, [gateway(first), gateway(second)], PODS)
     assert found == {
-        "default/a": EndpointLoad(7, 150),
+        "default/a": EndpointLoad(7, 150, 9),
         "default/b": EndpointLoad(0, 0),
         "default/c": EndpointLoad(0, 0),
     }

@@ -22,6 +22,7 @@ from extproc.request.model import Api
 
 if TYPE_CHECKING:
     from extproc.core.effects import Effect
+    from extproc.endpoints.adapter_slots import Change
 
 SERVER = "default/llama"
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -146,9 +147,9 @@ class Shell:
         self.perform(self.core.take_report(EngineSaid(SERVER, address, report, models=listed), self.now))
         self.passes(0.0)
 
-    def hears(self, address: str, adapter: str, change: str) -> None:
-        event = AdapterChanged(SERVER, address, adapter, change)  # type: ignore[arg-type]
-        self.perform(self.core.hear(EventBatch("p", [event]), self.now))
+    def hears(self, address: str, adapter: str, change: Change, *more: tuple[str, Change]) -> None:
+        events = [AdapterChanged(SERVER, address, *one) for one in ((adapter, change), *more)]
+        self.perform(self.core.hear(EventBatch("p", list(events)), self.now))
         self.passes(0.0)
 
 
@@ -451,6 +452,30 @@ def test_what_another_process_does_is_seen_here() -> None:
     shell.loads.clear()
     shell.passes(3.0)
     assert shell.went(late) in {A, B}
+
+
+def test_of_two_processes_that_want_one_slot_the_slower_looks_anew() -> None:
+    shell = Shell(endpoints=1, machine="here")
+    (ticket,) = shell.serves("sql")
+    shell.finish(ticket)
+    shell.ask("law")
+    # while ours waits for the others to hear that sql makes room, another one takes the slot
+    shell.hears(A, "sql", "gone", ("art", "loading"))
+    shell.hears(A, "art", "loaded")
+    shell.passes(0.05)
+    assert shell.loads == []
+    shell.passes(0.3)
+    assert shell.asked == [(A, "law", "art")]
+
+
+def test_what_another_process_unloads_is_not_loaded_there_meanwhile() -> None:
+    shell = Shell(endpoints=1, slots=2, machine="here")
+    shell.hears(A, "sql", "gone")
+    shell.ask("sql")
+    shell.passes(0.4)
+    assert shell.loads == []
+    shell.passes(1.0)
+    assert shell.asked == [(A, "sql", None)]
 
 
 def test_a_server_that_leaves_the_configuration_refuses_those_who_wait() -> None:

@@ -10,6 +10,7 @@ from extproc.config.load import load
 from extproc.config.loads import EndpointLoad, total
 from extproc.core.core import Core
 from extproc.core.types import Head
+from extproc.endpoints.engine_reports import EngineReport, apply_report
 from extproc.request.model import Api
 
 ROUTE = """
@@ -62,6 +63,17 @@ def test_an_engine_that_has_left_the_configuration_counts_while_it_answers() -> 
     assert core.loads() == {"10.0.0.2:8000": EndpointLoad(0, 0)}
 
 
+def test_what_an_engine_reports_counts_where_it_is_more_than_was_sent() -> None:
+    core = core_of(ONE)
+    table = core.pools["default/llama"].table
+    apply_report(table, table.row_of("10.0.0.1:8000"), EngineReport(waiting=1, running=2), 0.5)
+    told = core.loads()["10.0.0.1:8000"]
+    assert (told.in_flight, told.reported, told.busy_with) == (0, 3, 3)
+    for _ in range(4):
+        send(core)
+    assert core.loads()["10.0.0.1:8000"].busy_with == 4
+
+
 def test_requests_of_several_processes_add_up_and_caches_are_the_same_ones() -> None:
-    pages = [{"a": EndpointLoad(1, 500), "b": EndpointLoad(2, 0)}, {"a": EndpointLoad(3, 800)}]
-    assert total(pages) == {"a": EndpointLoad(4, 800), "b": EndpointLoad(2, 0)}
+    pages = [{"a": EndpointLoad(1, 500, 5), "b": EndpointLoad(2, 0)}, {"a": EndpointLoad(3, 800, 4)}]
+    assert total(pages) == {"a": EndpointLoad(4, 800, 5), "b": EndpointLoad(2, 0)}

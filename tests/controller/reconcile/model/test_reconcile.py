@@ -281,6 +281,17 @@ def test_why_it_does_not_load(field: str, container: str, reason: str) -> None:
     assert condition(plan, "Ready")["reason"] == reason
 
 
+def test_the_log_that_the_model_infer_tells_of_says_more_than_a_pod_in_its_back_off() -> None:
+    waiting = {"reason": "CrashLoopBackOff", "message": "back-off 40s restarting failed container=engine"}
+    crashed = {"name": "engine", "state": {"waiting": waiting}, "lastState": {"terminated": {"exitCode": 2}}}
+    said = "pod x: container engine ended with code 2, 4 restarts: unrecognized arguments: --flag"
+    degraded = {"type": "Degraded", "status": "True", "reason": "RuntimeUnhealthy", "message": said}
+    children = told(on_server(reconcile(seen(model(), []), NOW_S)), 0, conditions=[degraded])
+    plan = reconcile(seen(model(), children, pods=[pod(conditions=[SCHEDULED], containerStatuses=[crashed])]), NOW_S)
+    assert plan.status is not None
+    assert plan.status["failure"] == {"reason": "RuntimeUnhealthy", "message": f"ModelInfer llama-default: {said}"}
+
+
 @pytest.mark.parametrize(
     ("reason", "phase", "transition"),
     [

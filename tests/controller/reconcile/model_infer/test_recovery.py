@@ -96,12 +96,15 @@ def test_the_engine_of_a_single_pod_is_left_to_its_kubelet() -> None:
     assert degraded["message"] == "pod llama-0-decode-0-0: container engine ended with code 139, 5 restarts"
 
 
-def test_the_status_tells_the_last_lines_of_the_log() -> None:
+def test_the_status_tells_the_last_lines_of_the_log_and_the_very_last_one_first() -> None:
     cluster = settled()
     crash(cluster, "llama-0-decode-0-0")
-    cluster.log_tails = {"default/llama-0-decode-0-0": "torch.OutOfMemoryError: 80 GiB\n"}
+    cluster.log_tails = {"default/llama-0-decode-0-0": "Traceback:\n  a line\ntorch.OutOfMemoryError: 80 GiB\n"}
     cluster.look(after_s=1)
-    assert cluster.condition("Degraded")["message"].endswith("; last lines: torch.OutOfMemoryError: 80 GiB")
+    said = "pod llama-0-decode-0-0: container engine ended with code 139, 1 restarts: torch.OutOfMemoryError: 80 GiB"
+    assert cluster.condition("Degraded")["message"] == f"{said}\nbefore that it wrote:\nTraceback:\n  a line"
+    assert cluster.thing["status"]["summary"] == f"RuntimeUnhealthy: {said}"
+    assert cluster.thing["status"]["groups"] == {"Failed": 1, "Ready": 1}
 
 
 def test_a_log_does_not_steer_the_terminal_of_who_reads_the_status() -> None:
@@ -109,7 +112,9 @@ def test_a_log_does_not_steer_the_terminal_of_who_reads_the_status() -> None:
     crash(cluster, "llama-0-decode-0-0")
     cluster.log_tails = {"default/llama-0-decode-0-0": "a\x1b]0;owned\x07\n\tb\x00"}
     cluster.look(after_s=1)
-    assert cluster.condition("Degraded")["message"].endswith("; last lines: a\ufffd]0;owned\ufffd\n\tb\ufffd")
+    assert cluster.condition("Degraded")["message"].endswith(
+        "1 restarts: b\ufffd\nbefore that it wrote:\na\ufffd]0;owned\ufffd"
+    )
     assert cluster.thing["status"]["summary"].startswith("RuntimeUnhealthy: pod llama-0-decode-0-0: container")
     assert cluster.thing["status"]["groups"] == {"Failed": 1, "Ready": 1}
 

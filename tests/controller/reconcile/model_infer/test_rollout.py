@@ -263,6 +263,24 @@ def test_a_revision_that_never_becomes_ready_stops_and_the_old_one_serves() -> N
     assert short(cluster) == ["0:1?", "1:1", "2:2?"]
 
 
+def test_a_stopped_rollout_stays_stopped_when_its_only_new_group_has_gone() -> None:
+    rollout = {"maxUnavailable": 0, "maxSurge": 1, "progressDeadline": "10m"}
+    cluster = Cluster(model_infer(role(), recovery="Group", rollout=rollout))
+    cluster.settle()
+    cluster.change_image("vllm:2")
+    cluster.look()
+    cluster.run("llama-1-all-0-0", ready=False)
+    cluster.look(after_s=601)
+    assert cluster.condition("Progressing")["reason"] == "BlockedByFailedLoad"
+    cluster.run("llama-1-all-0-0", ready=False, phase="Failed")
+    cluster.look(after_s=1)
+    cluster.gone()
+    cluster.look(after_s=1)
+    assert cluster.condition("Progressing")["reason"] == "BlockedByFailedLoad"
+    assert cluster.names() == ["llama-0-all-0-0"]
+    assert cluster.look(after_s=3600).actions == ()
+
+
 def test_a_stopped_rollout_goes_on_when_the_group_becomes_ready_after_all() -> None:
     cluster = settled(replicas=3)
     until_stopped(cluster)

@@ -27,3 +27,19 @@ def test_a_rollout_by_role_is_no_failure_of_the_group() -> None:
     cluster.look(after_s=1)
     assert cluster.names() == ["llama-0-one-0-0", "llama-0-two-0-0-"]
     assert cluster.plan.events == ()
+
+
+def test_a_surplus_replica_that_fails_leaves_the_group_that_serves_without_it() -> None:
+    """Of one group none may be missing (50% of 1 is 0), so a second replica is made beside the first."""
+    rollout = {"unit": "Role", "maxUnavailable": "50%", "maxSurge": 1}
+    cluster = Cluster(model_infer(role("one"), rollout=rollout, recovery="Group"))
+    cluster.settle()
+    cluster.change_image("vllm:2")
+    cluster.look()
+    assert cluster.names() == ["llama-0-one-0-0", "llama-0-one-1-0"]
+    cluster.run("llama-0-one-1-0", ready=False, phase="Failed")
+    cluster.look(after_s=1)
+    assert cluster.names() == ["llama-0-one-0-0", "llama-0-one-1-0-"]
+    cluster.gone()
+    cluster.look(after_s=1)
+    assert cluster.names() == ["llama-0-one-0-0", "llama-0-one-1-0"]

@@ -100,18 +100,18 @@ class History:
         new = {**self.spec, "rollout": rollout}
         self.write(with_image(new, frozenset(), f"{GOOD}-9") if good and is_bad(new) else new)
 
-    def settle(self, *, hours: float = 10.0, quiet_s: float = 2400.0, crashing: bool = False) -> None:
-        """Wait until nothing is written for a while; while engines are ``crashing``, until nothing is done."""
+    def settle(self, *, hours: float = 10.0, quiet_s: float = 2400.0) -> None:
+        """Wait until nothing is written for a while."""
         until_s = self.now_s + hours * 3600
         while self.now_s < until_s:
-            before = self._done(crashing=crashing)
+            before = self._done()
             self.cluster.run_for(quiet_s)
-            if before == self._done(crashing=crashing):
+            if before == self._done():
                 return
         raise Broken("every history ends", f"still writing after {hours} hours")
 
-    def _done(self, *, crashing: bool) -> tuple[int, int]:
-        return sum(self.oracle.actions.values()), 0 if crashing else self.cluster.server.storage.version
+    def _done(self) -> tuple[int, int]:
+        return sum(self.oracle.actions.values()), self.cluster.server.storage.version
 
     def write(self, spec: Spec) -> None:
         """The user applies this spec."""

@@ -34,7 +34,7 @@ def histories(in_ci: int) -> settings:
     return settings(max_examples=examples(in_ci), phases=PHASES, suppress_health_check=list(HealthCheck))
 
 
-@histories(in_ci=40)
+@histories(in_ci=60)
 @given(scenes(), st.lists(events.wild_events, max_size=14))
 def test_whatever_happens_each_step_is_allowed_and_the_end_is_as_wanted(
     scene: Scene, happenings: list[events.Event]
@@ -48,7 +48,7 @@ def test_while_no_engine_fails_groups_that_serve_go_on_serving(scene: Scene, hap
     ends_well(scene, happenings, calm=True)
 
 
-@histories(in_ci=20)
+@histories(in_ci=8)
 @given(
     scenes(),
     st.sampled_from([CRASHES, NEVER_READY, MISSING]),
