@@ -112,7 +112,7 @@ def _show_models(objects: Sequence[Object]) -> bool:
 
     found = render_models(objects)
     for one in found:
-        print(as_text(one), end="")
+        print(as_text(one, has_owner=False), end="")
     return not any(one.problem for one in found)
 
 

@@ -60,14 +60,8 @@ def _rendered(thing: Object, by_kind: Mapping[str, Sequence[Object]], settings: 
     model = resolve(observed)
     if isinstance(model, Unresolved):
         return RenderedModel(key_of(thing), problem=f"{model.reason}: {model.message}")
-    made = [_without_owner(one.thing) for one in children(model, settings, {})]
+    made = [one.thing for one in children(model, settings, {})]
     return RenderedModel(key_of(thing), children=made, engines=_engines(model))
-
-
-def _without_owner(thing: Mapping[str, Any]) -> Object:
-    """So that it can be applied without the Model, which in files has no uid either."""
-    metadata = {name: value for name, value in thing["metadata"].items() if name != "ownerReferences"}
-    return {**thing, "metadata": metadata}
 
 
 def _engines(model: Resolved) -> dict[str, Any]:
@@ -82,14 +76,23 @@ def _engines(model: Resolved) -> dict[str, Any]:
     }
 
 
-def as_text(model: RenderedModel) -> str:
-    """A stream of YAML documents; the merged configuration is a comment in front, so that the rest can be applied."""
+def as_text(model: RenderedModel, *, has_owner: bool = True) -> str:
+    """A stream of YAML documents; the merged configuration is a comment in front, so that the rest can be applied.
+
+    ``has_owner``: whether the objects belong to the Model. One without a uid, as in files, is refused by the API server.
+    """
     if model.problem:
         return f"# Model {model.key}: {model.problem}\n"
     engines = yaml.safe_dump(dict(model.engines), sort_keys=False, allow_unicode=True, width=118)
     comment = "".join(f"# {line}\n" for line in engines.splitlines())
-    documents = "".join(f"---\n{_as_yaml(one)}" for one in model.children)
+    made = model.children if has_owner else [_without_owner(one) for one in model.children]
+    documents = "".join(f"---\n{_as_yaml(one)}" for one in made)
     return f"# Model {model.key}, its engines with all layers merged:\n{comment}{documents}"
+
+
+def _without_owner(thing: Mapping[str, Any]) -> Object:
+    metadata = {name: value for name, value in thing["metadata"].items() if name != "ownerReferences"}
+    return {**thing, "metadata": metadata}
 
 
 def _as_yaml(thing: Object) -> str:
