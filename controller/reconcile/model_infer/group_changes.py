@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,7 +32,7 @@ def is_outdated(group: Group, target: Target) -> bool:
 def changes(groups: Sequence[Group], target: Target, observed: Observed, *, is_moving: bool) -> Changes:
     """``is_moving``: the rollout is neither paused nor has it failed."""
     by_role = target.spec.rollout.unit == "Role"
-    size = _size(target, is_moving=is_moving, by_role=by_role)
+    size = _size(groups, target, is_moving=is_moving, by_role=by_role)
     members = [
         as_member(
             one,
@@ -50,14 +51,19 @@ def changes(groups: Sequence[Group], target: Target, observed: Observed, *, is_m
     return together([_leaving(groups, made, observed), *inside, *_new(made, target)])
 
 
-def _size(target: Target, *, is_moving: bool, by_role: bool) -> Size:
+def _size(groups: Sequence[Group], target: Target, *, is_moving: bool, by_role: bool) -> Size:
+    """By role no group counts as outdated, so it is told here that beside old ones, while nothing moves, new ones are of
+    the old revision.
+    """
     rollout, wanted = target.spec.rollout, target.spec.replicas
+    stands_still = by_role and not is_moving and any(is_outdated(one, target) for one in groups)
+    first_new = sys.maxsize if stands_still else target.first_moving
     return Size(
         wanted=wanted,
         max_unavailable=down(rollout.max_unavailable, wanted),
         max_surge=0 if by_role else up(rollout.max_surge, wanted),
         is_moving=is_moving,
-        keeps_old_below=target.first_moving if target.current.hash != target.goal.hash else 0,
+        keeps_old_below=first_new if target.current.hash != target.goal.hash else 0,
     )
 
 

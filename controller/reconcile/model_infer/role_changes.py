@@ -74,13 +74,12 @@ def turning_group(
 
 
 def bounds(role: Role | None, wanted: int) -> tuple[int, int]:
-    """How many replicas of a role may be missing, and how many too many. One may be missing if nothing is written; none
-    if only a surplus is.
+    """How many replicas of a role may be missing, and how many too many. One may be missing if nothing is written, or if
+    shares leave nothing to move with; none if only a surplus is.
     """
     surge = up(role.max_surge, wanted) if role is not None and role.max_surge is not None else 0
-    if role is not None and role.max_unavailable is not None:
-        return down(role.max_unavailable, wanted), surge
-    return (0 if surge else 1), surge
+    unavailable = down(role.max_unavailable, wanted) if role is not None and role.max_unavailable is not None else 0
+    return (unavailable, surge) if unavailable + surge else (1, 0)
 
 
 def _ahead(group: Group, goal: Revision, target: Target, outdated: frozenset[object]) -> frozenset[str]:
