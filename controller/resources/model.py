@@ -108,7 +108,7 @@ class ModelAutoscaling(Layered, frozen=True):
 
 class WeightsCache(Layered, frozen=True):
     """Where downloaded weights are kept. ``claim``: a PersistentVolumeClaim that all pods mount. ``host_path``: a directory
-    of each node. Without either, each pod has its own copy.
+    of each node, in which each namespace has its own. Without either, each pod has its own copy.
     """
 
     CEL: ClassVar = (Rule("!has(self.claim) || !has(self.hostPath)", "write claim or hostPath, not both"),)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from controller.resources.model import Backend, ModelSpec
     from controller.runtimes.presets import Preset
 
-FILE_PATHS: Final = ("/models", "/mnt/models", "/var/lib/attache")
+# Of nodes: what ``file://`` may name is nothing that a cache may name, whose files any Model of the namespace writes.
+FILE_PATHS: Final = ("/models", "/mnt/models")
+CACHE_PATHS: Final = ("/var/lib/attache",)
 # A pod's name is its host name: <ModelInfer>-<group>-<role>-<replica>-<worker>, of at most 63 characters.
 LONGEST_NAME: Final = 63 - len("-9999-prefill-63-999")
 _LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -87,7 +89,7 @@ def _places(spec: ModelSpec, file_paths: Sequence[str]) -> Iterator[str]:
     if any(one.uri.startswith(("file://", "pvc://")) for one in spec.adapters):
         yield "adapters are downloaded into a running pod, which cannot mount more; use another URI than file or pvc"
     if spec.cache.host_path:
-        yield from _outside("cache.hostPath", spec.cache.host_path, file_paths)
+        yield from _outside("cache.hostPath", spec.cache.host_path, CACHE_PATHS)
 
 
 def _outside(what: str, path: str, file_paths: Sequence[str]) -> Iterator[str]:

@@ -266,8 +266,12 @@ async def test_openais_client_is_answered_and_a_deleted_server_is_told(site: Sit
             return False
 
         await eventually(is_refused, timeout_s=PATIENCE_S)
-    found = await conditions(site.client, MODEL_ROUTES, "llama", site.namespace)
-    assert found["ResolvedRefs"] == ("False", "BackendNotFound")
+
+    async def is_told() -> bool:
+        found = await conditions(site.client, MODEL_ROUTES, "llama", site.namespace)
+        return found["ResolvedRefs"] == ("False", "BackendNotFound")
+
+    await eventually(is_told, timeout_s=PATIENCE_S)
 
 
 async def test_a_gateway_and_a_route_to_a_pool_answer_while_engines_come_and_go(gateway_site: Site) -> None:

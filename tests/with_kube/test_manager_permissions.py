@@ -98,6 +98,17 @@ async def test_the_account_may_do_what_the_work_needs_and_little_more(
             changed = {"metadata": {"labels": {labels.MODEL_INFER: None}}}
             await client.merge_patch(PODS, "llama-0-main-0-0", namespace, changed)
             await client.merge_patch(SERVICES, "llama-0-main-0", namespace, changed)
+
+            async def are_mended() -> bool:
+                things = [
+                    await client.find(PODS, "llama-0-main-0-0", namespace),
+                    await client.find(SERVICES, "llama-0-main-0", namespace),
+                ]
+                found = [(one or {"metadata": {}})["metadata"].get("labels") or {} for one in things]
+                return all(labels.MODEL_INFER in one for one in found)
+
+            # whom the scaling takes away nobody mends
+            await eventually(are_mended, timeout_s=PATIENCE_S)
             await client.merge_patch(MODEL_INFERS, "llama", namespace, {"spec": {"replicas": 1}})
             await client.merge_patch(MODELS, "five", namespace, {"spec": {"stop": True}})
 

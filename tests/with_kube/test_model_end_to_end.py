@@ -68,7 +68,7 @@ kind: Model
 metadata:
   name: llama
 spec:
-  uri: file:///var/lib/attache/llama
+  uri: file:///models/llama
   backends:
   - name: apart
     replicas: 2

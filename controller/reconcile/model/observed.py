@@ -41,7 +41,8 @@ PURPOSE: Final = "attache.dev/purpose"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the manager decides for all Models. ``image``: ours, for downloads and the sidecar. ``file_paths``: directories of nodes that ``file://`` and host path caches may name."""
+    """What the manager decides for all Models. ``image``: ours, for downloads and the sidecar. ``file_paths``: directories of nodes that
+    ``file://`` may name."""
 
     image: str = "attache"
     file_paths: tuple[str, ...] = FILE_PATHS

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from controller.resources.model import Backend, ModelFormat, ModelSpec
 from controller.runtimes import presets
@@ -77,6 +78,7 @@ def resolve(observed: Observed) -> Resolved | Unresolved:
     found = list(mistakes(metadata["name"], spec, observed.settings.file_paths))
     if found:
         return Unresolved("InvalidSpec", "; ".join(found))
+    spec = _of_its_namespace(spec, metadata["namespace"])
     weights, format_ = weights_of(spec.uri, spec.cache), format_of(spec.uri, spec.format)
     served_name = spec.served_name or metadata["name"]
     known = presets.available(observed.runtimes, observed.cluster_runtimes)
@@ -99,6 +101,13 @@ def resolve(observed: Observed) -> Resolved | Unresolved:
         weights=weights,
         backends=tuple(backends),
     )
+
+
+def _of_its_namespace(spec: ModelSpec, namespace: str) -> ModelSpec:
+    """Namespaces do not share what is cached on nodes: whoever fills a cache decides what others' engines read."""
+    if not spec.cache.host_path:
+        return spec
+    return replace(spec, cache=replace(spec.cache, host_path=f"{spec.cache.host_path.rstrip('/')}/{namespace}"))
 
 
 def _common(name: str, weights: Weights, format_: ModelFormat, preset: Preset, spec: ModelSpec) -> dict[str, Any]:

@@ -51,6 +51,9 @@ APART = {"prefill": 1, "decode": 1}
             {"cache": {"hostPath": "/var/lib"}},
             "cache.hostPath: the path",
         ),
+        # what is written there must not be what another Model reads as it is
+        ({"cache": {"hostPath": "/var/lib/attache/w"}}, {"cache": {"hostPath": "/models"}}, "cache.hostPath: the path"),
+        ({"uri": "file:///models/x"}, {"uri": "file:///var/lib/attache/x"}, "the path must be below one of /models"),
         ({"adapters": PINNED}, {"adapters": [{"name": "sql", "uri": "pvc://c/x"}]}, "adapters are downloaded into"),
         (backend(weight=1), backend(weight=0), "the weight of every backend is 0"),
         (
