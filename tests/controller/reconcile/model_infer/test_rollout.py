@@ -263,6 +263,18 @@ def test_a_revision_that_never_becomes_ready_stops_and_the_old_one_serves() -> N
     assert short(cluster) == ["0:1?", "1:1", "2:2?"]
 
 
+def test_a_template_without_any_replica_is_rolled_out_at_once_and_written_no_more() -> None:
+    cluster = settled(replicas=2)
+    for one in cluster.thing["spec"]["template"]["roles"]:
+        one["replicas"] = 0
+    cluster.change_image("vllm:2")
+    cluster.settle()
+    assert cluster.names() == []
+    assert cluster.condition("Progressing")["reason"] == "UpToDate"
+    # twice the deadline
+    assert cluster.look(after_s=3600).actions == ()
+
+
 def test_a_stopped_rollout_stays_stopped_when_its_only_new_group_has_gone() -> None:
     rollout = {"maxUnavailable": 0, "maxSurge": 1, "progressDeadline": "10m"}
     cluster = Cluster(model_infer(role(), recovery="Group", rollout=rollout))
