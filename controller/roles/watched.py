@@ -7,8 +7,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from controller.cluster.errors import ClusterError
 from controller.cluster.informer import Informer, Listener, Selection
+from controller.cluster.optional import first_of, until_served
 from controller.cluster.resources import (
     CONFIG_MAPS,
     ENDPOINT_SLICES,
@@ -99,7 +99,7 @@ class Watched:
         """Returns once all that must be there has been listed, and so has what may be there if it is."""
         for kind, informer in self._informers.items():
             if kind in self._missing:
-                await _first(informer.answered, self._missing[kind])
+                await first_of(informer.answered, self._missing[kind])
             else:
                 await informer.synced.wait()
         # even where there is nothing, that is something to write
@@ -134,24 +134,5 @@ class Watched:
 
     async def _run_one(self, kind: str, informer: Informer) -> None:
         if kind in self._missing:
-            await self._until_served(kind, informer)
+            await until_served(self._client, informer.resource, self._missing[kind], self._look_again_s)
         await informer.run()
-
-    async def _until_served(self, kind: str, informer: Informer) -> None:
-        while True:
-            try:
-                if await self._client.serves(informer.resource):
-                    return
-                self._missing[kind].set()
-            except ClusterError as error:
-                log.info("%s cannot be looked for: %s", informer.resource.kind, error)
-            await asyncio.sleep(self._look_again_s)
-
-
-async def _first(one: asyncio.Event, other: asyncio.Event) -> None:
-    """Returns once either is set."""
-    async with asyncio.TaskGroup() as tasks:
-        waiting = [tasks.create_task(event.wait()) for event in (one, other)]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()

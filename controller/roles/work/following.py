@@ -7,8 +7,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from controller.cluster.errors import ClusterError
 from controller.cluster.informer import Informer, InformerTiming, Selection
+from controller.cluster.optional import first_of, until_served
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,7 +91,7 @@ class Following:
         for informers in self._informers.values():
             for one in informers:
                 if one in self._missing:
-                    await _first(one.answered, self._missing[one])
+                    await first_of(one.answered, self._missing[one])
                 else:
                     await one.synced.wait()
 
@@ -107,24 +107,5 @@ class Following:
 
     async def _run_one(self, informer: Informer) -> None:
         if informer in self._missing:
-            await self._until_served(informer)
+            await until_served(self._client, informer.resource, self._missing[informer], self._look_again_s)
         await informer.run()
-
-    async def _until_served(self, informer: Informer) -> None:
-        while True:
-            try:
-                if await self._client.serves(informer.resource):
-                    return
-                self._missing[informer].set()
-            except ClusterError as error:
-                log.info("%s cannot be looked for: %s", informer.resource.kind, error)
-            await asyncio.sleep(self._look_again_s)
-
-
-async def _first(one: asyncio.Event, other: asyncio.Event) -> None:
-    """Returns once either is set."""
-    async with asyncio.TaskGroup() as tasks:
-        waiting = [tasks.create_task(event.wait()) for event in (one, other)]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()
