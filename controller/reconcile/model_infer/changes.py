@@ -25,9 +25,9 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
-    """``leaving``: drained, then deleted. ``unwanted``: places of those, and of what is going already. ``missing``: in the order in which they are made. ``renamed``: pods that are of
-    a new revision as they are, because their role has not changed. ``asks_loads_of``: pods between which the load
-    decides, before anything was chosen.
+    """``leaving``: drained, then deleted. ``unwanted``: places of those, and of what is going already. ``missing``: in
+    the order in which they are made. ``renamed``: pods that are of a new revision as they are, because their role has
+    not changed. ``asks_loads_of``: pods between which the load decides, before anything was chosen.
     """
 
     leaving: tuple[Replica, ...] = ()

@@ -52,8 +52,8 @@ def changes(groups: Sequence[Group], target: Target, observed: Observed, *, is_m
 
 
 def _size(groups: Sequence[Group], target: Target, *, is_moving: bool, by_role: bool) -> Size:
-    """By role no group counts as outdated, so it is told here that beside old ones, while nothing moves, new ones are of
-    the old revision.
+    """By role no group counts as outdated, so it is told here that beside old ones, while nothing moves, new ones are
+    of the old revision.
     """
     rollout, wanted = target.spec.rollout, target.spec.replicas
     stands_still = by_role and not is_moving and any(is_outdated(one, target) for one in groups)

@@ -15,7 +15,7 @@ def fail(cluster: Cluster, *names: str) -> None:
 
 
 def test_old_replicas_stay_when_all_new_ones_of_a_stopped_rollout_have_gone() -> None:
-    """Of two prefill replicas one may be missing and one too many, so two of three become new; decode waits for them."""
+    """Of two prefill replicas one may be missing and one too many: two of three become new. Decode waits for them."""
     workers = {"workerReplicas": 1, "workerTemplate": template()}
     prefill = role("prefill", replicas=2, maxUnavailable=1, maxSurge=1, **workers)
     rollout = {"unit": "Role", "maxUnavailable": "100%", "progressDeadline": "10m"}
