@@ -127,6 +127,7 @@ class History:
     def delete(self, *, foreground: bool) -> None:
         """The user deletes the object; with ``foreground`` it is there until all that it owns is gone."""
         server = self.cluster.server
+        self.oracle.is_deleted = True
         if not foreground:
             self._delete(MODEL_INFERS, KEY)
             return

@@ -70,6 +70,8 @@ class Oracle:
         self.status_writes = 0
         self.events = 0
         self.last: Look | None = None
+        # by the user
+        self.is_deleted = False
         self.log: deque[str] = deque(maxlen=400)
         self._calm = calm
         self._withdrawn: set[str] = set()
@@ -225,6 +227,8 @@ class Oracle:
             raise Broken("no two live pods of one name", f"{action.key} is removed by force from a node that is alive")
         if dead_node or not is_ready(seen) or "deletionTimestamp" in seen["metadata"]:
             return
+        if self.is_deleted:
+            return  # the garbage collector deletes the same pods now, without draining any
         if look.observed.thing["spec"].get("recovery") == "Group" and self._has_failed(look, seen):
             return  # the group is dead as a whole; what runs on its other engines has the grace of their pods
         drain_s = duration_s(look.observed.thing["spec"]["template"].get("drainTimeout", "5m"))
