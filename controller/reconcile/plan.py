@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -83,3 +84,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     events: tuple[Happened, ...] = ()
     look_again_at_s: float | None = None
     asks_loads_of: frozenset[str] = frozenset()
+
+
+def without(thing: Object, paths: Iterable[tuple[str, ...]]) -> Object:
+    """A copy that lacks the fields at ``paths``, such as those of ``Apply.yields``."""
+    new = copy.deepcopy(thing)
+    for *way, last in paths:
+        holder: Any = new
+        for name in way:
+            holder = holder.get(name) if isinstance(holder, dict) else None
+        if isinstance(holder, dict):
+            holder.pop(last, None)
+    return new

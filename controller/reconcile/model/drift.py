@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+
+from controller.reconcile.plan import without
 
 if TYPE_CHECKING:
     from controller.cluster.resources import Object
@@ -31,8 +32,7 @@ def digest_of(thing: Object) -> str | None:
 
 def is_settled(wanted: Object, found: Object, yields: Iterable[tuple[str, ...]]) -> bool:
     """``wanted``: stamped. Fields of ``yields`` may have any value: others may own them."""
-    for path in yields:
-        wanted = _without(wanted, path)
+    wanted = without(wanted, yields)
     owners = [one.get("uid") for one in found["metadata"].get("ownerReferences") or ()]
     is_owned = all(one["uid"] in owners for one in wanted["metadata"].get("ownerReferences") or ())
     metadata = {name: value for name, value in wanted["metadata"].items() if name != "ownerReferences"}
@@ -52,14 +52,3 @@ def _covers(wanted: object, found: object) -> bool:
             and all(_covers(one, other) for one, other in zip(wanted, found, strict=True))
         )
     return wanted == found
-
-
-def _without(thing: Object, path: tuple[str, ...]) -> Object:
-    new = copy.deepcopy(thing)
-    *way, last = path
-    holder: Any = new
-    for name in way:
-        holder = holder.get(name) if isinstance(holder, dict) else None
-    if isinstance(holder, dict):
-        holder.pop(last, None)
-    return new

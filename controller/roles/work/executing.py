@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from controller.cluster.errors import AlreadyExists, BadRequest, ClusterError, Conflict, Forbidden, Invalid, NotFound
 from controller.cluster.resources import Object, Resource, key_of, split_key
-from controller.reconcile.plan import Action, Annotate, Apply, Create, Delete, SetStatus
+from controller.reconcile.plan import Action, Annotate, Apply, Create, Delete, SetStatus, without
 from controller.roles.work.index import owner_uid
 
 if TYPE_CHECKING:
@@ -168,18 +167,6 @@ def yielded(conflict: Conflict, yields: Iterable[tuple[str, ...]]) -> list[tuple
     fields = {str(one.get("field", "")).lstrip(".") for one in conflict.details.get("causes") or ()}
     paths = [tuple(one.split(".")) for one in fields]
     return [one for one in yields if any(path[: len(one)] == one for path in paths)]
-
-
-def without(thing: Object, paths: Iterable[tuple[str, ...]]) -> Object:
-    """A copy that lacks some fields."""
-    new = copy.deepcopy(thing)
-    for *way, last in paths:
-        holder: Any = new
-        for name in way:
-            holder = holder.get(name) if isinstance(holder, dict) else None
-        if isinstance(holder, dict):
-            holder.pop(last, None)
-    return new
 
 
 def _place(thing: Object) -> tuple[str, str | None]:

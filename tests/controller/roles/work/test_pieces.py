@@ -14,8 +14,8 @@ from controller.cluster.errors import Conflict, ServerError
 from controller.cluster.resources import MODEL_INFERS as RESOURCE
 from controller.cluster.resources import key_of
 from controller.reconcile.model_infer.observed import Load
-from controller.reconcile.plan import Happened
-from controller.roles.work.executing import without, yielded
+from controller.reconcile.plan import Happened, without
+from controller.roles.work.executing import yielded
 from controller.roles.work.loads import GatewayLoads
 from controller.roles.work.log_tails import crash_of
 from controller.roles.work.node_room import LostNodes, quantity, requests_of, room, slim_to_requests
