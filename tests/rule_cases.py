@@ -14,6 +14,11 @@ _POD: Final = {"spec": {"containers": [{"name": "engine", "image": "attache/engi
 _INFER: Final = {"template": {"roles": [{"name": "all", "entryTemplate": _POD}]}}
 _TARGET: Final = {"name": "a", "maxReplicas": 4, "ref": {"kind": "ModelInfer", "name": "llama"}}
 _BINDING: Final = {"policyRef": "default", "targets": [_TARGET, {**_TARGET, "name": "b"}]}
+_QUERY: Final = {"address": "https://prometheus:9090", "query": "up"}
+_STRATEGIES: Final = {
+    name: f"{name[0].lower()}{name[1:]}"
+    for name in ("Work", "Concurrency", "Saturation", "SpareCapacity", "Tokens", "Slo", "Predictive")
+}
 _KEYS: Final = {"apiKeys": [{"name": "a", "tenant": "a", "key": "12345678"}]}
 _ISSUER: Final = {
     "name": "a",
@@ -347,10 +352,44 @@ CASES: Final = (
     Case(
         "a query goes with Prometheus",
         "AutoscalingPolicy",
-        {"metrics": [{"name": "m", "value": 1, "source": "Prometheus", "query": "up"}]},
-        ("metrics", 0, "query"),
+        {"metrics": [{"name": "m", "value": 1, "source": "Prometheus", "prometheus": _QUERY}]},
+        ("metrics", 0, "prometheus"),
         None,
         in_directory=False,
+    ),
+    Case(
+        "a page of engines",
+        "AutoscalingPolicy",
+        {"metrics": [{"name": "m", "value": 1, "source": "Engine", "engine": {}}]},
+        ("metrics", 0, "source"),
+        "Gateway",
+        in_directory=False,
+    ),
+    *(
+        Case(
+            f"parameters of {name}",
+            "AutoscalingPolicy",
+            {"strategies": [{"name": name, field: {}}], "objective": {"ttft": "1s"}},
+            ("strategies", 0, "name"),
+            "Saturation" if name == "Tokens" else "Tokens",
+            in_directory=False,
+        )
+        for name, field in _STRATEGIES.items()
+    ),
+    *(
+        Case(
+            f"thresholds of {name}",
+            "AutoscalingPolicy",
+            {"strategies": [{"name": name, field: {}}], "objective": {"ttft": "1s"}},
+            ("strategies", 0, field),
+            {f"scaleUp{what}": 0.5, f"scaleDown{what}": 0.5},
+            in_directory=False,
+        )
+        for name, field, what in (
+            ("Saturation", "saturation", "Threshold"),
+            ("Tokens", "tokens", "Utilization"),
+            ("Slo", "slo", "Threshold"),
+        )
     ),
     Case(
         "a latency to keep", "AutoscalingPolicy", {"objective": {"ttft": "1s"}}, ("objective",), {}, in_directory=False
@@ -372,9 +411,9 @@ CASES: Final = (
         in_directory=False,
     ),
     Case(
-        "objective of LatencyObjective",
+        "objective of Slo",
         "AutoscalingPolicy",
-        {"strategies": [{"name": "LatencyObjective"}], "objective": {"ttft": "1s"}},
+        {"strategies": [{"name": "Slo"}], "objective": {"ttft": "1s"}},
         ("objective",),
         None,
         in_directory=False,

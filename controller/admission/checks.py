@@ -14,7 +14,8 @@ from controller.admission.reviews import Object, Review, Verdict
 from controller.gateway.compile.pickers import picker_of
 from controller.gateway.compile.pools import PREFIX
 from controller.gateway.compile.sources import source_of
-from controller.resources.autoscaling import AutoscalingPolicy, AutoscalingPolicyBinding
+from controller.resources.autoscaling import AutoscalingPolicy
+from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
 from controller.resources.model import Model, ModelTemplate
 from controller.resources.model_infer import ModelInfer
 from controller.resources.model_infer_mistakes import mistakes as model_infer_mistakes

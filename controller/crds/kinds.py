@@ -8,7 +8,8 @@ from typing import Final, Literal
 import msgspec
 
 from controller.resources import statuses
-from controller.resources.autoscaling import AutoscalingPolicy, AutoscalingPolicyBinding
+from controller.resources.autoscaling import AutoscalingPolicy
+from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
 from controller.resources.model import Model, ModelTemplate, ModelTemplateStatus
 from controller.resources.model_infer import ModelInfer, ModelInferRole
 from controller.resources.serving_runtime import ClusterServingRuntime, ServingRuntime, ServingRuntimeStatus

@@ -1,36 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AutoscalingPolicy and AutoscalingPolicyBinding: how to scale, and what."""
+"""AutoscalingPolicy: how to scale."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from controller.resources.common import ObjectReference, Replicas, ShortName
-from controller.resources.statuses import AutoscalingPolicyBindingStatus, AutoscalingPolicyStatus
+from controller.resources.common import Positive, Replicas, Share
+from controller.resources.scaling_laws import (
+    ConcurrencyParameters,
+    PredictiveParameters,
+    SaturationParameters,
+    SloParameters,
+    SpareCapacityParameters,
+    TokensParameters,
+    WorkParameters,
+)
+from controller.resources.statuses import AutoscalingPolicyStatus
 from extproc.config.cel import Rule
 from extproc.config.quantities import Duration
 from extproc.config.spec import Metadata, Name, NonEmpty, Spec, keyed_by
 
-Positive = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+class PrometheusSource(Spec, frozen=True):
+    """A query. ``address``: of the server, with http or https. ``query``: in PromQL, with one number as its answer; a
+    metric without ``total`` is divided by the replicas, so the query sums. ``secret_ref``: a Secret with any of
+    ``token``, ``ca.crt``, ``tls.crt`` and ``tls.key``, which are read anew when they change.
+    """
+
+    address: Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s]+$", max_length=2048)]
+    query: Annotated[str, msgspec.Meta(min_length=1, max_length=8192)]
+    secret_ref: Name | None = None
+
+
+class EngineSource(Spec, frozen=True):
+    """The engines' own pages. ``port``: of the page; that of the ModelServer, if left out. ``path``: its path."""
+
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+    path: NonEmpty = "/metrics"
 
 
 class MetricTarget(Spec, frozen=True):
-    """A metric and the value that it should have, a replica. ``name``: of the metric. ``value``: the target. ``source``:
-    who knows it: extproc (``Gateway``), the engines' own pages, Prometheus, or Kubernetes' resource metrics.
-    ``query``: for Prometheus. ``total``: ``value`` is for all replicas together.
+    """A metric and the value that it should have. ``name``: of the metric. ``value``: the target, of one replica.
+    ``source``: who knows it: extproc (``Gateway``: requests_in_flight, requests_queued, requests_running,
+    requests_per_second, tokens_in_flight, kv_usage), the engines' own pages, Prometheus, or Kubernetes' resource metrics
+    (cpu or memory, as a share of what pods request). ``engine`` and ``prometheus``: where. ``total``: ``value`` is for
+    all replicas together.
     """
 
     CEL: ClassVar = (
-        Rule("(self.source == 'Prometheus') == has(self.query)", "source: Prometheus and the field query go together"),
+        Rule(
+            "(has(self.source) && self.source == 'Prometheus') == has(self.prometheus)",
+            "source: Prometheus and the field prometheus go together",
+        ),
+        Rule(
+            "!has(self.engine) || (has(self.source) && self.source == 'Engine')",
+            "the field engine is for source: Engine",
+        ),
     )
 
     name: NonEmpty
     value: Positive
     source: Literal["Gateway", "Engine", "Prometheus", "Resource"] = "Gateway"
-    query: NonEmpty | None = None
+    engine: EngineSource | None = None
+    prometheus: PrometheusSource | None = None
     total: bool = False
 
 
@@ -115,21 +149,40 @@ class Staleness(Spec, frozen=True):
 
 
 class Strategy(Spec, frozen=True):
-    """One law. ``name``: which. ``parameters``: its own."""
+    """One law. ``name``: which. The field of the same name has its parameters; left out, they have their defaults.
+    ``work``: work to come, by learned speeds. ``concurrency``: requests in flight. ``saturation``: caches and queues by
+    thresholds. ``spare_capacity``: room in caches and queues. ``tokens``: tokens over capacity. ``slo``: measured
+    latency. ``predictive``: the past repeated. ``Target`` takes the policy's ``metrics`` and has no parameters.
+    """
 
-    name: Literal[
-        "Work", "Target", "Concurrency", "Saturation", "SpareCapacity", "Tokens", "LatencyObjective", "Predictive"
-    ]
-    parameters: dict[str, Any] = msgspec.field(default_factory=dict)
+    CEL: ClassVar = tuple(
+        Rule(
+            f"!has(self.{field}) || self.name == '{field[0].upper()}{field[1:]}'",
+            f"the field {field} has the parameters of the strategy {field[0].upper()}{field[1:]}, not of another",
+        )
+        for field in ("work", "concurrency", "saturation", "spareCapacity", "tokens", "slo", "predictive")
+    )
+
+    name: Literal["Work", "Target", "Concurrency", "Saturation", "SpareCapacity", "Tokens", "Slo", "Predictive"]
+    work: WorkParameters | None = None
+    concurrency: ConcurrencyParameters | None = None
+    saturation: SaturationParameters | None = None
+    spare_capacity: SpareCapacityParameters | None = None
+    tokens: TokensParameters | None = None
+    slo: SloParameters | None = None
+    predictive: PredictiveParameters | None = None
 
 
 class AutoscalingPolicySpec(Spec, frozen=True):
     """How to scale; one policy serves many bindings.
 
-    ``strategies``: laws; the largest answer scales out, and only if all agree, in. ``metrics``: targets of the law
+    ``strategies``: laws; the largest answer scales out, and only if all agree, in. ``period``: between two decisions; what
+    waits for an engine is decided about at once. ``metrics``: targets of the law
     ``Target``. ``objective``: latencies to keep. ``behavior``: how fast. ``panic``: for steep rises. ``scale_to_zero``:
-    whether, and when. ``schedules``: bounds by time. ``staleness``: how old data may be. ``mode``: what is done with
-    decisions.
+    whether, and when. ``schedules``: bounds by time. ``staleness``: how old data may be. ``manual_hold``: for so
+    long replicas stay as somebody else has set them. ``mode``: what is done with decisions: Auto writes replicas,
+    ScaleUpOnly only larger ones, Recommend tells them in status and metrics, Export offers them to an HPA or KEDA,
+    Paused decides nothing.
     """
 
     strategies: Annotated[
@@ -142,6 +195,8 @@ class AutoscalingPolicySpec(Spec, frozen=True):
     scale_to_zero: ScaleToZero | None = None
     schedules: Annotated[tuple[Schedule, ...], msgspec.Meta(max_length=16)] = ()
     staleness: Staleness = Staleness()
+    period: Duration = Duration("5s")
+    manual_hold: Duration = Duration("10m")
     mode: Literal["Auto", "Recommend", "Export", "Paused", "ScaleUpOnly"] = "Auto"
 
     CEL: ClassVar = (
@@ -150,63 +205,10 @@ class AutoscalingPolicySpec(Spec, frozen=True):
             "the strategy Target needs metrics",
         ),
         Rule(
-            "!has(self.strategies) || !self.strategies.exists(one, one.name == 'LatencyObjective') || has(self.objective)",
-            "the strategy LatencyObjective needs an objective",
+            "!has(self.strategies) || !self.strategies.exists(one, one.name == 'Slo') || has(self.objective)",
+            "the strategy Slo needs an objective",
         ),
     )
-
-
-class ScaleTarget(Spec, frozen=True):
-    """Something with replicas. ``name``: of the target, in the status and in ratios. ``ref``: the object, by its scale subresource. ``role``: of a ModelInfer's groups, if not
-    the groups themselves. ``min_replicas`` and ``max_replicas``: bounds. ``cost``: of a replica, relative to other
-    targets. ``accelerator``: its kind of GPU. ``priority``: higher is filled first. ``spot``: may be taken away.
-    """
-
-    CEL: ClassVar = (Rule("self.minReplicas <= self.maxReplicas", "minReplicas is above maxReplicas"),)
-
-    name: ShortName
-    ref: ObjectReference
-    max_replicas: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
-    role: NonEmpty | None = None
-    min_replicas: Replicas = 1
-    cost: Positive = 1.0
-    accelerator: NonEmpty | None = None
-    priority: int = 0
-    spot: bool = False
-
-
-class RatioConstraint(Spec, frozen=True):
-    """How many replicas of one target go with one of another. ``numerator`` and ``denominator``: targets by name.
-    ``min`` and ``max``: of the ratio.
-    """
-
-    CEL: ClassVar = (Rule("self.min <= self.max", "min is above max"),)
-
-    numerator: ShortName
-    denominator: ShortName
-    min: Positive
-    max: Positive
-
-
-class AutoscalingPolicyBindingSpec(Spec, frozen=True):
-    """What a policy scales. ``policy_ref``: the policy, of the same namespace. ``targets``: what carries the load
-    together. ``allocation``: how replicas are shared out among several targets. ``ratios``: between targets.
-    """
-
-    CEL: ClassVar = (
-        Rule(
-            "!has(self.ratios) || self.ratios.all(one, self.targets.exists(target, target.name == one.numerator) && "
-            "self.targets.exists(target, target.name == one.denominator))",
-            "a ratio names a target that is not there",
-        ),
-    )
-
-    policy_ref: Name
-    targets: Annotated[
-        tuple[ScaleTarget, ...], msgspec.Meta(min_length=1, max_length=16, extra_json_schema=keyed_by("name"))
-    ]
-    allocation: Literal["Cheapest", "Priority", "Weights", "Expansion"] = "Cheapest"
-    ratios: Annotated[tuple[RatioConstraint, ...], msgspec.Meta(max_length=4)] = ()
 
 
 class AutoscalingPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,11 +217,3 @@ class AutoscalingPolicy(msgspec.Struct, frozen=True, kw_only=True):
     metadata: Metadata
     spec: AutoscalingPolicySpec = AutoscalingPolicySpec()
     status: AutoscalingPolicyStatus = AutoscalingPolicyStatus()
-
-
-class AutoscalingPolicyBinding(msgspec.Struct, frozen=True, kw_only=True):
-    """An AutoscalingPolicyBinding object."""
-
-    metadata: Metadata
-    spec: AutoscalingPolicyBindingSpec
-    status: AutoscalingPolicyBindingStatus = AutoscalingPolicyBindingStatus()

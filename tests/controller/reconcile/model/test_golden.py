@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import yaml
 
-from controller.resources.autoscaling import AutoscalingPolicy, AutoscalingPolicyBinding
+from controller.resources.autoscaling import AutoscalingPolicy
+from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
 from controller.resources.model_infer import ModelInfer
 from extproc.config.model_route import ModelRoute
 from extproc.config.model_server import ModelServer

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of one scaling decision: what was known, what each law asked for, and what became of it, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from controller.autoscale.law import Recommendation
+from controller.autoscale.situation import Freshness, Waiting
+
+
+class Step(msgspec.Struct, frozen=True):
+    """A rule changed the answer. ``rule``: which, in one word, such as Stabilized, Limited, Stale, Schedule. ``before`` and
+    ``after``: replicas. ``reason``: for people.
+    """
+
+    rule: str
+    before: float
+    after: float
+    reason: str
+
+
+class TargetDecision(msgspec.Struct, frozen=True):
+    """``name``: of the target. ``current`` and ``desired``: replicas. ``ready`` and ``starting``: of the current ones.
+    ``reason``: why so many.
+    """
+
+    name: str
+    current: int | None
+    desired: int | None
+    ready: int = 0
+    starting: int = 0
+    reason: str = ""
+
+
+class StageDecision(msgspec.Struct, frozen=True):
+    """One stage. ``stage``: Both, Prefill or Decode. ``recommendations``: of the laws. ``combined``: what came of them; None: unknown. ``steps``: what
+    changed it after that. ``waiting`` and ``freshness``: what it was decided from.
+    """
+
+    stage: str
+    recommendations: tuple[Recommendation, ...]
+    combined: float | None
+    steps: tuple[Step, ...] = ()
+    waiting: Waiting = Waiting()
+    freshness: Freshness = Freshness()
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """``binding``: its key. ``at_s``: when. ``mode``: of the policy. ``targets``: what each should have. ``look_again_at_s``:
+    when the next decision is due. ``inputs``: more numbers that were used, such as learned start times.
+    """
+
+    binding: str
+    at_s: float
+    mode: str
+    targets: tuple[TargetDecision, ...]
+    stages: tuple[StageDecision, ...] = ()
+    look_again_at_s: float = 0.0
+    inputs: Mapping[str, float] = {}

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients ask of an extproc and what it knows of its engines, on the wire: the page /demand, for autoscalers.
+
+A page is one JSON object. With ``?watch`` it is a stream of them, a line each: one a second, and one at once when a
+request begins to wait for a ModelServer without engines.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from typing import Final
+
+import msgspec
+
+DEMAND_PATH: Final = "/demand"
+# Upper bounds of the buckets, a fifth of a decade each; the last bucket has no bound.
+TTFT_BOUNDS_S: Final = tuple(round(10 ** (power / 5), 4) for power in range(-10, 13))
+TPOT_BOUNDS_S: Final = tuple(round(10 ** (power / 10), 5) for power in range(-30, 5))
+
+
+class Counted(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """Counts since the process began; they only grow. ``arrivals``: requests that were routed here. ``refused``: those
+    that got an error of ours. ``finished``: those whose outcome is known. ``prompt_tokens``: as the engines say, or
+    estimated at arrival where they do not. ``cached_tokens``: those of them that an engine had in its cache.
+    ``output_tokens``: written. ``prefill_work``: uncached tokens, those with long contexts weighing more.
+    """
+
+    arrivals: int = 0
+    refused: int = 0
+    finished: int = 0
+    prompt_tokens: float = 0.0
+    cached_tokens: float = 0.0
+    output_tokens: float = 0.0
+    prefill_work: float = 0.0
+
+
+class EngineDemand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """One engine. ``role``: ``prefill``, ``decode``, or empty for both. ``in_flight``: requests of this process there.
+    ``in_flight_tokens``: of their prompts and expected answers. ``waiting``, ``running``, ``kv_usage``: as the engine
+    itself reports; None if it did not. ``report_age_s``: since then. ``kv_capacity_tokens``: that its cache holds; 0 if
+    unknown. ``prefill_tokens_per_s``, ``step_s``, ``step_s_per_token``: its learned speed: of prefill, and of a decode
+    step with no tokens in flight and for each of them; None before any was learned.
+    """
+
+    role: str = ""
+    in_flight: int = 0
+    in_flight_tokens: float = 0.0
+    waiting: float | None = None
+    running: float | None = None
+    kv_usage: float | None = None
+    report_age_s: float | None = None
+    kv_capacity_tokens: float = 0.0
+    prefill_tokens_per_s: float | None = None
+    step_s: float | None = None
+    step_s_per_token: float | None = None
+
+
+class ServerDemand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """One ModelServer. ``model``: its base model. ``counted``: by the model that was asked for, adapters apart.
+    ``ttft`` and ``tpot``: requests by bucket (``TTFT_BOUNDS_S``, ``TPOT_BOUNDS_S``), since the process began; times
+    count from arrival, so that waiting here is in them. ``queued``: requests that wait here now. ``queued_tokens``:
+    their uncached prompt tokens, as expected. ``oldest_wait_s``: of the first of them. ``at_zero``: those that wait
+    because no engine can take them. ``engines``: by address.
+    """
+
+    model: str = ""
+    counted: dict[str, Counted] = msgspec.field(default_factory=dict)
+    ttft: tuple[int, ...] = ()
+    tpot: tuple[int, ...] = ()
+    queued: int = 0
+    queued_tokens: float = 0.0
+    oldest_wait_s: float = 0.0
+    at_zero: int = 0
+    engines: dict[str, EngineDemand] = msgspec.field(default_factory=dict)
+
+
+class Demand(msgspec.Struct, frozen=True, rename="camel"):
+    """What one process knows. ``instance``: its name, another one after each start. ``sequence``: grows with each
+    message. ``age_s``: since the process began. ``servers``: by ``namespace/name``.
+    """
+
+    instance: str
+    sequence: int
+    age_s: float
+    servers: dict[str, ServerDemand] = msgspec.field(default_factory=dict)
+
+
+def bucket_of(value_s: float, bounds: tuple[float, ...]) -> int:
+    """The index of the bucket that counts ``value_s``."""
+    return bisect_left(bounds, value_s)
+
+
+def added(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    """Two histograms as one."""
+    return tuple(a + b for a, b in itertools.zip_longest(first, second, fillvalue=0))
+
+
+def percentile(counts: tuple[int, ...], bounds: tuple[float, ...], percent: float) -> float | None:
+    """The value that ``percent`` of those counted do not exceed, by interpolation in its bucket; None without any.
+
+    In the last bucket, which has no bound, it is the bucket's lower bound.
+    """
+    total = sum(counts)
+    if not total:
+        return None
+    rank, seen = total * percent / 100, 0
+    for index, count in enumerate(counts):
+        if count and seen + count >= rank:
+            low = bounds[index - 1] if index else 0.0
+            if index >= len(bounds):
+                return low
+            return low + (bounds[index] - low) * max(0.0, rank - seen) / count
+        seen += count
+    return bounds[-1]
+
+
+def share_within(counts: tuple[int, ...], bounds: tuple[float, ...], limit_s: float) -> float | None:
+    """The share of those counted that are at most ``limit_s``, by interpolation in its bucket; None without any."""
+    total = sum(counts)
+    if not total:
+        return None
+    within, low = 0.0, 0.0
+    for count, high in zip(counts, bounds, strict=False):
+        if high <= limit_s:
+            within += count
+        elif low < limit_s:
+            within += count * (limit_s - low) / (high - low)
+        low = high
+    return within / total
