@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from controller.autoscale.laws.predictive import PredictiveLaw
 from controller.autoscale.laws.work import WorkLaw
-from controller.resources.scaling_laws import WorkParameters
+from controller.resources.scaling_laws import PredictiveParameters, WorkParameters
 
 if TYPE_CHECKING:
     from controller.autoscale.law import Law
@@ -21,4 +22,6 @@ def laws_of(policy: AutoscalingPolicySpec) -> tuple[Law[Any], ...]:
 def _law(strategy: Strategy) -> Law[Any]:
     if strategy.name == "Work":
         return WorkLaw(strategy.work or WorkParameters())
+    if strategy.name == "Predictive":
+        return PredictiveLaw(strategy.predictive or PredictiveParameters())
     raise NotImplementedError(strategy.name)
