@@ -72,7 +72,7 @@ def held_by_age(answer: Answer, situation: Situation, policy: AutoscalingPolicyS
     stale = too_old(situation, policy)
     if stale:
         # what waits is there, whatever else is unknown
-        ready = sum(len(target.having(EngineState.READY)) * target.capacity for target in situation.targets)
+        ready = situation.units(EngineState.READY)
         for_waiting = ready + situation.waiting.requests / REQUESTS_A_REPLICA
         return answer.changed("Stale", max(situation.current, min(answer.replicas, for_waiting)), stale)
     why = not_for_scale_in(situation, policy)

@@ -90,14 +90,18 @@ class _Bins(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(points: Sequence[Point], *, bin_s: float, now_s: float) -> _Bins | None:
-        times = [point.at_s for point in points]
-        last = bisect_right(times, now_s) - 1
+        most = _BINS_PER_WINDOW * 2**_DOUBLINGS
+        last = bisect_right(points, now_s, key=_at_s) - 1
         if last < 1:
             return None
-        end_s, span_s = times[last], times[last] - times[0]
+        end_s = points[last].at_s
+        # a point more, as that before the first bin's begin counts
+        first = max(0, bisect_right(points, end_s - most * bin_s, key=_at_s) - 1)
+        points = points[first : last + 1]
+        times = [point.at_s for point in points]
+        span_s = end_s - times[0]
         if span_s < bin_s:
-            return _Bins(bin_s=span_s, edges=(points[0], points[last])) if span_s > 0 else None
-        most = _BINS_PER_WINDOW * 2**_DOUBLINGS
+            return _Bins(bin_s=span_s, edges=(points[0], points[-1])) if span_s > 0 else None
         count = min(most, int(span_s / bin_s + 1e-6))
         ends = (end_s - bin_s * (count - index) for index in range(count + 1))
         return _Bins(bin_s=bin_s, edges=[points[bisect_right(times, end + 1e-6) - 1] for end in ends])
@@ -105,6 +109,10 @@ class _Bins(msgspec.Struct, frozen=True):
     def differences(self, value: Callable[[Point], float]) -> list[float]:
         values = [value(point) for point in self.edges]
         return [new - old for old, new in itertools.pairwise(values)]
+
+
+def _at_s(point: Point) -> float:
+    return point.at_s
 
 
 def _dispersion(counts: Sequence[float]) -> float:

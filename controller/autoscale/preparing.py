@@ -9,7 +9,7 @@ import msgspec
 
 from controller.autoscale.behavior import Past, Scaled
 from controller.autoscale.freshness import with_fresh_metrics
-from controller.autoscale.load import PerRequest, load_of
+from controller.autoscale.load import PerRequest
 from controller.autoscale.memory import StageMemory
 from controller.autoscale.speeds import seconds_of_replica, smoothed
 from controller.autoscale.start_times import StartTimes, expected_start_s
@@ -81,8 +81,7 @@ def _capacities(situation: Situation, speeds: Mapping[str, Speed]) -> dict[str, 
     first = speeds.get(targets[0].name)
     if len(targets) == 1 or first is None:
         return given | {targets[0].name: 1.0}
-    load = load_of(situation.traffic, window_s=_MIX_WINDOW_S, trend_span_s=_MIX_WINDOW_S, now_s=situation.now_s)
-    mix = load.per_request if load is not None and load.per_request is not None else _TYPICAL_REQUEST
+    mix = _mix(situation)
     stage = targets[0].spec.stage
     of_first_s = seconds_of_replica(mix, first, stage, situation.objective)
     return {
@@ -91,3 +90,15 @@ def _capacities(situation: Situation, speeds: Mapping[str, Speed]) -> dict[str, 
         else target.capacity
         for target in targets
     }
+
+
+def _mix(situation: Situation) -> PerRequest:
+    """The mean request of the last minutes."""
+    rates = situation.traffic.rates(_MIX_WINDOW_S, situation.now_s)
+    if rates is None or rates.arrivals <= 0 or rates.finished <= 0:
+        return _TYPICAL_REQUEST
+    return PerRequest(
+        prefill_work=rates.prefill_work / rates.arrivals,
+        prompt_tokens=rates.prompt_tokens / rates.finished,
+        output_tokens=rates.output_tokens / rates.finished,
+    )

@@ -111,7 +111,7 @@ def _steadied(
     now_s, asked = situation.now_s, _whole(answer.replicas, situation)
     panic = None
     if policy.panic is not None and not too_old(situation, policy):
-        ready = sum(len(target.having(EngineState.READY)) * target.capacity for target in situation.targets)
+        ready = situation.units(EngineState.READY)
         panic = panicking(policy.panic, memory.panic, recommended=asked, ready=ready, now_s=now_s)
     if panic is not None:
         return Answer(asked, answer.steps).at_least(
