@@ -18,16 +18,17 @@ from controller.autoscale.memory import StageMemory
 from controller.autoscale.panic import PanicState, panicking
 from controller.autoscale.situation import EngineState, Situation
 from controller.autoscale.zero import from_zero, why_not_zero
+from controller.resources.autoscaling import Behavior, ScalingRule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from controller.autoscale.schedule import Bounds
-    from controller.resources.autoscaling import AutoscalingPolicySpec, Behavior
+    from controller.resources.autoscaling import AutoscalingPolicySpec
 
-# What a behaviour block leaves out. HPA waits 300 s before it scales in, as its metrics know nothing of what comes. Our
-# laws look ahead, and ask for room before they scale in; this is for what they cannot know.
 SCALE_IN_WINDOW_S: Final = 120
+_ANY_GROWTH: Final = (ScalingRule("Pods", 1_000_000, 1),)
+_HPA_WINDOW_S: Final = 300
 # Of rounding.
 _EPSILON: Final = 1e-6
 
@@ -85,12 +86,20 @@ def keeps_one(stage: StageAnswer, policy: AutoscalingPolicySpec) -> str:
 
 
 def behavior_of(policy: AutoscalingPolicySpec) -> Behavior:
-    """The policy's, with our default for the window before a scale-in."""
-    down = policy.behavior.scale_down
-    if down.stabilization_window_seconds is not None:
-        return policy.behavior
-    down = msgspec.structs.replace(down, stabilization_window_seconds=SCALE_IN_WINDOW_S)
-    return msgspec.structs.replace(policy.behavior, scale_down=down)
+    """The policy's, with what it leaves out: HPA's values if ``Target`` alone decides, else ours.
+
+    HPA waits 300 s before it scales in and limits each step, as its metrics know nothing of what comes or is starting.
+    Laws that know both need less of it: a shorter window, and no limit of growth.
+    """
+    written = policy.behavior
+    if all(one.name == "Target" for one in policy.strategies):
+        return written
+    up, down = written.scale_up, written.scale_down
+    if not up.policies:
+        up = msgspec.structs.replace(up, policies=_ANY_GROWTH)
+    if down.stabilization_window_seconds is None:
+        down = msgspec.structs.replace(down, stabilization_window_seconds=SCALE_IN_WINDOW_S)
+    return Behavior(up, down)
 
 
 def _remembered(
@@ -130,7 +139,8 @@ def _steadied(
 
 def _after_restart(answer: Answer, memory: StageMemory, situation: Situation, policy: AutoscalingPolicySpec) -> Answer:
     """Nothing is scaled in until a whole window has been seen."""
-    window_s = behavior_of(policy).scale_down.stabilization_window_seconds or 0
+    window_s = behavior_of(policy).scale_down.stabilization_window_seconds
+    window_s = _HPA_WINDOW_S if window_s is None else window_s
     seen_s = situation.now_s - memory.began_at_s
     if seen_s >= window_s:
         return answer

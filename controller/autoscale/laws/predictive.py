@@ -66,8 +66,7 @@ class PredictiveLaw(msgspec.Struct, frozen=True):
         """See the module."""
         memory = self._observed(situation, memory)
         first = situation.targets[0]
-        window_s = self.parameters.window
-        load = load_of(situation.traffic, window_s=window_s, trend_span_s=window_s, now_s=situation.now_s)
+        load = load_of(situation.traffic, window_s=self.parameters.window, now_s=situation.now_s)
         if memory.count < _FEWEST or load is None or load.per_request is None or first.speed is None:
             return Recommendation(self.name, None, f"{memory.count} observations, too few for a forecast"), memory
         lead_s = self.parameters.lead if self.parameters.lead is not None else first.start_s

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from controller.resources.autoscaling import LatencyObjective
 
 _UTILIZATION: Final = 0.8
-# Rates that must be explained before a trend is believed.
-_TREND_SPAN_S: Final = 120.0
 _MOST_LEAD_S: Final = 600.0
 _SCALE_IN_ROOM: Final = 1.1
 _IN_FLIGHT: Final = 32
@@ -86,13 +84,7 @@ class WorkLaw(msgspec.Struct, frozen=True):
     def recommend(self, situation: Situation, memory: WorkMemory | None) -> tuple[Recommendation, WorkMemory | None]:
         """See the module."""
         first = situation.targets[0]
-        lead_s = min(_MOST_LEAD_S, first.start_s)
-        load = load_of(
-            situation.traffic,
-            window_s=self.parameters.window,
-            trend_span_s=max(_TREND_SPAN_S, lead_s),
-            now_s=situation.now_s,
-        )
+        load = load_of(situation.traffic, window_s=self.parameters.window, now_s=situation.now_s)
         if load is None:
             return Recommendation(self.name, None, "no traffic is known yet"), memory
         if load.arrivals_per_s == 0 and not situation.waiting.requests:
