@@ -91,8 +91,9 @@ class Demand:
 
 
 class Scales(msgspec.Struct, frozen=True):
-    """Scaling that runs."""
+    """Scaling that runs. ``client``: its own."""
 
+    client: Client
     metrics: CollectorRegistry
     records: Records
     task: asyncio.Task[None]
@@ -125,7 +126,7 @@ async def scaling(
         )
         task = asyncio.create_task(one.run())
         try:
-            yield Scales(registry, records, task)
+            yield Scales(client, registry, records, task)
         finally:
             task.cancel()
             await asyncio.wait([task])

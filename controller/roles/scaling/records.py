@@ -47,6 +47,11 @@ class Records:
         for one in (self._latest, self._kept, self._kept_at_s):
             one.pop(key, None)
 
+    def clear(self) -> None:
+        """This replica does not lead any more."""
+        for key in list(self._latest):
+            self.forget(key)
+
     def latest(self) -> Mapping[str, Record]:
         """By binding."""
         return self._latest

@@ -71,6 +71,7 @@ class Scaling:
         self._settings = settings
         self._metrics = metrics
         self._demand = demand
+        self._records = records
         self._rng = Random()
         self._queue = WorkQueue[str](self._rng, settings.queue)
         scaler = client.as_manager(SCALER)
@@ -96,7 +97,14 @@ class Scaling:
         )
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled. What another replica decides then is told there."""
+        try:
+            await self._run()
+        finally:
+            self._metrics.series.clear()
+            self._records.clear()
+
+    async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._followed.run(), name="what scaling follows")
             tasks.create_task(_awaited(self._demand.run(self._urgent)), name="demand")
