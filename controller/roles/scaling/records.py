@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -15,6 +16,8 @@ from controller.autoscale.decision import Decision
 _MOST: Final = 100
 # One without anything new is kept so often.
 _EACH_S: Final = 60.0
+# Thirty million years, in seconds.
+_ENDLESS: Final = 1e15
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -22,6 +25,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_def
 
     decision: Decision
     acts: Mapping[str, str] = {}
+
+
+def encoded(record: Record) -> bytes:
+    """JSON, which has no infinite numbers: a very large one stands for them."""
+    return msgspec.json.encode(_finite(msgspec.to_builtins(record)))
+
+
+def _finite(value: Any) -> Any:  # noqa: ANN401 - JSON
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return -_ENDLESS if value < 0 else _ENDLESS
+    return value
 
 
 class Records:
@@ -38,7 +56,7 @@ class Records:
         before = self._latest.get(key)
         self._latest[key] = record
         if before is None or _news(before) != _news(record) or at_s - self._kept_at_s[key] >= _EACH_S:
-            packed = zlib.compress(msgspec.json.encode(record), level=1)
+            packed = zlib.compress(encoded(record), level=1)
             self._kept.setdefault(key, deque(maxlen=_MOST)).append(packed)
             self._kept_at_s[key] = at_s
 
@@ -61,7 +79,7 @@ class Records:
         latest = self._latest.get(key)
         if latest is None:
             return
-        newest = msgspec.json.encode(latest)
+        newest = encoded(latest)
         yield newest
         for packed in reversed(self._kept[key]):
             text = zlib.decompress(packed)
