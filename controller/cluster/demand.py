@@ -31,6 +31,8 @@ IDLE_S: Final = 3.0
 _CONNECT_S: Final = 2.0
 # Five hundred ModelServers of a hundred engines each.
 _LONGEST_LINE: Final = 16_000_000
+# Of a gateway that nobody vouches for.
+_LONGEST_OWN_LINE: Final = 1_000_000
 FIRST_WAIT_S: Final = 0.1
 _LONGEST_WAIT_S: Final = 5.0
 # Gateways of a namespace that nobody vouches for: anybody may put the label on a pod.
@@ -48,8 +50,12 @@ class BadStream(Exception):
 BROKEN: Final = (TimeoutError, aiohttp.ClientError, OSError, BadStream)
 
 
-async def messages(http: aiohttp.ClientSession, address: str) -> AsyncGenerator[tuple[Demand, bytes]]:
+async def messages(
+    http: aiohttp.ClientSession, address: str, longest: int = _LONGEST_LINE
+) -> AsyncGenerator[tuple[Demand, bytes]]:
     """What is said at ``address`` (``ip:port``): each message, also as it was written, without the end of the line.
+
+    ``longest``: bytes that a line may have.
 
     Raises TimeoutError, ClientError or BadStream when it ends, breaks, or says nothing for a while.
     """
@@ -64,7 +70,7 @@ async def messages(http: aiohttp.ClientSession, address: str) -> AsyncGenerator[
         rest = bytearray()
         while True:
             async with asyncio.timeout(IDLE_S):
-                line = await _line(answer.content, rest)
+                line = await _line(answer.content, rest, longest)
             try:
                 message = _DECODER.decode(line)
             except ValueError as error:  # the decoder's error is one
@@ -72,13 +78,13 @@ async def messages(http: aiohttp.ClientSession, address: str) -> AsyncGenerator[
             yield message, line
 
 
-async def _line(content: aiohttp.StreamReader, rest: bytearray) -> bytes:
+async def _line(content: aiohttp.StreamReader, rest: bytearray, longest: int) -> bytes:
     """The next line. ``rest``: what was read beyond the one before, and is then what was read beyond this one."""
     searched = 0
     while (end := rest.find(b"\n", searched)) < 0:
         searched = len(rest)
-        if searched > _LONGEST_LINE:
-            raise BadStream(f"a line is longer than {_LONGEST_LINE} bytes")
+        if searched > longest:
+            raise BadStream(f"a line is longer than {longest} bytes")
         chunk = await content.readany()
         if not chunk:
             raise BadStream("the stream has ended")
@@ -141,19 +147,23 @@ class DemandFeed:
         own: dict[str, int] = {}
         for key, address in sorted(self.present().items()):
             namespace = split_key(key)[0] or ""
-            if namespace not in self._trusted:
+            if not self._trusts(key):
                 own[namespace] = own.get(namespace, 0) + 1
                 if own[namespace] > _MOST_OWN:
                     continue
             found[key] = address
         return found
 
+    def _trusts(self, key: str) -> bool:
+        return split_key(key)[0] in self._trusted
+
     async def _follow(self, http: aiohttp.ClientSession, key: str, address: str) -> None:
+        longest = _LONGEST_LINE if self._trusts(key) else _LONGEST_OWN_LINE
         backoff = Backoff(FIRST_WAIT_S, _LONGEST_WAIT_S, self._rng)
         has_spoken = True
         while True:
             try:
-                async with contextlib.aclosing(messages(http, address)) as stream:
+                async with contextlib.aclosing(messages(http, address, longest)) as stream:
                     async for message, _ in stream:
                         if not has_spoken:
                             log.info("gateway %s says again what its clients ask for", key)

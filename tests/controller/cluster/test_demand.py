@@ -165,9 +165,8 @@ async def twice_then_hang(answer: web.StreamResponse) -> None:
 
 @pytest.mark.parametrize("speak", [hang, half, trickle, giant, garbage])
 async def test_a_stream_that_is_none_is_opened_again_and_again_and_harms_no_other(
-    speak: Speak, monkeypatch: pytest.MonkeyPatch
+    speak: Speak,
 ) -> None:
-    monkeypatch.setattr(demand, "_LONGEST_LINE", 5_000_000)
     opened = 0
 
     async def counted(answer: web.StreamResponse) -> None:
