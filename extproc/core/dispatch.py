@@ -116,8 +116,8 @@ class Dispatcher:
         if gate is not None and queued is not None:
             waited_s = run.waited_s = now - queued.arrived_at_s
             _charge(run, gate, queued, gate.service(run.reserved, assignment.cached_tokens), now)
-        if record.loading_s:
-            run.waited_s = waited_s + record.loading_s
+        if record.loading_s or record.engine_wait_s:
+            run.waited_s = waited_s + record.loading_s + record.engine_wait_s
         self.put(record, State.RUNNING)
         # an outcome may take hours, or never come: the prompt is not kept that long
         record.arrival, record.tokens = None, None
@@ -134,6 +134,7 @@ class Dispatcher:
             was_held=was_held,
             waited_s=waited_s,
             adapter_wait_s=record.loading_s,
+            engine_wait_s=record.engine_wait_s,
             grants=record.grants,
             adds_usage=adds_usage,
         )
