@@ -180,8 +180,8 @@ class AwaitingRequests:
             self.withdraw(record)
             if pool.name not in self._groups:
                 self.start_times.cancel(pool.name)
-            # tokens are the other model's, and it waits in its order there
-            record.arrival, record.tokens = other, None
+            # and it waits in its order there
+            self._dispatcher.move(record, other)
             group = self._put(record, other.pool)
             group.records = dict(sorted(group.records.items(), key=lambda item: item[1].arrived_at_s))
         elif not is_there:

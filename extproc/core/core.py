@@ -17,6 +17,7 @@ from extproc.admission.limits import Grant
 from extproc.core.accounts import Accounts
 from extproc.core.admission_controller import AdmissionController
 from extproc.core.awaiting import AwaitingRequests
+from extproc.core.demand import DemandMeter
 from extproc.core.dispatch import Dispatcher
 from extproc.core.effects import Effect, Tell
 from extproc.core.entering import EnteringRequests
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
 
+    from extproc.config.demand import Demand
     from extproc.config.loads import EndpointLoad
     from extproc.config.snapshot import Snapshot
     from extproc.core.awaiting import ZeroDemand
@@ -87,7 +89,8 @@ class Core:
         self._accounts = Accounts(self.admission.limits, machine=machine, peers=lambda: self.mirror.peers)
         self.levels = LevelExchange(self.admission.limits, machine=machine, origin=ticket_prefix)
         self._records: dict[str, Record] = {}
-        dispatcher = Dispatcher(self._records, self._accounts, rng=rng, has_peers=machine is not None)
+        self.meter = DemandMeter(ticket_prefix)
+        dispatcher = Dispatcher(self._records, self._accounts, self.meter, rng=rng, has_peers=machine is not None)
         self._loading = LoadingRequests(self._records, dispatcher, has_peers=machine is not None)
         self._waiting = WaitingRequests(self._records, self.admission, self._loading, dispatcher)
         self._awaiting = AwaitingRequests(self._waiting, self._loading, dispatcher)
@@ -98,8 +101,7 @@ class Core:
             self._loading,
             self._awaiting,
             dispatcher,
-            pools=lambda: self.pools,
-            intake=lambda: self.intake,
+            lambda: self.intake,
         )
         self._running = RunningRequests(self._records, self._accounts, has_peers=machine is not None)
         self.apply(snapshot, 0.0)
@@ -151,7 +153,8 @@ class Core:
         """
         self._tickets += 1
         record = Record(f"{self._ticket_prefix}-{self._tickets:x}", State.ABSENT, arrival=arrival)
-        record.attachment, record.wants_reasons, record.arrived_at_s = attachment, wants_reasons, now
+        record.attachment, record.wants_reasons = attachment, wants_reasons
+        self.meter.arrived(record, arrival, now)
         out = list[Effect]()
         try:
             own = self._entering.begin(record, arrival, now, out)
@@ -273,8 +276,7 @@ class Core:
         self, arrival: Arrival, now: float, *, tokens: Sequence[int] | None = None, attachment: Attachment = BUNDLE
     ) -> Explanation:
         """What would be decided, with every reason, and nothing changed; raises a Refusal."""
-        asked = Asked(arrival, attachment, tokens)
-        return explain_arrival(asked, self._awaiting, now=now, rng=self._rng)
+        return explain_arrival(Asked(arrival, attachment, tokens), self._awaiting, now=now, rng=self._rng)
 
     def state_of(self, ticket: str) -> State:
         """Where the request of this ticket stands."""
@@ -292,3 +294,7 @@ class Core:
     def loads(self) -> dict[str, EndpointLoad]:
         """What each engine does for this process, by address."""
         return loads_of(self._records.values(), self.pools.values())
+
+    def demand(self, now: float, *, began_at_s: float = 0.0) -> Demand:
+        """What clients ask for and what the engines do, for autoscalers. ``began_at_s``: when the process began."""
+        return self.meter.page(self.pools, now, began_at_s=began_at_s)

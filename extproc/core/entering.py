@@ -28,7 +28,7 @@ from extproc.core.waiting import WaitingRequests, no_longer_served
 from extproc.errors import InternalError, Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from extproc.admission.limits import Charge
     from extproc.admission.queued_request import QueuedRequest
@@ -60,18 +60,15 @@ class EnteringRequests:
         loading: LoadingRequests,
         awaiting: AwaitingRequests,
         dispatcher: Dispatcher,
-        *,
-        pools: Callable[[], Mapping[str, Pool]],
         intake: Callable[[], Intake],
     ) -> None:
-        """``pools`` by server, and ``intake``: of the configuration in use."""
+        """``intake``: of the configuration in use."""
         self._admission = admission
         self._accounts = accounts
         self._waiting = waiting
         self._loading = loading
         self._awaiting = awaiting
         self._dispatcher = dispatcher
-        self._pools = pools
         self._intake = intake
 
     def begin(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
@@ -210,12 +207,12 @@ class EnteringRequests:
 
     def _enter(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
         pool = arrival.pool
-        if self._pools().get(pool.name) is pool:
+        if self._intake().pools.get(pool.name) is pool:
             if pool.spec.activation is not None and not pool.readiness.can_serve:
                 # the configuration may have changed while the request asked for what it needs
                 other = self._intake().elsewhere(arrival)
                 if other is not None:
-                    record.arrival, record.tokens = other, None
+                    self._dispatcher.move(record, other)
                     arrival, pool = other, other.pool
             try:
                 if self._awaiting.admit(record, arrival, now, out):
@@ -232,7 +229,7 @@ class EnteringRequests:
         self, record: Record, arrival: Arrival, now: float, out: list[Effect], *, was_held: bool = False
     ) -> Decision | Refused | Hold:
         gate, pool, dispatcher = self._admission.gates.get(arrival.pool.name), arrival.pool, self._dispatcher
-        if self._pools().get(pool.name) is not pool:
+        if self._intake().pools.get(pool.name) is not pool:
             # the configuration changed while the request waited for its limits, tokens or adapter
             return dispatcher.refuse(record, no_longer_served(pool.name), now, out, was_held=was_held)
         if gate is None:

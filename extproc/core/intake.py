@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Intake:
-    """Makes arrivals by one configuration: its routes, its servers' pools, its callers."""
+    """Makes arrivals by one configuration: its routes, its servers' ``pools``, its callers."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Intake:
         self._identities = identities
         self._isolation = isolation
         self._who_may = who_may
-        self._pools = pools
+        self.pools = pools
         # the caller is identified only for servers with a queue and routes with limits
         self._gated, self._limited = admission.gates, admission.routes
         self._rng = rng
@@ -147,7 +147,7 @@ class Intake:
         Where the weights name a server without engines whose requests wait for one, another of the rule is taken that has some.
         """
         found = self._routed_by_weights(model, head, visit)
-        pool = self._pools.get(found.server)
+        pool = self.pools.get(found.server)
         if pool is None or pool.spec.activation is None or pool.readiness.can_serve:
             return found
         return self._routed_to_engines(model, head, visit) or found
@@ -161,7 +161,7 @@ class Intake:
         return self._routing.resolve_among(model, head.headers, head.path, self._rng, may=may, listener=head.listener)
 
     def _has_engines(self, destination: Destination) -> bool:
-        pool = self._pools.get(destination.server)
+        pool = self.pools.get(destination.server)
         return pool is not None and pool.readiness.can_serve
 
     def _routed_by_weights(self, model: str, head: Head, visit: Visit | None) -> Destination:
@@ -185,7 +185,7 @@ class Intake:
 
         If a ModelRoute of the listener serves that name, its limits and policies hold here, too.
         """
-        pool, visit = self._pools.get(server), self._who_may.visit(head)
+        pool, visit = self.pools.get(server), self._who_may.visit(head)
         route, base_model = self._routing.route_of(request.model, head.listener)
         if not route and pool is not None:
             base_model = pool.spec.model
@@ -206,7 +206,7 @@ class Intake:
         is_routed: bool = False,
     ) -> Arrival:
         """Of a request that its caller may make."""
-        pool = self._pools.get(destination.server)
+        pool = self.pools.get(destination.server)
         if pool is None:
             raise NoEndpoint(
                 f"The ModelServer '{destination.server}' is not configured any more; "

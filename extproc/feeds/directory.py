@@ -132,7 +132,9 @@ class DirectoryFeed:
 
     def _is_new(self, server: ModelServer) -> bool:
         pool = self._core.pools.get(server.metadata.key)
-        return pool is None or (bool(server.spec.endpoints) and not len(pool.table))
+        # engines that drain are none: requests that wait go to the new one alone, which Envoy must know then
+        has_engines = any(not one.draining for one in server.spec.endpoints)
+        return pool is None or (has_engines and not pool.readiness.can_serve)
 
     def _refuse(self, error: Exception) -> None:
         self._metrics.config_refused()

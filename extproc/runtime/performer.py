@@ -62,11 +62,10 @@ class Performer:
         limits: RedisLimits | None,
         tell: Callable[[PeerEvent], None],
         load: Callable[[LoadAdapter], None],
-        tell_at_zero: Callable[[str], None] = lambda _: None,
+        done: Callable[[], None] = lambda: None,
     ) -> None:
         """``limits``: the store of global limits, if there is one. ``tell``: takes events for the other processes.
-        ``load``: starts a load, of which ``take_load`` gets the result. ``tell_at_zero``: hears at once of a server without
-        engines that the first request waits for.
+        ``load``: starts a load, of which ``take_load`` gets the result. ``done``: called when all effects of a verb are performed.
         """
         self._core = core
         self._metrics = metrics
@@ -75,7 +74,7 @@ class Performer:
         self._limits = limits
         self._tell = tell
         self._load = load
-        self._tell_at_zero = tell_at_zero
+        self._done = done
         self._failures = FailureLog(log)
         self._loop = asyncio.get_running_loop()
         # held requests by ticket
@@ -106,6 +105,7 @@ class Performer:
                     self._tell(effect.event)
                 case SettleGrant() | Owe() if self._limits is not None:
                     _correct(self._limits, effect)
+        self._done()
 
     async def answer_to(
         self, pending: Pending, tell_gateway: Callable[[], Awaitable[None]] | None = None
@@ -152,7 +152,6 @@ class Performer:
         match effect:
             case WaitsForEngine():
                 log.info("requests wait for an engine of %s, which has none", effect.server)
-                self._tell_at_zero(effect.server)
             case EngineStarted():
                 log.info("%s has an engine again, %.3g s after the first request for it", effect.server, effect.after_s)
             case HealthChanged():
