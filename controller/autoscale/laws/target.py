@@ -110,8 +110,9 @@ class TargetLaw(msgspec.Struct, frozen=True):
             is_sure = not self.careful or pool.ready.keys() <= values.keys()
         elif metric.total is not None and math.isfinite(metric.total):
             found = of_total(_milli(metric.total), target, pool, self.tolerance, for_all=wanted.total)
-            # by a target for all, the answer is in proportion to what is ready: without that it says nothing
-            is_sure = not metric.is_lower_bound and (bool(pool.ready) or not (self.careful and wanted.total))
+            # by a target for all, the answer is in proportion to what is ready: above it, it takes nothing back
+            takes_back = wanted.total and not (self.tolerance.covers(found.ratio) or found.ratio < 1.0)
+            is_sure = not metric.is_lower_bound and not (self.careful and takes_back)
         else:
             return Proposal(None, metric.problem or "its value is not a number")
         reason = f"{wanted.name} {found.reason} (target {wanted.value:g}{' in all' if wanted.total else ' a replica'})"

@@ -176,6 +176,11 @@ def test_replicas_that_have_no_pods_yet_are_no_reason_to_take_them_back() -> Non
     seen = situation(target([engine(f"e{at}", report(kv=0.75)) for at in range(2)], current=6))
     assert asked(seen, usage) == 6
     assert asked(seen, usage, careful=False) == 3
+    queue = MetricTarget("requests_in_flight", 10, total=True)
+    seen = situation(target([engine("e", report(in_flight=20))], current=6))
+    assert asked(seen, queue) is None
+    assert asked(seen, queue, careful=False) == 2
+    assert asked(situation(target([engine("e", report(in_flight=4))], current=6)), queue) == 1
 
 
 def test_a_target_for_all_says_nothing_while_no_engine_is_ready() -> None:
