@@ -81,6 +81,7 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
                 "convert", "print objects of llm-d's and Kthena's autoscalers as ours", "controller.convert_command"
             ),
             Command("explain", "explain where a request would go", "extproc.cli.explain"),
+            Command("explain-scaling", "explain why there are so many engines", "controller.explain_scaling_command"),
             Command("top", "show engines, queues and tenants live", "extproc.cli.top"),
         ),
         "Try without a GPU": (

@@ -20,6 +20,7 @@ from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import condition, managing, model_infer, pod_names, role, settings
 from tests.with_kube.permissions import Permission, allowed_by, asked_for, missing, unused
+from tests.with_kube.pods import remove_pods
 from tests.with_kube.test_crds import install
 from tests.with_kube.test_manifests import MANIFESTS, SYSTEM, kubectl
 
@@ -39,6 +40,10 @@ CRASHES = [{"name": "engine", "image": "attache/host", "command": ["sh", "-c", "
 # Of the webhooks, of clusters with other schedulers or checks, and of Models with volumes for weights.
 ELSEWHERE = {"secrets", "validatingwebhookconfigurations", "gatewayconfigs", "podgroups", "workloads"}
 ELSEWHERE |= {"modelinfers/finalizers", "models/finalizers", "modelinferroles", "modelinferroles/status"}
+# Of scaling: see test_scaling_permissions.py.
+ELSEWHERE |= {"autoscalingpolicies/status", "autoscalingpolicybindings/status", "deployments", "deployments/scale"}
+ELSEWHERE |= {"horizontalpodautoscalers", "leaderworkersets", "leaderworkersets/scale", "modelinferroles/scale"}
+ELSEWHERE |= {"modelinfers/scale", "scaledobjects", "statefulsets", "statefulsets/scale"}
 # Of changes that need more time: a Model that loses a backend, a rollout that fails, old revisions.
 SELDOM = {("delete", "modelinfers"), ("patch", "controllerrevisions"), ("delete", "controllerrevisions")}
 # An apply is a patch that needs this right, too, where it makes an object.
@@ -68,6 +73,10 @@ async def node(client: Client, namespace: str, tmp_path: Path) -> AsyncIterator[
     spec = gpu_node(f"node-{namespace}", labels={"test": namespace})
     async with running_nodes(client, [spec], tmp_path / "node", schedules=False):
         yield
+        for kind in (MODELS, MODEL_INFERS):
+            for one in (await client.list(kind, namespace)).items:
+                await client.delete(kind, one["metadata"]["name"], namespace)
+        await remove_pods(client, namespace)
         await client.delete(NODES, spec.name)
 
 
@@ -129,4 +138,3 @@ async def test_the_account_may_do_what_the_work_needs_and_little_more(
         with contextlib.suppress(Forbidden):
             await manager.client.list(SECRETS, namespace)
             raise AssertionError("the account reads Secrets")
-    await client.delete(MODELS, "five", namespace)
