@@ -20,7 +20,7 @@ from controller.roles.scaling.records import Record, Records
 from controller.roles.scaling.resolving import Resolver
 from controller.roles.scaling.series import Series
 from controller.roles.scaling.situations import situations_of
-from controller.roles.scaling.telling import Looked, Scaled, events_of, status_of
+from controller.roles.scaling.telling import Looked, Scaled, digest_of, events_of, status_of
 from controller.roles.work.telling import Recorder, write_status
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Looker:
         self._parts = parts
         self._memories: dict[str, tuple[str, Memory]] = {}
         self._noticed: dict[tuple[str, str], float] = {}
-        self._said: dict[str, tuple[str, dict[str, object]]] = {}
+        self._said: dict[str, tuple[str, tuple[object, ...]]] = {}
         # what was written, until it is told, too
         self._untold: dict[str, tuple[Scaled, ...]] = {}
 
@@ -156,6 +156,7 @@ class Looker:
             if waits:
                 waits_for[step.target.spec.name] = waits
             if may_go and (one := await self._scale(step)) is not None:
+                self._parts.series.scaled(view.key, one.name)
                 self._untold[view.key] = (*self._untold.get(view.key, ()), one)
         return msgspec.structs.replace(looked, waits_for=waits_for), again_s
 
@@ -198,13 +199,13 @@ class Looker:
         parts.series.put(view, looked)
         if looked.decision is not None:
             parts.records.add(Record(decision=looked.decision, acts=_acts(looked)))
+        version, digest = view.thing["metadata"].get("resourceVersion", ""), digest_of(looked)
+        if self._said.get(view.key) == (version, digest):
+            return
         before = view.thing["status"]
         status = status_of(looked, before)
-        version = view.thing["metadata"].get("resourceVersion", "")
-        if self._said.get(view.key) == (version, status):
-            return
         await write_status(parts.actor.client, AUTOSCALING_POLICY_BINDINGS, view.thing, status, parts.series.wrote)
-        self._said[view.key] = version, status
+        self._said[view.key] = version, digest
         self._untold.pop(view.key, None)
         await parts.recorder.tell(view.thing, events_of(looked, status, before))
 
@@ -220,6 +221,7 @@ class Looker:
         self._noticed = {place: at_s for place, at_s in self._noticed.items() if place[0] != key}
         self._parts.keeping.forget(key)
         self._parts.records.forget(key)
+        self._parts.resolver.forget(key)
         self._parts.series.forget(key)
         self._parts.concerns(key, ())
 
