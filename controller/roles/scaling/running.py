@@ -147,6 +147,8 @@ class Scaling:
             self._servers[key] = now
         else:
             self._servers.pop(key, None)
+        self._users = defaultdict(set, {server: keys for server, keys in self._users.items() if keys})
+        self._demand.follow(self._users.keys())
 
 
 async def _awaited(demand: object) -> None:
