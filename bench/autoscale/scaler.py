@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decides how many replicas a fleet has: the live autoscaler, a peer's law, a fixed number, or the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    from bench.autoscale.loads import Load
+    from bench.workload.sessions import Workload
+    from controller.autoscale.situation import Situation
+
+
+class Scaler(Protocol):
+    """Asked once a period. It may remember what it has seen."""
+
+    def decide(self, situation: Situation) -> Mapping[str, int]:
+        """Replicas by target; targets that are left out stay as they are."""
+        ...
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What a scaler is made for. ``knob``: the value of the policy's knob. ``workload``: for the oracle alone, because
+    nobody else knows what will come. ``min_replicas``: of the first target; the others may have none.
+    """
+
+    load: Load
+    workload: Workload
+    knob: float
+    period_s: float
+    min_replicas: int = 1
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """A scaler by name. ``knob``: what is varied, in words; ``grid``: the values to try, which are tuned on.
+    ``native_period_s``: how often its own program decides.
+    """
+
+    name: str
+    make: Callable[[Setup], Scaler]
+    knob: str
+    grid: tuple[float, ...]
+    native_period_s: float
