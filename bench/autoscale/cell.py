@@ -135,7 +135,13 @@ def _drive(fleet: Fleet, scaler: Scaler, measured: MeasuredDemand, load: Load, p
 
 
 def _result(
-    cell: Cell, load: Load, workload: Workload, results: Sequence[RequestResult], fleet: Fleet, need: list[float], cpu_s: float
+    cell: Cell,
+    load: Load,
+    workload: Workload,
+    results: Sequence[RequestResult],
+    fleet: Fleet,
+    need: list[float],
+    cpu_s: float,
 ) -> CellResult:
     good = [one for one in results if not one.error]
     worth = worths(load)

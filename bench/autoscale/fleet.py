@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -17,7 +18,7 @@ from extproc.config.load import load
 from extproc.config.model_server import StaticEndpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from bench.autoscale.variants import Variant
     from bench.virtual.observers import RequestObserver
@@ -97,9 +98,7 @@ class Fleet:
         done = [
             one
             for one in self.replicas
-            if one.draining_at_s is not None
-            and one.gone_at_s is None
-            and not self.simulation.in_flight(one.address)
+            if one.draining_at_s is not None and one.gone_at_s is None and not self.simulation.in_flight(one.address)
         ]
         for one in done:
             one.gone_at_s = now
@@ -142,10 +141,7 @@ class Fleet:
     def _tell(self, now: float) -> None:
         """The core gets the endpoints as they are now, as from the controller."""
         serving = [one for one in self.replicas if one.ready_at_s is not None and one.gone_at_s is None]
-        listed = tuple(
-            StaticEndpoint(address=one.address, draining=one.draining_at_s is not None)
-            for one in serving
-        )
+        listed = tuple(StaticEndpoint(address=one.address, draining=one.draining_at_s is not None) for one in serving)
         (server,) = self._snapshot.servers
         changed = msgspec.structs.replace(server, spec=msgspec.structs.replace(server.spec, listed=listed))
         self._snapshot = msgspec.structs.replace(self._snapshot, servers=(changed,))

@@ -6,25 +6,23 @@ from __future__ import annotations
 import enum
 import math
 import random
-from pathlib import Path
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from bench.autoscale.capacity import Mean, capacity
-from bench.autoscale.shapes import Lines, Sines, arrivals, days, spikes, steps
-from bench.autoscale.variants import ONE, SEVERAL
+from bench.autoscale.shapes import Lines, Shape, Sines, arrivals, days, spikes, steps
+from bench.autoscale.variants import ONE, SEVERAL, Variant
 from bench.lab.measures import LatencyObjective
 from bench.workload.sessions import Session, SessionTurn, Workload
 from bench.workload.text import Piece
 from bench.workload.traces import Excerpt, TraceInvalid, read_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from bench.autoscale.shapes import Shape
-    from bench.autoscale.variants import Variant
+    from collections.abc import Sequence
+    from pathlib import Path
 
 
 class Half(enum.StrEnum):
@@ -39,9 +37,9 @@ class Lengths(msgspec.Struct, frozen=True):
     rest of the prompt and of the answer. ``sigma``: of both logarithms.
     """
 
-    shared: int = 1000
-    prompt: int = 2000
-    output: int = 300
+    shared: int = 1500
+    prompt: int = 3000
+    output: int = 450
     groups: int = 8
     sigma: float = 0.6
     longest: int = 16_000
@@ -69,7 +67,7 @@ class Load(msgspec.Struct, frozen=True):
     trace: str = ""
     copies: float = 1.0
     trace_mean: Mean | None = None
-    objective: LatencyObjective = LatencyObjective(ttft_s=2.0, tpot_s=0.075)
+    objective: LatencyObjective = LatencyObjective(ttft_s=3.0, tpot_s=0.075)
     variants: tuple[Variant, ...] = ONE
 
     @property

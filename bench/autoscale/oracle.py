@@ -10,12 +10,13 @@ uses engines more exactly can be cheaper.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from bench.autoscale.capacity import capacity, prefill_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from bench.autoscale.loads import Load
     from bench.autoscale.scaler import Setup
     from bench.workload.sessions import Workload

@@ -92,17 +92,15 @@ def _totals(server: ServerDemand) -> Totals:
     )
 
 
-def _engines(
-    replicas: Iterable[Replica], target: str, said: dict[str, EngineDemand], now: float
-) -> Iterable[Engine]:
+def _engines(replicas: Iterable[Replica], target: str, said: dict[str, EngineDemand], now: float) -> Iterable[Engine]:
     for one in replicas:
         if one.target != target or one.gone_at_s is not None:
             continue
         state = EngineState.STARTING if one.is_starting else EngineState.READY
         if one.draining_at_s is not None:
             state = EngineState.DRAINING
-        demand = said.get(one.address)
-        yield Engine(one.name, state, one.created_at_s, one.ready_at_s, demand and _report(demand, now))
+        report = _report(said[one.address], now) if one.address in said else None
+        yield Engine(one.name, state, one.created_at_s, one.ready_at_s, report)
 
 
 def _report(demand: EngineDemand, now: float) -> EngineReport:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -12,7 +11,14 @@ from bench.autoscale.oracle import Oracle
 from bench.autoscale.scaler import Policy, Setup
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from controller.autoscale.situation import Situation
+
+
+OURS: Final = "attache"
+# They know what nobody can.
+BOUNDS: Final = frozenset({"oracle"})
 
 
 class PolicyUnknown(ValueError):

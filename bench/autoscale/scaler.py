@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from bench.autoscale.loads import Load
+from bench.workload.sessions import Workload
+
 if TYPE_CHECKING:
-    from bench.autoscale.loads import Load
-    from bench.workload.sessions import Workload
     from controller.autoscale.situation import Situation
 
 

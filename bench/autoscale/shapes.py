@@ -19,10 +19,12 @@ _DAY: Final = (3, 2, 2, 2, 2, 3, 4, 6, 9, 11, 12, 12, 10, 11, 13, 13, 12, 10, 8,
 
 
 class Shape(Protocol):
-    """Load by time. ``peak``: never exceeded."""
+    """Load by time."""
 
     @property
-    def peak(self) -> float: ...
+    def peak(self) -> float:
+        """Never exceeded."""
+        ...
 
     def at(self, at_s: float) -> float:
         """Engines' worth of requests at an instant."""
