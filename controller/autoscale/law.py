@@ -26,9 +26,12 @@ class Recommendation(msgspec.Struct, frozen=True):
 
 
 class Law(Protocol[Memory]):
-    """``name``: as in an AutoscalingPolicy. Laws know nothing of bounds, behaviour blocks and modes, which come after."""
+    """Laws know nothing of bounds, behaviour blocks and modes, which come after."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The strategy's name."""
+        ...
 
     def recommend(self, situation: Situation, memory: Memory | None) -> tuple[Recommendation, Memory | None]:
         """``memory``: what the law returned last; None at first, and after a restart."""

@@ -118,13 +118,15 @@ class Freshness(msgspec.Struct, frozen=True):
 
 class Metric(msgspec.Struct, frozen=True):
     """A metric of the policy. ``at_s``: of the sample. ``by_engine``: values by the engine's name; ``total``: one value
-    for all replicas; exactly one of them is known. ``problem``: why neither is.
+    for all replicas; exactly one of them is known. ``problem``: why neither is. ``is_lower_bound``: some of what
+    counts is unknown, so that the metric may ask for more replicas but not for fewer.
     """
 
     at_s: float
     by_engine: Mapping[str, float] | None = None
     total: float | None = None
     problem: str = ""
+    is_lower_bound: bool = False
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):

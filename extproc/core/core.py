@@ -19,6 +19,7 @@ from extproc.admission.identity import Identities
 from extproc.admission.limits import Grant
 from extproc.core.accounts import Accounts
 from extproc.core.admission_controller import AdmissionController
+from extproc.core.demand import DemandMeter
 from extproc.core.dispatch import Dispatcher, constraints_of, prompt_of
 from extproc.core.effects import Effect, Tell
 from extproc.core.entering import EnteringRequests
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterable, Sequence
 
+    from extproc.config.demand import Demand
     from extproc.config.loads import EndpointLoad
     from extproc.config.snapshot import Snapshot
     from extproc.core.entering import Answer, Own
@@ -88,7 +90,8 @@ class Core:
         self._accounts = Accounts(self.admission.limits, machine=machine, peers=lambda: self.mirror.peers)
         self.levels = LevelExchange(self.admission.limits, machine=machine, origin=ticket_prefix)
         self._records: dict[str, Record] = {}
-        dispatcher = Dispatcher(self._records, self._accounts, rng=rng, has_peers=machine is not None)
+        self.meter = DemandMeter(ticket_prefix)
+        dispatcher = Dispatcher(self._records, self._accounts, self.meter, rng=rng, has_peers=machine is not None)
         self._loading = LoadingRequests(self._records, dispatcher, has_peers=machine is not None)
         self._waiting = WaitingRequests(self._records, self.admission, self._loading, dispatcher)
         self._entering = EnteringRequests(
@@ -143,6 +146,7 @@ class Core:
         self._tickets += 1
         record = Record(f"{self._ticket_prefix}-{self._tickets:x}", State.ABSENT, arrival=arrival)
         record.attachment, record.wants_reasons = attachment, wants_reasons
+        self.meter.arrived(record, arrival, now)
         out = list[Effect]()
         try:
             own = self._entering.begin(record, arrival, now, out)
@@ -280,6 +284,10 @@ class Core:
     def loads(self) -> dict[str, EndpointLoad]:
         """What each engine does for this process, by address."""
         return loads_of(self._records.values(), self.pools.values())
+
+    def demand(self, now: float, *, began_at_s: float = 0.0) -> Demand:
+        """What clients ask for and what the engines do, for autoscalers. ``began_at_s``: when the process began."""
+        return self.meter.page(self.pools, now, began_at_s=began_at_s)
 
     def _finish_elsewhere(self, tickets: Iterable[str], now: float, out: list[Effect]) -> None:
         """Requests of another process are over."""

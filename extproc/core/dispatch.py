@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from extproc.admission.limits import Usage
 from extproc.admission.queued_request import QueuedRequest
+from extproc.core.demand import WAITING, count_dispatch, count_refusal
 from extproc.core.effects import Decision, Effect, Refused, Tell
 from extproc.core.explanation import explain
 from extproc.core.health_feedback import OverdueRequests
 from extproc.core.record import Record, Run
 from extproc.core.rewriting import asks_for_usage, changed_body
 from extproc.core.states import State
-from extproc.errors import InternalError, Refusal
+from extproc.errors import InternalError, NoEndpoint, Refusal
 from extproc.prefix.turns import tail_of
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.scheduling.pool import PickConstraints
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from extproc.admission.gate import Gate
     from extproc.core.accounts import Accounts
+    from extproc.core.demand import DemandMeter
     from extproc.core.types import Arrival, Attachment
     from extproc.endpoints.table import Bools
     from extproc.scheduling.cache_estimator import Expectation
@@ -35,21 +37,36 @@ if TYPE_CHECKING:
 class Dispatcher:
     """Ends an arrival or a wait: an engine gets the request, or it is refused. Owns the table's entries."""
 
-    def __init__(self, records: dict[str, Record], accounts: Accounts, *, rng: random.Random, has_peers: bool) -> None:
+    def __init__(
+        self,
+        records: dict[str, Record],
+        accounts: Accounts,
+        demand: DemandMeter,
+        *,
+        rng: random.Random,
+        has_peers: bool,
+    ) -> None:
         self._records = records
         self._accounts = accounts
+        self._demand = demand
         self._rng = rng
         self._has_peers = has_peers
         self._overdue = OverdueRequests(records)
 
     def put(self, record: Record, state: State) -> None:
         """Enter the request in the table, in this state."""
+        if state in WAITING:
+            self._demand.begin_wait(record)
+        elif record.state in WAITING:
+            _end_wait(record)
         record.state = state
         self._records[record.ticket] = record
 
     def drop(self, record: Record, now: float, out: list[Effect]) -> None:
         """Remove the request from the table and refund its grants: no engine gets it."""
         self._records.pop(record.ticket, None)
+        if record.state in WAITING:
+            _end_wait(record)
         record.state = State.ABSENT
         grants, record.grants = record.grants, ()
         self._accounts.settle_grants(grants, None, now, out)
@@ -59,6 +76,7 @@ class Dispatcher:
     ) -> Refused:
         """The client is told why its request cannot be served."""
         self.drop(record, now, out)
+        count_refusal(record, is_for_want_of_engines=isinstance(refusal, NoEndpoint))
         return Refused(record.ticket, refusal, record.arrived, record.queued, was_held)
 
     def dispatch(
@@ -119,6 +137,7 @@ class Dispatcher:
         if record.loading_s:
             run.waited_s = waited_s + record.loading_s
         self.put(record, State.RUNNING)
+        count_dispatch(record, run)
         # an outcome may take hours, or never come: the prompt is not kept that long
         record.arrival, record.tokens = None, None
         self._overdue.sweep(pool, now, out)
@@ -214,6 +233,11 @@ def _started(record: Record, run: Run) -> RequestStarted:
         answers=run.answers,
         adapter=assignment.adapter,
     )
+
+
+def _end_wait(record: Record) -> None:
+    if record.meter is not None:
+        record.meter.server.end_wait(record.ticket)
 
 
 def _charge(run: Run, gate: Gate, queued: QueuedRequest, service: float, now: float) -> None:

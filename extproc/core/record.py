@@ -13,6 +13,7 @@ from extproc.admission.estimates import InputEstimate
 from extproc.admission.gate import Gate
 from extproc.admission.limits import NO_USAGE, Charge, Grant, Usage
 from extproc.admission.queued_request import QueuedRequest
+from extproc.core.demand_meter import ModelMeter
 from extproc.core.states import State
 from extproc.core.types import BUNDLE, Arrival, Attachment
 from extproc.prefix.turns import Tail
@@ -29,7 +30,8 @@ class Run(msgspec.Struct):
     prompts; ``most_output``: the tokens that it asked for at most, over all answers. ``prompt_bytes``: 0 if they do not
     say how many tokens its ``prompts`` prompts have. ``declines_usage``: its client wants none to be told.
     ``expects_usage``: a whole answer reports it. ``gate``, ``charged``: whose flow paid how much service for it.
-    ``is_on_time``: its silence was not counted as a failure of its endpoint. ``input_estimate``: its tenant's, if its limits
+    ``is_on_time``: its silence was not counted as a failure of its endpoint. ``is_prompt_counted``: as demand, by an estimate.
+    ``input_estimate``: its tenant's, if its limits
     reserved by it.
     """
 
@@ -52,6 +54,7 @@ class Run(msgspec.Struct):
     expects_usage: bool = False
     is_on_time: bool = True
     input_estimate: InputEstimate | None = None
+    is_prompt_counted: bool = False
 
 
 class Record(msgspec.Struct):
@@ -60,6 +63,7 @@ class Record(msgspec.Struct):
     ``arrival``: until it is sent to an engine; ``run``: from then on. ``queued``: how it stands, or stood, in its server's queue.
     ``loading_since_s``: since when it waits for its adapter, ``loading_s``: how long it did before.
     ``charges``: of the limits that all machines share. ``limited``: the tokens that its limits were asked for, if it has any.
+    ``meter``: where it counts as demand, None if another process decides it; ``is_work_counted``: so does its prefill work.
     """
 
     ticket: str
@@ -76,6 +80,9 @@ class Record(msgspec.Struct):
     run: Run | None = None
     loading_since_s: float = 0.0
     loading_s: float = 0.0
+    meter: ModelMeter | None = None
+    arrived_at_s: float = 0.0
+    is_work_counted: bool = False
 
     @property
     def arrived(self) -> Arrival:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from extproc.core.demand import count_end, count_outcome
 from extproc.core.dispatch import repeat
 from extproc.core.effects import Effect, Fault, Settled, Tell
 from extproc.core.feedback import learn, lost_adapter, usage_of
@@ -76,6 +77,7 @@ class RunningRequests:
             learn(run, outcome, now, is_ours=record.is_ours, has_limits=bool(record.grants))
             if run.assignment.adapter is not None:
                 lost_adapter(run, outcome, now)
+            count_outcome(record, run, outcome)
         except Exception as error:  # noqa: BLE001 - what is learned is an estimate; what was granted must be settled
             out.append(Fault("an outcome could not be learned from", error))
         service = 0.0
@@ -94,6 +96,7 @@ class RunningRequests:
 
     def _free(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
         run.pool.release(run.assignment, now)
+        count_end(record, run)
         if self._has_peers and record.is_ours:
             out.append(Tell(Ended(record.ticket)))
 

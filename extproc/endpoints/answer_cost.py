@@ -28,12 +28,13 @@ class AnswerCost:
     """The estimate for one pool.
 
     ``step_s``: seconds of a decode step in an idle engine. ``step_s_per_token``: seconds that each token in flight
-    adds.
+    adds. ``is_learned``: answers have changed what was assumed of both.
     """
 
     def __init__(self) -> None:
         self.step_s = _PRIOR_STEP_S
         self.step_s_per_token = _PRIOR_STEP_S_PER_TOKEN
+        self.is_learned = False
         self._fit = RelativeLeastSquares(2)
         for tokens in _PRIOR_LOADS:
             tpot_s = _PRIOR_STEP_S + _PRIOR_STEP_S_PER_TOKEN * tokens
@@ -51,6 +52,7 @@ class AnswerCost:
         found = self._fit.learn(_features(tokens), tpot_s, weight=1.0 if tpot_s <= expected else _SLOW)
         if found is not None:
             step_s, step_s_per_million = found
+            self.is_learned = True
             self.step_s, self.step_s_per_token = max(0.0, step_s), max(0.0, step_s_per_million / 1e6)
 
 

@@ -33,6 +33,7 @@ from extproc.replication.local_bus import LocalBus
 from extproc.replication.peers import Bus, Peers
 from extproc.replication.redis_bus import RedisBus
 from extproc.runtime.contact import watch_contact
+from extproc.runtime.demand_watch import DemandWatch
 from extproc.runtime.performer import Performer
 from extproc.streams.context import StreamContext
 from extproc.streams.duplex import Duplex
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from extproc.core.effects import LoadAdapter
     from extproc.feeds.adapters import AdapterLoader
     from extproc.runtime.settings import Settings
-
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +100,7 @@ class App:
                 core.admission.limits, settings.state, number=number, clock=clock, wall_clock=wall_clock
             )
             self._saved.load()
+        self._demand = DemandWatch(core, clock)
         self._peers = Peers(buses, metrics, origin=origin)
         performer = self._performer = Performer(
             core,
@@ -109,6 +110,7 @@ class App:
             limits=self._limits,
             tell=self._peers.tell,
             load=self._load,
+            done=self._demand.look,
         )
         self._loader: AdapterLoader | None = None
         self._access = access
@@ -257,16 +259,15 @@ class App:
         from extproc.runtime.explain_page import ExplainPage  # noqa: PLC0415
         from extproc.runtime.pages import serve_pages  # noqa: PLC0415
 
-        explain = None
-        if self._settings.shows_reasons:
-            explain = ExplainPage(self._core, self._tokenizers.tokens_of, self._clock)
+        explain = ExplainPage(self._core, self._tokenizers.tokens_of, self._clock)
         return await serve_pages(
             self._settings.metrics,
             self._metrics.registry,
             is_ready=lambda: self._is_ready,
             report=lambda: self._feed.report,
             loads=self._core.loads,
-            explain=explain,
+            demand=self._demand,
+            explain=explain if self._settings.shows_reasons else None,
         )
 
 

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of a process: /metrics, /readyz, /config, /loads and, for operators, /debug/explain."""
+"""The pages of a process: /metrics, /readyz, /config, /loads, /demand and, for operators, /debug/explain."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from aiohttp import web
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from extproc.config.demand import DEMAND_PATH
 from extproc.config.loads import LOADS_PATH
 from extproc.config.report import REPORT_PATH
 
@@ -20,7 +23,11 @@ if TYPE_CHECKING:
 
     from extproc.config.loads import EndpointLoad
     from extproc.config.report import ConfigReport
+    from extproc.runtime.demand_watch import DemandWatch
     from extproc.runtime.explain_page import ExplainPage
+
+# Who has not read a line by then is let go.
+_SLOWEST_S: Final = 5.0
 
 
 async def serve_pages(
@@ -30,6 +37,7 @@ async def serve_pages(
     is_ready: Callable[[], bool],
     report: Callable[[], ConfigReport],
     loads: Callable[[], Mapping[str, EndpointLoad]],
+    demand: DemandWatch,
     explain: ExplainPage | None,
 ) -> web.AppRunner:
     """Listen on ``address`` (host and port) until the result's ``cleanup``; raises OSError if it is taken."""
@@ -46,12 +54,40 @@ async def serve_pages(
     async def show_loads(_: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(loads()), content_type="application/json")
 
+    async def show_demand(request: web.Request) -> web.StreamResponse:
+        if "watch" not in request.query:
+            return web.Response(body=demand.line(), content_type="application/json")
+        return await _stream(request, demand)
+
+    async def end_streams(_: web.Application) -> None:
+        demand.close()
+
     app = web.Application()
+    app.on_shutdown.append(end_streams)
     shown = {"/metrics": show_metrics, "/readyz": show_readiness, REPORT_PATH: show_report, LOADS_PATH: show_loads}
     app.add_routes([web.get(path, handler) for path, handler in shown.items()])
+    app.add_routes([web.get(DEMAND_PATH, show_demand)])
     if explain is not None:
         app.add_routes([web.post("/debug/explain/{path:.*}", explain.show)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, *address).start()
     return runner
+
+
+async def _stream(request: web.Request, demand: DemandWatch) -> web.StreamResponse:
+    """Lines until the client or the process goes."""
+    if not demand.has_room:
+        return web.Response(text="too many follow this page already\n", status=503)
+    answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+    async with contextlib.aclosing(demand.lines()) as lines:
+        await answer.prepare(request)
+        async for line in lines:
+            try:
+                async with asyncio.timeout(_SLOWEST_S):
+                    await answer.write(line)
+            except (TimeoutError, ConnectionError):
+                if request.transport is not None:
+                    request.transport.abort()
+                break
+    return answer

@@ -59,9 +59,10 @@ class Performer:
         limits: RedisLimits | None,
         tell: Callable[[PeerEvent], None],
         load: Callable[[LoadAdapter], None],
+        done: Callable[[], None] = lambda: None,
     ) -> None:
         """``limits``: the store of global limits, if there is one. ``tell``: takes events for the other processes.
-        ``load``: starts a load, of which ``take_load`` gets the result.
+        ``load``: starts a load, of which ``take_load`` gets the result. ``done``: called when all effects of a verb are performed.
         """
         self._core = core
         self._metrics = metrics
@@ -70,6 +71,7 @@ class Performer:
         self._limits = limits
         self._tell = tell
         self._load = load
+        self._done = done
         self._failures = FailureLog(log)
         self._loop = asyncio.get_running_loop()
         # held requests by ticket
@@ -100,6 +102,7 @@ class Performer:
                     self._tell(effect.event)
                 case SettleGrant() | Owe() if self._limits is not None:
                     _correct(self._limits, effect)
+        self._done()
 
     async def answer_to(
         self, pending: Pending, tell_gateway: Callable[[], Awaitable[None]] | None = None

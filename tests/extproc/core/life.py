@@ -362,6 +362,7 @@ class Life:
         self._streams_and_records_agree()
         self._endpoints_hold_what_is_in_flight_and_nothing_else()
         self._gates_hold_who_waits_and_flows_what_runs()
+        self._the_page_for_autoscalers_tells_what_waits_and_what_runs()
 
     def _streams_and_records_agree(self) -> None:
         records = self.core._records.values()
@@ -399,6 +400,23 @@ class Life:
                 one for one in records if one.run and one.run.gate is gate and one.state in {State.RUNNING, State.ENDED}
             ]
             assert sum(band.flows.running.sum() for band in gate.queue.bands) == len(not_settled)
+
+    def _the_page_for_autoscalers_tells_what_waits_and_what_runs(self) -> None:
+        own = [one for one in self.core._records.values() if one.is_ours]
+        waiting = [one for one in own if one.state in {State.QUEUED, State.LOADING}]
+        runs = [one.run.assignment for one in own if one.run is not None and one.state in IN_FLIGHT]
+        said = self.core.demand(self.now).servers[SERVER]
+        assert sum(one.arrivals for one in said.counted.values()) == len(self.own)
+        assert said.queued == len(waiting)
+        assert (said.queued_tokens > 0) == bool(waiting)
+        assert said.oldest_wait_s == max([self.now - one.arrived_at_s for one in waiting], default=0.0)
+        assert said.at_zero == (0 if self.core.pools[SERVER].table.active_rows else len(waiting))
+        assert {address: one.in_flight for address, one in said.engines.items() if one.in_flight} == Counter(
+            one.endpoint.address for one in runs
+        )
+        for address, one in said.engines.items():
+            tokens = sum(run.tokens for run in runs if run.endpoint.address == address)
+            assert np.isclose(one.in_flight_tokens, tokens)
 
     def end(self) -> None:
         """All that is open ends, and nothing may be left."""

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients ask of each ModelServer and what its engines do: counted with each request, told as a page.
+
+A request counts once at each step: it arrives, its prefill work becomes known, it is refused or its outcome comes. Tokens
+count as its outcome says, or by estimates: those of its prompt when it is sent, where the engines have not said how many
+there were yet, else when its outcome lacks them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from extproc.config.demand import Counted, Demand, EngineDemand, ServerDemand
+from extproc.core.demand_meter import InFlight, ModelMeter, ServerMeter, Wait
+from extproc.core.feedback import usage_of
+from extproc.core.states import State
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from extproc.core.record import Record, Run
+    from extproc.core.types import Arrival, Outcome
+    from extproc.scheduling.pool import Pool
+
+# A request in one of these states is held here.
+WAITING: Final = frozenset({State.LOADING, State.QUEUED})
+# Servers that have left the configuration are remembered, so that counts go on if they return: at most so many in all.
+_MOST_SERVERS: Final = 10_000
+# Adapters come and go with the configuration: beyond so many, new ones count as their base model.
+_MOST_MODELS: Final = 1_000
+
+
+class DemandMeter:
+    """Of one process. ``missed``: grows when a request is the first to wait for a ModelServer without engines."""
+
+    def __init__(self, instance: str) -> None:
+        """``instance``: the name of this process, another one after each start."""
+        self.missed = 0
+        self._instance = instance
+        self._sequence = 0
+        self._servers: dict[str, ServerMeter] = {}
+
+    def arrived(self, record: Record, arrival: Arrival, now: float) -> None:
+        """A request has come to its ModelServer."""
+        pool, model = arrival.pool, arrival.destination.model
+        server = self._servers.get(pool.name)
+        if server is None:
+            server = self._add(pool.name)
+        if model not in pool.adapters:
+            # clients may write what they like
+            model = pool.spec.model or ""
+        meter = server.models.get(model)
+        if meter is None:
+            meter = _add_model(server, model, pool.spec.model or "")
+        meter.arrivals += 1
+        record.meter, record.arrived_at_s = meter, now
+
+    def begin_wait(self, record: Record) -> None:
+        """The request is held."""
+        meter, pool = record.meter, record.arrived.pool
+        if meter is None:
+            return
+        server = meter.server
+        if not server.waiting and not len(pool.table):
+            self.missed += 1
+        uncached = _count_work(meter, record)
+        server.begin_wait(record.ticket, Wait(record.arrived_at_s, uncached))
+
+    def page(self, pools: Mapping[str, Pool], now: float, *, began_at_s: float = 0.0) -> Demand:
+        """All of it. ``began_at_s``: when the process began."""
+        self._sequence += 1
+        return Demand(
+            instance=self._instance,
+            sequence=self._sequence,
+            age_s=now - began_at_s,
+            servers={name: _server_demand(pool, self._servers.get(name), now) for name, pool in pools.items()}
+            | {
+                name: _counts(server, {address: _flight(one) for address, one in server.in_flight.items()}, now)
+                for name, server in self._servers.items()
+                if name not in pools and (server.in_flight or server.waiting)
+            },
+        )
+
+    def _add(self, name: str) -> ServerMeter:
+        if len(self._servers) >= _MOST_SERVERS:
+            del self._servers[next(iter(self._servers))]
+        server = self._servers[name] = ServerMeter()
+        return server
+
+
+def count_refusal(record: Record, *, is_for_want_of_engines: bool) -> None:
+    """The request gets an error of ours. Where it could have been served, its work counts as asked for."""
+    if record.meter is not None:
+        record.meter.refused += 1
+        if is_for_want_of_engines:
+            _count_work(record.meter, record)
+
+
+def count_dispatch(record: Record, run: Run) -> None:
+    """The request is sent to an engine, or to two."""
+    meter, assignment = record.meter, run.assignment
+    if meter is None:
+        return
+    if not record.is_work_counted:
+        meter.prefill_work += assignment.work
+    if not run.pool.reports_usage:
+        meter.prompt_tokens += assignment.input_tokens
+        meter.cached_tokens += assignment.cached_tokens
+        run.is_prompt_counted = True
+    meter.server.begin_run(assignment.endpoint.address, assignment.tokens)
+    if assignment.prefill is not None:
+        meter.server.begin_run(assignment.prefill.address, assignment.tokens)
+
+
+def count_end(record: Record, run: Run) -> None:
+    """Its stream is closed."""
+    if record.meter is None:
+        return
+    server, assignment = record.meter.server, run.assignment
+    server.end_run(assignment.endpoint.address, assignment.tokens)
+    if assignment.prefill is not None:
+        server.end_run(assignment.prefill.address, assignment.tokens)
+
+
+def count_outcome(record: Record, run: Run, outcome: Outcome) -> None:
+    """What became of it is known."""
+    meter = record.meter
+    if meter is None:
+        return
+    meter.finished += 1
+    assignment, prompt, written = run.assignment, outcome.prompt_tokens, outcome.completion_tokens
+    if prompt is None or written is None:
+        used = usage_of(run, outcome)
+        # where nothing is told, limits reckon with the most that clients may have had
+        most = math.inf if run.limited is None else run.reserved.output_tokens
+        meter.output_tokens += min(used.output_tokens, most) if written is None else written
+        if not run.is_prompt_counted and used.input_tokens:
+            meter.prompt_tokens += assignment.input_tokens if prompt is None else prompt
+            meter.cached_tokens += assignment.cached_tokens if outcome.cached_tokens is None else outcome.cached_tokens
+    else:
+        meter.output_tokens += written
+        if not run.is_prompt_counted:
+            meter.prompt_tokens += prompt
+            meter.cached_tokens += outcome.cached_tokens or 0
+    if run.is_streamed and outcome.ttfb_s is not None and 200 <= outcome.status < 300:
+        # of each answer: all are written side by side
+        steps = (written or 0) / max(1, run.answers) - 1
+        tpot_s = (outcome.duration_s - outcome.ttfb_s) / steps if steps > 0 else None
+        meter.server.count_times(outcome.ttfb_s, tpot_s)
+
+
+def _count_work(meter: ModelMeter, record: Record) -> float:
+    """Its prefill work, if that is not counted yet; returns its uncached tokens."""
+    arrival, queued = record.arrived, record.queued
+    caches = arrival.pool.caches
+    if queued is not None:
+        uncached, cached = queued.uncached_tokens, queued.cached_tokens
+    else:
+        uncached, cached = max(len(arrival.request.prompt) / caches.bytes_per_token, 1.0), 0.0
+    if not record.is_work_counted:
+        record.is_work_counted = True
+        meter.prefill_work += caches.prompt_cost.work(uncached, cached)
+    return uncached
+
+
+def _add_model(server: ServerMeter, model: str, base_model: str) -> ModelMeter:
+    if len(server.models) >= _MOST_MODELS and base_model in server.models:
+        return server.models[base_model]
+    meter = server.models[model] = ModelMeter(server)
+    return meter
+
+
+def _server_demand(pool: Pool, server: ServerMeter | None, now: float) -> ServerDemand:
+    engines = _engines(pool, server, now)
+    if server is None:
+        return ServerDemand(model=pool.spec.model or "", engines=engines)
+    at_zero = 0 if len(pool.table) else len(server.waiting)
+    return _counts(server, engines, now, model=pool.spec.model or "", at_zero=at_zero)
+
+
+def _counts(
+    server: ServerMeter, engines: dict[str, EngineDemand], now: float, *, model: str = "", at_zero: int = 0
+) -> ServerDemand:
+    first = next(iter(server.waiting.values()), None)
+    return ServerDemand(
+        model=model,
+        counted={
+            name: Counted(
+                one.arrivals,
+                one.refused,
+                one.finished,
+                one.prompt_tokens,
+                one.cached_tokens,
+                one.output_tokens,
+                one.prefill_work,
+            )
+            for name, one in server.models.items()
+        },
+        ttft=tuple(server.ttft),
+        tpot=tuple(server.tpot),
+        queued=len(server.waiting),
+        queued_tokens=max(0.0, server.waiting_tokens),
+        oldest_wait_s=0.0 if first is None else max(0.0, now - first.since_s),
+        at_zero=at_zero,
+        engines=engines,
+    )
+
+
+def _engines(pool: Pool, server: ServerMeter | None, now: float) -> dict[str, EngineDemand]:
+    """All that are configured, and those that have left and still answer."""
+    table, cost = pool.table, pool.caches.answer_cost
+    flights = {} if server is None else server.in_flight
+    stages = pool.stages()
+    prefill, decode = ([], []) if stages is None else (stages[0].tolist(), stages[1].tolist())
+    step_s, step_s_per_token = (cost.step_s, cost.step_s_per_token) if cost.is_learned else (None, None)
+    waiting, running, kv_usage = table.waiting.tolist(), table.running.tolist(), table.kv_usage.tolist()
+    at_s, kv_capacity = table.reported_at_s.tolist(), table.kv_capacity_tokens.tolist()
+    rates, samples = table.prefill_rate.tolist(), table.rate_samples.tolist()
+    found: dict[str, EngineDemand] = {}
+    for row in table.active_rows:
+        address = table.addresses[row]
+        flight, has_reported = flights.get(address, _NOTHING), table.has_reported(row)
+        found[address] = EngineDemand(
+            _role(prefill[row], decode[row]) if prefill else "",
+            flight.requests,
+            flight.tokens,
+            waiting[row] if has_reported else None,
+            running[row] if has_reported else None,
+            kv_usage[row] if has_reported else None,
+            round(now - at_s[row], 3) if has_reported else None,
+            kv_capacity[row],
+            rates[row] if samples[row] else None,
+            step_s,
+            step_s_per_token,
+        )
+    for address, flight in flights.items():
+        if address not in found:
+            found[address] = _flight(flight)
+    return found
+
+
+def _flight(flight: InFlight) -> EngineDemand:
+    return EngineDemand(in_flight=flight.requests, in_flight_tokens=flight.tokens)
+
+
+def _role(prefills: bool, decodes: bool) -> str:
+    if prefills == decodes:
+        return ""
+    return "prefill" if prefills else "decode"
+
+
+_NOTHING: Final = InFlight()

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters of what clients ask of each ModelServer, for autoscalers; ``demand.py`` moves and tells them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from extproc.config.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_of
+
+
+class InFlight(msgspec.Struct):
+    """What one engine does for this process. ``tokens``: of prompts and expected answers."""
+
+    requests: int = 0
+    tokens: float = 0.0
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """A request that waits here. ``tokens``: uncached ones of its prompt."""
+
+    since_s: float
+    tokens: float
+
+
+class ServerMeter(msgspec.Struct):
+    """One ModelServer. ``models``: by the model asked for. ``ttft``, ``tpot``: requests by bucket. ``waiting``: by ticket,
+    the first to come first. ``waiting_tokens``: the sum of theirs. ``in_flight``: by address, of engines with requests.
+    """
+
+    models: dict[str, ModelMeter] = {}
+    ttft: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TTFT_BOUNDS_S) + 1))
+    tpot: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TPOT_BOUNDS_S) + 1))
+    waiting: dict[str, Wait] = {}
+    waiting_tokens: float = 0.0
+    in_flight: dict[str, InFlight] = {}
+
+    def begin_wait(self, ticket: str, wait: Wait) -> None:
+        """The request waits, or waits for something else than before."""
+        known = self.waiting.get(ticket)
+        self.waiting[ticket] = wait
+        self.waiting_tokens += wait.tokens - (0.0 if known is None else known.tokens)
+
+    def end_wait(self, ticket: str) -> None:
+        """The request waits no more."""
+        known = self.waiting.pop(ticket, None)
+        if not self.waiting:
+            # do not accumulate rounding errors
+            self.waiting_tokens = 0.0
+        elif known is not None:
+            self.waiting_tokens -= known.tokens
+
+    def begin_run(self, address: str, tokens: float) -> None:
+        """An engine gets a request."""
+        flight = self.in_flight.get(address)
+        if flight is None:
+            self.in_flight[address] = InFlight(1, tokens)
+        else:
+            flight.requests += 1
+            flight.tokens += tokens
+
+    def end_run(self, address: str, tokens: float) -> None:
+        """An engine is free of a request."""
+        flight = self.in_flight[address]
+        flight.requests -= 1
+        flight.tokens -= tokens
+        if not flight.requests:
+            del self.in_flight[address]
+
+    def count_times(self, ttft_s: float, tpot_s: float | None) -> None:
+        """A streamed answer has ended. ``tpot_s``: None if it had a single token, or nobody knows."""
+        self.ttft[bucket_of(ttft_s, TTFT_BOUNDS_S)] += 1
+        if tpot_s is not None:
+            self.tpot[bucket_of(tpot_s, TPOT_BOUNDS_S)] += 1
+
+
+class ModelMeter(msgspec.Struct):
+    """One model of ``server``: the base model or an adapter. The counters are those of ``Counted``."""
+
+    server: ServerMeter
+    arrivals: int = 0
+    refused: int = 0
+    finished: int = 0
+    prompt_tokens: float = 0.0
+    cached_tokens: float = 0.0
+    output_tokens: float = 0.0
+    prefill_work: float = 0.0

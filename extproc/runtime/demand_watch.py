@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who follows the page /demand: a line a second, and one at once when a request waits for engines that are not there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from extproc.core.core import Core
+
+# Who follows: the manager, the one before it that has not hung up, and people.
+MOST_WATCHERS: Final = 8
+_EVERY_S: Final = 1.0
+# Clients can make requests wait and leave as often as they like; a line of many servers takes milliseconds.
+_SHORTEST_PAUSE_S: Final = 0.05
+
+
+class DemandWatch:
+    """Tells what the core has counted. ``clock``: the core's."""
+
+    def __init__(self, core: Core, clock: Callable[[], float]) -> None:
+        self._core = core
+        self._clock = clock
+        self._began_at_s = clock()
+        self._missed = 0
+        self._watchers: set[asyncio.Event] = set()
+        self._is_closed = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more may follow."""
+        return len(self._watchers) < MOST_WATCHERS and not self._is_closed
+
+    def line(self) -> bytes:
+        """All that is known now, as JSON."""
+        return msgspec.json.encode(self._core.demand(self._clock(), began_at_s=self._began_at_s)) + b"\n"
+
+    def look(self) -> None:
+        """Called after everything that the core does: those who follow hear at once of engines that are missed."""
+        if self._core.meter.missed != self._missed:
+            self._missed = self._core.meter.missed
+            self._wake()
+
+    async def lines(self) -> AsyncGenerator[bytes]:
+        """The first one at once."""
+        news = asyncio.Event()
+        self._watchers.add(news)
+        try:
+            while not self._is_closed:
+                news.clear()
+                yield self.line()
+                await asyncio.sleep(_SHORTEST_PAUSE_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(news.wait(), _EVERY_S - _SHORTEST_PAUSE_S)
+        finally:
+            self._watchers.discard(news)
+
+    def close(self) -> None:
+        """Nobody follows from now on."""
+        self._is_closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        for news in self._watchers:
+            news.set()

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process tells autoscalers: each request once, as its outcome says, and what its engines do."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import msgspec
+import pytest
+
+from extproc.config.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S, Counted, Demand, EngineDemand, ServerDemand, bucket_of
+from extproc.config.load import load
+from extproc.core.core import Core
+from extproc.core.effects import Decision, Refused, Tell
+from extproc.core.peer_events import EventBatch
+from extproc.core.types import Head, Outcome
+from extproc.endpoints.engine_reports import EngineReport, apply_report
+from extproc.request.model import Api
+
+SERVER = "default/llama"
+FIRST = "10.0.0.1:8000"
+CONFIGURATION = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec:
+  model: m
+  endpoints: [%s]
+  %s
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: chat}
+spec:
+  modelName: m
+  loraAdapters: [sql]
+  rules: [{targetModels: [{modelServerName: llama}]}]
+"""
+ONE = f"{{address: '{FIRST}'}}"
+GATE = (
+    "flowControl: {timeout: 20s, noEndpointTimeout: 20s, saturation: {queueDepth: null, kvUsage: null, maxRequests: 1}}"
+)
+PAIR = "{address: 'p:1', labels: {role: p}}, {address: 'd:1', labels: {role: d}}, {address: 'b:1', labels: {role: b}}"
+ROLES = "pdGroup: {prefillLabels: {role: p}, decodeLabels: {role: d}}"
+
+
+def core_of(endpoints: str = ONE, more: str = "") -> Core:
+    snapshot = load({"a.yaml": (CONFIGURATION % (endpoints, more)).encode()})
+    return Core(snapshot, rng=random.Random(0), ticket_prefix="t")
+
+
+def arrive(core: Core, now: float = 0.0, *, words: int = 400, model: str = "m", stream: bool = True) -> str:
+    messages = [{"role": "user", "content": "word " * words}]
+    body = json.dumps({"model": model, "messages": messages, "stream": stream, "max_tokens": 50}).encode()
+    head = Head("POST", "/v1/chat/completions", {}, has_body=True)
+    return core.arrive(core.intake.receive(Api.CHAT, head, body), now)[0].ticket
+
+
+def outcome(ticket: str, **changes: object) -> Outcome:
+    plain = Outcome(ticket, 200, FIRST, 2.0, 0.5, 300, 51, 100)
+    return msgspec.structs.replace(plain, **changes)
+
+
+def server(core: Core, now: float = 0.0) -> ServerDemand:
+    return core.demand(now).servers[SERVER]
+
+
+def counted(core: Core, model: str = "m") -> Counted:
+    return server(core).counted[model]
+
+
+def test_a_server_without_requests_tells_its_engines() -> None:
+    assert server(core_of()) == ServerDemand(model="m", engines={FIRST: EngineDemand()})
+
+
+def test_each_step_of_a_request_counts_once() -> None:
+    core = core_of()
+    first = arrive(core)
+    assert counted(core).arrivals == 1
+    # 2,000 bytes and a little, at four bytes a token
+    assert 500 < counted(core).prompt_tokens < 520
+    work = counted(core).prefill_work
+    assert 500 < work < 530
+    core.settle(outcome(first), 2.0)
+    core.settle(outcome(first), 2.0)
+    core.finish(first, 2.0)
+    assert counted(core).finished == 1
+    assert counted(core).output_tokens == 51
+    assert counted(core).prefill_work == work
+
+
+def test_a_prompt_counts_as_engines_say_once_they_say_it_and_never_twice() -> None:
+    core = core_of()
+    estimated = arrive(core)
+    estimate = counted(core).prompt_tokens
+    core.settle(outcome(estimated), 2.0)
+    assert (counted(core).prompt_tokens, counted(core).cached_tokens) == (estimate, 0.0)
+    said = arrive(core, 3.0)
+    assert counted(core).prompt_tokens == estimate
+    core.settle(outcome(said), 4.0)
+    assert (counted(core).prompt_tokens, counted(core).cached_tokens) == (estimate + 300, 100.0)
+
+
+def test_a_client_that_hangs_up_costs_what_was_expected_of_its_prompt() -> None:
+    core = core_of()
+    core.settle(outcome(arrive(core)), 2.0)
+    before = counted(core)
+    left = arrive(core, 3.0, words=1000)
+    core.settle(outcome(left, status=0, prompt_tokens=None, completion_tokens=None, has_left=True), 4.0)
+    assert counted(core).finished == 2
+    assert counted(core).prompt_tokens > before.prompt_tokens
+    assert before.output_tokens < counted(core).output_tokens <= before.output_tokens + 50
+
+
+def test_adapters_count_apart_and_invented_names_do_not() -> None:
+    core = core_of()
+    arrive(core)
+    arrive(core, model="sql")
+    head = Head("POST", "/v1/chat/completions", {}, has_body=True)
+    for name in ("sql", "invented", "also"):
+        body = json.dumps({"model": name, "messages": []}).encode()
+        core.arrive(core.intake.receive_chosen(SERVER, head, body), 0.0)
+    assert {name: one.arrivals for name, one in server(core).counted.items()} == {"m": 3, "sql": 2}
+
+
+def test_times_count_from_the_arrival_and_only_those_of_streams() -> None:
+    core = core_of(more=GATE)
+    first, second = arrive(core), arrive(core, 1.0)
+    core.settle(outcome(first), 2.0)
+    core.finish(first, 2.0)
+    assert any(isinstance(one, Decision) and one.ticket == second for one in core.tick(2.0))
+    core.settle(outcome(second, duration_s=4.0, ttfb_s=1.5), 5.0)
+    core.finish(second, 5.0)
+    whole = arrive(core, 6.0, stream=False)
+    core.settle(outcome(whole), 8.0)
+    core.finish(whole, 8.0)
+    failed = arrive(core, 9.0)
+    core.settle(outcome(failed, status=500), 10.0)
+    said = server(core)
+    assert {at for at, count in enumerate(said.ttft) if count} == {bucket_of(one, TTFT_BOUNDS_S) for one in (0.5, 1.5)}
+    assert {at for at, count in enumerate(said.tpot) if count} == {
+        bucket_of(one, TPOT_BOUNDS_S) for one in (1.5 / 50, 2.5 / 50)
+    }
+
+
+def test_what_waits_is_told_with_its_tokens_and_its_age() -> None:
+    core = core_of(more=GATE)
+    arrive(core)
+    work = counted(core).prefill_work
+    held = arrive(core, 1.0, words=2000)
+    arrive(core, 2.0, words=2000)
+    said = server(core, 5.0)
+    assert (said.queued, said.oldest_wait_s, said.at_zero) == (2, 4.0, 0)
+    # they share their prefix, of which the engine has the first 400 words
+    assert 3_500 < said.queued_tokens < 5_100
+    assert said.counted["m"].prefill_work > work + said.queued_tokens
+    core.leave(held, 6.0)
+    assert (server(core, 6.0).queued, server(core, 6.0).oldest_wait_s) == (1, 4.0)
+
+
+def test_work_of_a_request_that_waited_counts_when_it_came() -> None:
+    core = core_of(more=GATE)
+    first, second = arrive(core), arrive(core, 1.0)
+    work = counted(core).prefill_work
+    core.finish(first, 2.0)
+    assert any(isinstance(one, Decision) and one.ticket == second for one in core.tick(2.0))
+    assert counted(core).prefill_work == work
+
+
+def test_who_waits_for_engines_that_are_not_there_is_missed_once() -> None:
+    core = core_of("", GATE)
+    before = core.meter.missed
+    first, second = arrive(core), arrive(core)
+    assert core.meter.missed == before + 1
+    assert server(core).at_zero == 2
+    core.leave(first, 1.0)
+    core.leave(second, 1.0)
+    assert server(core).at_zero == 0
+    arrive(core, 2.0)
+    assert core.meter.missed == before + 2
+
+
+def test_a_request_that_no_engine_can_take_is_refused_and_its_work_was_asked_for() -> None:
+    core = core_of("")
+    arrive(core)
+    assert (counted(core).arrivals, counted(core).refused) == (1, 1)
+    assert counted(core).prefill_work > 500
+
+
+def test_engines_tell_their_reports_and_speeds_once_there_are_any() -> None:
+    core = core_of()
+    table = core.pools[SERVER].table
+    row = table.row_of(FIRST)
+    assert row is not None
+    apply_report(table, row, EngineReport(waiting=1.0, running=2.0, kv_usage=0.5), 3.0)
+    table.kv_capacity_tokens[row] = 1000.0
+    assert server(core, 4.5).engines[FIRST] == EngineDemand(
+        waiting=1.0, running=2.0, kv_usage=0.5, report_age_s=1.5, kv_capacity_tokens=1000.0
+    )
+    for number in range(8):
+        ticket = arrive(core, 5.0 + number, words=1000)
+        core.settle(outcome(ticket, prompt_tokens=1200, cached_tokens=0), 7.0 + number)
+        core.finish(ticket, 7.0 + number)
+    learned = server(core).engines[FIRST]
+    assert learned.prefill_tokens_per_s is not None
+    assert learned.step_s is not None
+    assert learned.step_s_per_token is not None
+
+
+def test_engines_have_roles_by_their_labels_and_both_of_a_pair_are_busy() -> None:
+    core = core_of(PAIR, ROLES)
+    arrive(core, words=2000)
+    engines = server(core).engines
+    assert {address: one.role for address, one in engines.items()} == {"p:1": "prefill", "d:1": "decode", "b:1": ""}
+    assert {address: one.in_flight for address, one in engines.items()} == {"p:1": 1, "d:1": 1, "b:1": 0}
+
+
+def test_what_has_left_the_configuration_is_told_while_it_answers() -> None:
+    core = core_of()
+    ticket = arrive(core)
+    other = CONFIGURATION % ("{address: '10.0.0.2:8000'}", "")
+    core.apply(load({"a.yaml": other.encode()}), 1.0)
+    assert {address: one.in_flight for address, one in server(core).engines.items()} == {FIRST: 1, "10.0.0.2:8000": 0}
+    core.apply(load({}), 2.0)
+    assert server(core).engines[FIRST].in_flight == 1
+    core.finish(ticket, 3.0)
+    assert core.demand(3.0).servers == {}
+    core.apply(load({"a.yaml": other.encode()}), 4.0)
+    assert counted(core).arrivals == 1
+
+
+def test_requests_of_other_processes_are_theirs_to_tell() -> None:
+    here, there = (
+        Core(core_of().snapshot, rng=random.Random(0), ticket_prefix=name, machine="pod") for name in ("here", "there")
+    )
+    messages = [{"role": "user", "content": "word " * 400}]
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    own, effects = there.arrive(
+        there.intake.receive(Api.CHAT, Head("POST", "/v1/chat/completions", {}, has_body=True), body), 0.0
+    )
+    told = tuple(one.event for one in effects if isinstance(one, Tell))
+    assert told
+    here.hear(EventBatch("there", told), 0.1)
+    assert here.pools[SERVER].table.in_flight.sum() == 1
+    here.settle(outcome(own.ticket), 0.2)
+    assert server(here).counted == {}
+    assert server(here).engines[FIRST].in_flight == 0
+    assert server(there).engines[FIRST].in_flight == 1
+
+
+def test_pages_have_numbers_and_can_be_read_by_others() -> None:
+    core = core_of()
+    arrive(core)
+    pages = [core.demand(10.0, began_at_s=4.0) for _ in range(2)]
+    assert [one.sequence for one in pages] == [1, 2]
+    assert (pages[0].instance, pages[0].age_s) == ("t", 6.0)
+    assert msgspec.json.decode(msgspec.json.encode(pages[0]), type=Demand) == pages[0]
+
+
+@pytest.mark.parametrize("more", ["", GATE])
+def test_what_is_refused_is_told(more: str) -> None:
+    core = core_of("", more)
+    ticket = arrive(core)
+    if more:
+        refused = [one for one in core.tick(21.0) if isinstance(one, Refused)]
+        assert [one.ticket for one in refused] == [ticket]
+    assert (counted(core).arrivals, counted(core).refused, server(core).queued) == (1, 1, 0)

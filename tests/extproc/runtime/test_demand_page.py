@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page /demand over real HTTP: once, or line by line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from typing import TYPE_CHECKING
+
+import aiohttp
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from bench.processes import free_ports
+from extproc.config.demand import DEMAND_PATH, Demand
+from extproc.config.load import load
+from extproc.config.report import ConfigReport
+from extproc.core.core import Core
+from extproc.core.types import Head
+from extproc.request.model import Api
+from extproc.runtime.demand_watch import MOST_WATCHERS, DemandWatch
+from extproc.runtime.pages import serve_pages
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from aiohttp import web
+
+SERVER = "default/llama"
+CONFIGURATION = b"""
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec:
+  model: m
+  endpoints: []
+  flowControl: {}
+---
+apiVersion: attache.dev/v1alpha1
+kind: ModelRoute
+metadata: {name: chat}
+spec:
+  modelName: m
+  rules: [{targetModels: [{modelServerName: llama}]}]
+"""
+
+
+class Page:
+    """``url``: of the page; ``runner``: serves it."""
+
+    def __init__(self, url: str, core: Core, watch: DemandWatch, runner: web.AppRunner) -> None:
+        self.url = url
+        self.core = core
+        self.watch = watch
+        self.runner = runner
+
+    def arrive(self) -> str:
+        head = Head("POST", "/v1/chat/completions", {}, has_body=True)
+        arrival = self.core.intake.receive(Api.CHAT, head, json.dumps({"model": "m", "messages": []}).encode())
+        own, _ = self.core.arrive(arrival, time.monotonic())  # noqa: TID251 - a real clock for a real page
+        self.watch.look()
+        return own.ticket
+
+
+@contextlib.asynccontextmanager
+async def page() -> AsyncIterator[Page]:
+    core = Core(load({"a.yaml": CONFIGURATION}), rng=random.Random(0), ticket_prefix="t")
+    watch = DemandWatch(core, time.monotonic)  # noqa: TID251 - a real clock for a real page
+    port = free_ports(1)[0]
+    runner = await serve_pages(
+        ("127.0.0.1", port),
+        CollectorRegistry(),
+        is_ready=lambda: True,
+        report=ConfigReport,
+        loads=core.loads,
+        demand=watch,
+        explain=None,
+    )
+    try:
+        yield Page(f"http://127.0.0.1:{port}{DEMAND_PATH}", core, watch, runner)
+    finally:
+        await runner.cleanup()
+
+
+async def next_line(answer: aiohttp.ClientResponse) -> Demand:
+    line = await asyncio.wait_for(answer.content.readline(), 5.0)
+    return msgspec.json.decode(line, type=Demand)
+
+
+async def test_the_page_is_one_object_and_followed_it_is_a_line_a_second() -> None:
+    async with page() as stand, aiohttp.ClientSession() as http:
+        async with http.get(stand.url) as answer:
+            once = msgspec.json.decode(await answer.read(), type=Demand)
+        assert (once.instance, once.sequence, list(once.servers)) == ("t", 1, [SERVER])
+        async with http.get(f"{stand.url}?watch") as answer:
+            lines = [await next_line(answer) for _ in range(2)]
+    assert [one.sequence for one in lines] == [2, 3]
+    assert lines[1].age_s - lines[0].age_s > 0.9
+
+
+async def test_the_first_request_that_waits_for_engines_is_told_at_once() -> None:
+    async with page() as stand, aiohttp.ClientSession() as http, http.get(f"{stand.url}?watch") as answer:
+        first = await next_line(answer)
+        stand.arrive()
+        second = await next_line(answer)
+        assert second.servers[SERVER].at_zero == 1
+        assert second.age_s - first.age_s < 0.9
+        # who joins it is told with the next line of its own
+        stand.arrive()
+        third = await next_line(answer)
+        assert third.servers[SERVER].at_zero == 2
+        assert third.age_s - second.age_s > 0.9
+
+
+async def test_followers_are_few_and_make_room_when_they_leave() -> None:
+    async with page() as stand, aiohttp.ClientSession() as http, contextlib.AsyncExitStack() as stack:
+        url = f"{stand.url}?watch"
+        answers = [await stack.enter_async_context(http.get(url)) for _ in range(MOST_WATCHERS)]
+        assert {one.status for one in answers} == {200}
+        async with http.get(url) as refused:
+            assert refused.status == 503
+        answers[0].close()
+        await eventually(lambda: stand.watch.has_room)
+        async with http.get(url) as welcome:
+            assert welcome.status == 200
+
+
+async def test_the_end_of_the_process_ends_the_streams() -> None:
+    async with page() as stand, aiohttp.ClientSession() as http, http.get(f"{stand.url}?watch") as answer:
+        await next_line(answer)
+        async with asyncio.timeout(3.0):
+            await stand.runner.cleanup()
+        assert await asyncio.wait_for(answer.content.read(), 3.0) == b""
