@@ -12,7 +12,6 @@ import msgspec
 from bench.autoscale.capacity import capacity
 from bench.autoscale.fleet import Fleet
 from bench.autoscale.loads import LOADS, Half
-from bench.autoscale.measured_demand import MeasuredDemand
 from bench.autoscale.measures import Window, met_by_window, overload_to_order_s, reversals
 from bench.autoscale.oracle import needed, work_by_second
 from bench.autoscale.pictures import Pictures
@@ -106,15 +105,14 @@ def run_cell(cell: Cell, traces: Path) -> CellResult:
     period_s = cell.period_s or policy.native_period_s
     setup = Setup(load, workload, cell.knob, period_s)
     need = [float(one) for one in needed(work_by_second(load, workload), _FULL)]
-    measured = MeasuredDemand("default/llama")
     initial = {load.variants[0].name: max(setup.min_replicas, math.ceil(need[0] / 0.7))}
-    fleet = Fleet(load.variants, initial, seed=cell.seed, observers=[measured])
-    _drive(fleet, policy.make(setup), measured, load, period_s)
+    fleet = Fleet(load.variants, initial, seed=cell.seed)
+    _drive(fleet, policy.make(setup), load, period_s)
     results = fleet.simulation.run(workload)
     return _result(cell, load, workload, results, fleet, need, time.process_time() - began)
 
 
-def _drive(fleet: Fleet, scaler: Scaler, measured: MeasuredDemand, load: Load, period_s: float) -> None:
+def _drive(fleet: Fleet, scaler: Scaler, load: Load, period_s: float) -> None:
     """Plan the ticks: pages each second, decisions each period, until the load ends. What still waits then is served by
     the fleet as it is.
     """
@@ -124,7 +122,7 @@ def _drive(fleet: Fleet, scaler: Scaler, measured: MeasuredDemand, load: Load, p
     def tick(now: float) -> None:
         nonlocal next_at_s
         fleet.collect(now)
-        pictures.take(measured.demand(fleet.simulation, now), now)
+        pictures.take(fleet.simulation.core.demand(now), now)
         if now >= next_at_s:
             next_at_s += period_s
             fleet.order(scaler.decide(pictures.situation(fleet, now)), now)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bench.autoscale.variants import Variant
-    from bench.virtual.observers import RequestObserver
     from extproc.config.snapshot import Snapshot
 
 # More addresses than any fleet uses: a replica that is gone does not lend its own to another.
@@ -52,7 +51,6 @@ class Fleet:
         initial: Mapping[str, int],
         *,
         seed: int,
-        observers: Sequence[RequestObserver] = (),
     ) -> None:
         """``initial``: replicas by target that serve from the beginning; at least one in all."""
         self.variants = {one.name: one for one in variants}
@@ -67,7 +65,7 @@ class Fleet:
                 self._create(name, 0.0).ready_at_s = 0.0
         engines = {one.address: self._kinds[one.target] for one in self.replicas}
         self._snapshot = _snapshot(list(engines))
-        self.simulation = Simulation(self._snapshot, engines, seed=seed, request_observers=observers)
+        self.simulation = Simulation(self._snapshot, engines, seed=seed)
 
     @property
     def desired(self) -> Mapping[str, int]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -12,6 +13,7 @@ from controller.autoscale.situation import (
     EngineState,
     Freshness,
     Situation,
+    Speed,
     Target,
     Waiting,
 )
@@ -63,6 +65,7 @@ class Pictures:
                 spec=variant.target(0 if number else self._min_replicas),
                 current=fleet.desired[variant.name],
                 engines=tuple(_engines(fleet.replicas, variant.name, server.engines, now)),
+                speed=_speed(fleet.replicas, variant.name, server.engines),
                 start_s=variant.start_s,
             )
             for number, variant in enumerate(fleet.variants.values())
@@ -89,6 +92,30 @@ def _totals(server: ServerDemand) -> Totals:
         prefill_work=sum(one.prefill_work for one in counts),
         ttft=server.ttft,
         tpot=server.tpot,
+    )
+
+
+def _speed(replicas: Iterable[Replica], target: str, said: dict[str, EngineDemand]) -> Speed | None:
+    """The mean of what its engines are known to do; None before any is."""
+    known = [
+        said[one.address]
+        for one in replicas
+        if one.target == target and one.gone_at_s is None and one.address in said
+    ]
+    rates = [one.prefill_tokens_per_s for one in known if one.prefill_tokens_per_s is not None]
+    steps = [
+        (one.step_s, one.step_s_per_token)
+        for one in known
+        if one.step_s is not None and one.step_s_per_token is not None
+    ]
+    if not rates or not steps:
+        return None
+    return Speed(
+        prefill_tokens_per_s=statistics.fmean(rates),
+        step_s=statistics.fmean(step for step, _ in steps),
+        step_s_per_token=statistics.fmean(more for _, more in steps),
+        kv_tokens=max(one.kv_capacity_tokens for one in known) or None,
+        is_measured=True,
     )
 
 
