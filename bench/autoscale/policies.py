@@ -7,6 +7,7 @@ import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
+from bench.autoscale.live import by_objective, by_utilization
 from bench.autoscale.oracle import Oracle
 from bench.autoscale.scaler import Policy, Setup
 
@@ -38,6 +39,8 @@ class Fixed:
 
 
 _POLICIES: Final = (
+    Policy(OURS, by_objective, "share of the objective", (0.6, 0.75, 0.9, 1.0, 1.15), 5.0),
+    Policy("attache-utilization", by_utilization, "utilization", (0.5, 0.6, 0.7, 0.8, 0.9), 5.0),
     Policy("fixed", Fixed, "replicas", (4, 6, 8, 10, 12), 5.0),
     Policy("oracle", Oracle, "share of engines' time", (0.6, 0.7, 0.8, 0.9, 1.0), 5.0),
 )

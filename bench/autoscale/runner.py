@@ -43,6 +43,7 @@ def run_cells(
     missing = [one for one in dict.fromkeys(cells) if one not in found]
     if missing:
         with ProcessPoolExecutor(max(1, min(jobs, len(missing)))) as pool, file.open("ab") as out:
+            out.write(b"\n")  # a line that was cut short stays alone
             pending = [pool.submit(run_cell, one, traces) for one in missing]
             try:
                 for number, one in enumerate(as_completed(pending), 1):
