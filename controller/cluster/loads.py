@@ -56,11 +56,16 @@ async def loads_by_pod(
     return {key: by_ip.get((pod.get("status") or {}).get("podIP", ""), EndpointLoad()) for key, pod in pods.items()}
 
 
+def may_have_requests(pod: Object) -> bool:
+    """Whether a gateway's pod runs: one that has not started yet, or has ended, has sent nothing that is still under way."""
+    return (pod.get("status") or {}).get("phase") == "Running"
+
+
 def _teller(pod: Object) -> str:
     """Where a gateway's pod is asked; empty while it does not run."""
     status, port = pod.get("status") or {}, (pod["metadata"].get("labels") or {}).get(LOADS_LABEL, "")
     ip = status.get("podIP")
-    if not ip or status.get("phase") != "Running" or not port.isdecimal():
+    if not ip or not may_have_requests(pod) or not port.isdecimal():
         return ""
     return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 

@@ -14,7 +14,8 @@ from bench.cluster.assets import Assets, AssetsMissing, find_assets
 from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, running_control_plane
 from bench.cluster.fake.server import FakeServer, running_fake
 from controller.cluster.client import Client, connect
-from controller.cluster.resources import NAMESPACES, SERVICE_ACCOUNTS
+from controller.cluster.resources import DEPLOYMENTS, NAMESPACES, NODES, PODS, SERVICE_ACCOUNTS, key_of
+from extproc.config.loads import LOADS_LABEL
 from tests.waiting import eventually
 from tests.with_kube.kubes import Kube
 
@@ -46,6 +47,17 @@ async def plane(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Asy
     """A real control plane with everything, shared by all tests."""
     async with running_control_plane(tmp_path_factory.mktemp("kube"), assets, ControlPlaneOptions()) as running:
         yield running
+        async with connect(running.admin, manager="test") as client:
+            assert await left_over(client) == [], (
+                "later tests may meet these: the fixture that made them should delete them"
+            )
+
+
+async def left_over(client: Client) -> list[str]:
+    """What changes how other tests' pods run and are drained: nodes, Deployments, gateways."""
+    found = [*(await client.list(NODES)).items, *(await client.list(DEPLOYMENTS)).items]
+    found += (await client.list(PODS, labels=LOADS_LABEL)).items
+    return sorted(key_of(one) for one in found)
 
 
 @pytest.fixture

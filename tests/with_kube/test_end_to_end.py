@@ -32,6 +32,7 @@ from controller.cluster.resources import (
     INFERENCE_POOLS,
     MODEL_ROUTES,
     MODEL_SERVERS,
+    NODES,
     Resource,
 )
 from controller.gateway.compile.gateway_api.settings import GatewayApiSettings
@@ -42,6 +43,7 @@ from tests.gateway_objects import gateway_class
 from tests.kube_objects import Object, picker_config, resource, route, server
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL, Kube
+from tests.with_kube.pods import remove_pods
 from tests.with_kube.test_crds import install
 from tests.with_kube.test_gateway_api import create as create_plainly
 from tests.with_kube.test_gateway_api import said, status
@@ -220,6 +222,8 @@ async def serving(
             found = Site(client, kube, namespace, config, f"http://{listen}")
             await eventually(lambda: is_served(found.url), timeout_s=PATIENCE_S)
             yield found
+            await remove_pods(client, namespace)
+            await client.delete(NODES, node.name)
         finally:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -20,6 +20,7 @@ from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import condition, managing, model_infer, pod_names, role, settings
 from tests.with_kube.permissions import Permission, allowed_by, asked_for, missing, unused
+from tests.with_kube.pods import remove_pods
 from tests.with_kube.test_crds import install
 from tests.with_kube.test_manifests import MANIFESTS, SYSTEM, kubectl
 
@@ -68,6 +69,10 @@ async def node(client: Client, namespace: str, tmp_path: Path) -> AsyncIterator[
     spec = gpu_node(f"node-{namespace}", labels={"test": namespace})
     async with running_nodes(client, [spec], tmp_path / "node", schedules=False):
         yield
+        for kind in (MODELS, MODEL_INFERS):
+            for one in (await client.list(kind, namespace)).items:
+                await client.delete(kind, one["metadata"]["name"], namespace)
+        await remove_pods(client, namespace)
         await client.delete(NODES, spec.name)
 
 
@@ -129,4 +134,3 @@ async def test_the_account_may_do_what_the_work_needs_and_little_more(
         with contextlib.suppress(Forbidden):
             await manager.client.list(SECRETS, namespace)
             raise AssertionError("the account reads Secrets")
-    await client.delete(MODELS, "five", namespace)

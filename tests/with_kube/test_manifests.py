@@ -36,7 +36,7 @@ from tests.gateway_objects import backend_ref, gateway, gateway_class, http_rout
 from tests.kube_objects import Object, resource, route, server
 from tests.waiting import eventually
 from tests.with_kube.permissions import allowed_by, asked_for, missing, unused
-from tests.with_kube.pods import make_pod
+from tests.with_kube.pods import make_pod, remove_pods
 from tests.with_kube.test_gateway_api import POOL
 from tests.with_kube.test_gateway_api import create as create_plainly
 from tests.with_kube.test_gateway_role import IMPATIENT, addresses, conditions, create
@@ -60,12 +60,14 @@ def kube(real_kube: object) -> object:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def applied(plane: ControlPlane, assets: Assets) -> None:
+async def applied(client: Client, plane: ControlPlane, assets: Assets) -> AsyncIterator[None]:
     """The gateway's manifests, as a user applies them."""
     assert await kubectl(plane, assets, "apply", "-k", str(MANIFESTS / "crds")) == 0
     wait = ["wait", "--for", "condition=established", "crd", "gatewayconfigs.attache.dev"]
     assert await kubectl(plane, assets, *wait) == 0
     assert await kubectl(plane, assets, "apply", "-k", str(MANIFESTS / "gateway")) == 0
+    yield
+    await remove_pods(client, SYSTEM)
 
 
 async def kubectl(plane: ControlPlane, assets: Assets, *words: str) -> int:

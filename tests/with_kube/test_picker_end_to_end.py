@@ -20,12 +20,13 @@ from bench.cluster.node.running import running_nodes
 from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
 from controller.cluster.client import Client
-from controller.cluster.resources import DEPLOYMENTS, INFERENCE_POOLS, PODS, SECRETS, Object, Resource
+from controller.cluster.resources import DEPLOYMENTS, INFERENCE_POOLS, NODES, PODS, SECRETS, Object, Resource
 from tests.controller.epp.test_flags import CHART
 from tests.controller.gateway.compile.test_picker_mode import PICKER
 from tests.waiting import eventually
 from tests.with_envoy.gateways import NO_HINT, bootstrap, pool_cluster
 from tests.with_kube.kubes import REAL, Kube
+from tests.with_kube.pods import remove_pods
 from tests.with_kube.test_end_to_end import PATIENCE_S, engines, is_served, load
 from tests.with_kube.test_manifests import MANIFESTS, kubectl
 
@@ -218,6 +219,8 @@ async def site(
         await found.scale(2)
         await eventually(lambda: is_served(found.url), timeout_s=PATIENCE_S)
         yield found
+        await remove_pods(client, namespace)
+        await client.delete(NODES, node.name)
 
 
 async def test_no_request_fails_while_engines_come_and_go_and_the_certificate_is_renewed(site: Site) -> None:

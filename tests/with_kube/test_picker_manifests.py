@@ -29,7 +29,7 @@ from controller.roles.gateway_metrics import GatewayMetrics
 from controller.roles.picker import CONTROLLER, PickerRole, PickerSettings
 from tests.waiting import eventually
 from tests.with_kube.permissions import allowed_by, asked_for, missing, unused
-from tests.with_kube.pods import make_pod
+from tests.with_kube.pods import make_pod, remove_pods
 from tests.with_kube.test_gateway_role import IMPATIENT, addresses
 from tests.with_kube.test_manifests import MANIFESTS, SYSTEM, kubectl
 
@@ -124,6 +124,7 @@ async def account(client: Client, kinds: None, plane: ControlPlane, assets: Asse
     access = msgspec.structs.replace(client.access, token=answer["status"]["token"], certificate="", key="")
     async with connect(access, manager=CONTROLLER) as one:
         yield one
+    await remove_pods(client, "default")
     assert await kubectl(plane, assets, "delete", "-k", str(PICKER / "base")) == 0
 
 

@@ -168,7 +168,12 @@ class Site(msgspec.Struct, frozen=True):
             "args": ["--model", "org/llama", "--port", "8000", "--speed", str(SPEED)],
             "env": [{"name": "TEMPLATE", "value": revision}],
             "ports": [{"name": "http", "containerPort": 8000}],
-            "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1},
+            # an engine that is slow, because this machine is, is not taken out of service for it
+            "readinessProbe": {
+                "httpGet": {"path": "/health", "port": "http"},
+                "periodSeconds": 1,
+                "timeoutSeconds": 10,
+            },
             **container,
         }
         return role(name, containers=[engine], nodeSelector={"test": self.namespace})

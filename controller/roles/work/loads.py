@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from controller.cluster.loads import loads_by_pod
+from controller.cluster.loads import loads_by_pod, may_have_requests
 from controller.cluster.resources import split_key
 from controller.reconcile.model_infer.observed import Load
 
@@ -79,6 +79,6 @@ class GatewayLoads:
             elif its == namespace:
                 own.append(one)
         found = [*everywhere, *own]
-        # gateways that are not believed may still have requests under way
-        is_unknown = not found and bool(self._gateways.objects)
+        # gateways that are not believed may still have requests under way, if they run at all
+        is_unknown = not found and any(map(may_have_requests, self._gateways.objects.values()))
         return None if is_unknown or len(own) > _MOST_OWN else found

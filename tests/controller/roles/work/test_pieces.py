@@ -228,3 +228,15 @@ async def test_who_calls_himself_a_gateway_speaks_for_his_own_namespace_alone() 
         many = Heard(*(teller("theirs", silent, f"gateway-{number}") for number in range(1000)))
         asked = GatewayLoads(http, many, pods.get)  # type: ignore[arg-type]
         assert await asked.ask(["theirs/llama"]) == {}, "nobody is asked"
+
+
+@pytest.mark.parametrize(
+    ("phase", "is_known"), [("Pending", True), ("Succeeded", True), ("Failed", True), ("Running", False)]
+)
+async def test_a_gateway_that_does_not_run_has_nothing_under_way(phase: str, is_known: bool) -> None:
+    """Pods that nobody believes and that wait for a node, or have ended, hold up no drain."""
+    elsewhere, ours = teller("theirs", free_ports(1)[0]), engine("ours")
+    elsewhere["status"]["phase"] = phase
+    async with aiohttp.ClientSession() as http:
+        asked = GatewayLoads(http, Heard(elsewhere), {key_of(ours): ours}.get)  # type: ignore[arg-type]
+        assert await asked.ask(["ours/llama"]) == ({"ours/llama": Load(0, 0)} if is_known else {})
