@@ -29,21 +29,22 @@ class ByLaw:
         self._least = setup.min_replicas
         self._memory: Any = None
         self._past = Past()
+        self._seen: float | None = None
 
     def decide(self, situation: Situation) -> Mapping[str, int]:
         """The law's answer within the behaviour block and the bounds."""
         first = situation.targets[0]
         current = float(first.current or 0)
+        if self._seen is not None and current != self._seen:
+            made = Scaled(situation.now_s, current - self._seen)
+            self._past = Past(self._past.recommendations, (*self._past.changes, made))
+        self._seen = current
         found, self._memory = self._law.recommend(situation, self._memory)
         if found.replicas is None:
             return {}
         asked = float(math.ceil(found.replicas))
         desired = asked if self._behavior is None else self._behaved(self._behavior, asked, current, situation.now_s)
         desired = min(float(first.spec.max_replicas), max(float(self._least), desired))
-        if self._behavior is not None and desired != current:
-            self._past = Past(
-                self._past.recommendations, (*self._past.changes, Scaled(situation.now_s, desired - current))
-            )
         return {first.name: int(desired)}
 
     def _behaved(self, behavior: Behavior, asked: float, current: float, now_s: float) -> float:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _DEMAND_S: Final = 1.0
 # The share of engines' time at which a fleet counts as overloaded.
 _FULL: Final = 1.0
+# Scalers see the load for so long before they are obeyed and anything counts: none begins with empty windows.
+WARM_UP_S: Final = 60.0
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -125,7 +127,9 @@ def _drive(fleet: Fleet, scaler: Scaler, load: Load, period_s: float) -> None:
         pictures.take(fleet.simulation.core.demand(now), now)
         if now >= next_at_s:
             next_at_s += period_s
-            fleet.order(scaler.decide(pictures.situation(fleet, now)), now)
+            desired = scaler.decide(pictures.situation(fleet, now))
+            if now >= WARM_UP_S:
+                fleet.order(desired, now)
         if now + _DEMAND_S < load.duration_s:
             fleet.simulation.at(now + _DEMAND_S, tick)
 
@@ -141,22 +145,23 @@ def _result(
     need: list[float],
     cpu_s: float,
 ) -> CellResult:
-    good = [one for one in results if not one.error]
+    counted = [one for one in results if one.due_at_s >= WARM_UP_S]
+    good = [one for one in counted if not one.error]
+    due_at_s = [at_s for session in workload.sessions if (at_s := session.begins_at_s) >= WARM_UP_S]
     worth = worths(load)
     totals = [(one.at_s, sum(worth[name] * count for name, count in one.desired.items())) for one in fleet.orders]
-    due_at_s = [session.begins_at_s for session in workload.sessions]
     return CellResult(
         cell=cell,
         requests=len(due_at_s),
-        refused=len(results) - len(good),
-        lost=len(due_at_s) - len(results),
-        windows=met_by_window(due_at_s, results, load.objective, load.duration_s),
+        refused=len(counted) - len(good),
+        lost=len(due_at_s) - len(counted),
+        windows=met_by_window(due_at_s, counted, load.objective, since_s=WARM_UP_S, until_s=load.duration_s),
         ttft_s=distribution(one.ttft_s for one in good),
         tpot_s=distribution(one.tpot_s for one in good if one.output_tokens > 1),
-        bill=bill(fleet.replicas, load.duration_s),
+        bill=bill(fleet.replicas, WARM_UP_S, load.duration_s),
         reversals=reversals([total for _, total in totals]),
         orders=len(totals) - 1,
-        to_order_s=overload_to_order_s(need, totals),
-        hours=load.duration_s / 3600,
+        to_order_s=overload_to_order_s([0.0] * int(WARM_UP_S) + need[int(WARM_UP_S) :], totals),
+        hours=(load.duration_s - WARM_UP_S) / 3600,
         cpu_s=round(cpu_s, 2),
     )

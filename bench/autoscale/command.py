@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from bench.autoscale.experiment import Tuned
 
 _QUICK_LOADS: Final = "ramps"
-_QUICK_S: Final = 120.0
+_QUICK_S: Final = 150.0
 _QUICK_START_S: Final = 20.0
 
 
@@ -123,7 +123,7 @@ def _preface(options: argparse.Namespace) -> list[str]:
     return [
         f"{period}. {options.seeds} seeds of the held-back halves. Each policy has the setting that was cheapest on the "
         f"tuning halves among those with {GOAL:.0%} of requests in target, or that attained most; all had as many "
-        "settings to choose from. Intervals: 95%, bootstrap over windows of the runs and seeds. Refused and lost requests "
+        "settings to choose from. The first minute, in which nobody is obeyed, does not count. Intervals: 95%, bootstrap over windows of the runs and seeds. Refused and lost requests "
         "count as missed. To order: from when more engines were needed than ordered to the next larger order.",
     ]
 

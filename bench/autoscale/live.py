@@ -30,8 +30,7 @@ class Live:
 
     def __init__(self, setup: Setup, policy: AutoscalingPolicySpec) -> None:
         targets = tuple(
-            variant.target(0 if number else setup.min_replicas)
-            for number, variant in enumerate(setup.load.variants)
+            variant.target(0 if number else setup.min_replicas) for number, variant in enumerate(setup.load.variants)
         )
         self._policy = policy
         self._binding = AutoscalingPolicyBinding(

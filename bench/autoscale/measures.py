@@ -28,19 +28,24 @@ def met_by_window(
     due_at_s: Iterable[float],
     results: Iterable[RequestResult],
     objective: LatencyObjective,
-    duration_s: float,
+    *,
+    since_s: float,
+    until_s: float,
 ) -> list[Window]:
     """Parts of equal length, so that those of two policies have the same requests. ``due_at_s``: of all requests: one
-    that has no result is lost, and missed.
+    that has no result is lost, and missed. Those before ``since_s`` do not count.
     """
     due, met = [0] * WINDOWS, [0] * WINDOWS
 
     def window(at_s: float) -> int:
-        return min(WINDOWS - 1, int(WINDOWS * at_s / duration_s))
+        return min(WINDOWS - 1, int(WINDOWS * (at_s - since_s) / (until_s - since_s)))
 
     for at_s in due_at_s:
-        due[window(at_s)] += 1
+        if at_s >= since_s:
+            due[window(at_s)] += 1
     for one in results:
+        if one.due_at_s < since_s:
+            continue
         is_met = not one.error and one.ttft_s <= objective.ttft_s and one.tpot_s <= objective.tpot_s
         met[window(one.due_at_s)] += is_met
     return [Window(*both) for both in zip(due, met, strict=True)]

@@ -98,9 +98,7 @@ def _totals(server: ServerDemand) -> Totals:
 def _speed(replicas: Iterable[Replica], target: str, said: dict[str, EngineDemand]) -> Speed | None:
     """The mean of what its engines are known to do; None before any is."""
     known = [
-        said[one.address]
-        for one in replicas
-        if one.target == target and one.gone_at_s is None and one.address in said
+        said[one.address] for one in replicas if one.target == target and one.gone_at_s is None and one.address in said
     ]
     rates = [one.prefill_tokens_per_s for one in known if one.prefill_tokens_per_s is not None]
     steps = [

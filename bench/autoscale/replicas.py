@@ -44,17 +44,17 @@ class Replica(msgspec.Struct):
         """It counts against what was ordered: a draining one cannot be had back."""
         return self.is_ready or self.is_starting
 
-    def paid_s(self, until_s: float) -> float:
-        """How long it has cost."""
+    def paid_s(self, since_s: float, until_s: float) -> float:
+        """How long it has cost in a time."""
         end = until_s if self.gone_at_s is None else min(self.gone_at_s, until_s)
-        return max(0.0, end - self.created_at_s)
+        return max(0.0, end - max(since_s, self.created_at_s))
 
-    def serving_s(self, until_s: float) -> float:
-        """How long it has been able to take requests."""
+    def serving_s(self, since_s: float, until_s: float) -> float:
+        """How long it could take requests in a time."""
         if self.ready_at_s is None:
             return 0.0
         ends = [one for one in (self.draining_at_s, self.gone_at_s, until_s) if one is not None]
-        return max(0.0, min(ends) - self.ready_at_s)
+        return max(0.0, min(ends) - max(since_s, self.ready_at_s))
 
 
 class Bill(msgspec.Struct, frozen=True):
@@ -67,14 +67,14 @@ class Bill(msgspec.Struct, frozen=True):
     wasted_gpu_s: float
 
 
-def bill(replicas: Iterable[Replica], until_s: float) -> Bill:
-    """Of all replicas, up to an instant."""
+def bill(replicas: Iterable[Replica], since_s: float, until_s: float) -> Bill:
+    """Of all replicas, from one instant to another."""
     hours = cost = wasted_s = 0.0
     for one in replicas:
-        paid_s = one.paid_s(until_s)
+        paid_s = one.paid_s(since_s, until_s)
         hours += paid_s / _HOUR_S
         cost += one.cost * paid_s / _HOUR_S
-        wasted_s += one.accelerators * (paid_s - one.serving_s(until_s))
+        wasted_s += one.accelerators * (paid_s - one.serving_s(since_s, until_s))
     return Bill(hours, cost, wasted_s)
 
 

@@ -12,25 +12,29 @@ from bench.reporting.results import RequestResult
 
 
 def replica(name: str, created_at_s: float, **times: float) -> Replica:
-    return Replica(
-        name=name, target="a", address=name, cost=2.0, accelerators=4, created_at_s=created_at_s, **times
-    )
+    return Replica(name=name, target="a", address=name, cost=2.0, accelerators=4, created_at_s=created_at_s, **times)
 
 
 def test_a_replica_costs_from_its_order_to_its_end_and_only_serving_is_not_wasted() -> None:
     served = replica("one", 100.0, ready_at_s=160.0, draining_at_s=3600.0, gone_at_s=3700.0)
-    found = bill([served], until_s=10_000.0)
+    found = bill([served], 0.0, 10_000.0)
     assert found.replica_hours == pytest.approx(1.0)
     assert found.cost == pytest.approx(2.0)
     assert found.wasted_gpu_s == pytest.approx(4 * (60 + 100))
 
 
 def test_a_replica_that_never_served_is_wasted_whole() -> None:
-    assert bill([replica("one", 0.0, gone_at_s=30.0)], until_s=100.0).wasted_gpu_s == pytest.approx(120.0)
+    assert bill([replica("one", 0.0, gone_at_s=30.0)], 0.0, 100.0).wasted_gpu_s == pytest.approx(120.0)
 
 
 def test_what_comes_after_the_run_is_not_paid() -> None:
-    assert bill([replica("one", 50.0, ready_at_s=60.0)], until_s=86.0).replica_hours == pytest.approx(0.01)
+    assert bill([replica("one", 50.0, ready_at_s=60.0)], 0.0, 86.0).replica_hours == pytest.approx(0.01)
+
+
+def test_what_comes_before_the_count_is_not_paid() -> None:
+    found = bill([replica("one", 0.0, ready_at_s=50.0)], 40.0, 400.0)
+    assert found.replica_hours == pytest.approx(0.1)
+    assert found.wasted_gpu_s == pytest.approx(40.0)
 
 
 def test_those_that_start_go_first_the_newest_before_older_ones_then_the_least_busy() -> None:
@@ -61,10 +65,12 @@ def test_refused_lost_and_slow_requests_are_missed() -> None:
         RequestResult(3.0, 3.5, 9.0, 10, 0, 11),
         RequestResult(4.0, 4.0, 4.0, 0, 0, 0, error="refused"),
     ]
-    found = met_by_window([1.0, 2.0, 3.0, 4.0, 5.0], results, LatencyObjective(2.0, 0.2), 12.0)
+    found = met_by_window(
+        [0.5, 1.0, 2.0, 3.0, 4.0, 5.0], results, LatencyObjective(2.0, 0.2), since_s=1.0, until_s=13.0
+    )
     assert sum(one.due for one in found) == 5
     assert sum(one.met for one in found) == 1
-    assert found[1] == Window(1, 1)
+    assert found[0] == Window(1, 1)
 
 
 def spot(attainment: float, cost: float, policy: str = "peer") -> Spot:

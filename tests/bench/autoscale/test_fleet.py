@@ -69,7 +69,7 @@ def test_an_order_taken_back_ends_what_was_starting() -> None:
 
 def test_more_engines_meet_the_targets_more_often_and_cost_more() -> None:
     few, many = (
-        run_cell(Cell("ramps", Half.TUNING, "fixed", count, 0, duration_s=60.0), Path()) for count in (1.0, 4.0)
+        run_cell(Cell("ramps", Half.TUNING, "fixed", count, 0, duration_s=110.0), Path()) for count in (1.0, 4.0)
     )
     assert few.attainment < many.attainment
     assert few.bill.cost < many.bill.cost
@@ -91,7 +91,7 @@ def test_an_unknown_policy_or_load_is_told(tmp_path: Path) -> None:
 
 
 def test_finished_cells_are_not_run_again_and_a_cut_line_is(tmp_path: Path) -> None:
-    cells = [Cell("ramps", Half.TUNING, "fixed", knob, 0, duration_s=20.0) for knob in (2.0, 3.0)]
+    cells = [Cell("ramps", Half.TUNING, "fixed", knob, 0, duration_s=80.0) for knob in (2.0, 3.0)]
     file = tmp_path / "cells.jsonl"
     console = Console(quiet=True)
     first = run_cells(cells, file, Path(), console, jobs=1)
