@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+
 from bench.autoscale.frontier import Spot, cost_at, dominates, extra_cost
 from bench.autoscale.measures import Window, met_by_window, overload_to_order_s, reversals
 from bench.autoscale.replicas import Replica, bill, victims

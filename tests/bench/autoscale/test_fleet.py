@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich.console import Console
+
 from bench.__main__ import main
 from bench.autoscale.cell import Cell, run_cell
 from bench.autoscale.fleet import Fleet
@@ -12,7 +14,6 @@ from bench.autoscale.loads import Half
 from bench.autoscale.runner import kept_results, run_cells
 from bench.autoscale.variants import ONE
 from bench.workload.sessions import Session, SessionTurn, Workload, one_piece
-from rich.console import Console
 
 
 def workload(count: int, *, every_s: float) -> Workload:

@@ -7,6 +7,7 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+
 from bench.autoscale.capacity import Mean, capacity, prefill_of
 from bench.autoscale.loads import LOADS, Half, copies
 from bench.autoscale.oracle import needed, orders_ahead, work_by_second
