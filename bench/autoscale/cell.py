@@ -17,7 +17,7 @@ from bench.autoscale.oracle import needed, work_by_second
 from bench.autoscale.pictures import Pictures
 from bench.autoscale.policies import policy_named
 from bench.autoscale.replicas import Bill, bill
-from bench.autoscale.scaler import Setup
+from bench.autoscale.scaler import Setup, told_objective
 from bench.reporting.distribution import Distribution, distribution
 
 if TYPE_CHECKING:
@@ -109,16 +109,17 @@ def run_cell(cell: Cell, traces: Path) -> CellResult:
     need = [float(one) for one in needed(work_by_second(load, workload), _FULL)]
     initial = {load.variants[0].name: max(setup.min_replicas, math.ceil(need[0] / 0.7))}
     fleet = Fleet(load.variants, initial, seed=cell.seed)
-    _drive(fleet, policy.make(setup), load, period_s)
+    _drive(fleet, policy.make(setup), setup)
     results = fleet.simulation.run(workload)
     return _result(cell, load, workload, results, fleet, need, time.process_time() - began)
 
 
-def _drive(fleet: Fleet, scaler: Scaler, load: Load, period_s: float) -> None:
+def _drive(fleet: Fleet, scaler: Scaler, setup: Setup) -> None:
     """Plan the ticks: pages each second, decisions each period, until the load ends. What still waits then is served by
     the fleet as it is.
     """
-    pictures = Pictures(load.objective, min_replicas=1)
+    pictures = Pictures(told_objective(setup), min_replicas=setup.min_replicas)
+    load = setup.load
     next_at_s = 0.0
 
     def tick(now: float) -> None:
@@ -126,7 +127,7 @@ def _drive(fleet: Fleet, scaler: Scaler, load: Load, period_s: float) -> None:
         fleet.collect(now)
         pictures.take(fleet.simulation.core.demand(now), now)
         if now >= next_at_s:
-            next_at_s += period_s
+            next_at_s += setup.period_s
             desired = scaler.decide(pictures.situation(fleet, now))
             if now >= WARM_UP_S:
                 fleet.order(desired, now)

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from bench.autoscale.cell import Cell, CellResult
     from bench.autoscale.experiment import Tuned
 
-_QUICK_LOADS: Final = "ramps"
-_QUICK_S: Final = 150.0
+_QUICK_LOAD: Final = "sines"
+_QUICK_S: Final = 130.0
 _QUICK_START_S: Final = 20.0
 
 
@@ -81,7 +81,7 @@ def autoscale(options: argparse.Namespace, console: Console) -> int:
 
 def _quick(options: argparse.Namespace, policies: list[str], console: Console) -> int:
     """The middle setting of each policy; no table, because so short a run compares nothing."""
-    plan = Plan([_QUICK_LOADS], policies, 1, options.period, _QUICK_START_S, _QUICK_S)
+    plan = Plan([_QUICK_LOAD], policies, 1, options.period, _QUICK_START_S, _QUICK_S)
     cells = [
         one
         for one in plan.cells(Half.TUNING)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from bench.autoscale.scaler import told_objective
 from controller.autoscale.decide import decide
-from controller.resources.autoscaling import AutoscalingPolicySpec, LatencyObjective, Strategy
+from controller.resources.autoscaling import AutoscalingPolicySpec, Strategy
 from controller.resources.autoscaling_binding import AutoscalingPolicyBinding, AutoscalingPolicyBindingSpec
 from controller.resources.scaling_laws import WorkParameters
 from extproc.config.quantities import Duration
@@ -51,25 +52,14 @@ class Live:
 
 def by_objective(setup: Setup) -> Live:
     """The defaults. The knob: the share of the objective's latencies that the policy asks for."""
-    asked = setup.load.objective
-    objective = LatencyObjective(
-        ttft=_seconds(asked.ttft_s * setup.knob), tpot=_seconds(asked.tpot_s * setup.knob), percentile=90.0
-    )
-    return Live(setup, AutoscalingPolicySpec(objective=objective, period=_seconds(setup.period_s)))
+    objective = told_objective(setup, setup.knob)
+    return Live(setup, AutoscalingPolicySpec(objective=objective, period=Duration(f"{setup.period_s:g}s")))
 
 
 def by_utilization(setup: Setup) -> Live:
     """The knob: the utilization of the strategy Work."""
-    asked = setup.load.objective
-    return Live(
-        setup,
-        AutoscalingPolicySpec(
-            strategies=(Strategy(name="Work", work=WorkParameters(utilization=setup.knob)),),
-            objective=LatencyObjective(ttft=_seconds(asked.ttft_s), tpot=_seconds(asked.tpot_s), percentile=90.0),
-            period=_seconds(setup.period_s),
-        ),
+    work = Strategy(name="Work", work=WorkParameters(utilization=setup.knob))
+    spec = AutoscalingPolicySpec(
+        strategies=(work,), objective=told_objective(setup), period=Duration(f"{setup.period_s:g}s")
     )
-
-
-def _seconds(value_s: float) -> Duration:
-    return Duration(f"{value_s * 1000:.0f}ms")
+    return Live(setup, spec)

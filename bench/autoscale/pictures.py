@@ -18,33 +18,25 @@ from controller.autoscale.situation import (
     Waiting,
 )
 from controller.autoscale.traffic import Point, Totals, Traffic
-from controller.resources.autoscaling import LatencyObjective
-from extproc.config.quantities import Duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bench.autoscale.fleet import Fleet
     from bench.autoscale.replicas import Replica
-    from bench.lab.measures import LatencyObjective as LabObjective
+    from controller.resources.autoscaling import LatencyObjective
     from extproc.config.demand import Demand, EngineDemand, ServerDemand
 
 # As long as any law looks back.
 _HISTORY_S: Final = 1800.0
-# Which percentile of latencies the policies are told to keep.
-PERCENTILE: Final = 90.0
 
 
 class Pictures:
     """The history of one ModelServer, and the fleet as it is."""
 
-    def __init__(self, objective: LabObjective, *, min_replicas: int) -> None:
+    def __init__(self, objective: LatencyObjective, *, min_replicas: int) -> None:
         """``min_replicas``: of the first target."""
-        self._objective = LatencyObjective(
-            ttft=Duration(f"{objective.ttft_s * 1000:.0f}ms"),
-            tpot=Duration(f"{objective.tpot_s * 1000:.0f}ms"),
-            percentile=PERCENTILE,
-        )
+        self._objective = objective
         self._min_replicas = min_replicas
         self._points: deque[Point] = deque()
         self._server: ServerDemand | None = None

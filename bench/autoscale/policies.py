@@ -7,9 +7,9 @@ import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from bench.autoscale.law_peers import hpa, kpa, llmd_keda, llmd_slo, wva_first, wva_second
 from bench.autoscale.live import by_objective, by_utilization
 from bench.autoscale.oracle import Oracle
+from bench.autoscale.peer_policies import PEER_POLICIES
 from bench.autoscale.scaler import Policy, Setup
 
 if TYPE_CHECKING:
@@ -42,12 +42,7 @@ class Fixed:
 _POLICIES: Final = (
     Policy(OURS, by_objective, "share of the objective", (0.6, 0.75, 0.9, 1.0, 1.15), 5.0),
     Policy("attache-utilization", by_utilization, "utilization", (0.5, 0.6, 0.7, 0.8, 0.9), 5.0),
-    Policy("hpa-running-waiting", hpa, "requests of a replica", (6, 10, 14, 20, 28), 15.0),
-    Policy("kpa", kpa, "target concurrency", (10, 15, 20, 28, 40), 2.0),
-    Policy("wva-v1", wva_first, "spare KV share", (0.2, 0.35, 0.5, 0.6, 0.7), 30.0),
-    Policy("wva-v2", wva_second, "scale-up utilization", (0.2, 0.35, 0.5, 0.7, 0.85), 30.0),
-    Policy("llmd-keda", llmd_keda, "running requests of a replica", (6, 10, 14, 20, 28), 15.0),
-    Policy("llmd-slo", llmd_slo, "share of the objective", (0.4, 0.55, 0.7, 0.85, 1.0), 15.0),
+    *PEER_POLICIES,
     Policy("fixed", Fixed, "replicas", (4, 6, 8, 10, 12), 5.0),
     Policy("oracle", Oracle, "share of engines' time", (0.6, 0.7, 0.8, 0.9, 1.0), 5.0),
 )

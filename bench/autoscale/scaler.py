@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
 from bench.autoscale.loads import Load
 from bench.workload.sessions import Workload
+from controller.resources.autoscaling import LatencyObjective
+from extproc.config.quantities import Duration
 
 if TYPE_CHECKING:
     from controller.autoscale.situation import Situation
@@ -33,6 +35,22 @@ class Setup(msgspec.Struct, frozen=True):
     knob: float
     period_s: float
     min_replicas: int = 1
+
+
+# Which percentile of latencies policies are told to keep.
+PERCENTILE: Final = 90.0
+
+
+def told_objective(setup: Setup, share: float = 1.0) -> LatencyObjective:
+    """The load's objective as a policy has it, or a share of its latencies."""
+    asked = setup.load.objective
+    return LatencyObjective(
+        ttft=_duration(asked.ttft_s * share), tpot=_duration(asked.tpot_s * share), percentile=PERCENTILE
+    )
+
+
+def _duration(value_s: float) -> Duration:
+    return Duration(f"{value_s * 1000:.0f}ms")
 
 
 class Policy(msgspec.Struct, frozen=True):
