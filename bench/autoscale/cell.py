@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _DEMAND_S: Final = 1.0
 # The share of engines' time at which a fleet counts as overloaded.
 _FULL: Final = 1.0
+# The share of engines' time that the load of the first minute takes of the initial fleet.
+_AT_FIRST: Final = 0.8
 # Scalers see the load for so long before they are obeyed and anything counts: none begins with empty windows.
 WARM_UP_S: Final = 60.0
 
@@ -106,8 +108,10 @@ def run_cell(cell: Cell, traces: Path) -> CellResult:
     workload = load.workload(cell.half, cell.seed, traces)
     period_s = cell.period_s or policy.native_period_s
     setup = Setup(load, workload, cell.knob, period_s)
-    need = [float(one) for one in needed(work_by_second(load, workload), _FULL)]
-    initial = {load.variants[0].name: max(setup.min_replicas, math.ceil(need[0] / 0.7))}
+    work = work_by_second(load, workload)
+    need = [float(one) for one in needed(work, _FULL)]
+    first = sum(work[: int(WARM_UP_S)]) / WARM_UP_S / _AT_FIRST
+    initial = {load.variants[0].name: max(setup.min_replicas, math.ceil(first))}
     fleet = Fleet(load.variants, initial, seed=cell.seed)
     _drive(fleet, policy.make(setup), setup)
     results = fleet.simulation.run(workload)

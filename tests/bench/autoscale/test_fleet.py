@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from bench.__main__ import main
 from bench.autoscale.cell import Cell, run_cell
 from bench.autoscale.fleet import Fleet
 from bench.autoscale.loads import Half
+from bench.autoscale.policies import POLICIES
 from bench.autoscale.runner import kept_results, run_cells
 from bench.autoscale.variants import ONE
 from bench.workload.sessions import Session, SessionTurn, Workload, one_piece
@@ -103,3 +105,15 @@ def test_finished_cells_are_not_run_again_and_a_cut_line_is(tmp_path: Path) -> N
     again = run_cells(cells, file, Path(), console, jobs=1)
     assert [one.attainment for one in again.values()] == [one.attainment for one in first.values()]
     assert len(kept_results(file)) == 2
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_plays_within_its_bounds_and_loses_nobody(policy: str) -> None:
+    grid = POLICIES[policy].grid
+    assert len(grid) == 5
+    cell = Cell("noise", Half.HELD, policy, grid[2], 0, start_s=5.0, duration_s=75.0)
+    found = run_cell(cell, Path())
+    assert found.requests > 30
+    assert not found.lost
+    assert not found.refused
+    assert 0 < found.bill.replica_hours <= ONE[0].max_replicas * found.hours
