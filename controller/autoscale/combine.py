@@ -24,16 +24,18 @@ _NEAR_OBJECTIVE: Final = 0.9
 _LATENCY_WINDOW_S: Final = 60.0
 
 
-def combined(recommendations: Sequence[Recommendation], current: float) -> Answer:
-    """The largest answer; never below ``current`` while a law does not know."""
+def combined(recommendations: Sequence[Recommendation], current: float) -> Answer | None:
+    """The largest answer; never below ``current`` while a law does not know. None: no law knows."""
     known = [one.replicas for one in recommendations if one.replicas is not None]
-    unknown = [one.law for one in recommendations if one.replicas is None and one.law not in BOUNDS]
-    if not known or (unknown and len(unknown) == len(known) + len(unknown)):
-        return Answer(current).changed("Unknown", current, "no law knows")
+    if not known:
+        return None
     answer = Answer(max(known))
-    if all(one.law in BOUNDS for one in recommendations if one.replicas is not None):
-        return answer.at_least("Unknown", current, "only a lower bound is known")
-    return answer.at_least("Unknown", current, f"{', '.join(unknown)} cannot tell") if unknown else answer
+    unknown = [one.law for one in recommendations if one.replicas is None and one.law not in BOUNDS]
+    if unknown:
+        return answer.at_least("Unknown", current, f"{', '.join(unknown)} cannot tell")
+    if all(one.law in BOUNDS for one in recommendations):
+        return answer.at_least("Unknown", current, "no law says that fewer are enough")
+    return answer
 
 
 def carried_by_the_rest(answer: Answer, situation: Situation) -> Answer:

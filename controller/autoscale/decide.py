@@ -15,9 +15,10 @@ from controller.autoscale.decision import Decision, TargetDecision
 from controller.autoscale.interim_allocation import shared_out
 from controller.autoscale.laws.registry import laws_of
 from controller.autoscale.memory import Memory, StageMemory
+from controller.autoscale.preparing import prepared
 from controller.autoscale.schedule import Bounds, bounds_at
 from controller.autoscale.situation import EngineState, Situation, Target
-from controller.autoscale.stage import StageAnswer, decided, keeps_one, prepared, told
+from controller.autoscale.stage import StageAnswer, decided, keeps_one, told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.autoscale.situation import Freshness, Metric, Situation
+from controller.autoscale.situation import EngineState, Freshness, Metric, Situation
+
+# Requests that one replica takes on, where nothing better is known.
+REQUESTS_A_REPLICA: Final = 32
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,6 +71,9 @@ def held_by_age(answer: Answer, situation: Situation, policy: AutoscalingPolicyS
     """The answer as far as the data's age allows."""
     stale = too_old(situation, policy)
     if stale:
-        return answer.changed("Stale", situation.current, stale)
+        # what waits is there, whatever else is unknown
+        ready = situation.units(EngineState.READY)
+        for_waiting = ready + situation.waiting.requests / REQUESTS_A_REPLICA
+        return answer.changed("Stale", max(situation.current, min(answer.replicas, for_waiting)), stale)
     why = not_for_scale_in(situation, policy)
     return answer.at_least("Stale", situation.current, why) if why else answer

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from controller.autoscale.interim_behavior import Past
+from controller.autoscale.behavior import Past
+from controller.autoscale.panic import PanicState
 from controller.autoscale.schedule import Bounds
 from controller.autoscale.situation import Speed
 from controller.autoscale.start_times import StartTimes
@@ -15,8 +16,8 @@ from controller.resources.autoscaling import Schedule
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """``began_at_s``: of the first decision. ``laws``: what each law remembers, by its name. ``past``: for
-    the behaviour block. ``current``: as seen last. ``speeds``: smoothed,
+    """``began_at_s``: since when laws have known something without a gap. ``laws``: what each law remembers, by its name. ``past``: for
+    the behaviour block. ``panic``: None if there is none. ``current``: as seen last. ``speeds``: smoothed,
     and ``starts``: measured, by target. ``arrivals``: counted so far. ``active_at_s``: when something was last asked for
     or done. ``woken_at_s``: when the stage last left zero; None: not yet, or requests have been served since.
     """
@@ -25,6 +26,7 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     decided_at_s: float
     laws: Mapping[str, object] = {}
     past: Past = Past()
+    panic: PanicState | None = None
     current: float | None = None
     speeds: Mapping[str, Speed] = {}
     starts: Mapping[str, StartTimes] = {}

@@ -166,3 +166,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     def current(self) -> float:
         """What was asked for last, in replicas of the first target."""
         return sum((one.current or 0) * one.capacity for one in self.targets)
+
+    def units(self, state: EngineState) -> float:
+        """Engines in this state, in replicas of the first target."""
+        return sum(len(one.having(state)) * one.capacity for one in self.targets)

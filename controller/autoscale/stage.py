@@ -9,33 +9,28 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.autoscale.answer import Answer
+from controller.autoscale.behavior import Recommended, behaved, remembered
 from controller.autoscale.combine import carried_by_the_rest, combined
 from controller.autoscale.decision import StageDecision
-from controller.autoscale.freshness import held_by_age, with_fresh_metrics
-from controller.autoscale.interim_behavior import Past, Recommended, Scaled, behaved, remembered
+from controller.autoscale.freshness import held_by_age, too_old
 from controller.autoscale.law import Law, Recommendation
-from controller.autoscale.load import PerRequest, load_of
 from controller.autoscale.memory import StageMemory
-from controller.autoscale.situation import Situation, Speed, Target
-from controller.autoscale.speeds import seconds_of_replica, smoothed
-from controller.autoscale.start_times import StartTimes, expected_start_s
-from controller.autoscale.zero import followed, from_zero, why_not_zero
+from controller.autoscale.panic import PanicState, panicking
+from controller.autoscale.situation import EngineState, Situation
+from controller.autoscale.zero import from_zero, why_not_zero
+from controller.resources.autoscaling import Behavior, ScalingRule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from controller.autoscale.schedule import Bounds
-    from controller.resources.autoscaling import AutoscalingPolicySpec, Behavior
+    from controller.resources.autoscaling import AutoscalingPolicySpec
 
-# What a behaviour block leaves out. HPA waits 300 s before it scales in, as its metrics know nothing of what comes. Our
-# laws look ahead, and ask for room before they scale in; this is for what they cannot know.
 SCALE_IN_WINDOW_S: Final = 120
+_ANY_GROWTH: Final = (ScalingRule("Pods", 1_000_000, 1),)
+_HPA_WINDOW_S: Final = 300
 # Of rounding.
 _EPSILON: Final = 1e-6
-# Where the mix of requests is not known yet, speeds are compared by this one.
-_TYPICAL_REQUEST: Final = PerRequest(prefill_work=1000.0, prompt_tokens=1000.0, output_tokens=200.0)
-# The mix of requests in which targets are compared.
-_MIX_WINDOW_S: Final = 120.0
 
 
 class StageAnswer(msgspec.Struct, frozen=True):
@@ -43,41 +38,9 @@ class StageAnswer(msgspec.Struct, frozen=True):
 
     situation: Situation
     recommendations: tuple[Recommendation, ...]
-    combined: Answer
+    combined: Answer | None
     answer: Answer
     memory: StageMemory
-
-
-def prepared(
-    situation: Situation, before: StageMemory | None, policy: AutoscalingPolicySpec
-) -> tuple[Situation, StageMemory]:
-    """The situation with smoothed speeds, relative capacities and measured start times, and the memory that knows them."""
-    now_s = situation.now_s
-    memory = before or StageMemory(began_at_s=now_s, decided_at_s=now_s, active_at_s=now_s)
-    elapsed_s = max(0.0, now_s - memory.decided_at_s)
-    speeds: dict[str, Speed] = {}
-    starts: dict[str, StartTimes] = {}
-    for target in situation.targets:
-        speed = smoothed(memory.speeds.get(target.name), target.speed, elapsed_s)
-        if speed is not None:
-            speeds[target.name] = speed
-        starts[target.name] = memory.starts.get(target.name, StartTimes()).seen(target)
-    capacities = _capacities(situation, speeds)
-    targets = tuple(
-        _known(one, capacities[one.name], speeds.get(one.name), starts[one.name]) for one in situation.targets
-    )
-    situation = with_fresh_metrics(msgspec.structs.replace(situation, targets=targets), policy.staleness)
-    current = situation.current
-    past = memory.past
-    if memory.current is not None and memory.current != current:
-        past = Past(past.recommendations, (*past.changes, Scaled(now_s, current - memory.current)))
-    woken = memory.woken_at_s
-    if current > 0 and memory.current == 0:
-        woken = now_s
-    memory = msgspec.structs.replace(
-        memory, decided_at_s=now_s, speeds=speeds, starts=starts, current=current, past=past, woken_at_s=woken
-    )
-    return situation, followed(memory, situation)
 
 
 def decided(
@@ -92,13 +55,15 @@ def decided(
         if law_memory is not None:
             kept[law.name] = law_memory
     first = combined(recommendations, situation.current)
-    answer = carried_by_the_rest(first, situation)
+    answer = first if first is not None else Answer(situation.current)
+    answer = carried_by_the_rest(answer, situation)
     answer = held_by_age(answer, situation, policy)
-    answer, past = _behaved(answer, memory.past, situation, behavior_of(policy))
+    memory = _remembered(memory, first, situation, policy)
+    answer, panic = _steadied(answer, memory, situation, policy)
     answer = _after_restart(answer, memory, situation, policy)
     answer = from_zero(answer, policy, situation)
     answer = _bounded(answer, situation, bounds)
-    memory = msgspec.structs.replace(memory, laws=kept, past=past)
+    memory = msgspec.structs.replace(memory, laws=kept, panic=panic)
     return StageAnswer(situation, tuple(recommendations), first, answer, memory)
 
 
@@ -108,7 +73,7 @@ def told(stage: StageAnswer, answer: Answer) -> StageDecision:
     return StageDecision(
         stage=situation.targets[0].spec.stage,
         recommendations=stage.recommendations,
-        combined=stage.combined.replicas,
+        combined=stage.combined.replicas if stage.combined is not None else None,
         steps=answer.steps,
         waiting=situation.waiting,
         freshness=situation.freshness,
@@ -121,60 +86,66 @@ def keeps_one(stage: StageAnswer, policy: AutoscalingPolicySpec) -> str:
 
 
 def behavior_of(policy: AutoscalingPolicySpec) -> Behavior:
-    """The policy's, with our default for the window before a scale-in."""
-    down = policy.behavior.scale_down
-    if down.stabilization_window_seconds is not None:
-        return policy.behavior
-    down = msgspec.structs.replace(down, stabilization_window_seconds=SCALE_IN_WINDOW_S)
-    return msgspec.structs.replace(policy.behavior, scale_down=down)
+    """The policy's, with what it leaves out: HPA's values if ``Target`` alone decides, else ours.
 
-
-def _known(target: Target, relative: float, speed: Speed | None, starts: StartTimes) -> Target:
-    return msgspec.structs.replace(
-        target, speed=speed, capacity=relative, start_s=expected_start_s(starts, target.start_s)
-    )
-
-
-def _capacities(situation: Situation, speeds: Mapping[str, Speed]) -> dict[str, float]:
-    """Of each target, in replicas of the first: by the time that the present mix of requests takes.
-
-    Targets whose speed is unknown keep what they came with.
+    HPA waits 300 s before it scales in and limits each step, as its metrics know nothing of what comes or is starting.
+    Laws that know both need less of it: a shorter window, and no limit of growth.
     """
-    targets = situation.targets
-    given = {target.name: target.capacity for target in targets}
-    first = speeds.get(targets[0].name)
-    if len(targets) == 1 or first is None:
-        return given | {targets[0].name: 1.0}
-    load = load_of(situation.traffic, window_s=_MIX_WINDOW_S, trend_span_s=_MIX_WINDOW_S, now_s=situation.now_s)
-    mix = load.per_request if load is not None and load.per_request is not None else _TYPICAL_REQUEST
-    stage = targets[0].spec.stage
-    of_first_s = seconds_of_replica(mix, first, stage, situation.objective)
-    return {
-        target.name: of_first_s / seconds_of_replica(mix, speeds[target.name], stage, situation.objective)
-        if target.name in speeds
-        else target.capacity
-        for target in targets
-    }
+    written = policy.behavior
+    if all(one.name == "Target" for one in policy.strategies):
+        return written
+    up, down = written.scale_up, written.scale_down
+    if not up.policies:
+        up = msgspec.structs.replace(up, policies=_ANY_GROWTH)
+    if down.stabilization_window_seconds is None:
+        down = msgspec.structs.replace(down, stabilization_window_seconds=SCALE_IN_WINDOW_S)
+    return Behavior(up, down)
 
 
-def _behaved(answer: Answer, past: Past, situation: Situation, behavior: Behavior) -> tuple[Answer, Past]:
-    """What the behaviour block allows, and the past with what the laws asked for."""
+def _remembered(
+    memory: StageMemory, asked: Answer | None, situation: Situation, policy: AutoscalingPolicySpec
+) -> StageMemory:
+    """With what the laws asked for, before any rule changed it. Without an answer, a gap begins."""
+    now_s = situation.now_s
+    if asked is None or too_old(situation, policy):
+        return msgspec.structs.replace(memory, began_at_s=now_s)
+    new = Recommended(now_s, _whole(asked.replicas, situation))
+    return msgspec.structs.replace(memory, past=remembered(behavior_of(policy), memory.past, new))
+
+
+def _steadied(
+    answer: Answer, memory: StageMemory, situation: Situation, policy: AutoscalingPolicySpec
+) -> tuple[Answer, PanicState | None]:
+    """What panic asks for, else what the behaviour block allows."""
     now_s, asked = situation.now_s, _whole(answer.replicas, situation)
+    panic = None
+    if policy.panic is not None and not too_old(situation, policy):
+        ready = situation.units(EngineState.READY)
+        panic = panicking(policy.panic, memory.panic, recommended=asked, ready=ready, now_s=now_s)
+    if panic is not None:
+        return Answer(asked, answer.steps).at_least(
+            "Panic", panic.most, "load rises steeply, so replicas only grow"
+        ), panic
     allowed, steps = behaved(
-        behavior, past, recommended=asked, current=situation.current, now_s=now_s, whole=_is_whole(situation)
+        behavior_of(policy),
+        memory.past,
+        recommended=asked,
+        current=situation.current,
+        now_s=now_s,
+        whole=_is_whole(situation),
     )
-    past = remembered(behavior, past, Recommended(now_s, asked))
-    return Answer(allowed, (*answer.steps, *steps)), past
+    return Answer(allowed, (*answer.steps, *steps)), None
 
 
 def _after_restart(answer: Answer, memory: StageMemory, situation: Situation, policy: AutoscalingPolicySpec) -> Answer:
     """Nothing is scaled in until a whole window has been seen."""
-    window_s = behavior_of(policy).scale_down.stabilization_window_seconds or 0
+    window_s = behavior_of(policy).scale_down.stabilization_window_seconds
+    window_s = _HPA_WINDOW_S if window_s is None else window_s
     seen_s = situation.now_s - memory.began_at_s
-    if seen_s >= window_s and memory.past.recommendations:
+    if seen_s >= window_s:
         return answer
     return answer.at_least(
-        "Restarted", situation.current, f"decisions are known for {seen_s:.0f} s, not yet {window_s} s"
+        "Restarted", situation.current, f"what is needed is known for {seen_s:.0f} s, not yet {window_s} s"
     )
 
 

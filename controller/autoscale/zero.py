@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.autoscale.freshness import not_for_scale_in, too_old
+from controller.autoscale.freshness import REQUESTS_A_REPLICA, not_for_scale_in, too_old
 
 if TYPE_CHECKING:
     from controller.autoscale.answer import Answer
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from controller.autoscale.situation import Situation
     from controller.resources.autoscaling import AutoscalingPolicySpec
 
-# Requests that one replica takes on when several wait for the first.
-_REQUESTS_A_REPLICA: Final = 32
 # A start may take so many times as long as usual before its replicas may go again.
 _PATIENCE: Final = 3.0
 
@@ -72,5 +70,5 @@ def from_zero(answer: Answer, policy: AutoscalingPolicySpec, situation: Situatio
     if not (waiting.at_zero or waiting.requests) or situation.current > 0:
         return answer
     activation = policy.scale_to_zero.activation_replicas if policy.scale_to_zero is not None else 1
-    replicas = max(activation, math.ceil(max(waiting.at_zero, waiting.requests) / _REQUESTS_A_REPLICA))
+    replicas = max(activation, math.ceil(max(waiting.at_zero, waiting.requests) / REQUESTS_A_REPLICA))
     return answer.at_least("FromZero", replicas, f"{max(waiting.at_zero, waiting.requests)} requests wait at zero")

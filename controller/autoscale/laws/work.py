@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from controller.resources.autoscaling import LatencyObjective
 
 _UTILIZATION: Final = 0.8
-# Rates that must be explained before a trend is believed.
-_TREND_SPAN_S: Final = 120.0
 _MOST_LEAD_S: Final = 600.0
 _SCALE_IN_ROOM: Final = 1.1
 _IN_FLIGHT: Final = 32
@@ -86,13 +84,7 @@ class WorkLaw(msgspec.Struct, frozen=True):
     def recommend(self, situation: Situation, memory: WorkMemory | None) -> tuple[Recommendation, WorkMemory | None]:
         """See the module."""
         first = situation.targets[0]
-        lead_s = min(_MOST_LEAD_S, first.start_s)
-        load = load_of(
-            situation.traffic,
-            window_s=self.parameters.window,
-            trend_span_s=max(_TREND_SPAN_S, lead_s),
-            now_s=situation.now_s,
-        )
+        load = load_of(situation.traffic, window_s=self.parameters.window, now_s=situation.now_s)
         if load is None:
             return Recommendation(self.name, None, "no traffic is known yet"), memory
         if load.arrivals_per_s == 0 and not situation.waiting.requests:
@@ -160,7 +152,7 @@ class WorkLaw(msgspec.Struct, frozen=True):
         now_s = situation.now_s
         before = memory if memory is not None else WorkMemory(at_s=now_s)
         elapsed_s = min(60.0, max(0.0, now_s - before.at_s))
-        ready = _units(situation, EngineState.READY)
+        ready = situation.units(EngineState.READY)
         # what waits is late for another reason: it came when there were too few
         is_enough = need.replicas * before.correction <= ready and not situation.waiting.requests
         since_s = (before.enough_since_s if before.enough_since_s is not None else now_s) if is_enough else None
@@ -186,10 +178,6 @@ def _forward(memory: WorkMemory | None, now_s: float) -> WorkMemory | None:
     return None if memory is None else msgspec.structs.replace(memory, at_s=now_s, enough_since_s=None)
 
 
-def _units(situation: Situation, state: EngineState) -> float:
-    return sum(len(target.having(state)) * target.capacity for target in situation.targets)
-
-
 def _backlog_left(situation: Situation, busy: float, work: RequestWork, speed: Speed, ahead_s: float) -> float:
     """Seconds of one replica's work that will wait in ``ahead_s``, when a replica ordered now is ready.
 
@@ -204,7 +192,7 @@ def _backlog_left(situation: Situation, busy: float, work: RequestWork, speed: S
     if work.prefill_s > 0:
         backlog += waiting.tokens / speed.prefill_tokens_per_s
     backlog += in_engines * work.total_s
-    capacity, at_s = _units(situation, EngineState.READY) * MOST_UTILIZATION, 0.0
+    capacity, at_s = situation.units(EngineState.READY) * MOST_UTILIZATION, 0.0
     arriving = sorted(
         (max(0.0, target.start_s - (situation.now_s - engine.created_at_s)), target.capacity)
         for target in situation.targets

@@ -119,7 +119,7 @@ class Fluid:
         """One second of load."""
         self.now_s += 1.0
         self._engines = [self._grown(one) for one in self._engines]
-        arrived = _poisson(self._random, self.rate(self.now_s - self.began_s))
+        arrived = poisson(self._random, self.rate(self.now_s - self.began_s))
         self._arrivals += arrived
         self._oldest.extend([self.now_s] * arrived)
         ready = sum(one.state is EngineState.READY for one in self._engines)
@@ -216,7 +216,8 @@ def reversals(values: Sequence[float]) -> int:
     return sum(old != new for old, new in itertools.pairwise(signs))
 
 
-def _poisson(random_: random.Random, mean: float) -> int:
+def poisson(random_: random.Random, mean: float) -> int:
+    """A number of arrivals."""
     if mean > 50:
         return max(0, round(random_.gauss(mean, math.sqrt(mean))))
     limit, product, count = math.exp(-mean), random_.random(), 0
