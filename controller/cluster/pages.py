@@ -37,8 +37,8 @@ async def pages(
 ) -> AsyncIterator[None]:
     """Served at ``address`` (``ip:port``) inside the context; raises OSError if the port is taken.
 
-    ``extprocs``: where the processes beside us have their pages; /loads has the sum of theirs, and /demand what each of
-    them says. ``more``: further pages.
+    ``extprocs``: where the processes beside us have their pages; /loads has the sum of theirs, and /demand
+    what each of them says. ``more``: further pages.
     """
 
     async def metrics(_: web.Request) -> web.Response:
