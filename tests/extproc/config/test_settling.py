@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from extproc.config.load import load
 from extproc.config.settling import Settling
-from extproc.config.snapshot import Snapshot
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from extproc.config.snapshot import Snapshot
 
 SERVER = """
 apiVersion: attache.dev/v1alpha1
