@@ -70,7 +70,8 @@ class Target(msgspec.Struct, frozen=True):
     object is not there. ``speed``: of its replicas; None if nothing is known. ``capacity``: work that one replica does,
     in replicas of the binding's first target. ``start_s``: how long a replica takes from its creation to its first
     request. ``blocked``: why no more can be had for now; empty if they can. ``room``: replicas beyond the current ones
-    for which nodes have accelerators; None if unknown.
+    for which nodes have accelerators; None if unknown. ``set_by``: who set the replicas last, if it was somebody else
+    than this autoscaler; empty otherwise. ``set_at_s``: when.
     """
 
     spec: ScaleTarget
@@ -81,6 +82,8 @@ class Target(msgspec.Struct, frozen=True):
     start_s: float = 60.0
     blocked: str = ""
     room: int | None = None
+    set_by: str = ""
+    set_at_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -163,3 +166,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     def current(self) -> float:
         """What was asked for last, in replicas of the first target."""
         return sum((one.current or 0) * one.capacity for one in self.targets)
+
+    def units(self, state: EngineState) -> float:
+        """Engines in this state, in replicas of the first target."""
+        return sum(len(one.having(state)) * one.capacity for one in self.targets)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shares work out among the targets of a binding, by the mode that it names, and of several stages within one budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.autoscale.allocation.cheapest import cheapest
+from controller.autoscale.allocation.filling import by_expansion, by_priority, by_weights
+from controller.autoscale.allocation.variants import Allocation, Rules
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from controller.autoscale.allocation.variants import Mode, Variant
+    from controller.resources.autoscaling_binding import AutoscalingPolicyBindingSpec
+
+_MODES: Final[Mapping[Mode, Callable[[float, Sequence[Variant], Rules], Allocation]]] = {
+    "Cheapest": cheapest,
+    "Priority": by_priority,
+    "Weights": by_weights,
+    "Expansion": by_expansion,
+}
+_HALVINGS: Final = 10
+
+
+def rules_of(spec: AutoscalingPolicyBindingSpec, free: Mapping[str, int] | None = None) -> Rules:
+    """``free``: accelerators that nodes have left, by kind, as far as that is known."""
+    budget = spec.budget
+    return Rules(
+        mode=spec.allocation,
+        expansion_rate_percent=spec.expansion_rate_percent,
+        min_on_demand=spec.min_on_demand,
+        cost_per_hour=None if budget is None else budget.cost_per_hour,
+        accelerators={} if budget is None else budget.accelerators,
+        free=free or {},
+    )
+
+
+def allocate(need: float, variants: Sequence[Variant], rules: Rules) -> Allocation:
+    """Replicas of each variant that carry ``need`` units of work.
+
+    Lower bounds hold always: what a target cannot have now (it is blocked, nodes have no room) is asked for up to its
+    lower bound, but carries nothing here.
+    """
+    found = _MODES[rules.mode](need, variants, rules)
+    replicas, reasons = dict(found.replicas), dict(found.reasons)
+    for one in variants:
+        if one.blocked:
+            reasons[one.name] = f"left out for a while: {one.blocked}"
+        if replicas[one.name] < one.least:
+            replicas[one.name] = one.least
+            reasons[one.name] = f"its lower bound; {one.attainable} can be had now"
+    return msgspec.structs.replace(found, replicas=replicas, reasons=reasons)
+
+
+def allocate_stages(
+    needs: Mapping[str, float], variants: Mapping[str, Sequence[Variant]], rules: Rules
+) -> dict[str, Allocation]:
+    """Several stages that share the limits of one binding: ``needs`` and ``variants`` by stage.
+
+    Where limits do not allow what all ask for, each stage gets the same share of its need, as large as limits allow:
+    more prefill than decode can follow serves nobody.
+    """
+    free_rules = msgspec.structs.replace(rules, cost_per_hour=None, accelerators={}, free={})
+    alone = len(needs) == 1
+    whole = {stage: allocate(need, variants[stage], rules if alone else free_rules) for stage, need in needs.items()}
+    if alone or _keeps(whole, variants, rules):
+        return whole
+    low, high = 0.0, 1.0
+    found = {stage: allocate(0.0, variants[stage], free_rules) for stage in needs}
+    for _ in range(_HALVINGS):
+        share = (low + high) / 2
+        tried = {stage: allocate(share * need, variants[stage], free_rules) for stage, need in needs.items()}
+        if _keeps(tried, variants, rules):
+            low, found = share, tried
+        else:
+            high = share
+    problem = f"limits allow for {low:.0%} of what the stages need"
+    return {
+        stage: msgspec.structs.replace(
+            one, problems=(*one.problems, problem), missing=max(0.0, needs[stage] - one.capacity)
+        )
+        for stage, one in found.items()
+    }
+
+
+def _keeps(found: Mapping[str, Allocation], variants: Mapping[str, Sequence[Variant]], rules: Rules) -> bool:
+    """Whether all stages together are within the limits."""
+    rows = [
+        (one, found[stage].replicas[one.name]) for stage, those in variants.items() if stage in found for one in those
+    ]
+    if rules.cost_per_hour is not None and sum(one.cost * n for one, n in rows) > rules.cost_per_hour:
+        return False
+    if any(
+        sum(one.accelerators * n for one, n in rows if one.accelerator == kind) > limit
+        for kind, limit in rules.accelerators.items()
+    ):
+        return False
+    return all(
+        sum(one.accelerators * max(0, n - one.running) for one, n in rows if one.accelerator == kind) <= limit
+        for kind, limit in rules.free.items()
+    )

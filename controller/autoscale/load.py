@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load on a stage: arrivals a second, their trend, and what one request asks for.
+
+A short window follows load at once but mistakes noise for change; a long one does the opposite. So several windows are
+compared, each twice as long as the one before, and the longest counts whose mean agrees with those of all shorter ones
+within ``_SIGMAS`` standard errors. Under constant load the estimate comes from many minutes and is steady; after a step
+it comes from the shortest window at once, and a steep rise from a few seconds.
+
+The spread of arrivals is measured, as traffic is often burstier than Poisson's: the median absolute difference between
+neighbouring bins, which a step or a slow trend hardly changes. It is never taken for less than Poisson's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Final, NamedTuple
+
+import msgspec
+
+from controller.autoscale.traffic import Point, Traffic
+
+# Differences of fewer standard errors than this are noise: one in 370 by chance.
+_SIGMAS: Final = 3.0
+_BINS_PER_WINDOW: Final = 3
+# Seconds in which a burst is looked for, and standard errors that make one: chance has many seconds to look like one.
+_BURSTS: Final = ((3.0, 5.0), (10.0, 4.0))
+# The newest part of a trend may be steeper or flatter than all of it by so many.
+_STILL_ON_LINE: Final = 2.0
+# Windows of 1, 2, 4, 8 and 16 times the shortest.
+_DOUBLINGS: Final = 4
+# Of the difference of two equal normal values: median absolute value over their standard deviation.
+_MEDIAN_OF_DIFFERENCE: Final = 0.9539
+# Tokens of requests vary about as much as they are large.
+_VARIATION_OF_TOKENS: Final = 1.0
+# Spans in which a trend is looked for; each is cut into so many groups.
+_TREND_BINS: Final = (12, 24, 48)
+_TREND_GROUPS: Final = 12
+# The sum of squares of the groups' places, counted from their middle.
+_TREND_SPREAD: Final = _TREND_GROUPS * (_TREND_GROUPS**2 - 1) / 12
+# Fewer bins say nothing about spread.
+_FEWEST_BINS: Final = 5
+
+
+class PerRequest(msgspec.Struct, frozen=True):
+    """Means over requests. ``prefill_work``: in tokens of a short prompt. ``prompt_tokens``: cached ones included.
+    ``output_tokens``: written.
+    """
+
+    prefill_work: float
+    prompt_tokens: float
+    output_tokens: float
+
+
+class Load(msgspec.Struct, frozen=True):
+    """``arrivals_per_s``: requests that were not refused. ``window_s``: of the window that counts. ``slope``: by how much arrivals a second
+    grow each second; 0 if no trend is significant. ``dispersion``: variance of arrivals over Poisson's.
+    ``per_request``: None if no request has finished.
+    """
+
+    arrivals_per_s: float
+    window_s: float
+    slope: float
+    dispersion: float
+    per_request: PerRequest | None
+
+    def arrivals_in(self, ahead_s: float) -> float:
+        """Arrivals a second so far ahead; a trend counts from the middle of the window. Falling load is not foreseen."""
+        return self.arrivals_per_s + max(0.0, self.slope) * (ahead_s + self.window_s / 2)
+
+
+def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
+    """``window_s``: the shortest window. None without two points."""
+    bins = _Bins.of(traffic.points, bin_s=window_s / _BINS_PER_WINDOW, now_s=now_s)
+    if bins is None:
+        return None
+    counts = bins.differences(_admitted)
+    dispersion = _dispersion(counts)
+    used = _settled_bins(counts, dispersion)
+    rate, seen_s = max(0.0, sum(counts[-used:])) / (used * bins.bin_s), used * bins.bin_s
+    rate, seen_s = _burst(traffic, rate, dispersion, now_s) or (rate, seen_s)
+    return Load(
+        arrivals_per_s=rate,
+        window_s=seen_s,
+        slope=_slope(counts, dispersion, bins.bin_s),
+        dispersion=dispersion,
+        per_request=_per_request(bins, counts),
+    )
+
+
+class _Bins(msgspec.Struct, frozen=True):
+    """``edges``: the last points before the ends of bins, the oldest first, one more than there are bins."""
+
+    bin_s: float
+    edges: Sequence[Point]
+
+    @staticmethod
+    def of(points: Sequence[Point], *, bin_s: float, now_s: float) -> _Bins | None:
+        most = _BINS_PER_WINDOW * 2**_DOUBLINGS
+        last = bisect_right(points, now_s, key=_at_s) - 1
+        if last < 1:
+            return None
+        end_s = points[last].at_s
+        # a point more, as that before the first bin's begin counts
+        first = max(0, bisect_right(points, end_s - most * bin_s, key=_at_s) - 1)
+        points = points[first : last + 1]
+        times = [point.at_s for point in points]
+        span_s = end_s - times[0]
+        if span_s < bin_s:
+            return _Bins(bin_s=span_s, edges=(points[0], points[-1])) if span_s > 0 else None
+        count = min(most, int(span_s / bin_s + 1e-6))
+        ends = (end_s - bin_s * (count - index) for index in range(count + 1))
+        return _Bins(bin_s=bin_s, edges=[points[bisect_right(times, end + 1e-6) - 1] for end in ends])
+
+    def differences(self, value: Callable[[Point], float]) -> list[float]:
+        values = [value(point) for point in self.edges]
+        return [new - old for old, new in itertools.pairwise(values)]
+
+
+def _at_s(point: Point) -> float:
+    return point.at_s
+
+
+def _dispersion(counts: Sequence[float]) -> float:
+    """The variance of a bin's count over its mean; at least 1."""
+    mean = sum(counts) / len(counts)
+    if len(counts) < _FEWEST_BINS or mean <= 0:
+        return 1.0
+    typical = median(abs(new - old) for old, new in itertools.pairwise(counts)) / _MEDIAN_OF_DIFFERENCE
+    return max(1.0, typical * typical / mean)
+
+
+def _windows(bins: int) -> list[int]:
+    """Lengths in bins, the shortest first; the last one is what there is."""
+    lengths = [_BINS_PER_WINDOW * 2**power for power in range(_DOUBLINGS + 1)]
+    return [length for length in lengths if length < bins] + [bins] if bins < lengths[-1] else lengths
+
+
+def _settled_bins(counts: Sequence[float], dispersion: float) -> int:
+    """How many of the newest bins count: see the module."""
+    lengths = _windows(len(counts))
+    means = [sum(counts[-length:]) / length for length in lengths]
+    chosen = 0
+    for longer in range(1, len(lengths)):
+        for shorter in range(longer):
+            error = math.sqrt(dispersion * max(0.0, means[longer]) / lengths[shorter])
+            if abs(means[shorter] - means[longer]) > _SIGMAS * error:
+                return lengths[chosen]
+        chosen = longer
+    return lengths[chosen]
+
+
+def _burst(traffic: Traffic, rate: float, dispersion: float, now_s: float) -> tuple[float, float] | None:
+    """Arrivals a second, and the span in which they came, where some seconds have many more than ``rate`` explains.
+
+    Of these arrivals one standard error is taken off: what they were by chance is known some seconds later.
+    """
+    found = None
+    last = traffic.points[bisect_right(traffic.points, now_s, key=_at_s) - 1]
+    for span_s, sigmas in _BURSTS:
+        first = traffic.points[max(0, bisect_right(traffic.points, last.at_s - span_s + 1e-6, key=_at_s) - 1)]
+        seen_s = last.at_s - first.at_s
+        if not 0 < seen_s <= 2 * span_s:
+            continue
+        number, expected = _admitted(last) - _admitted(first), rate * seen_s
+        if number > expected + sigmas * math.sqrt(dispersion * max(1.0, expected)):
+            least = (number - math.sqrt(dispersion * number)) / seen_s
+            found = max(found or (rate, 0.0), (least, seen_s))
+    return found
+
+
+def _slope(counts: Sequence[float], dispersion: float, bin_s: float) -> float:
+    """Growth of arrivals a second in a second, from the span of time with the best evidence; 0 without any.
+
+    A trend has to hold still: shorter spans may not be flatter than it. What is left of a significant slope is as much
+    as exceeds its noise (James and Stein's positive part), so the answer does not jump where it becomes significant.
+    """
+    lines = [_line(counts[-length:], dispersion, bin_s) for length in _TREND_BINS if length <= len(counts)]
+    slope = best = 0.0
+    for index, line in enumerate(lines):
+        evidence = line.slope**2 / line.variance
+        is_over = any(
+            abs(line.slope - newer.slope) > _STILL_ON_LINE * math.sqrt(newer.variance) for newer in lines[:index]
+        )
+        if line.is_best and evidence > max(best, _SIGMAS**2) and not is_over:
+            slope, best = line.slope * (1 - _SIGMAS**2 / evidence), evidence
+    return slope
+
+
+class _Line(NamedTuple):
+    """``slope``: in arrivals a second, a second; ``variance``: of it. ``is_best``: a step explains the counts worse."""
+
+    slope: float
+    variance: float
+    is_best: bool
+
+
+def _line(counts: Sequence[float], dispersion: float, bin_s: float) -> _Line:
+    """Least squares. A step is no trend that could be continued: it is over."""
+    group = len(counts) // _TREND_GROUPS
+    grouped = [sum(counts[at : at + group]) for at in range(0, group * _TREND_GROUPS, group)]
+    mean, middle = sum(grouped) / _TREND_GROUPS, (_TREND_GROUPS - 1) / 2
+    slope = sum((index - middle) * (count - mean) for index, count in enumerate(grouped)) / _TREND_SPREAD
+    off_line = sum((count - mean - slope * (index - middle)) ** 2 for index, count in enumerate(grouped))
+    unit = (group * bin_s) ** 2
+    return _Line(
+        slope=slope / unit,
+        variance=dispersion * max(mean, 1.0) / _TREND_SPREAD / unit**2,
+        is_best=off_line < min(_off_step(grouped, at) for at in range(1, _TREND_GROUPS)),
+    )
+
+
+def _off_step(counts: Sequence[float], at: int) -> float:
+    """The squared error of two constants, one before the bin ``at`` and one from there on."""
+    before, after = sum(counts[:at]) / at, sum(counts[at:]) / (len(counts) - at)
+    return sum((count - (before if index < at else after)) ** 2 for index, count in enumerate(counts))
+
+
+def _admitted(point: Point) -> float:
+    """Requests that were not refused: a tenant's limit keeps them off engines. The work of those that were refused for
+    want of engines is in ``prefill_work`` all the same.
+    """
+    return point.totals.arrivals - point.totals.refused
+
+
+def _per_request(bins: _Bins, arrivals: Sequence[float]) -> PerRequest | None:
+    """Over the longest window that agrees with the shorter ones; prefill is known at arrival, the rest at the end."""
+    finished = bins.differences(lambda point: point.totals.finished)
+    if sum(finished) <= 0:
+        return None
+    return PerRequest(
+        prefill_work=_mean(bins.differences(lambda point: point.totals.prefill_work), arrivals),
+        prompt_tokens=_mean(bins.differences(lambda point: point.totals.prompt_tokens), finished),
+        output_tokens=_mean(bins.differences(lambda point: point.totals.output_tokens), finished),
+    )
+
+
+def _mean(tokens: Sequence[float], requests_in: Sequence[float]) -> float:
+    seen: list[tuple[float, float]] = []
+    mean = 0.0
+    for length in _windows(len(requests_in)):
+        requests = sum(requests_in[-length:])
+        if requests <= 0:
+            continue
+        longer = sum(tokens[-length:]) / requests
+        limit = _SIGMAS * _VARIATION_OF_TOKENS * longer
+        if any(abs(shorter - longer) > limit / math.sqrt(number) for shorter, number in seen):
+            return mean
+        mean = longer
+        seen.append((longer, requests))
+    return mean

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is remembered of a binding between two decisions. All of it may be lost: nothing is scaled in because of that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from controller.autoscale.behavior import Past
+from controller.autoscale.panic import PanicState
+from controller.autoscale.schedule import Bounds
+from controller.autoscale.situation import Speed
+from controller.autoscale.start_times import StartTimes
+from controller.resources.autoscaling import Schedule
+
+
+class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """``began_at_s``: since when laws have known something without a gap. ``laws``: what each law remembers, by its name. ``past``: for
+    the behaviour block. ``panic``: None if there is none. ``current``: as seen last. ``speeds``: smoothed,
+    and ``starts``: measured, by target. ``arrivals``: counted so far. ``active_at_s``: when something was last asked for
+    or done. ``woken_at_s``: when the stage last left zero; None: not yet, or requests have been served since.
+    """
+
+    began_at_s: float
+    decided_at_s: float
+    laws: Mapping[str, object] = {}
+    past: Past = Past()
+    panic: PanicState | None = None
+    current: float | None = None
+    speeds: Mapping[str, Speed] = {}
+    starts: Mapping[str, StartTimes] = {}
+    arrivals: float = 0.0
+    finished: float = 0.0
+    active_at_s: float = 0.0
+    woken_at_s: float | None = None
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """``stages``: by name. ``schedules`` and ``bounds``: the bounds of these schedules until their own end."""
+
+    stages: Mapping[str, StageMemory] = {}
+    schedules: tuple[Schedule, ...] = ()
+    bounds: Bounds = Bounds()
+
+
+class _Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """What is worth keeping over a restart: what took long to learn."""
+
+    speeds: Mapping[str, Speed] = {}
+    starts: Mapping[str, StartTimes] = {}
+
+
+def encoded(memory: Memory) -> bytes:
+    """JSON of what is slow to learn: speeds and start times. The rest is about the last minutes and known again soon."""
+    return msgspec.json.encode(
+        {name: _Stored(speeds=stage.speeds, starts=stage.starts) for name, stage in memory.stages.items()}
+    )
+
+
+def decoded(text: bytes, now_s: float) -> Memory:
+    """As after a restart, with what ``encoded`` kept. Raises msgspec.DecodeError."""
+    stored = msgspec.json.decode(text, type=dict[str, _Stored])
+    return Memory(
+        {
+            name: StageMemory(
+                began_at_s=now_s, decided_at_s=now_s, active_at_s=now_s, speeds=one.speeds, starts=one.starts
+            )
+            for name, one in stored.items()
+        }
+    )

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A situation with what is remembered of its targets: smoothed speeds, relative capacities, measured start times."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.autoscale.behavior import Past, Scaled
+from controller.autoscale.freshness import with_fresh_metrics
+from controller.autoscale.load import PerRequest
+from controller.autoscale.memory import StageMemory
+from controller.autoscale.speeds import seconds_of_replica, smoothed
+from controller.autoscale.start_times import StartTimes, expected_start_s
+from controller.autoscale.zero import followed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from controller.autoscale.situation import Situation, Speed, Target
+    from controller.resources.autoscaling import AutoscalingPolicySpec
+
+# Where the mix of requests is not known yet, speeds are compared by this one.
+_TYPICAL_REQUEST: Final = PerRequest(prefill_work=1000.0, prompt_tokens=1000.0, output_tokens=200.0)
+# The mix of requests in which targets are compared.
+_MIX_WINDOW_S: Final = 120.0
+# So many periods without a decision are a gap.
+_GAP_PERIODS: Final = 6
+
+
+def prepared(
+    situation: Situation, before: StageMemory | None, policy: AutoscalingPolicySpec
+) -> tuple[Situation, StageMemory]:
+    """The situation with smoothed speeds, relative capacities and measured start times, and the memory that knows them."""
+    now_s = situation.now_s
+    memory = before or StageMemory(began_at_s=now_s, decided_at_s=now_s, active_at_s=now_s)
+    elapsed_s = max(0.0, now_s - memory.decided_at_s)
+    began_at_s = memory.began_at_s if elapsed_s <= _GAP_PERIODS * policy.period else now_s
+    speeds: dict[str, Speed] = {}
+    starts: dict[str, StartTimes] = {}
+    for target in situation.targets:
+        speed = smoothed(memory.speeds.get(target.name), target.speed, elapsed_s)
+        if speed is not None:
+            speeds[target.name] = speed
+        starts[target.name] = memory.starts.get(target.name, StartTimes()).seen(target)
+    capacities = _capacities(situation, speeds)
+    targets = tuple(
+        _known(one, capacities[one.name], speeds.get(one.name), starts[one.name]) for one in situation.targets
+    )
+    situation = with_fresh_metrics(msgspec.structs.replace(situation, targets=targets), policy.staleness)
+    memory = msgspec.structs.replace(
+        _noticed(memory, situation), began_at_s=began_at_s, decided_at_s=now_s, speeds=speeds, starts=starts
+    )
+    return situation, followed(memory, situation)
+
+
+def _noticed(memory: StageMemory, situation: Situation) -> StageMemory:
+    """With the change of replicas since the last look, whoever made it."""
+    now_s, current = situation.now_s, situation.current
+    if memory.current is None or memory.current == current:
+        return msgspec.structs.replace(memory, current=current)
+    past = Past(memory.past.recommendations, (*memory.past.changes, Scaled(now_s, current - memory.current)))
+    woken_at_s = now_s if memory.current == 0 else memory.woken_at_s
+    return msgspec.structs.replace(memory, current=current, past=past, woken_at_s=woken_at_s)
+
+
+def _known(target: Target, relative: float, speed: Speed | None, starts: StartTimes) -> Target:
+    return msgspec.structs.replace(
+        target, speed=speed, capacity=relative, start_s=expected_start_s(starts, target.start_s)
+    )
+
+
+def _capacities(situation: Situation, speeds: Mapping[str, Speed]) -> dict[str, float]:
+    """Of each target, in replicas of the first: by the time that the present mix of requests takes.
+
+    Targets whose speed is unknown keep what they came with.
+    """
+    targets = situation.targets
+    given = {target.name: target.capacity for target in targets}
+    first = speeds.get(targets[0].name)
+    if len(targets) == 1 or first is None:
+        return given | {targets[0].name: 1.0}
+    mix = _mix(situation)
+    stage = targets[0].spec.stage
+    of_first_s = seconds_of_replica(mix, first, stage, situation.objective)
+    return {
+        target.name: of_first_s / seconds_of_replica(mix, speeds[target.name], stage, situation.objective)
+        if target.name in speeds
+        else target.capacity
+        for target in targets
+    }
+
+
+def _mix(situation: Situation) -> PerRequest:
+    """The mean request of the last minutes."""
+    rates = situation.traffic.rates(_MIX_WINDOW_S, situation.now_s)
+    if rates is None or rates.arrivals <= 0 or rates.finished <= 0:
+        return _TYPICAL_REQUEST
+    return PerRequest(
+        prefill_work=rates.prefill_work / rates.arrivals,
+        prompt_tokens=rates.prompt_tokens / rates.finished,
+        output_tokens=rates.output_tokens / rates.finished,
+    )

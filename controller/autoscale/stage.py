@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many replicas one stage of a binding needs, from its situation and what is remembered of it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from controller.autoscale.answer import Answer
+from controller.autoscale.behavior import Recommended, behaved, remembered
+from controller.autoscale.combine import carried_by_the_rest, combined
+from controller.autoscale.decision import StageDecision
+from controller.autoscale.freshness import held_by_age, too_old
+from controller.autoscale.law import Law, Recommendation
+from controller.autoscale.memory import StageMemory
+from controller.autoscale.panic import PanicState, panicking
+from controller.autoscale.situation import EngineState, Situation
+from controller.autoscale.zero import from_zero, why_not_zero
+from controller.resources.autoscaling import Behavior, ScalingRule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from controller.autoscale.schedule import Bounds
+    from controller.resources.autoscaling import AutoscalingPolicySpec
+
+SCALE_IN_WINDOW_S: Final = 120
+_ANY_GROWTH: Final = (ScalingRule("Pods", 1_000_000, 1),)
+_HPA_WINDOW_S: Final = 300
+# Of rounding.
+_EPSILON: Final = 1e-6
+
+
+class StageAnswer(msgspec.Struct, frozen=True):
+    """``answer``: replicas of the first target. ``situation``: with what is remembered of speeds and starts."""
+
+    situation: Situation
+    recommendations: tuple[Recommendation, ...]
+    combined: Answer | None
+    answer: Answer
+    memory: StageMemory
+
+
+def decided(
+    situation: Situation, memory: StageMemory, policy: AutoscalingPolicySpec, bounds: Bounds, laws: Sequence[Law[Any]]
+) -> StageAnswer:
+    """Laws, their combination, then each rule in turn. ``situation`` and ``memory``: as ``prepared``."""
+    recommendations = []
+    kept: dict[str, object] = {}
+    for law in laws:
+        recommendation, law_memory = law.recommend(situation, memory.laws.get(law.name))
+        recommendations.append(recommendation)
+        if law_memory is not None:
+            kept[law.name] = law_memory
+    first = combined(recommendations, situation.current)
+    answer = first if first is not None else Answer(situation.current)
+    answer = carried_by_the_rest(answer, situation)
+    answer = held_by_age(answer, situation, policy)
+    memory = _remembered(memory, first, situation, policy)
+    answer, panic = _steadied(answer, memory, situation, policy)
+    answer = _after_restart(answer, memory, situation, policy)
+    answer = from_zero(answer, policy, situation)
+    answer = _bounded(answer, situation, bounds)
+    memory = msgspec.structs.replace(memory, laws=kept, panic=panic)
+    return StageAnswer(situation, tuple(recommendations), first, answer, memory)
+
+
+def told(stage: StageAnswer, answer: Answer) -> StageDecision:
+    """The record. ``answer``: after the rules that look at all stages."""
+    situation = stage.situation
+    return StageDecision(
+        stage=situation.targets[0].spec.stage,
+        recommendations=stage.recommendations,
+        combined=stage.combined.replicas if stage.combined is not None else None,
+        steps=answer.steps,
+        waiting=situation.waiting,
+        freshness=situation.freshness,
+    )
+
+
+def keeps_one(stage: StageAnswer, policy: AutoscalingPolicySpec) -> str:
+    """Why the stage must not go to zero; empty if it may."""
+    return why_not_zero(policy, stage.situation, stage.memory)
+
+
+def behavior_of(policy: AutoscalingPolicySpec) -> Behavior:
+    """The policy's, with what it leaves out: HPA's values if ``Target`` alone decides, else ours.
+
+    HPA waits 300 s before it scales in and limits each step, as its metrics know nothing of what comes or is starting.
+    Laws that know both need less of it: a shorter window, and no limit of growth.
+    """
+    written = policy.behavior
+    if all(one.name == "Target" for one in policy.strategies):
+        return written
+    up, down = written.scale_up, written.scale_down
+    if not up.policies:
+        up = msgspec.structs.replace(up, policies=_ANY_GROWTH)
+    if down.stabilization_window_seconds is None:
+        down = msgspec.structs.replace(down, stabilization_window_seconds=SCALE_IN_WINDOW_S)
+    return Behavior(up, down)
+
+
+def _remembered(
+    memory: StageMemory, asked: Answer | None, situation: Situation, policy: AutoscalingPolicySpec
+) -> StageMemory:
+    """With what the laws asked for, before any rule changed it. Without an answer, a gap begins."""
+    now_s = situation.now_s
+    if asked is None or too_old(situation, policy):
+        return msgspec.structs.replace(memory, began_at_s=now_s)
+    new = Recommended(now_s, _whole(asked.replicas, situation))
+    return msgspec.structs.replace(memory, past=remembered(behavior_of(policy), memory.past, new))
+
+
+def _steadied(
+    answer: Answer, memory: StageMemory, situation: Situation, policy: AutoscalingPolicySpec
+) -> tuple[Answer, PanicState | None]:
+    """What panic asks for, else what the behaviour block allows."""
+    now_s, asked = situation.now_s, _whole(answer.replicas, situation)
+    panic = None
+    if policy.panic is not None and not too_old(situation, policy):
+        ready = situation.units(EngineState.READY)
+        panic = panicking(policy.panic, memory.panic, recommended=asked, ready=ready, now_s=now_s)
+    if panic is not None:
+        return Answer(asked, answer.steps).at_least(
+            "Panic", panic.most, "load rises steeply, so replicas only grow"
+        ), panic
+    allowed, steps = behaved(
+        behavior_of(policy),
+        memory.past,
+        recommended=asked,
+        current=situation.current,
+        now_s=now_s,
+        whole=_is_whole(situation),
+    )
+    return Answer(allowed, (*answer.steps, *steps)), None
+
+
+def _after_restart(answer: Answer, memory: StageMemory, situation: Situation, policy: AutoscalingPolicySpec) -> Answer:
+    """Nothing is scaled in until a whole window has been seen."""
+    window_s = behavior_of(policy).scale_down.stabilization_window_seconds
+    window_s = _HPA_WINDOW_S if window_s is None else window_s
+    seen_s = situation.now_s - memory.began_at_s
+    if seen_s >= window_s:
+        return answer
+    return answer.at_least(
+        "Restarted", situation.current, f"what is needed is known for {seen_s:.0f} s, not yet {window_s} s"
+    )
+
+
+def _bounded(answer: Answer, situation: Situation, bounds: Bounds) -> Answer:
+    """Bounds of the schedules, then those of the targets."""
+    targets = situation.targets
+    if bounds.least is not None:
+        answer = answer.at_least("Schedule", bounds.least, f"a schedule wants at least {bounds.least}")
+    if bounds.most is not None:
+        answer = answer.at_most("Schedule", bounds.most, f"a schedule allows at most {bounds.most}")
+    least = sum(one.spec.min_replicas * one.capacity for one in targets)
+    most = sum(one.spec.max_replicas * one.capacity for one in targets)
+    answer = answer.at_most("ScalingLimited", most, f"maxReplicas allow {most:g}")
+    return answer.at_least("ScalingLimited", least, f"minReplicas want {least:g}")
+
+
+def _is_whole(situation: Situation) -> bool:
+    """Whether every target's replica does the same work."""
+    return all(target.capacity == 1.0 for target in situation.targets)
+
+
+def _whole(replicas: float, situation: Situation) -> float:
+    return float(math.ceil(replicas - _EPSILON)) if _is_whole(situation) else replicas
