@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from extproc.config.load import load
 from extproc.config.settling import Settling
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from extproc.config.snapshot import Snapshot
