@@ -22,6 +22,7 @@ def test_who_waits_how_long_and_what_a_start_took() -> None:
     assert sample("attache_engine_waiting") is None
     zero.ask(2)
     assert sample("attache_engine_waiting") == 2
+    assert sample("attache_wanted_engines") == 2
     zero.passes(12.0)
     zero.have(SMALL, engine(1))
     for effect in zero.effects:
