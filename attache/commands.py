@@ -78,6 +78,7 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
             Command("check", "report every mistake in a configuration directory", "extproc.cli.check"),
             Command("render", "print what a cluster's objects compile to", "attache.cluster_commands", "controller"),
             Command("explain", "explain where a request would go", "extproc.cli.explain"),
+            Command("explain-scaling", "explain why there are so many engines", "controller.explain_scaling_command"),
             Command("top", "show engines, queues and tenants live", "extproc.cli.top"),
         ),
         "Try without a GPU": (

@@ -29,7 +29,7 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=prog,
         description="Look after Models and ModelInfers: one replica, which a Lease elects, makes, changes and deletes "
-        "what they ask for. Every replica serves the admission webhooks of our kinds: mistakes that a schema cannot find "
+        "what they ask for, and scales what AutoscalingPolicyBindings name. Every replica serves the admission webhooks of our kinds: mistakes that a schema cannot find "
         "are refused by the API server, and references to objects that are not there are warned of.",
         epilog="Exit status: 0, 1 if the work has ended by itself, or 2 for a mistake in the options or no cluster.",
     )
@@ -58,8 +58,8 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
     )
     add("--metrics", metavar="ADDRESS", default="127.0.0.1:9006", help="metrics and health; default: %(default)s")
     add("--no-webhooks", action="store_true", help="other processes serve the webhooks")
-    work = made.add_argument_group("Models and ModelInfers").add_argument
-    work("--no-work", action="store_true", help="other processes look after Models and ModelInfers")
+    work = made.add_argument_group("Models, ModelInfers and AutoscalingPolicyBindings").add_argument
+    work("--no-work", action="store_true", help="other processes look after all of these")
     work("--watch-namespace", metavar="NAME", help="whose objects are looked after; default: those of all namespaces")
     work(
         "--workers", metavar="N", type=_positive, default=8, help="objects looked at side by side; default: %(default)s"
@@ -77,6 +77,7 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
         help="whose gateways are believed about engines of all namespaces: their loads, and where Models are reached; "
         "gateways elsewhere are believed about their own namespace; several times for several; default: ours",
     )
+    work("--no-scaling", action="store_true", help="other processes look after AutoscalingPolicyBindings")
     work("--lease", metavar="NAME", default=_SERVICE, help="the Lease that elects the leader; default: %(default)s")
     work("--lease-namespace", metavar="NAME", help="of the Lease; default: ours")
     work(

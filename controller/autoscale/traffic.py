@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -34,6 +35,19 @@ class Point(msgspec.Struct, frozen=True):
     totals: Totals
 
 
+class Points(Sequence[Point]):
+    """Points that are made when somebody looks at them; their times are known without."""
+
+    @property
+    @abstractmethod
+    def times(self) -> Sequence[float]:
+        """Of the points."""
+
+    @abstractmethod
+    def counters(self, at: int) -> Totals:
+        """The sums of one point without its histograms, which take long to make."""
+
+
 class Rates(msgspec.Struct, frozen=True):
     """A second, over ``window_s``. ``arrivals``: requests. ``prompt_tokens``, ``cached_tokens``, ``output_tokens``,
     ``prefill_work``: tokens of what finished or, where known sooner, arrived.
@@ -53,27 +67,36 @@ class Traffic(msgspec.Struct, frozen=True):
 
     points: Sequence[Point] = ()
 
+    @property
+    def times(self) -> Sequence[float]:
+        """Of the points."""
+        return self.points.times if isinstance(self.points, Points) else [one.at_s for one in self.points]
+
+    def counters(self, at: int) -> Totals:
+        """The sums of one point; histograms may be left out."""
+        return self.points.counters(at) if isinstance(self.points, Points) else self.points[at].totals
+
     def at(self, at_s: float) -> Totals | None:
         """The sums at an instant: those of the last point that is not later; None before the first."""
-        index = bisect_right(self.points, at_s, key=lambda one: one.at_s)
+        index = self._known(at_s)
         return self.points[index - 1].totals if index else None
 
     def rates(self, window_s: float, until_s: float) -> Rates | None:
         """Means of the last ``window_s``, or of as much of it as is known; None without two points in it."""
-        last = bisect_right(self.points, until_s, key=lambda one: one.at_s) - 1
-        first = max(0, bisect_right(self.points, until_s - window_s, key=lambda one: one.at_s) - 1)
+        last = self._known(until_s) - 1
+        first = max(0, self._known(until_s - window_s) - 1)
         if last <= first:
             return None
-        new, old = self.points[last], self.points[first]
-        span_s = new.at_s - old.at_s
+        new, old = self.counters(last), self.counters(first)
+        span_s = self._time(last) - self._time(first)
         return Rates(
             window_s=span_s,
-            arrivals=(new.totals.arrivals - old.totals.arrivals) / span_s,
-            finished=(new.totals.finished - old.totals.finished) / span_s,
-            prompt_tokens=(new.totals.prompt_tokens - old.totals.prompt_tokens) / span_s,
-            cached_tokens=(new.totals.cached_tokens - old.totals.cached_tokens) / span_s,
-            output_tokens=(new.totals.output_tokens - old.totals.output_tokens) / span_s,
-            prefill_work=(new.totals.prefill_work - old.totals.prefill_work) / span_s,
+            arrivals=(new.arrivals - old.arrivals) / span_s,
+            finished=(new.finished - old.finished) / span_s,
+            prompt_tokens=(new.prompt_tokens - old.prompt_tokens) / span_s,
+            cached_tokens=(new.cached_tokens - old.cached_tokens) / span_s,
+            output_tokens=(new.output_tokens - old.output_tokens) / span_s,
+            prefill_work=(new.prefill_work - old.prefill_work) / span_s,
         )
 
     def ttft_s(self, percent: float, window_s: float, until_s: float) -> float | None:
@@ -83,6 +106,15 @@ class Traffic(msgspec.Struct, frozen=True):
     def tpot_s(self, percent: float, window_s: float, until_s: float) -> float | None:
         """The percentile of times per output token that became known in the window; None without any."""
         return percentile(self._histogram("tpot", window_s, until_s), TPOT_BOUNDS_S, percent)
+
+    def _time(self, at: int) -> float:
+        return self.points.times[at] if isinstance(self.points, Points) else self.points[at].at_s
+
+    def _known(self, at_s: float) -> int:
+        """How many points are not later."""
+        if isinstance(self.points, Points):
+            return bisect_right(self.points.times, at_s)
+        return bisect_right(self.points, at_s, key=lambda one: one.at_s)
 
     def _histogram(self, name: str, window_s: float, until_s: float) -> tuple[int, ...]:
         new, old = self.at(until_s), self.at(until_s - window_s)

@@ -46,9 +46,15 @@ class Client:
         self._tls = access.tls()
         self._timeout_s = timeout_s
 
-    async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object:
-        """One object; raises NotFound."""
-        return await self._json("GET", resource.path(namespace, name))
+    def as_manager(self, manager: str) -> Client:
+        """The same server and session under another field manager's name."""
+        return Client(self.access, self._http, manager=manager, timeout_s=self._timeout_s)
+
+    async def get(
+        self, resource: Resource, name: str, namespace: str | None = None, *, subresource: str | None = None
+    ) -> Object:
+        """One object, or a part of it such as its scale; raises NotFound."""
+        return await self._json("GET", resource.path(namespace, name, subresource))
 
     async def find(self, resource: Resource, name: str, namespace: str | None = None) -> Object | None:
         """One object, or None if there is none."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
@@ -20,15 +21,22 @@ if TYPE_CHECKING:
 
 @contextlib.asynccontextmanager
 async def pages(
-    address: str, registry: CollectorRegistry, is_ready: Callable[[], bool], *, extprocs: Sequence[str] = ()
+    address: str,
+    registry: CollectorRegistry,
+    is_ready: Callable[[], bool],
+    *,
+    extprocs: Sequence[str] = (),
+    more: Sequence[web.RouteDef] = (),
 ) -> AsyncIterator[None]:
     """Served at ``address`` (``ip:port``) inside the context; raises OSError if the port is taken.
 
-    ``extprocs``: where the processes beside us have their pages; /loads has the sum of theirs.
+    ``extprocs``: where the processes beside us have their pages; /loads has the sum of theirs. ``more``: further pages.
     """
 
     async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        # thousands of series take longer than anybody should wait for the loop
+        text = await asyncio.to_thread(generate_latest, registry)
+        return web.Response(body=text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def healthy(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -45,6 +53,7 @@ async def pages(
 
     app = web.Application()
     app.add_routes([web.get("/metrics", metrics), web.get("/healthz", healthy), web.get("/readyz", ready)])
+    app.add_routes(more)
     if extprocs:
         app.add_routes([web.get(LOADS_PATH, loads)])
     runner = web.AppRunner(app, access_log=None)

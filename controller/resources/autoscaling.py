@@ -180,7 +180,8 @@ class AutoscalingPolicySpec(Spec, frozen=True):
     waits for an engine is decided about at once. ``metrics``: targets of the law
     ``Target``. ``objective``: latencies to keep. ``behavior``: how fast. ``panic``: for steep rises. ``scale_to_zero``:
     whether, and when. ``schedules``: bounds by time. ``staleness``: how old data may be. ``manual_hold``: for so
-    long replicas stay as somebody else has set them. ``mode``: what is done with decisions: Auto writes replicas,
+    long replicas stay as somebody else has set them. ``drain``: for so long engines of Deployments, StatefulSets and
+    LeaderWorkerSets may finish what they have before there are fewer; ModelInfers say that themselves. ``mode``: what is done with decisions: Auto writes replicas,
     ScaleUpOnly only larger ones, Recommend tells them in status and metrics, Export offers them to an HPA or KEDA,
     Paused decides nothing.
     """
@@ -197,6 +198,7 @@ class AutoscalingPolicySpec(Spec, frozen=True):
     staleness: Staleness = Staleness()
     period: Duration = Duration("5s")
     manual_hold: Duration = Duration("10m")
+    drain: Duration = Duration("5m")
     mode: Literal["Auto", "Recommend", "Export", "Paused", "ScaleUpOnly"] = "Auto"
 
     CEL: ClassVar = (

@@ -193,8 +193,11 @@ class AutoscalingPolicyStatus(Status, frozen=True):
 
 
 class AutoscalingPolicyBindingStatus(Status, frozen=True):
-    """``targets``: what they have and should have. ``conditions``: TargetsResolved, MetricsAvailable, ScalingActive,
-    ScalingLimited.
+    """``targets``: what they have and should have. ``last_scaled_at``: when replicas were last written. ``last_decision``:
+    what was written then, and why. ``conditions``: TargetsResolved, MetricsAvailable, ScalingActive, ScalingLimited,
+    CapacityBlocked.
     """
 
     targets: Annotated[tuple[TargetStatus, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()
+    last_scaled_at: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
+    last_decision: Annotated[str, msgspec.Meta(max_length=4096)] | None = None

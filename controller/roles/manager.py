@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manager role: webhooks, which every replica serves, and the work on Models and ModelInfers, which the leader does."""
+"""The manager role: webhooks, which every replica serves, and the leader's work on Models, ModelInfers and scaling."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final
 
 from controller.cluster.resources import (
@@ -18,8 +19,6 @@ from controller.handlers.thread import Handlers
 from controller.roles.work.leading import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from controller.cluster.client import Client
     from controller.cluster.lease import LeaderElection
     from controller.roles.manager_metrics import ManagerMetrics
@@ -39,9 +38,14 @@ FOLLOWED: Final = (
 )
 
 
+Scaling = Callable[["Client"], Awaitable[None]]
+"""Scales, until cancelled, what AutoscalingPolicyBindings name."""
+
+
 class Leader:
     """``run`` waits until it leads, and then does the work. Each term begins with empty hands: what informers have heard,
-    what is queued and what was written belongs to one term.
+    what is queued and what was written belongs to one term. ``scaling``: begins the scaling of a term; None: others do
+    it.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Leader:
         decisions: Decisions,
         bell: Bell | None,
         loads: Loads | None = None,
+        scaling: Scaling | None = None,
     ) -> None:
         self._client = client
         self._settings = settings
@@ -62,6 +67,7 @@ class Leader:
         self._decisions = decisions
         self._bell = bell
         self._loads = loads
+        self._scaling = scaling
         metrics.leader.set_function(lambda: float(election.is_leader))
 
     async def run(self) -> None:
@@ -69,6 +75,12 @@ class Leader:
         await self._election.run(self._lead)
 
     async def _lead(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._work(), name="work")
+            if self._scaling is not None:
+                tasks.create_task(_awaited(self._scaling(self._client)), name="scaling")
+
+    async def _work(self) -> None:
         await Work(
             self._client,
             self._settings,
@@ -107,3 +119,7 @@ def kopf_rings(client: Client, namespace: str | None) -> Bell:
         await Handlers(client.access, FOLLOWED, ring, namespace=namespace).run()
 
     return bell
+
+
+async def _awaited(scaling: Awaitable[None]) -> None:
+    await scaling

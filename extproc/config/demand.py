@@ -75,15 +75,18 @@ class ServerDemand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tr
     engines: dict[str, EngineDemand] = msgspec.field(default_factory=dict)
 
 
-class Demand(msgspec.Struct, frozen=True, rename="camel"):
+class Demand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """What one process knows. ``instance``: its name, another one after each start. ``sequence``: grows with each
-    message. ``age_s``: since the process began. ``servers``: by ``namespace/name``.
+    message. ``age_s``: since the process began. ``servers``: by ``namespace/name``. ``slot``: which of its pod's processes
+    it is, the same after each start; empty where there is one. With an empty ``instance``, the pod says that the process
+    in this slot does not answer.
     """
 
     instance: str
     sequence: int
     age_s: float
     servers: dict[str, ServerDemand] = msgspec.field(default_factory=dict)
+    slot: str = ""
 
 
 def bucket_of(value_s: float, bounds: tuple[float, ...]) -> int:

@@ -40,6 +40,10 @@ CRASHES = [{"name": "engine", "image": "attache/host", "command": ["sh", "-c", "
 # Of the webhooks, of clusters with other schedulers or checks, and of Models with volumes for weights.
 ELSEWHERE = {"secrets", "validatingwebhookconfigurations", "gatewayconfigs", "podgroups", "workloads"}
 ELSEWHERE |= {"modelinfers/finalizers", "models/finalizers", "modelinferroles", "modelinferroles/status"}
+# Of scaling: see test_scaling_permissions.py.
+ELSEWHERE |= {"autoscalingpolicies/status", "autoscalingpolicybindings/status", "deployments", "deployments/scale"}
+ELSEWHERE |= {"horizontalpodautoscalers", "leaderworkersets", "leaderworkersets/scale", "modelinferroles/scale"}
+ELSEWHERE |= {"modelinfers/scale", "scaledobjects", "statefulsets", "statefulsets/scale"}
 # Of changes that need more time: a Model that loses a backend, a rollout that fails, old revisions.
 SELDOM = {("delete", "modelinfers"), ("patch", "controllerrevisions"), ("delete", "controllerrevisions")}
 # An apply is a patch that needs this right, too, where it makes an object.

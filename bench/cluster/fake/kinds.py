@@ -47,6 +47,11 @@ _BUILT_IN: Final = (
     Kind(Resource("apps", "v1", "replicasets", "ReplicaSet"), has_status=True, short_names=("rs",)),
     Kind(Resource("apps", "v1", "statefulsets", "StatefulSet"), has_status=True, short_names=("sts",)),
     Kind(Resource("apps", "v1", "daemonsets", "DaemonSet"), has_status=True, short_names=("ds",)),
+    Kind(
+        Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler"),
+        has_status=True,
+        short_names=("hpa",),
+    ),
     Kind(Resource("batch", "v1", "jobs", "Job"), has_status=True),
     Kind(
         Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"), has_status=True, short_names=("pdb",)

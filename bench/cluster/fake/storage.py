@@ -135,7 +135,7 @@ class Storage:
         result = _status_written(old, new) if subresource == "status" else _main_written(kind, old, new)
         if _without_version(result) == _without_version(old):
             return old
-        if kind.counts_generations and not subresource and _intent(result) != _intent(old):
+        if kind.counts_generations and subresource in ("", "scale") and _intent(result) != _intent(old):
             result["metadata"]["generation"] = int(old["metadata"].get("generation", 1)) + 1
         return self._store_or_remove(kind, old, result)
 

@@ -15,7 +15,8 @@ target when the others would shrink, as idle when they would grow; an engine tha
 would grow; if that turns the direction, nothing changes. Of several metrics the largest answer counts; if one is unknown,
 only growth is allowed.
 
-Beyond Kubernetes, and only if ``careful``: with a value missing, only growth is allowed.
+Beyond Kubernetes: an engine that drains counts nowhere (there, it is still ready for a target of all). And if
+``careful``: with a value missing, only growth is allowed.
 """
 
 from __future__ import annotations

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AIBrix' APA: in proportion to the mean of engines, at most doubled or halved, in only after a cooldown.
+
+Source: vllm-project/aibrix, ``pkg/controller/podautoscaler/algorithm/apa.go``. With x = mean / target: above 1 + tolerance
+``min(ceil(n * x), ceil(n * up rate))``, below 1 - tolerance ``max(ceil(n * x), floor(n / down rate))``. The largest answer
+of the cooldown counts before it scales in. Every 10 s.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from bench.autoscale.peers.peer import HpaMemory, began, bounded, current_of, ready_reports, waiting_each
+from controller.autoscale.behavior import Past, Recommended, remembered, stabilized
+from controller.autoscale.metrics import kv_usage_of, running_of
+from controller.resources.autoscaling import Behavior, ScalingRules
+
+if TYPE_CHECKING:
+    from controller.autoscale.situation import EngineReport, Situation
+
+
+class AibrixApa(msgspec.Struct, frozen=True):
+    """``target``: of the metric, in the mean of ready engines. ``down_cooldown_s``: of scaling in."""
+
+    target: float
+    metric: Literal["running", "in_flight", "kv_usage"] = "in_flight"
+    tolerance: float = 0.1
+    max_rate: float = 2.0
+    down_cooldown_s: int = 300
+    period_s: float = 10.0
+
+    def desired(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
+        """The law, then the cooldown."""
+        past = memory.past if memory is not None else began(situation)
+        reports = [one for one in ready_reports(situation) if one is not None]
+        current = current_of(situation)
+        if not reports:
+            return bounded(current, situation), HpaMemory(past)
+        held = waiting_each(situation) if self.metric == "in_flight" else 0.0
+        mean = sum(self._value(one) for one in reports) / len(reports) + held
+        asked = bounded(self.formula(mean, current), situation)
+        behavior = Behavior(ScalingRules(0), ScalingRules(self.down_cooldown_s))
+        found = stabilized(behavior, past.recommendations, recommended=asked, current=current, now_s=situation.now_s)
+        past = remembered(behavior, Past(past.recommendations), Recommended(situation.now_s, asked))
+        return bounded(found, situation), HpaMemory(past)
+
+    def formula(self, mean: float, current: int) -> int:
+        """Replicas by the mean of the metric."""
+        share = mean / self.target
+        asked = math.ceil(current * share)
+        if share > 1 + self.tolerance:
+            return min(asked, math.ceil(current * self.max_rate))
+        if share < 1 - self.tolerance:
+            return max(asked, math.floor(current / self.max_rate))
+        return current
+
+    def _value(self, report: EngineReport) -> float:
+        if self.metric == "kv_usage":
+            return kv_usage_of(report) or 0.0
+        return running_of(report) if self.metric == "running" else float(report.in_flight)

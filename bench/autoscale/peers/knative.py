@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Knative's KPA on requests in flight, with those that its activator would hold. It looks every 2 s."""
+
+from __future__ import annotations
+
+from bench.autoscale.peers.peer import LawPeer
+from controller.autoscale.laws.concurrency import ConcurrencyLaw
+from controller.resources.scaling_laws import ConcurrencyParameters
+
+
+def kpa(*, target: float = 100.0, utilization: float = 0.7, period_s: float = 2.0) -> LawPeer:
+    """``target``: requests in flight that one replica takes; ``utilization``: the share of it that is aimed at."""
+    return LawPeer(ConcurrencyLaw(ConcurrencyParameters(target, utilization)), None, period_s)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an autoscaler of others offers, and the HPA that stands behind most of them.
+
+A peer answers in replicas of the situation's first target, within that target's bounds. What a peer's own collector does
+not know is what its program would take for it: mostly 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from controller.autoscale.behavior import Past, Recommended, Scaled, behaved, remembered
+from controller.autoscale.law import Law
+from controller.autoscale.laws.target import Pool, Tolerance, of_total
+from controller.autoscale.situation import EngineReport, EngineState, Situation
+from controller.resources.autoscaling import Behavior
+
+Memory = TypeVar("Memory")
+
+
+class Peer(Protocol[Memory]):
+    """Pure: what it remembers, it returns."""
+
+    @property
+    def period_s(self) -> float:
+        """Between two decisions."""
+        ...
+
+    def desired(self, situation: Situation, memory: Memory | None) -> tuple[int, Memory | None]:
+        """Replicas, and what to pass in the next time; ``memory`` is None at first."""
+        ...
+
+
+class HpaMemory(msgspec.Struct, frozen=True):
+    """``past``: of the HPA. ``inner``: of what it asks."""
+
+    past: Past = Past()
+    inner: Any = None
+
+
+class LawPeer(msgspec.Struct, frozen=True):
+    """A law of ours that is a peer's own law, with an HPA's behaviour block behind it; None: without one.
+
+    A law that does not know changes nothing.
+    """
+
+    law: Law[Any]
+    behavior: Behavior | None
+    period_s: float
+
+    def desired(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
+        """The law's answer, as fast as the behaviour allows it."""
+        found, inner = self.law.recommend(situation, memory.inner if memory is not None else None)
+        past = memory.past if memory is not None else began(situation)
+        if found.replicas is None:
+            return bounded(current_of(situation), situation), HpaMemory(past, inner)
+        if self.behavior is None:
+            return bounded(found.replicas, situation), HpaMemory(past, inner)
+        replicas, past = slowed(self.behavior, past, found.replicas, situation)
+        return replicas, HpaMemory(past, inner)
+
+
+def began(situation: Situation) -> Past:
+    """What an HPA remembers when it first sees its target: as many replicas as there are."""
+    return Past((Recommended(situation.now_s, current_of(situation)),))
+
+
+def slowed(behavior: Behavior, past: Past, recommended: float, situation: Situation) -> tuple[int, Past]:
+    """What an HPA makes of a recommendation, and its memory after it."""
+    current, now_s = current_of(situation), situation.now_s
+    found, _ = behaved(behavior, past, recommended=recommended, current=current, now_s=now_s)
+    desired = bounded(found, situation)
+    past = remembered(behavior, past, Recommended(now_s, recommended))
+    if desired != current:
+        past = Past(past.recommendations, (*past.changes, Scaled(now_s, desired - current)))
+    return desired, past
+
+
+def through_hpa(behavior: Behavior, past: Past, wanted: float, situation: Situation) -> tuple[int, Past]:
+    """A number of replicas that is exported as a metric, with AverageValue 1, and its tolerance of 10 %."""
+    pool = Pool(current=current_of(situation), ready={}, unready={})
+    found = of_total(math.ceil(wanted * 1000), 1000, pool, Tolerance(), for_all=False)
+    return slowed(behavior, past, found.replicas or 0.0, situation)
+
+
+def current_of(situation: Situation) -> int:
+    """Replicas that the first target was last asked for."""
+    return situation.targets[0].current or 0
+
+
+def ready_reports(situation: Situation) -> list[EngineReport | None]:
+    """Of the first target's ready engines."""
+    return [engine.report for engine in situation.targets[0].having(EngineState.READY)]
+
+
+def waiting_each(situation: Situation) -> float:
+    """Requests that wait at the gateways, for each ready engine of the first target."""
+    return situation.waiting.requests / max(len(ready_reports(situation)), 1)
+
+
+def bounded(replicas: float, situation: Situation) -> int:
+    """Within the bounds of the first target."""
+    spec = situation.targets[0].spec
+    return min(max(math.ceil(replicas), spec.min_replicas), spec.max_replicas)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""llm-d's workload-variant-autoscaler, first form, as it was: saturated engines out of the means, missing values 0.
+
+Source: llm-d-workload-variant-autoscaler, ``internal/saturation/analyzer.go``. Every 30 s one replica more or fewer, and
+nothing while anything is in transition. Its number goes through an HPA with AverageValue 1, 10 pods in 150 s; the window
+is 0 in its sample and 240 s in its advice for production.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from bench.autoscale.peers.peer import began, current_of, ready_reports, through_hpa, waiting_each
+from controller.autoscale.behavior import Past
+from controller.autoscale.metrics import kv_usage_of
+from controller.resources.autoscaling import Behavior, ScalingRule, ScalingRules
+from controller.resources.scaling_laws import SpareCapacityParameters
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from controller.autoscale.situation import EngineReport, Situation
+
+
+class Analysis(msgspec.Struct, frozen=True):
+    """``unsaturated``: engines below both thresholds; the spare room is theirs, in the mean."""
+
+    unsaturated: int
+    kv_spare: float
+    queue_spare: float
+    scale_up: bool
+    scale_down_safe: bool
+
+
+def as_wva_v1(loads: Sequence[tuple[float, float]], given: SpareCapacityParameters) -> Analysis:
+    """What the original says of engines, each with its cache usage and its queue."""
+    if not loads:
+        return Analysis(0, 0.0, 0.0, scale_up=False, scale_down_safe=False)
+    kv_limit, queue_limit = given.kv_cache_threshold, given.queue_length_threshold
+    spare = [(kv_limit - kv, queue_limit - queue) for kv, queue in loads if kv < kv_limit and queue < queue_limit]
+    count = len(spare)
+    kv_spare = sum(kv for kv, _ in spare) / count if count else 0.0
+    queue_spare = sum(queue for _, queue in spare) / count if count else 0.0
+    safe = False
+    if count >= 2:
+        factor = count / (count - 1)
+        kv_left = kv_limit - (kv_limit - kv_spare) * factor
+        queue_left = queue_limit - (queue_limit - queue_spare) * factor
+        safe = kv_left >= given.kv_spare_trigger and queue_left >= given.queue_spare_trigger
+    short = kv_spare < given.kv_spare_trigger or queue_spare < given.queue_spare_trigger
+    return Analysis(count, kv_spare, queue_spare, short, safe)
+
+
+class V1Memory(msgspec.Struct, frozen=True):
+    """``desired``: the last number that was exported."""
+
+    past: Past
+    desired: int
+
+
+class WvaV1(msgspec.Struct, frozen=True):
+    """``window_s``: stabilisation of the HPA, both ways."""
+
+    parameters: SpareCapacityParameters = SpareCapacityParameters()
+    window_s: int = 0
+    period_s: float = 30.0
+
+    def desired(self, situation: Situation, memory: V1Memory | None) -> tuple[int, V1Memory | None]:
+        """One more, one fewer, or what there is; all through the HPA."""
+        before = memory if memory is not None else V1Memory(began(situation), current_of(situation))
+        wanted = self._wanted(situation, before.desired)
+        desired, past = through_hpa(hpa_of(self.window_s), before.past, wanted, situation)
+        return desired, V1Memory(past, wanted)
+
+    def _wanted(self, situation: Situation, exported: int) -> int:
+        current, reports = current_of(situation), ready_reports(situation)
+        if exported not in {0, current}:
+            return exported
+        if len(reports) != current or not reports:
+            return current
+        found = as_wva_v1([_load(one, waiting_each(situation)) for one in reports], self.parameters)
+        if found.scale_up:
+            return current + 1
+        return current - 1 if found.scale_down_safe and current > 1 else current
+
+
+def hpa_of(window_s: int) -> Behavior:
+    """The HPA that its documentation puts behind it."""
+    rules = ScalingRules(window_s, "Max", (ScalingRule("Pods", 10, 150),))
+    return Behavior(rules, rules)
+
+
+def _load(report: EngineReport | None, held: float) -> tuple[float, float]:
+    if report is None:
+        return 0.0, 0.0
+    return kv_usage_of(report) or 0.0, (report.waiting or 0.0) + held

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""llm-d's workload-variant-autoscaler, second form, as it was, in whole tokens, with its HPA.
+
+Source: llm-d-workload-variant-autoscaler, ``internal/engines/analyzers/saturation_v2/analyzer.go`` and
+``internal/engines/pipeline/cost_aware_optimizer.go``, for one variant. What differs from our law ``tokens``: the queue of
+the gateways is guessed from bytes and means, engines that do not tell their cache are left out altogether, waiting
+requests without a known length count nothing. Every 30 s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from bench.autoscale.peers.peer import began, current_of, ready_reports, through_hpa
+from bench.autoscale.peers.wva_v1 import hpa_of
+from controller.autoscale.behavior import Past
+from controller.autoscale.metrics import kv_usage_of
+from controller.resources.scaling_laws import TokensParameters
+
+if TYPE_CHECKING:
+    from controller.autoscale.situation import EngineReport, Situation
+
+_WINDOW_S = 300.0
+_BYTES_PER_TOKEN = 4
+_ROLLING = 10
+
+
+class Means(msgspec.Struct, frozen=True):
+    """Tokens of a prompt and of an answer, and the share of prompts that engines had, of five minutes."""
+
+    prompt: float = 0.0
+    answer: float = 0.0
+    hit_rate: float = 0.0
+
+
+class V2Memory(msgspec.Struct, frozen=True):
+    """``history``: observed compute bounds by length class. ``capacity``: of a replica, when engines last told."""
+
+    past: Past
+    history: Mapping[str, tuple[float, ...]] = {}
+    capacity: int = 0
+
+
+class WvaV2(msgspec.Struct, frozen=True):
+    """``window_s``: stabilisation of the HPA, both ways."""
+
+    parameters: TokensParameters = TokensParameters()
+    window_s: int = 0
+    period_s: float = 30.0
+
+    def desired(self, situation: Situation, memory: V2Memory | None) -> tuple[int, V2Memory | None]:
+        """All that is missing at once, or all that is spare, through the HPA."""
+        before = memory if memory is not None else V2Memory(began(situation))
+        means, history = means_of(situation), dict(before.history)
+        capacities, demand = [], 0.0
+        for report in ready_reports(situation):
+            if report is None or report.kv_capacity_tokens <= 0:
+                continue
+            used, waiting = int((kv_usage_of(report) or 0.0) * report.kv_capacity_tokens), int(report.waiting or 0)
+            demand += used + waiting * int(means.prompt)
+            capacities.append(self.capacity_of(report, used, waiting, means, history))
+        capacity = median(capacities) if capacities else before.capacity
+        demand += queued_demand(situation, means)
+        wanted = self.wanted(demand, capacity, current_of(situation), len(ready_reports(situation)))
+        desired, past = through_hpa(hpa_of(self.window_s), before.past, wanted, situation)
+        return desired, V2Memory(past, history, capacity)
+
+    def wanted(self, demand: float, capacity: int, current: int, ready: int) -> int:
+        """The optimiser, for one variant; the last replica stays."""
+        supply, anticipated = min(ready, current) * capacity, current * capacity
+        if capacity <= 0:
+            return current
+        required = demand / self.parameters.scale_up_utilization - anticipated
+        if required > 0:
+            return current + math.ceil(required / capacity)
+        spare = max(supply - demand / self.parameters.scale_down_utilization, 0.0)
+        return current - min(math.floor(spare / capacity), max(current - 1, 0))
+
+    def capacity_of(
+        self, report: EngineReport, used: int, waiting: int, means: Means, history: dict[str, tuple[float, ...]]
+    ) -> int:
+        """The smaller of the memory bound and the compute bound."""
+        memory_bound = int(report.kv_capacity_tokens * self.parameters.kv_cache_threshold)
+        key = "short" if means.answer < 100 else "medium" if means.answer < 500 else "long"
+        if waiting >= int(self.parameters.queue_length_threshold) and used > 0:
+            history[key] = (*history.get(key, ()), float(used))[-_ROLLING:]
+            return min(memory_bound, used)
+        if observed := history.get(key):
+            return min(memory_bound, int(sum(observed) / len(observed)))
+        return min(memory_bound, self._derived(means) or memory_bound)
+
+    def _derived(self, means: Means) -> int:
+        if means.answer <= 0:
+            return 0
+        steady = self.parameters.max_batched_tokens * means.answer / (means.prompt + means.answer)
+        return int(min(steady, self.parameters.max_sequences) * (means.prompt + means.answer / 2))
+
+
+def means_of(situation: Situation) -> Means:
+    """Of what was answered."""
+    rates = situation.traffic.rates(_WINDOW_S, situation.now_s)
+    if rates is None or rates.finished <= 0:
+        return Means()
+    hit_rate = rates.cached_tokens / rates.prompt_tokens if rates.prompt_tokens > 0 else 0.0
+    return Means(rates.prompt_tokens / rates.finished, rates.output_tokens / rates.finished, hit_rate)
+
+
+def queued_demand(situation: Situation, means: Means) -> float:
+    """Tokens that the queue of the gateways will need. Its bytes are those of whole prompts, cached parts included."""
+    count, uncached = situation.waiting.requests, situation.waiting.tokens
+    whole_bytes = _BYTES_PER_TOKEN * uncached / max(1 - means.hit_rate, 0.01)
+    prompts = max(whole_bytes / _BYTES_PER_TOKEN, count * means.prompt) * (1 - means.hit_rate)
+    return prompts + count * means.answer
+
+
+def median(values: list[int]) -> int:
+    """In whole tokens."""
+    ordered, middle = sorted(values), len(values) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) // 2

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one extproc process has said of one ModelServer: how much more it counted, with its absurd values left out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
+
+from controller.autoscale.history import MOST_COUNTED, Sums
+from extproc.config.demand import EngineDemand, ServerDemand
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# No process counts as much, nor does an engine have as many; and no server has as many engines or models.
+MOST: Final = 1e15
+MOST_ENGINES: Final = 4096
+MOST_MODELS: Final = 1000
+_LONGEST_ADDRESS: Final = 100
+_ROLES: Final = frozenset({"prefill", "decode"})
+
+Value = TypeVar("Value")
+
+
+class Heard(msgspec.Struct):
+    """``server``: what was said last; None if the process does not know the server any more. ``highest``: the most that
+    each counter had, so that one which falls and rises again adds nothing.
+    """
+
+    server: ServerDemand | None = None
+    highest: Sums = msgspec.field(default_factory=Sums)
+
+    def take(self, said: ServerDemand) -> Sums | None:
+        """Remember it; returns what it has counted since the last time, None if nothing."""
+        before, self.server = self.server, said
+        if before is not None and (before.counted, before.ttft, before.tpot) == (said.counted, said.ttft, said.tpot):
+            return None
+        highest, more = self.highest, Sums()
+        for at, value in enumerate(_counters(said)):
+            if value > highest.counters[at]:
+                more.counters[at], highest.counters[at] = value - highest.counters[at], value
+        more.ttft = _rise(highest.ttft, said.ttft)
+        more.tpot = _rise(highest.tpot, said.tpot)
+        return more
+
+
+def cleaned(said: ServerDemand) -> ServerDemand:
+    """With gauges that can be reckoned with."""
+    return ServerDemand(
+        model=said.model,
+        counted=said.counted,
+        ttft=said.ttft,
+        tpot=said.tpot,
+        queued=int(bounded(said.queued)),
+        queued_tokens=bounded(said.queued_tokens),
+        oldest_wait_s=bounded(said.oldest_wait_s),
+        at_zero=int(bounded(said.at_zero)),
+        engines={
+            address: _engine(one)
+            for address, one in _first(said.engines, MOST_ENGINES).items()
+            if len(address) <= _LONGEST_ADDRESS
+        },
+    )
+
+
+def bounded(value: float) -> float:
+    """A count or an amount: from 0 to ``MOST``; 0 for what is no number."""
+    if 0 <= value <= MOST:
+        return value
+    return MOST if value > MOST else 0.0
+
+
+def _engine(said: EngineDemand) -> EngineDemand:
+    return EngineDemand(
+        role=said.role if said.role in _ROLES else "",
+        in_flight=int(bounded(said.in_flight)),
+        in_flight_tokens=bounded(said.in_flight_tokens),
+        waiting=_known(said.waiting),
+        running=_known(said.running),
+        kv_usage=None if said.kv_usage is None else min(1.0, bounded(said.kv_usage)),
+        report_age_s=_known(said.report_age_s),
+        kv_capacity_tokens=bounded(said.kv_capacity_tokens),
+        prefill_tokens_per_s=_speed(said.prefill_tokens_per_s),
+        step_s=_known(said.step_s),
+        step_s_per_token=_known(said.step_s_per_token),
+    )
+
+
+def _known(value: float | None) -> float | None:
+    return None if value is None else bounded(value)
+
+
+def _speed(value: float | None) -> float | None:
+    return value if value is not None and 0 < value <= MOST else None
+
+
+def _counters(said: ServerDemand) -> list[float]:
+    """Of all models, in the order of ``Totals``."""
+    found = [0.0] * 7
+    for one in _first(said.counted, MOST_MODELS).values():
+        values = (
+            one.arrivals,
+            one.refused,
+            one.finished,
+            one.prompt_tokens,
+            one.cached_tokens,
+            one.output_tokens,
+            one.prefill_work,
+        )
+        for at, value in enumerate(values):
+            found[at] += bounded(value)
+    return found
+
+
+def _rise(highest: list[int], said: tuple[int, ...]) -> list[int]:
+    """By how much the buckets have grown; ``highest`` grows with them."""
+    more = [0] * len(highest)
+    for at, count in enumerate(said[: len(highest)]):
+        if highest[at] < count:
+            value = min(MOST_COUNTED, count)
+            more[at], highest[at] = value - highest[at], value
+    return more
+
+
+def _first(said: Mapping[str, Value], most: int) -> Mapping[str, Value]:
+    return said if len(said) <= most else dict(list(said.items())[:most])

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all gateways say of clients' demand and of engines, merged: sums that only grow, whoever restarts or falls silent.
+
+Each process counts since it began. What it has counted more than the last time is added to the sums of its ModelServers;
+so a process that ends takes nothing away, and one that begins anew is no jump. What a process counted while it was not
+heard is spread evenly over that time. Gauges (what waits, what is in flight) are those of processes that run; a silent one
+keeps its last ones until its pod is gone, or another process has taken its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.autoscale.engine_signals import EngineSignal, merged
+from controller.autoscale.gateways import SILENT_AFTER_S, Gateway
+from controller.autoscale.heard import Heard, cleaned
+from controller.autoscale.history import History, Sums, summed
+from controller.autoscale.situation import Freshness, Waiting
+from controller.autoscale.traffic import Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from extproc.config.demand import Demand, ServerDemand
+
+# A tick a second, however often it is asked for.
+_SHORTEST_TICK_S: Final = 0.9
+# Gateways of a namespace that nobody vouches for.
+_MOST_OWN: Final = 32
+
+
+class ServerSignals(msgspec.Struct, frozen=True):
+    """What is known of one or several ModelServers together. ``engines``: by address."""
+
+    traffic: Traffic
+    waiting: Waiting
+    engines: Mapping[str, EngineSignal]
+    freshness: Freshness
+
+
+class _Server(msgspec.Struct):
+    """``since_s``: since when it is followed. ``has_changed``: its sums, since the last tick."""
+
+    since_s: float
+    sums: Sums = msgspec.field(default_factory=Sums)
+    history: History = msgspec.field(default_factory=History)
+    has_changed: bool = False
+
+
+class Signals:
+    """Call ``follow`` and ``present`` when these change, ``hear`` with each message, and ``tick`` once a second.
+
+    A gateway outside of the ``trusted`` namespaces speaks for the ModelServers of its own one alone.
+    """
+
+    def __init__(self, trusted: Collection[str] = ()) -> None:
+        self._trusted = frozenset(trusted)
+        self._servers: dict[str, _Server] = {}
+        self._gateways: dict[str, Gateway] = {}
+        # by namespace, of trusted ones under "": when a gateway left of which something may be missing
+        self._gap_at_s: dict[str, float] = {}
+        self._ticks = 0
+        self._ticked_at_s = -math.inf
+
+    def follow(self, servers: Collection[str], now: float) -> None:
+        """Only these ModelServers (``namespace/name``) are kept."""
+        for name in [one for one in self._servers if one not in servers]:
+            del self._servers[name]
+            for gateway in self._gateways.values():
+                for process in gateway.processes.values():
+                    process.servers.pop(name, None)
+        for name in servers:
+            if name not in self._servers:
+                self._servers[name] = _Server(now)
+
+    def present(self, gateways: Collection[str], now: float) -> None:
+        """The gateways (``namespace/name``) that run: each is expected to speak, and others have nothing in flight any more."""
+        for key in [one for one in self._gateways if one not in gateways]:
+            gone = self._gateways.pop(key)
+            if any(True for _ in gone.silent(now)):
+                self._gap_at_s[self._scope(key)] = now
+        for key in gateways:
+            if key not in self._gateways:
+                self._gateways[key] = Gateway(now)
+
+    def hear(self, gateway: str, said: Demand, received_at_s: float) -> None:
+        """One message of one process. Those that are repeated or come late change nothing."""
+        known = self._gateways.get(gateway)
+        if known is None:
+            known = self._gateways[gateway] = Gateway(received_at_s)
+        if known.is_unheard() and self._is_one_too_many(gateway):
+            return
+        follows_since_s = min((one.since_s for one in self._servers.values()), default=math.inf)
+        found = known.hear(said, received_at_s, follows_since_s=follows_since_s)
+        if found is None:
+            return
+        process, before_s = found
+        for name, server in self._servers.items():
+            if self._may_speak(gateway, name):
+                heard, page = process.servers.get(name), said.servers.get(name)
+                if page is not None:
+                    is_new = heard is not None or before_s >= server.since_s
+                    if heard is None:
+                        heard = process.servers[name] = Heard()
+                    _count(server, heard, page, is_new=is_new, since_s=before_s, now=received_at_s)
+                elif heard is not None:
+                    heard.server = None
+
+    def tick(self, now: float) -> None:
+        """Write the sums down. Once a second; called more often, it does nothing."""
+        if now - self._ticked_at_s < _SHORTEST_TICK_S:
+            return
+        self._ticks += 1
+        self._ticked_at_s = now
+        for server in self._servers.values():
+            server.history.tick(self._ticks, now, server.sums if server.has_changed else None)
+            server.has_changed = False
+
+    def of(self, servers: Iterable[str], now: float) -> ServerSignals:
+        """What is known of these ModelServers together; those that are not followed are left out."""
+        names = [one for one in servers if one in self._servers]
+        known = [self._servers[one] for one in names]
+        speaking = [key for key in self._gateways if any(self._may_speak(key, name) for name in names)]
+        said = [
+            (heard.server, process.heard_at_s)
+            for key in speaking
+            for process in self._gateways[key].living(now)
+            for name in names
+            if (heard := process.servers.get(name)) is not None and heard.server is not None
+        ]
+        points = summed([one.history.points(now, one.sums) for one in known]) if known else ()
+        return ServerSignals(
+            traffic=Traffic(points),
+            waiting=_waiting(said, now),
+            engines=merged(said),
+            freshness=self._freshness(names, speaking, now),
+        )
+
+    def _freshness(self, names: list[str], speaking: list[str], now: float) -> Freshness:
+        found = [(key, self._gateways[key]) for key in speaking]
+        silent = [f"{key} {slot}".rstrip() for key, one in found for slot in one.silent(now)]
+        since_s = [self._servers[one].since_s for one in names]
+        since_s += [one.whole_since_s(now) for _, one in found]
+        since_s += [self._gap_at_s.get(scope, -math.inf) for scope in {"", *(_namespace(one) for one in names)}]
+        ages_s = [
+            now - (one.seen_at_s if one.is_unheard() else min(process.heard_at_s for process in one.living(now)))
+            for _, one in found
+        ]
+        return Freshness(
+            age_s=max(ages_s, default=math.inf),
+            gateways=len(found),
+            silent=tuple(sorted(silent)),
+            since_s=0.0 if silent or not found else max(0.0, now - max(since_s)),
+        )
+
+    def _may_speak(self, gateway: str, server: str) -> bool:
+        namespace = _namespace(gateway)
+        return namespace in self._trusted or namespace == _namespace(server)
+
+    def _scope(self, gateway: str) -> str:
+        namespace = _namespace(gateway)
+        return "" if namespace in self._trusted else namespace
+
+    def _is_one_too_many(self, gateway: str) -> bool:
+        """Anybody may say of a pod that it is a gateway, and what is heard of it is kept."""
+        namespace = _namespace(gateway)
+        if namespace in self._trusted:
+            return False
+        own = [key for key, one in self._gateways.items() if _namespace(key) == namespace and not one.is_unheard()]
+        return len(own) >= _MOST_OWN
+
+
+def _count(server: _Server, heard: Heard, page: ServerDemand, *, is_new: bool, since_s: float, now: float) -> None:
+    more = heard.take(cleaned(page))
+    if more is None or not is_new:
+        # what was counted before anybody looked
+        return
+    server.sums.add(more)
+    server.has_changed = True
+    since_s = max(since_s, server.since_s)
+    if now - since_s > SILENT_AFTER_S:
+        server.history.spread(more, since_s, now)
+
+
+def _waiting(said: list[tuple[ServerDemand, float]], now: float) -> Waiting:
+    requests, tokens, oldest_s, at_zero = 0, 0.0, 0.0, 0
+    for one, heard_at_s in said:
+        requests += one.queued
+        tokens += one.queued_tokens
+        at_zero += one.at_zero
+        if one.queued:
+            oldest_s = max(oldest_s, one.oldest_wait_s + min(SILENT_AFTER_S, max(0.0, now - heard_at_s)))
+    return Waiting(requests, tokens, oldest_s, at_zero)
+
+
+def _namespace(key: str) -> str:
+    return key.partition("/")[0]

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pure decision as scaling calls it, and what becomes of it for each target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from controller.autoscale.decision import Decision, TargetDecision
+from controller.autoscale.situation import Situation
+from controller.resources.autoscaling import AutoscalingPolicySpec
+from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
+from controller.roles.scaling.owning import Hold
+from controller.roles.scaling.resolving import Resolved
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+Memory = Any
+"""What a decision wants to remember until the next one; None at first."""
+
+Decide = Callable[
+    [AutoscalingPolicySpec, AutoscalingPolicyBinding, Sequence[Situation], Memory, float], tuple[Decision, Memory]
+]
+
+
+class Deciding(NamedTuple):
+    """``decide``: the decision. ``kept``: what of a memory survives a restart, as JSON of bounded length; empty if
+    nothing. ``restored``: a memory from that.
+    """
+
+    decide: Decide
+    kept: Callable[[Memory], bytes] = lambda _: b""
+    restored: Callable[[bytes], Memory] = lambda _: None
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do about one target. ``replicas``: that it should have; None: nothing is to be done. ``held``: why that is
+    not written; empty if it is. ``hold``: whose change is honoured, if that is why.
+    """
+
+    target: Resolved
+    decided: TargetDecision
+    replicas: int | None
+    held: str = ""
+    hold: Hold | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether it is carried out."""
+        return self.replicas is not None and not self.held
+
+
+# Why a decision is only told, by mode.
+_TOLD_ONLY = {"Recommend": "the mode is Recommend", "Export": "the mode is Export", "Paused": "the mode is Paused"}
+
+
+def steps_of(decision: Decision, resolved: Sequence[Resolved], holds: Mapping[str, Hold]) -> Iterator[Step]:
+    """``holds``: by name of the target."""
+    decided = {one.name: one for one in decision.targets}
+    for target in resolved:
+        one = decided.get(target.spec.name)
+        if one is not None:
+            yield _step(decision.mode, target, one, holds.get(target.spec.name))
+
+
+def _step(mode: str, target: Resolved, one: TargetDecision, hold: Hold | None) -> Step:
+    held = _TOLD_ONLY.get(mode, "")
+    if not held and not target.may_write:
+        held = target.problem.message if target.problem is not None else "the target is not there"
+    if not held and hold is not None:
+        held = f"{hold.writer} has set {hold.replicas} replicas"
+    replicas = one.desired
+    if replicas is not None and target.found is not None and mode == "ScaleUpOnly":
+        replicas = max(replicas, target.found.replicas)
+    return Step(target=target, decided=one, replicas=replicas, held=held, hold=hold)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scaling follows of the cluster in one term of leadership, and which bindings a change concerns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final
+
+from controller.cluster.resources import (
+    AUTOSCALING_POLICIES,
+    AUTOSCALING_POLICY_BINDINGS,
+    MODEL_SERVERS,
+    Object,
+    Resource,
+    key_of,
+)
+from controller.roles.scaling.bindings import BindingView, PolicyView, slim_binding, slim_policy
+from controller.roles.scaling.namespaces import NamespacedPods
+from controller.roles.scaling.owning import scaled_by_others, slim_autoscaler
+from controller.roles.scaling.scalables import KINDS, Scalable, ScalableKind, kind_of, reader
+from controller.roles.work.following import Following
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from controller.cluster.client import Client
+    from controller.cluster.informer import Informer, InformerTiming
+    from controller.roles.scaling.owning import Claim, Place
+
+_HPAS: Final = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
+_SCALED_OBJECTS: Final = Resource("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
+
+
+class Followed:
+    """``run`` does the work. ``changed``: called with the key of each binding about which something has changed."""
+
+    def __init__(
+        self, client: Client, namespace: str | None, timing: InformerTiming, changed: Callable[[str], None]
+    ) -> None:
+        self._changed = changed
+        self._following = Following(client, namespace, timing)
+        add = self._following.add
+        self._policies = add(AUTOSCALING_POLICIES, slim=slim_policy)
+        self._bindings = add(AUTOSCALING_POLICY_BINDINGS, slim=slim_binding)
+        self._servers = add(MODEL_SERVERS, slim=_slim_server)
+        self._scalables: Mapping[Resource, Informer] = {
+            one.resource: add(one.resource, slim=reader(one), optional=one.optional) for one in KINDS
+        }
+        # a fake cluster lacks HorizontalPodAutoscalers, and so may one whose account may not list them
+        self._others = [
+            add(_HPAS, slim=slim_autoscaler(_HPAS.kind), optional=True),
+            add(_SCALED_OBJECTS, slim=slim_autoscaler(_SCALED_OBJECTS.kind, "Deployment", "apps"), optional=True),
+        ]
+        self.pods = NamespacedPods(client, timing, self._all_changed)
+        self._by_place: dict[Place, set[str]] = defaultdict(set)
+        self._by_policy: dict[str, set[str]] = defaultdict(set)
+        self._known: dict[str, BindingView] = {}
+        self._claims: dict[str, str] = {}
+        self._others_scale: Mapping[Place, str] | None = None
+        # grows with each change of a ModelServer
+        self.servers_version = 0
+        self._bindings.subscribe(self._binding_changed)
+        self._policies.subscribe(lambda key: self._tell(self._by_policy.get(key, ())))
+        self._servers.subscribe(self._server_changed)
+        for one in self._others:
+            one.subscribe(self._other_changed)
+        for resource, informer in self._scalables.items():
+            informer.subscribe(self._scalable_changed(resource))
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._following.run(), name="informers of scaling")
+            tasks.create_task(self.pods.run(), name="pods of targets")
+
+    async def synced(self) -> None:
+        """Returns once all has been listed but pods, which are followed where there are bindings."""
+        await self._following.synced()
+
+    def binding(self, key: str) -> BindingView | None:
+        """As last heard."""
+        found = self._bindings.get(key)
+        return None if found is None else found["view"]
+
+    def bindings(self) -> Iterable[str]:
+        """The keys of all."""
+        return self._known
+
+    def policy(self, key: str) -> PolicyView | None:
+        """As last heard."""
+        found = self._policies.get(key)
+        return None if found is None else found["view"]
+
+    def policies(self) -> Iterable[str]:
+        """The keys of all."""
+        return list(self._policies.objects)
+
+    def users_of(self, policy: str) -> int:
+        """How many bindings use a policy."""
+        return len(self._by_policy.get(policy, ()))
+
+    def kind_at(self, place: Place) -> ScalableKind | None:
+        """The kind that a place names, if it can be scaled here."""
+        kind = kind_of(f"{place[1]}/v0", place[2])
+        return kind if kind is not None and self._following.serves(self._scalables[kind.resource]) else None
+
+    def scalable(self, place: Place) -> Scalable | None:
+        """As last heard."""
+        kind = self.kind_at(place)
+        found = None if kind is None else self._scalables[kind.resource].get(f"{place[0]}/{place[3]}")
+        return None if found is None else found["view"]
+
+    def claims_on(self, place: Place) -> list[Claim]:
+        """Of all bindings that have this target."""
+        return [self._known[key].claim for key in self._by_place.get(place, ())]
+
+    def exists(self, claim: str) -> bool:
+        """Whether the binding with this claim is still there."""
+        return claim in self._claims
+
+    def scaler_of(self, place: Place) -> str:
+        """Another autoscaler that scales it; empty if none does."""
+        if self._others_scale is None:
+            self._others_scale = scaled_by_others(one for each in self._others for one in each.objects.values())
+        return self._others_scale.get(place, "")
+
+    def servers_in(self, namespace: str) -> list[tuple[str, Mapping[str, str]]]:
+        """Keys and selectors of ModelServers, by key."""
+        found = [(key, one["selector"]) for key, one in self._servers.objects.items() if one["selector"]]
+        return sorted((key, selector) for key, selector in found if key.partition("/")[0] == namespace)
+
+    def model_of(self, server: str) -> str:
+        """The model that a ModelServer says to serve; its key if it says none, empty if there is none."""
+        found = self._servers.get(server)
+        return "" if found is None else str(found["model"])
+
+    def _binding_changed(self, key: str) -> None:
+        before, now = self._known.pop(key, None), self.binding(key)
+        if before is not None:
+            self._claims.pop(before.claim.text, None)
+            self._by_policy[before.policy_key].discard(key)
+            for place in before.places:
+                self._by_place[place].discard(key)
+                self._tell(self._by_place[place])
+                if not self._by_place[place]:
+                    del self._by_place[place]
+        if now is not None:
+            self._known[key] = now
+            self._claims[now.claim.text] = key
+            self._by_policy[now.policy_key].add(key)
+            for place in now.places:
+                self._by_place[place].add(key)
+        # what only says what we wrote changes nothing
+        if _asks(before) != _asks(now):
+            self.pods.want({one.namespace for one in self._known.values()})
+            self._tell([key, *(other for place in now.places for other in self._by_place[place])] if now else [key])
+
+    def _server_changed(self, _: str) -> None:
+        self.servers_version += 1
+
+    def _other_changed(self, _: str) -> None:
+        self._others_scale = None
+
+    def _scalable_changed(self, resource: Resource) -> Callable[[str], None]:
+        informer, said = self._scalables[resource], dict[str, tuple[object, ...]]()
+
+        def changed(key: str) -> None:
+            namespace, _, name = key.partition("/")
+            concerned = self._by_place.get((namespace, resource.group, resource.kind, name))
+            found = informer.get(key)
+            view: Scalable | None = None if found is None else found["view"]
+            now = () if view is None else (view.uid, view.replicas, view.scaled_by, view.is_going, view.template)
+            # most changes are of statuses
+            if not concerned:
+                said.pop(key, None)
+            elif said.get(key) != now:
+                said[key] = now
+                self._tell(concerned)
+
+        return changed
+
+    def _all_changed(self) -> None:
+        self._tell(self._known)
+
+    def _tell(self, keys: Iterable[str]) -> None:
+        for key in set(keys):
+            self._changed(key)
+
+
+def _asks(view: BindingView | None) -> tuple[object, ...] | None:
+    return None if view is None else (view.claim, view.thing["metadata"].get("generation"), view.problem)
+
+
+def _slim_server(thing: Object) -> Object:
+    metadata = thing["metadata"]
+    kept = {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion") if name in metadata}
+    selector = ((thing.get("spec") or {}).get("workloadSelector") or {}).get("matchLabels") or {}
+    return {"metadata": kept, "selector": selector, "model": (thing.get("spec") or {}).get("model") or key_of(thing)}

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was learned of a binding's targets, kept in an annotation of the binding for the next leader."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from typing import TYPE_CHECKING, Final
+
+from controller.cluster.resources import AUTOSCALING_POLICY_BINDINGS, split_key
+from controller.roles.scaling.names import LEARNED
+
+if TYPE_CHECKING:
+    from controller.cluster.client import Client
+    from controller.roles.scaling.bindings import BindingView
+
+# An object's annotations share 256 KiB.
+_MOST_BYTES: Final = 16_384
+_EACH_S: Final = 60.0
+
+
+def packed(kept: bytes) -> str:
+    """As the annotation has it; empty if it would be too long."""
+    text = base64.b64encode(zlib.compress(kept)).decode() if kept else ""
+    return text if len(text) <= _MOST_BYTES else ""
+
+
+def unpacked(text: str) -> bytes:
+    """What was packed; empty for what is nothing of ours."""
+    try:
+        reader = zlib.decompressobj()
+        return reader.decompress(base64.b64decode(text, validate=True), 1_000_000)
+    except (ValueError, zlib.error):
+        return b""
+
+
+class Keeping:
+    """Writes it where it is new, each binding once a minute at most."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._written: dict[str, tuple[float, str]] = {}
+
+    def is_due(self, key: str, now_s: float) -> bool:
+        """Whether ``keep`` would look at all: packing costs something."""
+        return now_s >= self._written.get(key, (float("-inf"), ""))[0] + _EACH_S
+
+    async def keep(self, view: BindingView, kept: bytes, now_s: float) -> None:
+        """Raises ClusterError."""
+        before = self._written.get(view.key, (0.0, view.learned))[1]
+        text = packed(kept)
+        self._written[view.key] = now_s, text or before
+        if not text or text == before:
+            return
+        namespace, name = split_key(view.key)
+        metadata = {"uid": view.claim.uid, "annotations": {LEARNED: text}}
+        await self._client.merge_patch(AUTOSCALING_POLICY_BINDINGS, name, namespace, {"metadata": metadata})
+
+    def forget(self, key: str) -> None:
+        """The binding is gone."""
+        self._written.pop(key, None)

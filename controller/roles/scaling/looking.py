@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One look at a binding: what there is, what is decided, what is written, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.cluster.resources import AUTOSCALING_POLICY_BINDINGS
+from controller.roles.scaling.acting import Actor, DecideAgain
+from controller.roles.scaling.deciding import Deciding, Memory, Step, steps_of
+from controller.roles.scaling.demand import DemandSource
+from controller.roles.scaling.draining import drain, undone
+from controller.roles.scaling.followed import Followed
+from controller.roles.scaling.learned import Keeping, unpacked
+from controller.roles.scaling.owning import Hold, hold_of, is_changed
+from controller.roles.scaling.records import Record, Records
+from controller.roles.scaling.resolving import Resolver
+from controller.roles.scaling.series import Series
+from controller.roles.scaling.situations import situations_of
+from controller.roles.scaling.telling import Looked, Scaled, events_of, status_of
+from controller.roles.work.telling import Recorder, write_status
+
+if TYPE_CHECKING:
+    from controller.autoscale.situation import EngineReport, Situation
+    from controller.roles.scaling.bindings import BindingView
+    from controller.roles.scaling.resolving import Resolved
+
+_SOON_S: Final = 0.2
+_LATER_S: Final = 5.0
+_SCALING: Final = ("Auto", "ScaleUpOnly")
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """What looks need. ``clock``: seconds since the epoch. ``concerns``: told of the ModelServers of a binding."""
+
+    followed: Followed
+    resolver: Resolver
+    demand: DemandSource
+    deciding: Deciding
+    actor: Actor
+    recorder: Recorder
+    keeping: Keeping
+    records: Records
+    series: Series
+    clock: Callable[[], float]
+    concerns: Callable[[str, Sequence[str]], None]
+
+
+class Looker:
+    """Remembers of each binding what the next look needs."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._memories: dict[str, tuple[str, Memory]] = {}
+        self._noticed: dict[tuple[str, str], float] = {}
+        self._said: dict[str, tuple[str, dict[str, object]]] = {}
+        # what was written, until it is told, too
+        self._untold: dict[str, tuple[Scaled, ...]] = {}
+
+    async def look(self, key: str) -> tuple[str, float | None]:
+        """What came of it, and in how many seconds to look again. Raises ClusterError."""
+        view = self._parts.followed.binding(key)
+        if view is None or view.thing["metadata"].get("deletionTimestamp"):
+            self._forget(key)
+            return "gone", None
+        if not self._parts.followed.pods.knows(view.namespace):
+            return "waiting", _SOON_S
+        looked = self._read(view)
+        if looked.problem is not None or looked.policy is None or view.binding is None:
+            await self._tell(view, looked)
+            return "invalid", _LATER_S
+        period_s = float(looked.policy.period)
+        if looked.policy.mode == "Paused":
+            await self._tell(view, looked)
+            return "paused", period_s
+        try:
+            looked, again_s = await self._act(view, self._decided(view, looked))
+        except DecideAgain:
+            return "again", _SOON_S
+        await self._tell(view, looked)
+        await self._keep(view, looked.now_s)
+        return "decided", min(period_s, again_s)
+
+    def _read(self, view: BindingView) -> Looked:
+        parts, now_s = self._parts, self._parts.clock()
+        policy = parts.followed.policy(view.policy_key)
+        if view.binding is None:
+            return Looked(now_s=now_s, problem=("Invalid", view.problem))
+        resolved = tuple(self._latest(one) for one in parts.resolver.resolve(view))
+        parts.concerns(view.key, [one.server for one in resolved if one.server])
+        if policy is None:
+            said = f"there is no AutoscalingPolicy {view.policy_key}"
+            return Looked(now_s=now_s, resolved=resolved, problem=("PolicyNotFound", said))
+        if policy.policy is None:
+            return Looked(now_s=now_s, resolved=resolved, problem=("PolicyInvalid", policy.problem))
+        spec = policy.policy.spec
+        situations = situations_of(resolved, spec, lambda servers: parts.demand.view(servers, now_s), now_s)
+        return Looked(now_s=now_s, policy=spec, resolved=resolved, situations=situations)
+
+    def _latest(self, target: Resolved) -> Resolved:
+        if target.found is None:
+            return target
+        found = self._parts.actor.latest(target.place, target.found)
+        return target if found is target.found else msgspec.structs.replace(target, found=found)
+
+    def _decided(self, view: BindingView, looked: Looked) -> Looked:
+        assert looked.policy is not None  # noqa: S101 - the caller has asked
+        assert view.binding is not None  # noqa: S101
+        decision, memory = self._parts.deciding.decide(
+            looked.policy, view.binding, looked.situations, self._memory(view), looked.now_s
+        )
+        self._memories[view.key] = view.claim.uid, memory
+        holds = self._holds(view, looked)
+        return msgspec.structs.replace(
+            looked, decision=decision, steps=tuple(steps_of(decision, looked.resolved, holds))
+        )
+
+    def _memory(self, view: BindingView) -> Memory:
+        known = self._memories.get(view.key)
+        if known is not None and known[0] == view.claim.uid:
+            return known[1]
+        return self._parts.deciding.restored(unpacked(view.learned)) if view.learned else None
+
+    def _holds(self, view: BindingView, looked: Looked) -> Mapping[str, Hold]:
+        """Targets whose replicas stay as somebody else has set them."""
+        found: dict[str, Hold] = {}
+        for one in looked.resolved:
+            place = (view.key, one.spec.name)
+            if one.found is None or looked.policy is None or not is_changed(one.found, view.claim):
+                self._noticed.pop(place, None)
+                continue
+            noticed_at_s = self._noticed.setdefault(place, looked.now_s)
+            hold = hold_of(one.found, view.claim, noticed_at_s, float(looked.policy.manual_hold), looked.now_s)
+            if hold is not None:
+                found[one.spec.name] = hold
+        return found
+
+    async def _act(self, view: BindingView, looked: Looked) -> tuple[Looked, float]:
+        """What was done, and in how many seconds more is to be done."""
+        again_s, waits_for = float("inf"), dict[str, Sequence[str]]()
+        reports = _reports(looked.situations, self._parts.demand, looked)
+        for step in looked.steps:
+            if not step.target.may_write or looked.policy is None or looked.policy.mode not in _SCALING:
+                continue
+            if step.target.found is not None and step.target.found.scaled_by != view.claim.text:
+                await self._parts.actor.claim(step.target.found, view.claim)
+                # what it is from now on comes by the informer
+                again_s = min(again_s, _SOON_S)
+            if not step.writes:
+                continue
+            may_go, look_s, waits = await self._drained(step, reports, looked)
+            again_s = min(again_s, look_s)
+            if waits:
+                waits_for[step.target.spec.name] = waits
+            if may_go and (one := await self._scale(step)) is not None:
+                self._untold[view.key] = (*self._untold.get(view.key, ()), one)
+        return msgspec.structs.replace(looked, waits_for=waits_for), again_s
+
+    async def _drained(
+        self, step: Step, reports: Mapping[str, EngineReport], looked: Looked
+    ) -> tuple[bool, float, Sequence[str]]:
+        """Whether the replicas may be written, when to look again, and which pods are waited for."""
+        target = step.target
+        if target.kind is None or target.found is None or step.replicas is None or looked.policy is None:
+            return False, float("inf"), ()
+        if target.kind.drains_itself:
+            return True, float("inf"), ()
+        excess = target.found.replicas - step.replicas
+        if excess <= 0:
+            await self._parts.actor.mark(undone(target.pods))
+            return True, float("inf"), ()
+        plan = drain(
+            target.pods,
+            excess,
+            reports,
+            is_ordered=target.kind.is_ordered,
+            now_s=looked.now_s,
+            drain_s=float(looked.policy.drain),
+        )
+        await self._parts.actor.mark(plan.marks)
+        again_s = float("inf") if plan.look_again_at_s is None else plan.look_again_at_s - looked.now_s
+        return plan.may_go, max(_SOON_S, again_s), plan.waits_for
+
+    async def _scale(self, step: Step) -> Scaled | None:
+        target = step.target
+        if target.found is None or step.replicas is None or step.replicas == target.found.replicas:
+            return None
+        await self._parts.actor.scale(target.place, target.found, step.replicas)
+        what = f"{target.place[2]} {target.place[3]}"
+        return Scaled(target.spec.name, what, target.found.replicas, step.replicas, step.decided.reason)
+
+    async def _tell(self, view: BindingView, looked: Looked) -> None:
+        parts = self._parts
+        looked = msgspec.structs.replace(looked, scaled=self._untold.get(view.key, ()))
+        parts.series.put(view, looked)
+        if looked.decision is not None:
+            parts.records.add(Record(decision=looked.decision, acts=_acts(looked)))
+        before = view.thing["status"]
+        status = status_of(looked, before)
+        version = view.thing["metadata"].get("resourceVersion", "")
+        if self._said.get(view.key) == (version, status):
+            return
+        await write_status(parts.actor.client, AUTOSCALING_POLICY_BINDINGS, view.thing, status, parts.series.wrote)
+        self._said[view.key] = version, status
+        self._untold.pop(view.key, None)
+        await parts.recorder.tell(view.thing, events_of(looked, status, before))
+
+    async def _keep(self, view: BindingView, now_s: float) -> None:
+        if self._parts.keeping.is_due(view.key, now_s):
+            memory = self._memories[view.key][1]
+            await self._parts.keeping.keep(view, self._parts.deciding.kept(memory), now_s)
+
+    def _forget(self, key: str) -> None:
+        self._memories.pop(key, None)
+        self._said.pop(key, None)
+        self._untold.pop(key, None)
+        self._noticed = {place: at_s for place, at_s in self._noticed.items() if place[0] != key}
+        self._parts.keeping.forget(key)
+        self._parts.records.forget(key)
+        self._parts.series.forget(key)
+        self._parts.concerns(key, ())
+
+
+def _reports(situations: Sequence[Situation], demand: DemandSource, looked: Looked) -> Mapping[str, EngineReport]:
+    """By IP address of a pod. Only where something may drain: what each engine does."""
+    if not situations or all(one.target.kind is None or one.target.kind.drains_itself for one in looked.steps):
+        return {}
+    servers = sorted({one.server for one in looked.resolved if one.server})
+    return demand.view(servers, looked.now_s).reports
+
+
+def _acts(looked: Looked) -> Mapping[str, str]:
+    """What was done about each target, for people."""
+    scaled = {one.name: f"scaled from {one.before} to {one.after}" for one in looked.scaled}
+    said: dict[str, str] = {}
+    for step in looked.steps:
+        name = step.target.spec.name
+        waits = looked.waits_for.get(name)
+        if name in scaled:
+            said[name] = scaled[name]
+        elif step.held:
+            said[name] = f"not written: {step.held}"
+        elif waits:
+            said[name] = f"waits for {', '.join(waits[:5])}"
+        elif step.replicas is None:
+            said[name] = "nothing is known"
+        else:
+            said[name] = "as it is"
+    return said

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What AutoscalingPolicies say: whether they can be used, and by how many bindings they are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from controller.cluster.errors import ClusterError
+from controller.cluster.resources import AUTOSCALING_POLICIES
+from controller.roles.work.telling import write_status
+
+if TYPE_CHECKING:
+    from controller.cluster.client import Client
+    from controller.roles.scaling.bindings import PolicyView
+    from controller.roles.scaling.followed import Followed
+    from controller.roles.work.executing import Counted
+
+log = logging.getLogger(__name__)
+
+_EACH_S: Final = 2.0
+
+
+class PolicyStatuses:
+    """Looks at policies that changed, or whose number of bindings did, every two seconds."""
+
+    def __init__(self, client: Client, followed: Followed, counted: Counted) -> None:
+        self._client = client
+        self._followed = followed
+        self._counted = counted
+        self._said: dict[str, tuple[str, int]] = {}
+
+    async def run(self) -> None:
+        """Until cancelled. A write that fails is tried again."""
+        while True:
+            keys = self._followed.policies()
+            for key in keys:
+                policy = self._followed.policy(key)
+                if policy is not None:
+                    await self._look(key, policy)
+            self._said = {key: said for key, said in self._said.items() if key in keys}
+            await asyncio.sleep(_EACH_S)
+
+    async def _look(self, key: str, policy: PolicyView) -> None:
+        now = policy.thing["metadata"].get("resourceVersion", ""), self._followed.users_of(key)
+        if self._said.get(key) == now:
+            return
+        try:
+            await write_status(
+                self._client, AUTOSCALING_POLICIES, policy.thing, policy_status(policy, now[1]), self._counted
+            )
+        except ClusterError as error:
+            log.warning("the status of the AutoscalingPolicy %s cannot be written, tried again: %s", key, error)
+            return
+        self._said[key] = now
+
+
+def policy_status(policy: PolicyView, bindings: int) -> dict[str, Any]:
+    """Without times."""
+    accepted = {"type": "Accepted", "status": "True", "reason": "Accepted", "message": "it has no mistake"}
+    if policy.problem:
+        accepted |= {"status": "False", "reason": "Invalid", "message": policy.problem[:1000]}
+    return {"bindings": bindings, "conditions": [accepted]}

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last decisions of each binding, for people who ask why there are so many replicas."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from controller.autoscale.decision import Decision
+
+_MOST: Final = 100
+# One without anything new is kept so often.
+_EACH_S: Final = 60.0
+# Thirty million years, in seconds.
+_ENDLESS: Final = 1e15
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """``decision``: with its inputs and reasons. ``acts``: what was done, or why not, by target."""
+
+    decision: Decision
+    acts: Mapping[str, str] = {}
+
+
+def encoded(record: Record) -> bytes:
+    """JSON, which has no infinite numbers: a very large one stands for them."""
+    return msgspec.json.encode(_finite(msgspec.to_builtins(record)))
+
+
+def _finite(value: Any) -> Any:  # noqa: ANN401 - JSON
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return -_ENDLESS if value < 0 else _ENDLESS
+    return value
+
+
+class Records:
+    """The last hundred of each binding in which something was new, the others once a minute; packed, for there are many."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, Record] = {}
+        self._kept: dict[str, deque[bytes]] = {}
+        self._kept_at_s: dict[str, float] = {}
+
+    def add(self, record: Record) -> None:
+        """A decision was made."""
+        key, at_s = record.decision.binding, record.decision.at_s
+        before = self._latest.get(key)
+        self._latest[key] = record
+        if before is None or _news(before) != _news(record) or at_s - self._kept_at_s[key] >= _EACH_S:
+            packed = zlib.compress(encoded(record), level=1)
+            self._kept.setdefault(key, deque(maxlen=_MOST)).append(packed)
+            self._kept_at_s[key] = at_s
+
+    def forget(self, key: str) -> None:
+        """The binding is gone."""
+        for one in (self._latest, self._kept, self._kept_at_s):
+            one.pop(key, None)
+
+    def clear(self) -> None:
+        """This replica does not lead any more."""
+        for key in list(self._latest):
+            self.forget(key)
+
+    def latest(self) -> Mapping[str, Record]:
+        """By binding."""
+        return self._latest
+
+    def of(self, key: str) -> Iterator[bytes]:
+        """JSON, the newest first."""
+        latest = self._latest.get(key)
+        if latest is None:
+            return
+        newest = encoded(latest)
+        yield newest
+        for packed in reversed(self._kept[key]):
+            text = zlib.decompress(packed)
+            if text != newest:
+                yield text
+
+
+def _news(record: Record) -> Sequence[object]:
+    decision = record.decision
+    return (
+        decision.mode,
+        [(one.name, one.current, one.desired, one.ready) for one in decision.targets],
+        [[step.rule for step in one.steps] for one in decision.stages],
+        record.acts,
+    )

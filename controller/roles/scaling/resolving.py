@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The targets of a binding: their objects, pods and ModelServers, or what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.resources.autoscaling_binding import ScaleTarget
+from controller.roles.scaling.owning import Place, other_owner, rival
+from controller.roles.scaling.pods import PodView
+from controller.roles.scaling.scalables import Scalable, ScalableKind
+
+if TYPE_CHECKING:
+    from controller.roles.scaling.bindings import BindingView
+    from controller.roles.scaling.followed import Followed
+
+# Reasons of conditions, the gravest first.
+PROBLEMS: Final = ("Conflict", "OtherAutoscaler", "UnknownKind", "TargetNotFound", "ServerNotFound")
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """``reason``: one of ``PROBLEMS``. ``message``: for people. ``forbids``: the replicas must not be written."""
+
+    reason: str
+    message: str
+    forbids: bool = True
+
+
+class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+    """One target. ``found`` and ``kind``: None if it is not there, or not known. ``server``: the key of its ModelServer;
+    empty if none is known.
+    """
+
+    spec: ScaleTarget
+    place: Place
+    kind: ScalableKind | None = None
+    found: Scalable | None = None
+    pods: Sequence[PodView] = ()
+    server: str = ""
+    problem: Problem | None = None
+
+    @property
+    def may_write(self) -> bool:
+        """Whether its replicas may be written."""
+        return self.found is not None and (self.problem is None or not self.problem.forbids)
+
+
+class Resolver:
+    """Remembers which ModelServer was found for a target: there are many to look through."""
+
+    def __init__(self, followed: Followed) -> None:
+        self._followed = followed
+        self._version = -1
+        self._servers: dict[Place, tuple[Mapping[str, str], str]] = {}
+
+    def resolve(self, view: BindingView) -> tuple[Resolved, ...]:
+        """All targets of a binding without mistakes, in their order."""
+        if view.binding is None:
+            return ()
+        targets = view.binding.spec.targets
+        return tuple(self._one(view, spec, place) for spec, place in zip(targets, view.places, strict=True))
+
+    def _one(self, view: BindingView, spec: ScaleTarget, place: Place) -> Resolved:
+        kind = self._followed.kind_at(place)
+        if kind is None:
+            said = f"{spec.ref.api_version} {spec.ref.kind} cannot be scaled here"
+            return Resolved(spec=spec, place=place, problem=Problem("UnknownKind", said))
+        found = self._followed.scalable(place)
+        if found is None or found.is_going:
+            said = f"there is no {place[2]} {place[3]}"
+            return Resolved(spec=spec, place=place, kind=kind, problem=Problem("TargetNotFound", said))
+        pods = self._followed.pods.index.of(view.namespace, found.selector)
+        server = self._server(view.namespace, spec, place, found)
+        return Resolved(
+            spec=spec,
+            place=place,
+            kind=kind,
+            found=found,
+            pods=pods,
+            server=server,
+            problem=self._problem(view, place, found, server),
+        )
+
+    def _problem(self, view: BindingView, place: Place, found: Scalable, server: str) -> Problem | None:
+        name = f"{place[2]} {place[3]}"
+        others = [one for one in self._followed.claims_on(place) if one != view.claim]
+        first = rival(view.claim, others) or ("" if others else other_owner(found, view.claim, self._followed.exists))
+        if first:
+            return Problem("Conflict", f"{name} is scaled by the AutoscalingPolicyBinding {first}, which is older")
+        other = self._followed.scaler_of(place)
+        if other:
+            return Problem("OtherAutoscaler", f"{name} is scaled by the {other}; delete one, or use the mode Export")
+        if not server:
+            said = f"no ModelServer selects the pods of {name}; name one in the target's field server"
+            return Problem("ServerNotFound", said, forbids=False)
+        return None
+
+    def _server(self, namespace: str, spec: ScaleTarget, place: Place, found: Scalable) -> str:
+        if spec.server is not None:
+            return f"{namespace}/{spec.server}"
+        if self._version != self._followed.servers_version:
+            self._servers.clear()
+            self._version = self._followed.servers_version
+        known = self._servers.get(place)
+        if known is None or known[0] != found.template:
+            known = found.template, self._selecting(namespace, found)
+            self._servers[place] = known
+        return known[1]
+
+    def _selecting(self, namespace: str, found: Scalable) -> str:
+        """The ModelServer with the most labels among those that select the pods; the first by name among equals."""
+        templates = [one for one in (found.template, *found.roles.values()) if one]
+        fitting = [
+            (-len(selector), key)
+            for key, selector in self._followed.servers_in(namespace)
+            if any(selector.items() <= one.items() for one in templates)
+        ]
+        return min(fitting)[1] if fitting else ""

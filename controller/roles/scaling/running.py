@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scaling in one term of leadership: informers and demand ring, workers look at one binding each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from random import Random
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.cluster.informer import InformerTiming
+from controller.cluster.queue import QueueTiming, WorkQueue
+from controller.roles.scaling.acting import Actor
+from controller.roles.scaling.followed import Followed
+from controller.roles.scaling.learned import Keeping
+from controller.roles.scaling.looking import Looker, Parts
+from controller.roles.scaling.names import SCALER
+from controller.roles.scaling.policies import PolicyStatuses
+from controller.roles.scaling.resolving import Resolver
+from controller.roles.scaling.series import Series
+from controller.roles.work.telling import Recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from controller.cluster.client import Client
+    from controller.roles.scaling.deciding import Deciding
+    from controller.roles.scaling.demand import DemandSource
+    from controller.roles.scaling.metrics import ScalingMetrics
+    from controller.roles.scaling.records import Records
+
+_CLOCK: Final = time.perf_counter
+
+
+class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """``namespace``: whose bindings are looked after; None: all. ``workers``: bindings looked at side by side.
+    ``together_s``: changes of objects that come within this time cause one look. ``urgent_s``: the same for demand that
+    calls for a decision at once.
+    """
+
+    namespace: str | None = None
+    workers: int = 4
+    together_s: float = 0.2
+    urgent_s: float = 0.02
+    informers: InformerTiming = InformerTiming()
+    queue: QueueTiming = QueueTiming()
+
+
+def wall_s() -> float:
+    """Seconds since the epoch, as the times in objects."""
+    return time.time_ns() / 1e9
+
+
+class Scaling:
+    """``run`` does all of it."""
+
+    def __init__(
+        self,
+        client: Client,
+        settings: ScalingSettings,
+        metrics: ScalingMetrics,
+        *,
+        deciding: Deciding,
+        demand: DemandSource,
+        records: Records,
+        clock: Callable[[], float] = wall_s,
+    ) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._demand = demand
+        self._records = records
+        self._rng = Random()
+        self._queue = WorkQueue[str](self._rng, settings.queue)
+        scaler = client.as_manager(SCALER)
+        self._followed = Followed(client, settings.namespace, settings.informers, self._soon)
+        self._policies = PolicyStatuses(scaler, self._followed, metrics.wrote)
+        self._servers: dict[str, frozenset[str]] = {}
+        self._users: dict[str, set[str]] = defaultdict(set)
+        self._is_begun = False
+        self._looker = Looker(
+            Parts(
+                followed=self._followed,
+                resolver=Resolver(self._followed),
+                demand=demand,
+                deciding=deciding,
+                actor=Actor(scaler, metrics.wrote),
+                recorder=Recorder(client, SCALER, _loop_s, metrics.wrote),
+                keeping=Keeping(scaler),
+                records=records,
+                series=Series(metrics, self._followed.model_of),
+                clock=clock,
+                concerns=self._concerns,
+            )
+        )
+
+    async def run(self) -> None:
+        """Until cancelled. What another replica decides then is told there."""
+        try:
+            await self._run()
+        finally:
+            self._metrics.series.clear()
+            self._records.clear()
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._followed.run(), name="what scaling follows")
+            tasks.create_task(_awaited(self._demand.run(self._urgent)), name="demand")
+            await self._followed.synced()
+            self._is_begun = True
+            # spread over a period, as later looks come a period after the one before
+            for key in self._followed.bindings():
+                self._queue.add_in(key, self._rng.uniform(0.0, 1.0))
+            tasks.create_task(self._policies.run(), name="statuses of policies")
+            await self._queue.run(self._look, self._settings.workers)
+
+    async def _look(self, key: str) -> float | None:
+        began_s = _CLOCK()
+        outcome = "error"
+        try:
+            outcome, again_s = await self._looker.look(key)
+        finally:
+            self._metrics.looked(outcome, _CLOCK() - began_s)
+        return again_s
+
+    def _soon(self, key: str) -> None:
+        if self._is_begun:
+            self._queue.add_in(key, self._settings.together_s)
+
+    def _urgent(self, server: str) -> None:
+        for key in self._users.get(server, ()):
+            self._queue.add_in(key, self._settings.urgent_s)
+
+    def _concerns(self, key: str, servers: Sequence[str]) -> None:
+        now = frozenset(servers)
+        before = self._servers.get(key, frozenset())
+        if now == before:
+            return
+        for one in before - now:
+            self._users[one].discard(key)
+        for one in now - before:
+            self._users[one].add(key)
+        if now:
+            self._servers[key] = now
+        else:
+            self._servers.pop(key, None)
+
+
+async def _awaited(demand: object) -> None:
+    await demand  # type: ignore[misc]
+
+
+def _loop_s() -> float:
+    return asyncio.get_running_loop().time()

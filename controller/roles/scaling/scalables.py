@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be scaled: by kind, where its replicas stand, which pods it has, and which pods make one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from controller.cluster.resources import DEPLOYMENTS, MODEL_INFER_ROLES, MODEL_INFERS, Object, Resource, key_of
+from controller.reconcile.model_infer import labels
+from controller.reconcile.model_infer.times import seconds_of
+from controller.roles.scaling.names import SCALED_BY, SCALED_TO, SCALER
+
+if TYPE_CHECKING:
+    from controller.roles.scaling.pods import PodView
+
+STATEFUL_SETS: Final = Resource("apps", "v1", "statefulsets", "StatefulSet")
+LEADER_WORKER_SETS: Final = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
+_LWS: Final = "leaderworkerset.sigs.k8s.io/"
+
+
+class Scalable(msgspec.Struct, frozen=True, kw_only=True):
+    """``replicas``: that were asked for. ``selector``: labels of its pods; empty if they cannot be told by labels alone.
+    ``template``: labels that the pods get which requests are sent to; ``roles``: the same by role of a ModelInfer.
+    ``scaled_by`` and ``scaled_to``: our annotations. ``is_ours``: the replicas were
+    last written by us. ``writer`` and ``written_at_s``: who else wrote them last, and when; empty and 0 if nobody is
+    known. ``is_going``: it is being deleted.
+    """
+
+    resource: Resource
+    key: str
+    uid: str
+    version: str
+    replicas: int
+    selector: Mapping[str, str]
+    template: Mapping[str, str]
+    roles: Mapping[str, Mapping[str, str]] = {}
+    scaled_by: str = ""
+    scaled_to: int | None = None
+    is_ours: bool = False
+    writer: str = ""
+    written_at_s: float = 0.0
+    is_going: bool = False
+
+
+Shape = Callable[[Object], tuple[Mapping[str, str], Mapping[str, str]]]
+"""The selector and the template's labels of an object."""
+UnitOf = Callable[["PodView"], str]
+"""Which replica a pod is a part of."""
+
+
+class ScalableKind(msgspec.Struct, frozen=True, kw_only=True):
+    """``shape``: see there. ``unit_of``: see there. ``drains_itself``: its controller lets engines finish before it
+    deletes them. ``is_ordered``: its controller deletes the pod with the highest ordinal first. ``optional``: the cluster
+    may lack it.
+    """
+
+    resource: Resource
+    shape: Shape
+    unit_of: UnitOf
+    drains_itself: bool = False
+    is_ordered: bool = False
+    optional: bool = False
+
+
+def reader(kind: ScalableKind) -> Callable[[Object], Object]:
+    """Makes an object as an informer keeps it: ``view`` is the ``Scalable``."""
+
+    def read(thing: Object) -> Object:
+        metadata = thing["metadata"]
+        kept = {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion") if name in metadata}
+        return {"metadata": kept, "view": scalable_of(kind, thing)}
+
+    return read
+
+
+def scalable_of(kind: ScalableKind, thing: Object) -> Scalable:
+    """An object as the API server has it."""
+    metadata = thing["metadata"]
+    selector, template = kind.shape(thing)
+    is_ours, writer, written_at_s = _writers(metadata.get("managedFields") or ())
+    annotations = metadata.get("annotations") or {}
+    replicas = (thing.get("spec") or {}).get("replicas")
+    return Scalable(
+        resource=kind.resource,
+        key=key_of(thing),
+        uid=metadata.get("uid", ""),
+        version=metadata.get("resourceVersion", ""),
+        replicas=1 if replicas is None else int(replicas),
+        selector=selector,
+        template=template,
+        roles=_roles(thing) if kind.resource == MODEL_INFERS else {},
+        scaled_by=annotations.get(SCALED_BY, ""),
+        scaled_to=_number(annotations.get(SCALED_TO)),
+        is_ours=is_ours,
+        writer=writer,
+        written_at_s=written_at_s,
+        is_going="deletionTimestamp" in metadata,
+    )
+
+
+def _writers(managed: Any) -> tuple[bool, str, float]:  # noqa: ANN401 - JSON
+    """Whether ``spec.replicas`` is ours, and who else owns it, the last one to write."""
+    is_ours, writer, at_s = False, "", 0.0
+    for one in managed:
+        if "f:replicas" not in ((one.get("fieldsV1") or {}).get("f:spec") or {}):
+            continue
+        if one.get("manager") == SCALER:
+            is_ours = True
+            continue
+        its_s = seconds_of(one.get("time")) or 0.0
+        if its_s >= at_s:
+            writer, at_s = str(one.get("manager", "")), its_s
+    return is_ours, writer, at_s
+
+
+def _number(text: object) -> int | None:
+    return int(text) if isinstance(text, str) and text.isdecimal() else None
+
+
+def _by_selector(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    spec = thing.get("spec") or {}
+    selector = spec.get("selector") or {}
+    template = _labels(spec.get("template"))
+    return (selector.get("matchLabels") or {}), template
+
+
+def _labels(template: object) -> dict[str, str]:
+    metadata = (template.get("metadata") or {}) if isinstance(template, Mapping) else {}
+    return dict(metadata.get("labels") or {})
+
+
+def _model_infer(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    mine = {labels.MODEL_INFER: thing["metadata"]["name"]}
+    together: dict[str, str] = {}
+    for one in _roles(thing).values():
+        together |= one
+    return mine, together
+
+
+def _roles(thing: Object) -> dict[str, dict[str, str]]:
+    name = thing["metadata"]["name"]
+    roles = ((thing.get("spec") or {}).get("template") or {}).get("roles") or ()
+    return {
+        one.get("name", ""): {
+            **_labels(one.get("entryTemplate")),
+            labels.MODEL_INFER: name,
+            labels.ROLE: one.get("name", ""),
+            labels.ENTRY: "true",
+        }
+        for one in roles
+    }
+
+
+def _model_infer_role(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    spec = thing.get("spec") or {}
+    mine = {labels.MODEL_INFER: spec.get("modelInfer", ""), labels.ROLE: spec.get("role", "")}
+    return mine, {**mine, labels.ENTRY: "true"}
+
+
+def _leader_worker_set(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    mine = {f"{_LWS}name": thing["metadata"]["name"]}
+    template = (thing.get("spec") or {}).get("leaderWorkerTemplate") or {}
+    leader = template.get("leaderTemplate") or template.get("workerTemplate")
+    return mine, {**_labels(leader), **mine}
+
+
+def _pod(pod: PodView) -> str:
+    return pod.key
+
+
+def _group(pod: PodView) -> str:
+    return pod.labels.get(labels.GROUP, pod.key)
+
+
+def _role_replica(pod: PodView) -> str:
+    """A role has as many replicas in each group: requests are spread over all groups, so they count together."""
+    return pod.labels.get(labels.ROLE_REPLICA, pod.key)
+
+
+def _lws_group(pod: PodView) -> str:
+    return pod.labels.get(f"{_LWS}group-index", pod.key)
+
+
+KINDS: Final = (
+    ScalableKind(resource=MODEL_INFERS, shape=_model_infer, unit_of=_group, drains_itself=True),
+    ScalableKind(
+        resource=MODEL_INFER_ROLES, shape=_model_infer_role, unit_of=_role_replica, drains_itself=True, optional=True
+    ),
+    ScalableKind(resource=DEPLOYMENTS, shape=_by_selector, unit_of=_pod),
+    ScalableKind(resource=STATEFUL_SETS, shape=_by_selector, unit_of=_pod, is_ordered=True),
+    ScalableKind(
+        resource=LEADER_WORKER_SETS, shape=_leader_worker_set, unit_of=_lws_group, is_ordered=True, optional=True
+    ),
+)
+
+
+def kind_of(api_version: str, kind: str) -> ScalableKind | None:
+    """The kind that a reference names; any version of its group. None if it is not known."""
+    group = api_version.rpartition("/")[0]
+    return next((one for one in KINDS if one.resource.kind == kind and one.resource.group == group), None)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a binding's status says after a look, and which Events are told; nothing that changes with every look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+
+from controller.autoscale.decision import Decision
+from controller.autoscale.situation import Situation
+from controller.reconcile.model_infer.times import text_of
+from controller.reconcile.plan import Happened
+from controller.resources.autoscaling import AutoscalingPolicySpec
+from controller.roles.scaling.deciding import Step
+from controller.roles.scaling.resolving import PROBLEMS, Resolved
+
+# Rules of a decision's steps that kept it from what the laws asked for.
+LIMITING: Final = frozenset({"Limited", "Schedule", "Budget", "Bounds", "Blocked", "Capacity"})
+_LONGEST: Final = 1000
+# Messages of these conditions have numbers that change all the time: they stay while status and reason do.
+_STEADY: Final = frozenset({"MetricsAvailable", "ScalingLimited", "CapacityBlocked"})
+
+
+class Scaled(msgspec.Struct, frozen=True):
+    """Replicas that were written. ``name``: of the target. ``what``: its kind and name."""
+
+    name: str
+    what: str
+    before: int
+    after: int
+    reason: str
+
+
+class Looked(msgspec.Struct, frozen=True, kw_only=True):
+    """What a look at a binding came to. ``policy``: None if there is none; ``problem``: why nothing can be decided, as
+    reason and message. ``waits_for``: pods that drain, by target.
+    """
+
+    now_s: float
+    policy: AutoscalingPolicySpec | None = None
+    problem: tuple[str, str] | None = None
+    resolved: Sequence[Resolved] = ()
+    situations: Sequence[Situation] = ()
+    decision: Decision | None = None
+    steps: Sequence[Step] = ()
+    scaled: Sequence[Scaled] = ()
+    waits_for: Mapping[str, Sequence[str]] = {}
+
+
+def status_of(looked: Looked, before: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole status. ``before``: what the binding says."""
+    known = {one.get("type"): one for one in before.get("conditions") or ()}
+    status: dict[str, Any] = {
+        "targets": list(_targets(looked, {one.get("name"): one for one in before.get("targets") or ()})),
+        "conditions": [_steady(one, known.get(one["type"])) for one in _conditions(looked)],
+    }
+    for name in ("lastScaledAt", "lastDecision"):
+        if before.get(name):
+            status[name] = before[name]
+    if looked.scaled:
+        at = datetime.fromtimestamp(looked.now_s, UTC)
+        status["lastScaledAt"] = at.strftime("%Y-%m-%dT%H:%M:%SZ")
+        said = "; ".join(f"{one.name} from {one.before} to {one.after}: {one.reason}" for one in looked.scaled)
+        status["lastDecision"] = said[:_LONGEST]
+    return status
+
+
+def events_of(looked: Looked, status: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[Happened]:
+    """One for each write, and one for each condition that has become what people should know of."""
+    for one in looked.scaled:
+        yield Happened("Normal", "Scaled", f"{one.what}: from {one.before} to {one.after} replicas; {one.reason}")
+    known = {one.get("type"): (one.get("status"), one.get("reason")) for one in before.get("conditions") or ()}
+    for condition in status["conditions"]:
+        type_, said = condition["type"], (condition["status"], condition["reason"])
+        if known.get(type_) == said:
+            continue
+        event = _event(type_, *said)
+        if event is not None:
+            yield Happened(event[0], event[1], condition["message"])
+
+
+def _event(type_: str, truth: str, reason: str) -> Any:  # noqa: ANN401 - a pair of literals, or None
+    match type_, truth:
+        case "TargetsResolved", "False":
+            return "Warning", reason
+        case "MetricsAvailable", "False":
+            return "Warning", "FailedGetMetrics"
+        case "ScalingActive", "False":
+            return ("Normal", "ManualChangeHonoured") if reason == "ManualHold" else ("Warning", reason)
+        case "ScalingLimited", "True":
+            return "Normal", "ScalingLimited"
+        case "CapacityBlocked", "True":
+            return "Warning", "CapacityBlocked"
+    return None
+
+
+def _targets(looked: Looked, before: Mapping[Any, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    steps = {one.target.spec.name: one for one in looked.steps}
+    scaled = {one.name: one for one in looked.scaled}
+    ready = {one.name: _ready(one.engines) for each in looked.situations for one in each.targets}
+    for target in looked.resolved:
+        name, step = target.spec.name, steps.get(target.spec.name)
+        said: dict[str, Any] = {"name": name}
+        if target.found is not None:
+            said["current"] = scaled[name].after if name in scaled else target.found.replicas
+            said["ready"] = ready.get(name, 0)
+        if step is not None and step.replicas is not None:
+            said["desired"] = step.replicas
+        reason = _reason(target, step, looked.waits_for.get(name, ()))
+        old = before.get(name) or {}
+        # reasons have numbers that change all the time
+        if old.get("reason") and all(old.get(one) == said.get(one) for one in ("current", "desired", "ready")):
+            reason = old["reason"]
+        yield {**said, "reason": reason} if reason else said
+
+
+def _ready(engines: Sequence[Any]) -> int:
+    return sum(one.state.value == "ready" for one in engines)
+
+
+def _reason(target: Resolved, step: Step | None, waits_for: Sequence[str]) -> str:
+    if target.problem is not None and target.problem.forbids:
+        return target.problem.message[:_LONGEST]
+    if step is None:
+        return ""
+    if step.held:
+        return step.held[:_LONGEST]
+    if waits_for:
+        return "engines finish what they have before they go"
+    return step.decided.reason[:_LONGEST]
+
+
+def _conditions(looked: Looked) -> Iterator[dict[str, Any]]:
+    yield _resolved(looked)
+    if looked.decision is not None:
+        yield _available(looked.decision, looked.situations)
+    yield _active(looked)
+    if looked.decision is not None:
+        yield _limited(looked.decision)
+        yield _blocked(looked.situations)
+
+
+def _resolved(looked: Looked) -> dict[str, Any]:
+    problems = [one.problem for one in looked.resolved if one.problem is not None]
+    if problems:
+        gravest = min(problems, key=lambda one: PROBLEMS.index(one.reason))
+        said = "; ".join(dict.fromkeys(one.message for one in problems))
+        return _condition("TargetsResolved", truth=False, reason=gravest.reason, message=said)
+    return _condition("TargetsResolved", truth=True, reason="Resolved", message="all targets are there")
+
+
+def _available(decision: Decision, situations: Sequence[Situation]) -> dict[str, Any]:
+    unknown = [one for one in decision.stages if one.combined is None]
+    if not unknown and decision.stages:
+        return _condition("MetricsAvailable", truth=True, reason="DataFound", message="demand is known")
+    silent = sorted({name for one in situations for name in one.freshness.silent})
+    said = "; ".join(each.reason for one in unknown for each in one.recommendations if each.replicas is None)
+    also = f"; silent gateways: {', '.join(silent)}" if silent else ""
+    return _condition(
+        "MetricsAvailable", truth=False, reason="DataMissing", message=(said or "no law knows the demand") + also
+    )
+
+
+def _active(looked: Looked) -> dict[str, Any]:
+    if looked.problem is not None:
+        return _condition("ScalingActive", truth=False, reason=looked.problem[0], message=looked.problem[1])
+    mode = "Auto" if looked.policy is None else looked.policy.mode
+    holds = [one for one in looked.steps if one.hold is not None]
+    if mode == "Paused":
+        return _condition("ScalingActive", truth=False, reason="Paused", message="the mode of the policy is Paused")
+    if holds and mode in ("Auto", "ScaleUpOnly"):
+        said = "; ".join(
+            f"{one.target.spec.name}: {one.hold.writer} has set {one.hold.replicas} replicas, which stay until "
+            f"{text_of(one.hold.until_s)}"
+            for one in holds
+            if one.hold is not None
+        )
+        return _condition("ScalingActive", truth=False, reason="ManualHold", message=said)
+    reason = {"Recommend": "Recommending", "Export": "Exporting"}.get(mode, "Scaling")
+    return _condition("ScalingActive", truth=True, reason=reason, message=f"the mode of the policy is {mode}")
+
+
+def _limited(decision: Decision) -> dict[str, Any]:
+    for stage in decision.stages:
+        for step in stage.steps:
+            if step.rule in LIMITING and step.after != step.before:
+                return _condition("ScalingLimited", truth=True, reason=step.rule, message=step.reason)
+    return _condition("ScalingLimited", truth=False, reason="NotLimited", message="the laws get what they ask for")
+
+
+def _blocked(situations: Sequence[Situation]) -> dict[str, Any]:
+    blocked = [f"{one.name}: {one.blocked}" for each in situations for one in each.targets if one.blocked]
+    if blocked:
+        return _condition("CapacityBlocked", truth=True, reason="NoCapacity", message="; ".join(blocked))
+    return _condition("CapacityBlocked", truth=False, reason="NotBlocked", message="engines find nodes")
+
+
+def _condition(type_: str, *, truth: bool, reason: str, message: str) -> dict[str, Any]:
+    return {"type": type_, "status": "True" if truth else "False", "reason": reason, "message": message[:_LONGEST]}
+
+
+def _steady(condition: dict[str, Any], known: Mapping[str, Any] | None) -> dict[str, Any]:
+    same = known is not None and all(known.get(one) == condition[one] for one in ("status", "reason"))
+    if known is not None and same and condition["type"] in _STEADY:
+        return {**condition, "message": known.get("message", "")}
+    return condition

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scaling inside a test: a decision that is told what to say, demand by hand, and objects for both."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from controller.autoscale.decision import Decision, StageDecision, TargetDecision
+from controller.autoscale.situation import EngineReport, Freshness, Waiting
+from controller.cluster.client import Client, connect
+from controller.cluster.resources import (
+    AUTOSCALING_POLICIES,
+    AUTOSCALING_POLICY_BINDINGS,
+    DEPLOYMENTS,
+    MODEL_SERVERS,
+    Object,
+)
+from controller.roles.scaling.deciding import Deciding
+from controller.roles.scaling.demand import DemandView
+from controller.roles.scaling.metrics import ScalingMetrics
+from controller.roles.scaling.records import Records
+from controller.roles.scaling.running import Scaling, ScalingSettings
+from tests.with_kube.managing import IMPATIENT, QUICK_QUEUE
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from controller.autoscale.situation import Situation
+    from controller.cluster.access import Access
+    from controller.resources.autoscaling import AutoscalingPolicySpec
+    from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
+    from controller.roles.scaling.demand import Urgent
+
+
+class Wanted:
+    """Decides what ``replicas`` says, by target; None: nothing is known. ``situations``: of the last decision."""
+
+    def __init__(self, **replicas: int | None) -> None:
+        self.replicas: dict[str, int | None] = replicas
+        self.situations: Sequence[Situation] = ()
+        self.decisions = 0
+
+    def decide(
+        self,
+        policy: AutoscalingPolicySpec,
+        binding: AutoscalingPolicyBinding,
+        situations: Sequence[Situation],
+        memory: int | None,
+        now_s: float,
+    ) -> tuple[Decision, int]:
+        self.situations, self.decisions = situations, self.decisions + 1
+        targets = [
+            TargetDecision(one.name, one.current, self.replicas.get(one.name), reason=f"look {memory}")
+            for each in situations
+            for one in each.targets
+        ]
+        known = [one.desired for one in targets if one.desired is not None]
+        stages = (StageDecision("Both", (), float(sum(known)) if known else None),)
+        decision = Decision(
+            binding=binding.metadata.key, at_s=now_s, mode=policy.mode, targets=tuple(targets), stages=stages
+        )
+        return decision, (memory or 0) + 1
+
+    @property
+    def deciding(self) -> Deciding:
+        def restored(kept: bytes) -> int:
+            return int(kept)
+
+        return Deciding(self.decide, lambda memory: b"7" if memory else b"", restored)
+
+
+class Demand:
+    """``reports``: by IP address. ``urgent``: set once it runs."""
+
+    def __init__(self) -> None:
+        self.reports: dict[str, EngineReport] = {}
+        self.waiting = Waiting()
+        self.urgent: Urgent | None = None
+
+    async def run(self, urgent: Urgent) -> None:
+        self.urgent = urgent
+
+    def view(self, servers: Sequence[str], now_s: float) -> DemandView:
+        reports = {ip: msgspec.structs.replace(one, at_s=now_s) for ip, one in self.reports.items()}
+        return DemandView(waiting=self.waiting, freshness=Freshness(gateways=len(servers)), reports=reports)
+
+
+class Scales(msgspec.Struct, frozen=True):
+    """Scaling that runs. ``client``: its own."""
+
+    client: Client
+    metrics: CollectorRegistry
+    records: Records
+    task: asyncio.Task[None]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A metric's value; 0 for what never was."""
+        return self.metrics.get_sample_value(name, labels) or 0.0
+
+    def writes(self) -> float:
+        """All writes so far."""
+        found = [one for family in self.metrics.collect() for one in family.samples]
+        return sum(one.value for one in found if one.name == "attache_scaling_writes_total")
+
+
+@contextlib.asynccontextmanager
+async def scaling(
+    access: Access, namespace: str, wanted: Wanted, demand: Demand | None = None
+) -> AsyncIterator[Scales]:
+    """The scaling of a namespace."""
+    registry, records = CollectorRegistry(), Records()
+    async with connect(access, manager="attache-manager") as client:
+        settings = ScalingSettings(namespace=namespace, informers=IMPATIENT, queue=QUICK_QUEUE, together_s=0.02)
+        one = Scaling(
+            client,
+            settings,
+            ScalingMetrics(registry),
+            deciding=wanted.deciding,
+            demand=demand or Demand(),
+            records=records,
+        )
+        task = asyncio.create_task(one.run())
+        try:
+            yield Scales(client, registry, records, task)
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def make_policy(client: Client, namespace: str, name: str = "plain", **spec: Any) -> None:  # noqa: ANN401 - JSON
+    """A policy that decides often."""
+    metadata = {"name": name, "namespace": namespace}
+    thing = {"apiVersion": AUTOSCALING_POLICIES.api_version, "kind": "AutoscalingPolicy", "metadata": metadata}
+    await client.create(AUTOSCALING_POLICIES, {**thing, "spec": {"period": "100ms", **spec}})
+
+
+def target(kind: str = "Deployment", name: str = "llama", **more: Any) -> Object:  # noqa: ANN401 - JSON
+    """A target of a binding, called ``main``."""
+    api_version = "attache.dev/v1alpha1" if kind.startswith("Model") else "apps/v1"
+    return {
+        "name": "main",
+        "ref": {"apiVersion": api_version, "kind": kind, "name": name},
+        "minReplicas": 0,
+        "maxReplicas": 9,
+        **more,
+    }
+
+
+async def bind(client: Client, namespace: str, *targets: Object, name: str = "one", policy: str = "plain") -> Object:
+    """A binding of these targets."""
+    return await client.create(
+        AUTOSCALING_POLICY_BINDINGS,
+        {
+            "apiVersion": AUTOSCALING_POLICY_BINDINGS.api_version,
+            "kind": "AutoscalingPolicyBinding",
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {"policyRef": policy, "targets": list(targets)},
+        },
+    )
+
+
+async def make_server(client: Client, namespace: str, name: str = "llama", app: str = "llama") -> None:
+    """A ModelServer of the pods with the label ``app``."""
+    await client.create(
+        MODEL_SERVERS,
+        {
+            "apiVersion": MODEL_SERVERS.api_version,
+            "kind": "ModelServer",
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {
+                "model": "org/llama",
+                "engine": "vLLM",
+                "workloadSelector": {"matchLabels": {"app": app}},
+                "workloadPort": {"port": 8000},
+            },
+        },
+    )
+
+
+def deployment(namespace: str, name: str = "llama", replicas: int = 2) -> Object:
+    """A Deployment whose pods have the label ``app``."""
+    containers = [{"name": "engine", "image": "attache/engine-sim"}]
+    return {
+        "apiVersion": DEPLOYMENTS.api_version,
+        "kind": "Deployment",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "replicas": replicas,
+            "selector": {"matchLabels": {"app": name}},
+            "template": {"metadata": {"labels": {"app": name}}, "spec": {"containers": containers}},
+        },
+    }
+
+
+async def replicas_of(client: Client, namespace: str, name: str = "llama") -> int:
+    """That a Deployment asks for."""
+    return int((await client.get(DEPLOYMENTS, name, namespace))["spec"]["replicas"])
+
+
+async def says(client: Client, namespace: str, type_: str, name: str = "one") -> tuple[str, str]:
+    """Status and reason of a binding's condition."""
+    thing = await client.get(AUTOSCALING_POLICY_BINDINGS, name, namespace)
+    for one in (thing.get("status") or {}).get("conditions") or ():
+        if one["type"] == type_:
+            return one["status"], one["reason"]
+    return "", ""
+
+
+def report(in_flight: int) -> EngineReport:
+    """An engine's, of now."""
+    return EngineReport(at_s=0.0, in_flight=in_flight)
+
+
+def labels_of(scales: Scales, name: str) -> list[Mapping[str, str]]:
+    """The labels of all series of a metric."""
+    return [one.labels for family in scales.metrics.collect() for one in family.samples if one.name == name]

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scaling with a real API server and a fake one: what is decided is written once, by one, and others are heeded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest_asyncio
+
+from bench.cluster.assets import ROOT
+from controller.cluster.resources import (
+    AUTOSCALING_POLICIES,
+    AUTOSCALING_POLICY_BINDINGS,
+    DEPLOYMENTS,
+    MODEL_INFERS,
+    PODS,
+    Resource,
+)
+from controller.roles.scaling.names import SCALED_BY
+from tests.waiting import eventually
+from tests.with_kube.kubes import FAKE, REAL
+from tests.with_kube.managing import define_kinds, model_infer, reasons
+from tests.with_kube.pods import make_pod
+from tests.with_kube.scaling import (
+    Demand,
+    Wanted,
+    bind,
+    deployment,
+    labels_of,
+    make_policy,
+    make_server,
+    replicas_of,
+    report,
+    says,
+    scaling,
+    target,
+)
+
+if TYPE_CHECKING:
+    from bench.cluster.fake.faults import Call
+    from bench.cluster.fake.server import FakeServer
+    from controller.cluster.client import Client
+    from tests.with_kube.kubes import Kube
+
+SOON_S = 30.0
+HPAS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
+
+
+@pytest_asyncio.fixture(loop_scope="session", autouse=True)
+async def kinds(client: Client) -> None:
+    """Our kinds are served."""
+    await define_kinds(client, ROOT / "manifests" / "crds")
+
+
+async def until_replicas(client: Client, namespace: str, number: int, name: str = "llama") -> None:
+    async def are_there() -> bool:
+        return await replicas_of(client, namespace, name) == number
+
+    await eventually(are_there, timeout_s=SOON_S)
+
+
+async def until_says(client: Client, namespace: str, type_: str, said: tuple[str, str], name: str = "one") -> None:
+    async def is_said() -> bool:
+        return await says(client, namespace, type_, name) == said
+
+    await eventually(is_said, timeout_s=SOON_S)
+
+
+async def until_looked(wanted: Wanted, times: int = 3) -> None:
+    """Until so many more decisions have been made."""
+    until = wanted.decisions + times
+    await eventually(lambda: wanted.decisions >= until, timeout_s=SOON_S)
+
+
+async def test_the_replicas_of_a_deployment_are_written_and_told(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    binding = await bind(client, namespace, target())
+    wanted = Wanted(main=5)
+    async with scaling(kube.admin, namespace, wanted) as running:
+        await until_replicas(client, namespace, 5)
+        await until_says(client, namespace, "ScalingActive", ("True", "Scaling"))
+        await until_says(client, namespace, "TargetsResolved", ("True", "Resolved"))
+        found = await client.get(DEPLOYMENTS, "llama", namespace)
+        assert found["metadata"]["annotations"][SCALED_BY] == f"{namespace}/one/{binding['metadata']['uid']}"
+
+        async def is_told() -> bool:
+            status = (await client.get(AUTOSCALING_POLICY_BINDINGS, "one", namespace))["status"]
+            policy = (await client.get(AUTOSCALING_POLICIES, "plain", namespace)).get("status") or {}
+            return status["targets"][0].get("current") == 5 and policy.get("bindings") == 1
+
+        await eventually(is_told, timeout_s=SOON_S)
+        status = (await client.get(AUTOSCALING_POLICY_BINDINGS, "one", namespace))["status"]
+        assert status["lastDecision"].startswith("main from 2 to 5")
+        assert (await reasons(client, namespace)).count("Scaled") == 1
+        its = {
+            "variant_name": "llama",
+            "namespace": namespace,
+            "accelerator_type": "",
+            "model_name": "org/llama",
+        }
+        assert running.metric("wva_desired_replicas", **its) == 5
+        assert running.metric("wva_replica_scaling_total", **its) == 1
+        assert [one.decision.binding for one in running.records.latest().values()] == [f"{namespace}/one"]
+        await client.delete(AUTOSCALING_POLICY_BINDINGS, "one", namespace)
+        await eventually(lambda: labels_of(running, "wva_desired_replicas") == [], timeout_s=SOON_S)
+
+
+async def test_a_settled_binding_causes_no_writes(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    await bind(client, namespace, target())
+    wanted = Wanted(main=3)
+    async with scaling(kube.admin, namespace, wanted) as running:
+        await until_replicas(client, namespace, 3)
+        await until_says(client, namespace, "ScalingActive", ("True", "Scaling"))
+        await until_looked(wanted, 5)
+        before = running.writes()
+        await until_looked(wanted, 10)
+        assert running.writes() == before
+
+
+async def test_a_model_infer_is_scaled_through_its_scale(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    await client.create(MODEL_INFERS, model_infer(namespace, replicas=1))
+    await bind(client, namespace, target("ModelInfer"))
+    wanted = Wanted(main=4)
+    async with scaling(kube.admin, namespace, wanted):
+
+        async def is_scaled() -> bool:
+            return (await client.get(MODEL_INFERS, "llama", namespace))["spec"]["replicas"] == 4
+
+        await eventually(is_scaled, timeout_s=SOON_S)
+        await until_says(client, namespace, "TargetsResolved", ("False", "ServerNotFound"))
+        wanted.replicas["main"] = 2
+
+        async def is_lowered() -> bool:
+            return (await client.get(MODEL_INFERS, "llama", namespace))["spec"]["replicas"] == 2
+
+        # its own controller drains
+        await eventually(is_lowered, timeout_s=SOON_S)
+
+
+async def test_a_change_by_hand_is_honoured_for_a_while(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace, manualHold="6s")
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    await bind(client, namespace, target())
+    wanted = Wanted(main=3)
+    async with scaling(kube.admin, namespace, wanted):
+        await until_replicas(client, namespace, 3)
+        await until_says(client, namespace, "ScalingActive", ("True", "Scaling"))
+        await until_looked(wanted)
+        await client.merge_patch(DEPLOYMENTS, "llama", namespace, {"spec": {"replicas": 7}}, subresource="scale")
+        await until_says(client, namespace, "ScalingActive", ("False", "ManualHold"))
+        assert await replicas_of(client, namespace) == 7
+        wanted.replicas["main"] = 8
+        await until_replicas(client, namespace, 8)
+        await until_says(client, namespace, "ScalingActive", ("True", "Scaling"))
+        assert "ManualChangeHonoured" in await reasons(client, namespace)
+
+
+async def test_of_two_bindings_the_older_one_scales(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    await bind(client, namespace, target(), name="a")
+    await bind(client, namespace, target(), name="b")
+    async with scaling(kube.admin, namespace, Wanted(main=4)):
+        await until_replicas(client, namespace, 4)
+        await until_says(client, namespace, "TargetsResolved", ("False", "Conflict"), name="b")
+        assert await says(client, namespace, "TargetsResolved", name="a") == ("True", "Resolved")
+        await client.delete(AUTOSCALING_POLICY_BINDINGS, "a", namespace)
+        await until_says(client, namespace, "TargetsResolved", ("True", "Resolved"), name="b")
+
+
+async def test_a_target_with_another_autoscaler_is_left_alone(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    reference = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "llama"}
+    spec = {"scaleTargetRef": reference, "minReplicas": 1, "maxReplicas": 5}
+    metadata = {"name": "hpa", "namespace": namespace}
+    await client.create(HPAS, {"apiVersion": "autoscaling/v2", "kind": HPAS.kind, "metadata": metadata, "spec": spec})
+    await bind(client, namespace, target())
+    wanted = Wanted(main=4)
+    async with scaling(kube.admin, namespace, wanted):
+        await until_says(client, namespace, "TargetsResolved", ("False", "OtherAutoscaler"))
+        await until_looked(wanted)
+        assert await replicas_of(client, namespace) == 2
+        await client.delete(HPAS, "hpa", namespace)
+        await until_replicas(client, namespace, 4)
+
+
+async def test_a_target_that_is_made_anew_is_scaled_again(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    await bind(client, namespace, target())
+    wanted = Wanted(main=4)
+    async with scaling(kube.admin, namespace, wanted):
+        await until_replicas(client, namespace, 4)
+        await client.delete(DEPLOYMENTS, "llama", namespace, propagation="Background")
+        await until_says(client, namespace, "TargetsResolved", ("False", "TargetNotFound"))
+        await client.create(DEPLOYMENTS, deployment(namespace, replicas=1))
+        await until_replicas(client, namespace, 4)
+
+
+async def test_what_is_only_recommended_is_told_and_not_written(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace, mode="Recommend")
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    await bind(client, namespace, target())
+    wanted = Wanted(main=6)
+    async with scaling(kube.admin, namespace, wanted):
+        await until_says(client, namespace, "ScalingActive", ("True", "Recommending"))
+        await until_looked(wanted)
+        status = (await client.get(AUTOSCALING_POLICY_BINDINGS, "one", namespace))["status"]
+        assert (status["targets"][0]["current"], status["targets"][0]["desired"]) == (2, 6)
+        assert await replicas_of(client, namespace) == 2
+        changed = {"spec": {"mode": "Auto"}}
+        await client.merge_patch(AUTOSCALING_POLICIES, "plain", namespace, changed)
+        await until_replicas(client, namespace, 6)
+
+
+async def test_an_urgent_demand_is_decided_about_at_once(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace, period="10m")
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=0))
+    await bind(client, namespace, target())
+    wanted, demand = Wanted(main=0), Demand()
+    async with scaling(kube.admin, namespace, wanted, demand):
+        await until_says(client, namespace, "ScalingActive", ("True", "Scaling"))
+        wanted.replicas["main"] = 1
+        assert demand.urgent is not None
+        demand.urgent(f"{namespace}/llama")
+        await until_replicas(client, namespace, 1)
+
+
+async def test_what_is_not_known_changes_nothing(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=3))
+    await bind(client, namespace, target())
+    wanted = Wanted(main=None)
+    async with scaling(kube.admin, namespace, wanted):
+        await until_says(client, namespace, "MetricsAvailable", ("False", "DataMissing"))
+        await until_looked(wanted)
+        assert await replicas_of(client, namespace) == 3
+        assert "FailedGetMetrics" in await reasons(client, namespace)
+
+
+async def test_a_manager_that_starts_anew_finds_what_it_had_learned(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    await bind(client, namespace, target())
+    wanted = Wanted(main=4)
+    async with scaling(kube.admin, namespace, wanted):
+        await until_replicas(client, namespace, 4)
+
+        async def is_kept() -> bool:
+            thing = await client.get(AUTOSCALING_POLICY_BINDINGS, "one", namespace)
+            return "attache.dev/learned" in (thing["metadata"].get("annotations") or {})
+
+        await eventually(is_kept, timeout_s=SOON_S)
+    # the second one knows nothing of the demand yet
+    again = Wanted(main=None)
+    async with scaling(kube.admin, namespace, again) as running:
+        await until_looked(again)
+        first = running.records.latest()[f"{namespace}/one"].decision.targets[0].reason
+        assert int(first.removeprefix("look ")) >= 7
+        assert await replicas_of(client, namespace) == 4
+        # what we wrote ourselves is no change by hand
+        assert await says(client, namespace, "ScalingActive") == ("True", "Scaling")
+
+
+@FAKE
+async def test_engines_finish_before_a_deployment_loses_them(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    for number in (1, 2):
+        await make_pod(client, namespace, f"llama-{number}", f"10.9.0.{number}")
+    await bind(client, namespace, target())
+    wanted, demand = Wanted(main=1), Demand()
+    demand.reports = {"10.9.0.1": report(4), "10.9.0.2": report(2)}
+    async with scaling(kube.admin, namespace, wanted, demand):
+
+        async def drains(name: str) -> bool:
+            metadata = (await client.get(PODS, name, namespace))["metadata"]
+            return "attache.dev/draining" in (metadata.get("annotations") or {})
+
+        await eventually(lambda: drains("llama-2"), timeout_s=SOON_S)
+        assert not await drains("llama-1")
+        await until_looked(wanted)
+        assert await replicas_of(client, namespace) == 2
+        # load is back: it stays
+        wanted.replicas["main"] = 2
+
+        async def stays() -> bool:
+            return not await drains("llama-2")
+
+        await eventually(stays, timeout_s=SOON_S)
+        wanted.replicas["main"] = 1
+        await eventually(lambda: drains("llama-2"), timeout_s=SOON_S)
+        demand.reports["10.9.0.2"] = report(0)
+        await until_replicas(client, namespace, 1)
+
+
+@FAKE
+async def test_faults_of_the_server_are_lived_through(
+    client: Client, kube: Kube, fake: FakeServer, namespace: str
+) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    await bind(client, namespace, target())
+    wanted = Wanted(main=2)
+    async with scaling(kube.admin, namespace, wanted):
+        await until_says(client, namespace, "ScalingActive", ("True", "Scaling"))
+        fake.expire()
+        fake.watches.expire()
+        fake.faults.refuse(3, 429, retry_after_s=1, of=_writes)
+        fake.faults.refuse(2, 503, of=_writes)
+        fake.faults.conflicts(2, of=lambda call: call.target.subresource == "scale")
+        wanted.replicas["main"] = 5
+        await until_replicas(client, namespace, 5)
+        await until_says(client, namespace, "ScalingActive", ("True", "Scaling"))
+        assert (await reasons(client, namespace)).count("Scaled") == 1
+
+
+def _writes(call: Call) -> bool:
+    return call.verb == "patch" and call.target.kind.resource == DEPLOYMENTS
+
+
+@REAL
+async def test_a_write_of_somebody_else_in_between_leads_to_a_new_decision(
+    client: Client, kube: Kube, namespace: str
+) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    await bind(client, namespace, target())
+    wanted = Wanted(main=3)
+    async with scaling(kube.admin, namespace, wanted):
+        await until_replicas(client, namespace, 3)
+        # the controllers of the cluster write its status all the time: no conflict of ours
+        for number in range(4, 8):
+            await client.merge_patch(DEPLOYMENTS, "llama", namespace, {"metadata": {"labels": {"number": str(number)}}})
+            wanted.replicas["main"] = number
+            await until_replicas(client, namespace, number)
+        assert await says(client, namespace, "ScalingActive") == ("True", "Scaling")
