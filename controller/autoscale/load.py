@@ -108,21 +108,25 @@ class _Bins(msgspec.Struct, frozen=True):
             return _Bins(bin_s=span_s, edges=(traffic.counters(0), traffic.counters(last))) if span_s > 0 else None
         count = min(_BINS_PER_WINDOW * 2**_DOUBLINGS, int(span_s / bin_s + 1e-6))
         ends = (end_s - bin_s * (count - index) for index in range(count + 1))
-        return _Bins(bin_s=bin_s, edges=[_sums_at(traffic, times, end, bin_s) for end in ends])
+        known: dict[int, Totals] = {}
+        return _Bins(bin_s=bin_s, edges=[_sums_at(traffic, times, end, bin_s, known) for end in ends])
 
     def differences(self, value: Callable[[Totals], float]) -> list[float]:
         values = [value(edge) for edge in self.edges]
         return [new - old for old, new in itertools.pairwise(values)]
 
 
-def _sums_at(traffic: Traffic, times: Sequence[float], at_s: float, bin_s: float) -> Totals:
-    """Of the last point, or where points are further apart than bins, between two of them."""
+def _sums_at(traffic: Traffic, times: Sequence[float], at_s: float, bin_s: float, known: dict[int, Totals]) -> Totals:
+    """Of the last point, or where points are further apart than bins, between two of them. ``known``: by index."""
     index = bisect_right(times, at_s + 1e-6) - 1
-    old = traffic.counters(index)
+    if index not in known:
+        known[index] = traffic.counters(index)
+    old = known[index]
     if index + 1 >= len(times) or times[index + 1] - times[index] <= bin_s:
         return old
-    share = (at_s - times[index]) / (times[index + 1] - times[index])
-    new = traffic.counters(index + 1)
+    if index + 1 not in known:
+        known[index + 1] = traffic.counters(index + 1)
+    new, share = known[index + 1], (at_s - times[index]) / (times[index + 1] - times[index])
     return Totals(
         arrivals=old.arrivals + share * (new.arrivals - old.arrivals),
         refused=old.refused + share * (new.refused - old.refused),

@@ -67,6 +67,15 @@ class Traffic(msgspec.Struct, frozen=True):
 
     points: Sequence[Point] = ()
 
+    def latencies_s(self, percent: float, window_s: float, until_s: float) -> tuple[float | None, float | None]:
+        """``ttft_s`` and ``tpot_s`` at once, which takes half as long."""
+        new, old = self.at(until_s), self.at(until_s - window_s)
+        if new is None:
+            return None, None
+        ttft = _since(new.ttft, old.ttft if old is not None else ())
+        tpot = _since(new.tpot, old.tpot if old is not None else ())
+        return percentile(ttft, TTFT_BOUNDS_S, percent), percentile(tpot, TPOT_BOUNDS_S, percent)
+
     @property
     def times(self) -> Sequence[float]:
         """Of the points."""
@@ -120,6 +129,9 @@ class Traffic(msgspec.Struct, frozen=True):
         new, old = self.at(until_s), self.at(until_s - window_s)
         if new is None:
             return ()
-        counts: tuple[int, ...] = getattr(new, name)
-        before: tuple[int, ...] = getattr(old, name) if old is not None else ()
-        return tuple(count - (before[index] if index < len(before) else 0) for index, count in enumerate(counts))
+        return _since(getattr(new, name), getattr(old, name) if old is not None else ())
+
+
+def _since(counts: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+    known = len(before)
+    return tuple(count - (before[index] if index < known else 0) for index, count in enumerate(counts))

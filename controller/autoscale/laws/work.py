@@ -211,8 +211,8 @@ def _worst_latency(situation: Situation) -> float | None:
     rates = situation.traffic.rates(_LATENCY_WINDOW_S, situation.now_s)
     if objective is None or rates is None or rates.finished * rates.window_s < _FEWEST_ANSWERS:
         return None
-    window = (objective.percentile, _LATENCY_WINDOW_S, situation.now_s)
-    pairs = ((situation.traffic.ttft_s(*window), objective.ttft), (situation.traffic.tpot_s(*window), objective.tpot))
+    ttft_s, tpot_s = situation.traffic.latencies_s(objective.percentile, _LATENCY_WINDOW_S, situation.now_s)
+    pairs = ((ttft_s, objective.ttft), (tpot_s, objective.tpot))
     shares = [value / limit for value, limit in pairs if value is not None and limit]
     return max(shares) if shares else None
 
