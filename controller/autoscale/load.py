@@ -247,7 +247,11 @@ def _per_request(bins: _Bins, arrivals: Sequence[float]) -> PerRequest | None:
         return None
     return PerRequest(
         prefill_work=_mean(bins.differences(lambda sums: sums.prefill_work), arrivals),
-        prompt_tokens=_mean(bins.differences(lambda sums: sums.prompt_tokens), finished),
+        # counted when they are sent or when they end, as the engine tells
+        prompt_tokens=_mean(
+            bins.differences(lambda sums: sums.prompt_tokens),
+            [max(pair) for pair in zip(finished, arrivals, strict=True)],
+        ),
         output_tokens=_mean(bins.differences(lambda sums: sums.output_tokens), finished),
     )
 
