@@ -62,7 +62,8 @@ class Fleet:
         self._addresses = iter(addresses(_ADDRESSES))
         for name, count in self.desired.items():
             for _ in range(count):
-                self._create(name, 0.0).ready_at_s = 0.0
+                # as if it had been ordered in time
+                self._create(name, -self.variants[name].start_s).ready_at_s = 0.0
         engines = {one.address: self._kinds[one.target] for one in self.replicas}
         self._snapshot = _snapshot(list(engines))
         self.simulation = Simulation(self._snapshot, engines, seed=seed)

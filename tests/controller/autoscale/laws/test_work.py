@@ -152,6 +152,23 @@ class TestCorrection:
     def test_what_starts_is_waited_for(self) -> None:
         assert self.followed(5.0, starting=1).correction == 1.0
 
+    @pytest.mark.parametrize(("tpot_s", "correction"), [(0.0125, 0.5), (0.0155, 0.707), (0.022, 1.325)])
+    def test_in_a_steady_minute_it_follows_measured_tpot(self, tpot_s: float, correction: float) -> None:
+        # The median of values in one bucket is its middle: 11.3, 14.22 and 22.54 ms. Where an idle step takes 10 ms, they
+        # show an engine that is 0.115, 0.297 and 0.556 busy; 2 * 0.21 s are expected. Half of that is the least believed.
+        law, memory = WorkLaw(), None
+        for look in range(240):
+            now_s = NOW_S + 5 * look
+            situation = situation_of(
+                target_of(ready=1),
+                traffic=traffic_of(2.0, now_s=now_s, seconds=120, ttft_s=0.2, tpot_s=tpot_s),
+                objective=TPOT,
+                now_s=now_s,
+            )
+            _, memory = law.recommend(situation, memory)
+        assert memory is not None
+        assert memory.correction == pytest.approx(correction, abs=0.02)
+
     def test_it_fades(self) -> None:
         situation = situation_of(target_of(ready=9), traffic=traffic_of(2.0), now_s=NOW_S)
         _, memory = WorkLaw().recommend(situation, WorkMemory(at_s=NOW_S - 60, correction=2.0))
