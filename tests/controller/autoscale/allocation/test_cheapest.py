@@ -222,4 +222,22 @@ def test_stages_share_a_budget_in_the_same_proportion() -> None:
     assert (whole["Prefill"].replicas, whole["Decode"].replicas) == ({"prefill": 4}, {"decode": 8})
     half = allocate_stages({"Prefill": 4.0, "Decode": 8.0}, variants, Rules(cost_per_hour=6.0))
     assert (half["Prefill"].replicas, half["Decode"].replicas) == ({"prefill": 2}, {"decode": 4})
-    assert "50%" in half["Decode"].problems[0]
+    assert "50%" in half["Decode"].problems[-1]
+    assert half["Decode"].missing == pytest.approx(4.0)
+
+
+def test_a_stage_takes_another_kind_where_the_shared_one_is_short() -> None:
+    variants = {
+        "Prefill": [Variant(name="p-h100", most=8, cost=1.0, accelerator="h100")],
+        "Decode": [
+            Variant(name="d-h100", most=8, cost=1.0, accelerator="h100"),
+            Variant(name="d-l40s", most=8, cost=1.5, accelerator="l40s"),
+        ],
+    }
+    found = allocate_stages({"Prefill": 4.0, "Decode": 4.0}, variants, Rules(accelerators={"h100": 6}))
+    assert found["Prefill"].replicas == {"p-h100": 4}
+    assert found["Decode"].replicas == {"d-h100": 2, "d-l40s": 2}
+    # in whichever order the stages stand
+    turned = allocate_stages({"Decode": 8.0, "Prefill": 4.0}, variants, Rules(accelerators={"h100": 6}))
+    assert turned["Prefill"].replicas == {"p-h100": 4}
+    assert sum(turned["Decode"].replicas.values()) == 8
