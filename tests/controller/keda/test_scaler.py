@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from controller.autoscale.decision import Decision, TargetDecision
 from controller.keda.decisions import Decisions, Wanted, wanted_of
@@ -209,6 +215,18 @@ def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:
     missing = TlsFiles(tmp_path / "no.crt", tmp_path / "no.key")
     with pytest.raises(OSError, match="no\\.crt"):
         server_credentials(missing)
+    authority = Authority()
+    first, second = authority.issue(), authority.issue()
+    files = TlsFiles(tmp_path / "tls.crt", tmp_path / "tls.key")
+    files.certificate.write_bytes(first.cert)
+    files.key.write_bytes(second.key)
+    with pytest.raises(ValueError, match="not that of the certificate"):
+        server_credentials(files)
+    key = load_pem_private_key(first.key, None)
+    encryption = BestAvailableEncryption(b"secret")
+    files.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
+    with pytest.raises(ValueError, match="password"):
+        server_credentials(files)
 
 
 def test_what_was_decided_by_target() -> None:
