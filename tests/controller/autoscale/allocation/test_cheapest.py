@@ -13,6 +13,7 @@ import random
 import pytest
 
 from controller.autoscale.allocation.allocate import allocate, allocate_stages
+from controller.autoscale.allocation.cheapest import cheapest
 from controller.autoscale.allocation.variants import Allocation, Rules, Variant
 
 CASES = int(os.environ.get("ALLOCATION_CASES", "10000"))
@@ -212,6 +213,45 @@ def test_between_equals_fewer_replicas_then_the_first_name() -> None:
 def test_nothing_needed_is_nothing_but_lower_bounds() -> None:
     found = allocate(0.0, [Variant(name="a", most=4, running=3), Variant(name="b", most=4, least=1)], Rules())
     assert found.replicas == {"a": 0, "b": 1}
+
+
+def test_an_answer_that_is_not_proven_is_near_the_best() -> None:
+    """Eight targets of 32 replicas with limits that bind: ten times the effort finds little that is better."""
+    rng = random.Random(1)
+    unproven = 0
+    for _ in range(20):
+        variants = [
+            Variant(
+                name=f"v{index}",
+                most=32,
+                least=rng.randint(0, 2),
+                capacity=round(rng.uniform(0.2, 3), 3),
+                cost=round(rng.uniform(0.5, 8), 2),
+                running=rng.randint(0, 32),
+                start_s=300,
+                spot=index % 2 == 0,
+                accelerator=KINDS[index % 2],
+                accelerators=rng.choice([1, 2, 4, 8]),
+            )
+            for index in range(8)
+        ]
+        need = rng.uniform(10, 150)
+        rules = Rules(min_on_demand=0.3, cost_per_hour=400.0, free={"a100": 40, "h100": 60})
+        usual, thorough = cheapest(need, variants, rules), cheapest(need, variants, rules, effort=12_000)
+        unproven += not usual.is_proven
+        assert usual.missing <= thorough.missing + 0.05 * need
+        if abs(usual.missing - thorough.missing) < 1e-9:
+            money = [
+                sum(
+                    one.cost * (n * rules.payback_s + max(0, n - one.running) * one.start_s)
+                    for one in variants
+                    for n in (found.replicas[one.name],)
+                )
+                for found in (usual, thorough)
+            ]
+            assert money[0] <= 1.05 * money[1]
+    # else this shows nothing
+    assert unproven
 
 
 def test_stages_share_a_budget_in_the_same_proportion() -> None:
