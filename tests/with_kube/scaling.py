@@ -25,6 +25,7 @@ from controller.roles.scaling.demand import DemandView
 from controller.roles.scaling.metrics import ScalingMetrics
 from controller.roles.scaling.records import Records
 from controller.roles.scaling.running import Scaling, ScalingSettings
+from controller.roles.scaling.scalables import STATEFUL_SETS
 from tests.with_kube.managing import IMPATIENT, QUICK_QUEUE
 
 if TYPE_CHECKING:
@@ -198,6 +199,13 @@ def deployment(namespace: str, name: str = "llama", replicas: int = 2) -> Object
             "template": {"metadata": {"labels": {"app": name}}, "spec": {"containers": containers}},
         },
     }
+
+
+async def delete_workloads(client: Client, namespace: str) -> None:
+    """Whatever makes pods."""
+    for resource in (DEPLOYMENTS, STATEFUL_SETS):
+        for one in (await client.list(resource, namespace)).items:
+            await client.delete(resource, one["metadata"]["name"], namespace, propagation="Background")
 
 
 async def replicas_of(client: Client, namespace: str, name: str = "llama") -> int:

@@ -12,7 +12,17 @@ from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import model_infer
 from tests.with_kube.permissions import Permission, allowed_by, asked_for, missing, unused
-from tests.with_kube.scaling import Demand, Wanted, bind, deployment, make_policy, make_server, scaling, target
+from tests.with_kube.scaling import (
+    Demand,
+    Wanted,
+    bind,
+    delete_workloads,
+    deployment,
+    make_policy,
+    make_server,
+    scaling,
+    target,
+)
 from tests.with_kube.test_manager_permissions import account
 from tests.with_kube.test_manifests import MANIFESTS
 
@@ -65,6 +75,7 @@ async def test_scaling_may_do_what_it_needs(
         allowed = allowed_by(MANIFESTS / "manager" / "rbac.yaml")
         assert missing(allowed, asked) == set()
         assert left() == set()
+        await delete_workloads(client, namespace)
         assert {one for one in unused(allowed, asked) if _is_ours(one)} == set()
 
 
