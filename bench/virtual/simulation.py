@@ -30,9 +30,8 @@ from extproc.core.core import Core
 from extproc.core.effects import (
     AskLimits,
     AskTokens,
-    AwaitAdapter,
     Decision,
-    Hold,
+    Held,
     LoadAdapter,
     Refused,
     SettleGrant,
@@ -212,7 +211,7 @@ class Simulation:
                 self._send(asked, own, now)
             case Refused():
                 self._refuse(asked, own.refusal.outcome)
-            case Hold() | AwaitAdapter():
+            case _ if isinstance(own, Held):
                 self._held[own.ticket] = asked
                 if self._token_observer is not None:
                     self._token_observer.held(session.label, own.ticket, now)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from extproc.scheduling.pool import Pool
 
 # A request in one of these states is held here.
-WAITING: Final = frozenset({State.LOADING, State.QUEUED})
+WAITING: Final = frozenset({State.AWAITING_ENGINE, State.LOADING, State.QUEUED})
 # Servers that have left the configuration are remembered, so that counts go on if they return: at most so many in all.
 _MOST_SERVERS: Final = 10_000
 # Adapters come and go with the configuration: beyond so many, new ones count as their base model.
@@ -43,29 +43,33 @@ class DemandMeter:
 
     def arrived(self, record: Record, arrival: Arrival, now: float) -> None:
         """A request has come to its ModelServer."""
-        pool, model = arrival.pool, arrival.destination.model
-        server = self._servers.get(pool.name)
-        if server is None:
-            server = self._add(pool.name)
-        if model not in pool.adapters:
-            # clients may write what they like
-            model = pool.spec.model or ""
-        meter = server.models.get(model)
-        if meter is None:
-            meter = _add_model(server, model, pool.spec.model or "")
+        meter = self._meter_of(arrival)
         meter.arrivals += 1
         record.meter, record.arrived_at_s = meter, now
 
-    def begin_wait(self, record: Record) -> None:
-        """The request is held."""
+    def moved(self, record: Record, arrival: Arrival) -> None:
+        """A request that waits for an engine goes to another ModelServer. It counts as an arrival at the first one alone."""
+        before = record.meter
+        if before is not None:
+            wait = before.server.waiting.get(record.ticket)
+            before.server.end_wait(record.ticket)
+            record.meter = self._meter_of(arrival)
+            if wait is not None:
+                record.meter.server.begin_wait(record.ticket, wait)
+
+    def begin_wait(self, record: Record, state: State) -> None:
+        """The request is held, in ``state`` from now on."""
         meter, pool = record.meter, record.arrived.pool
         if meter is None:
             return
-        server = meter.server
-        if not server.waiting and not len(pool.table):
+        server, awaits_engine = meter.server, state is State.AWAITING_ENGINE
+        is_first = (
+            not any(one.awaits_engine for one in server.waiting.values()) if awaits_engine else not server.waiting
+        )
+        if is_first and (awaits_engine or not pool.readiness.can_serve):
             self.missed += 1
         uncached = _count_work(meter, record)
-        server.begin_wait(record.ticket, Wait(record.arrived_at_s, uncached))
+        server.begin_wait(record.ticket, Wait(record.arrived_at_s, uncached, awaits_engine))
 
     def page(self, pools: Mapping[str, Pool], now: float, *, began_at_s: float = 0.0) -> Demand:
         """All of it. ``began_at_s``: when the process began."""
@@ -81,6 +85,17 @@ class DemandMeter:
                 if name not in pools and (server.in_flight or server.waiting)
             },
         )
+
+    def _meter_of(self, arrival: Arrival) -> ModelMeter:
+        pool, model = arrival.pool, arrival.destination.model
+        server = self._servers.get(pool.name)
+        if server is None:
+            server = self._add(pool.name)
+        if model not in pool.adapters:
+            # clients may write what they like
+            model = pool.spec.model or ""
+        meter = server.models.get(model)
+        return _add_model(server, model, pool.spec.model or "") if meter is None else meter
 
     def _add(self, name: str) -> ServerMeter:
         if len(self._servers) >= _MOST_SERVERS:
@@ -175,14 +190,17 @@ def _server_demand(pool: Pool, server: ServerMeter | None, now: float) -> Server
     engines = _engines(pool, server, now)
     if server is None:
         return ServerDemand(model=pool.spec.model or "", engines=engines)
-    at_zero = 0 if len(pool.table) else len(server.waiting)
+    at_zero = len(server.waiting)
+    if pool.readiness.can_serve:
+        # of two stages, both are awaited once one of them was
+        at_zero = sum(one.awaits_engine for one in server.waiting.values())
     return _counts(server, engines, now, model=pool.spec.model or "", at_zero=at_zero)
 
 
 def _counts(
     server: ServerMeter, engines: dict[str, EngineDemand], now: float, *, model: str = "", at_zero: int = 0
 ) -> ServerDemand:
-    first = next(iter(server.waiting.values()), None)
+    first_s = min((one.since_s for one in server.waiting.values()), default=now)
     return ServerDemand(
         model=model,
         counted={
@@ -201,7 +219,7 @@ def _counts(
         tpot=tuple(server.tpot),
         queued=len(server.waiting),
         queued_tokens=max(0.0, server.waiting_tokens),
-        oldest_wait_s=0.0 if first is None else max(0.0, now - first.since_s),
+        oldest_wait_s=max(0.0, now - first_s),
         at_zero=at_zero,
         engines=engines,
     )

@@ -16,10 +16,11 @@ class InFlight(msgspec.Struct):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """A request that waits here. ``tokens``: uncached ones of its prompt."""
+    """A request that waits here. ``tokens``: uncached ones of its prompt. ``awaits_engine``: its ModelServer has none."""
 
     since_s: float
     tokens: float
+    awaits_engine: bool = False
 
 
 class ServerMeter(msgspec.Struct):
