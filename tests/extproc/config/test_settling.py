@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from extproc.config.load import load
 from extproc.config.settling import Settling
-from extproc.config.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from extproc.config.snapshot import Snapshot
 
 SERVER = """
 apiVersion: attache.dev/v1alpha1
