@@ -33,6 +33,8 @@ _FLOW_CONTROL: Final[Mapping[str, Any]] = {
     "maxBytes": "64Gi",
     "bands": [{"name": "all", "priority": -(2**31), "share": 1, "maxRequests": 1_000_000, "maxBytes": "64Gi"}],
 }
+# And without any engine, for the first one.
+_ACTIVATION: Final[Mapping[str, Any]] = {"holdTimeout": "30m", "maxRequests": 100_000, "maxBytes": "64Gi"}
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -148,4 +150,5 @@ class Fleet:
 
 
 def _snapshot(engines: list[str]) -> Snapshot:
-    return load({"lab.yaml": documents(engines, gateway={}, more={"flowControl": dict(_FLOW_CONTROL)}).encode()})
+    more = {"flowControl": dict(_FLOW_CONTROL), "activation": dict(_ACTIVATION)}
+    return load({"lab.yaml": documents(engines, gateway={}, more=more).encode()})

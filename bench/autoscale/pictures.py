@@ -30,6 +30,7 @@ class Pictures:
         self._objective = objective
         self._min_replicas = min_replicas
         self._signals = Signals()
+        self._signals_at_s = 0.0
         self._servers: tuple[str, ...] = ()
         self._engines: Mapping[str, EngineDemand] = {}
 
@@ -41,7 +42,13 @@ class Pictures:
             self._signals.present([_GATEWAY], now)
         self._signals.hear(_GATEWAY, demand, now)
         self._signals.tick(now)
+        self._signals_at_s = now
         self._engines = demand.servers[self._servers[0]].engines
+
+    def is_missed(self, fleet: Fleet) -> bool:
+        """Whether a request waits and no replica is there or ordered."""
+        waiting = self._signals.of(self._servers, self._signals_at_s).waiting
+        return waiting.requests > 0 and not any(one.is_wanted for one in fleet.replicas)
 
     def situation(self, fleet: Fleet, now: float) -> Situation:
         """At an instant after the first page."""
