@@ -176,7 +176,7 @@ async def test_of_two_bindings_the_older_one_scales(client: Client, kube: Kube, 
     async with scaling(kube.admin, namespace, Wanted(main=4)):
         await until_replicas(client, namespace, 4)
         await until_says(client, namespace, "TargetsResolved", ("False", "Conflict"), name="b")
-        assert await says(client, namespace, "TargetsResolved", name="a") == ("True", "Resolved")
+        await until_says(client, namespace, "TargetsResolved", ("True", "Resolved"), name="a")
         await client.delete(AUTOSCALING_POLICY_BINDINGS, "a", namespace)
         await until_says(client, namespace, "TargetsResolved", ("True", "Resolved"), name="b")
 

@@ -193,7 +193,7 @@ class Looker:
             await self._parts.actor.mark(undone(target.pods))
             return True, float("inf"), ()
         plan = drain(
-            target.pods,
+            [one for one in target.pods if target.kind.serves(one)],
             excess,
             reports,
             is_ordered=target.kind.is_ordered,
