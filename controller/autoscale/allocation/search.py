@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.autoscale.allocation.improving import improved
 from controller.autoscale.allocation.relaxation import (
     SCALE,
     Prices,
@@ -47,7 +48,10 @@ def lightest(problem: Problem, effort: int = EFFORT) -> Answer | None:
         return None
     search = _Search(problem, effort)
     search.run()
-    return None if search.best is None else Answer(search.best, search.effort > 0)
+    if search.best is None:
+        return None
+    is_proven = search.effort > 0
+    return Answer(search.best if is_proven else improved(problem, search.best), is_proven)
 
 
 class _Relaxed:
