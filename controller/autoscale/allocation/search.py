@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from controller.autoscale.allocation.problem import Problem
 
 # Bounds that are looked up, each in about half a microsecond.
-EFFORT: Final = 1200
+EFFORT: Final = 1500
 # Choices of one variant that are looked at: in the first of two passes, and in the other.
 _BROAD: Final = 2
 _ALL: Final = 1_000_000
@@ -107,7 +107,7 @@ class _Search:
             whole, self._width = self.effort, _BROAD
             self.effort = whole // 2
             self._visit(0, self._need, weight, state)
-            self.effort, self._width = min(self.effort, 0) + whole - whole // 2, _ALL
+            self.effort, self._width = self.effort + whole - whole // 2, _ALL
             self._seen.clear()
         self._visit(0, self._need, weight, state)
 
