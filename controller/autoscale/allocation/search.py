@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from controller.autoscale.allocation.problem import Problem
 
 # Bounds that are looked up, each in about half a microsecond.
-EFFORT: Final = 1500
+EFFORT: Final = 1250
 # Choices of one variant that are looked at: in the first of two passes, and in the other.
 _BROAD: Final = 2
 _ALL: Final = 1_000_000
