@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.autoscale.allocation.improving import improved
 from controller.autoscale.allocation.relaxation import (
     SCALE,
     Prices,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from controller.autoscale.allocation.problem import Problem
 
 # Bounds that are looked up, each in about half a microsecond.
-EFFORT: Final = 1200
+EFFORT: Final = 1250
 # Choices of one variant that are looked at: in the first of two passes, and in the other.
 _BROAD: Final = 2
 _ALL: Final = 1_000_000
@@ -47,7 +48,10 @@ def lightest(problem: Problem, effort: int = EFFORT) -> Answer | None:
         return None
     search = _Search(problem, effort)
     search.run()
-    return None if search.best is None else Answer(search.best, search.effort > 0)
+    if search.best is None:
+        return None
+    is_proven = search.effort > 0
+    return Answer(search.best if is_proven else improved(problem, search.best), is_proven)
 
 
 class _Relaxed:
@@ -103,7 +107,7 @@ class _Search:
             whole, self._width = self.effort, _BROAD
             self.effort = whole // 2
             self._visit(0, self._need, weight, state)
-            self.effort, self._width = min(self.effort, 0) + whole - whole // 2, _ALL
+            self.effort, self._width = self.effort + whole - whole // 2, _ALL
             self._seen.clear()
         self._visit(0, self._need, weight, state)
 
