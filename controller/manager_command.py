@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Final
 from extproc.config.validation import parse_address
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from controller.cluster.access import Access
     from controller.cluster.client import Client
     from controller.roles.manager import Leader
     from controller.roles.manager_metrics import ManagerMetrics
+    from controller.roles.scaling.records import Records
     from controller.roles.webhook_role import WebhookRole
     from extproc.config.picker_config import PickerCheck
 
@@ -132,22 +135,28 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 async def _run(options: argparse.Namespace, access: Access, check_picker: PickerCheck) -> None:
+    from aiohttp.web import RouteDef  # noqa: PLC0415
+
     from controller.cluster.client import connect  # noqa: PLC0415
     from controller.cluster.pages import pages  # noqa: PLC0415
     from controller.gateway_command import until_signalled  # noqa: PLC0415
     from controller.roles.manager import CONTROLLER, ManagerRole  # noqa: PLC0415
     from controller.roles.manager_metrics import ManagerMetrics  # noqa: PLC0415
+    from controller.roles.scaling.pages import routes  # noqa: PLC0415
+    from controller.roles.scaling.records import Records  # noqa: PLC0415
     from controller.roles.work.own_image import own_image  # noqa: PLC0415
 
     metrics = ManagerMetrics()
     async with connect(access, manager=CONTROLLER) as client:
         webhooks = None if options.no_webhooks else _webhooks(options, client, metrics, check_picker)
-        leader = None
+        leader, more = None, list[RouteDef]()
         if not options.no_work:
             image = options.image or await own_image(client, socket.gethostname())
-            leader = _leader(options, client, metrics, image)
+            records = Records()
+            leader = _leader(options, client, metrics, image, records)
+            more = [] if options.no_scaling else [*routes(records, leader.leads)]
         role = ManagerRole(webhooks, leader)
-        async with pages(options.metrics, metrics.registry, role.is_ready):
+        async with pages(options.metrics, metrics.registry, role.is_ready, more=more):
             await until_signalled(role.run())
 
 
@@ -168,7 +177,9 @@ def _webhooks(
     return WebhookRole(client, settings, metrics, check_picker=check_picker)
 
 
-def _leader(options: argparse.Namespace, client: Client, metrics: ManagerMetrics, image: str) -> Leader:
+def _leader(
+    options: argparse.Namespace, client: Client, metrics: ManagerMetrics, image: str, records: Records
+) -> Leader:
     from controller.cluster.leadership import LeaseTiming  # noqa: PLC0415
     from controller.cluster.lease import LeaderElection  # noqa: PLC0415
     from controller.reconcile.model import observed as of_models  # noqa: PLC0415
@@ -194,7 +205,22 @@ def _leader(options: argparse.Namespace, client: Client, metrics: ManagerMetrics
     )
     decisions = Decisions(model_infers.reconcile, models.reconcile)
     bell = kopf_rings(client, options.watch_namespace)
-    return Leader(client, settings, metrics, election, decisions=decisions, bell=bell)
+    scaling = None if options.no_scaling else _scaling(options, client, metrics, records)
+    return Leader(client, settings, metrics, election, decisions=decisions, bell=bell, scaling=scaling)
+
+
+def _scaling(
+    options: argparse.Namespace, client: Client, metrics: ManagerMetrics, records: Records
+) -> Callable[[Client], Awaitable[None]]:
+    from controller.roles.scaling.live import scaling_of  # noqa: PLC0415
+    from controller.roles.scaling.metrics import ScalingMetrics  # noqa: PLC0415
+    from controller.roles.scaling.running import ScalingSettings  # noqa: PLC0415
+
+    settings = ScalingSettings(
+        namespace=options.watch_namespace,
+        gateway_namespaces=tuple(options.gateway_namespace) or (client.access.namespace,),
+    )
+    return scaling_of(settings, ScalingMetrics(metrics.registry), records)
 
 
 def _positive(text: str) -> int:

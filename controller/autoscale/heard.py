@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from operator import sub
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -24,7 +25,7 @@ Value = TypeVar("Value")
 
 
 class Heard(msgspec.Struct):
-    """``server``: what was said last; None if the process does not know the server any more. ``highest``: the most that
+    """``server``: what was said last, as it was said; None if the process does not know the server any more. ``highest``: the most that
     each counter had, so that one which falls and rises again adds nothing.
     """
 
@@ -115,6 +116,12 @@ def _counters(said: ServerDemand) -> list[float]:
 
 def _rise(highest: list[int], said: tuple[int, ...]) -> list[int]:
     """By how much the buckets have grown; ``highest`` grows with them."""
+    if len(said) == len(highest):
+        more = list(map(sub, said, highest))
+        # what no number is makes the sum none
+        if min(more) >= 0 and sum(more) <= MOST_COUNTED and max(said) <= MOST_COUNTED:
+            highest[:] = said
+            return more
     more = [0] * len(highest)
     for at, count in enumerate(said[: len(highest)]):
         if highest[at] < count:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from operator import add
 from struct import Struct
 from typing import TYPE_CHECKING, Final, overload
 
@@ -178,7 +179,9 @@ def _with(packed: bytes, more: Sums, share: float) -> bytes:
 def _added(counts: list[int], more: list[int], share: float) -> list[int]:
     if not any(more):
         return counts
-    return [min(MOST_COUNTED, one + int(share * other)) for one, other in zip(counts, more, strict=True)]
+    parts = more if share == 1.0 else [int(share * one) for one in more]
+    found = list(map(add, counts, parts))
+    return found if max(found) <= MOST_COUNTED else [min(MOST_COUNTED, one) for one in found]
 
 
 def _trimmed(counts: list[int]) -> tuple[int, list[int]]:

@@ -202,21 +202,21 @@ def _line(counts: Sequence[float], dispersion: float, bin_s: float) -> _Line:
     """Least squares. A step is no trend that could be continued: it is over."""
     group = len(counts) // _TREND_GROUPS
     grouped = [sum(counts[at : at + group]) for at in range(0, group * _TREND_GROUPS, group)]
-    mean, middle = sum(grouped) / _TREND_GROUPS, (_TREND_GROUPS - 1) / 2
-    slope = sum((index - middle) * (count - mean) for index, count in enumerate(grouped)) / _TREND_SPREAD
-    off_line = sum((count - mean - slope * (index - middle)) ** 2 for index, count in enumerate(grouped))
+    total, middle = sum(grouped), (_TREND_GROUPS - 1) / 2
+    slope = sum((index - middle) * count for index, count in enumerate(grouped)) / _TREND_SPREAD
+    # what a line, and what the best step, takes off the sum of squares
+    by_line = slope * slope * _TREND_SPREAD + total * total / _TREND_GROUPS
+    before, by_step = 0.0, 0.0
+    for index, count in enumerate(grouped[:-1], start=1):
+        before += count
+        after = total - before
+        by_step = max(by_step, before * before / index + after * after / (_TREND_GROUPS - index))
     unit = (group * bin_s) ** 2
     return _Line(
         slope=slope / unit,
-        variance=dispersion * max(mean, 1.0) / _TREND_SPREAD / unit**2,
-        is_best=off_line < min(_off_step(grouped, at) for at in range(1, _TREND_GROUPS)),
+        variance=dispersion * max(total / _TREND_GROUPS, 1.0) / _TREND_SPREAD / unit**2,
+        is_best=by_line > by_step,
     )
-
-
-def _off_step(counts: Sequence[float], at: int) -> float:
-    """The squared error of two constants, one before the bin ``at`` and one from there on."""
-    before, after = sum(counts[:at]) / at, sum(counts[at:]) / (len(counts) - at)
-    return sum((count - (before if index < at else after)) ** 2 for index, count in enumerate(counts))
 
 
 def _admitted(point: Point) -> float:

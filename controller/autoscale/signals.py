@@ -126,7 +126,7 @@ class Signals:
         known = [self._servers[one] for one in names]
         speaking = [key for key in self._gateways if any(self._may_speak(key, name) for name in names)]
         said = [
-            (heard.server, process.heard_at_s)
+            (cleaned(heard.server), process.heard_at_s)
             for key in speaking
             for process in self._gateways[key].living(now)
             for name in names
@@ -175,7 +175,7 @@ class Signals:
 
 
 def _count(server: _Server, heard: Heard, page: ServerDemand, *, is_new: bool, since_s: float, now: float) -> None:
-    more = heard.take(cleaned(page))
+    more = heard.take(page)
     if more is None or not is_new:
         # what was counted before anybody looked
         return

@@ -41,7 +41,7 @@ async def loads_by_pod(
 
     A pod that no gateway knows has nothing in flight. Empty if a gateway does not answer, for then nobody knows.
     """
-    known = await read_loads(http, [one for one in map(_teller, gateways) if one])
+    known = await read_loads(http, [one for one in map(teller, gateways) if one])
     if known is None:
         return {}
     by_ip: dict[str, EndpointLoad] = {}
@@ -61,7 +61,7 @@ def may_have_requests(pod: Object) -> bool:
     return (pod.get("status") or {}).get("phase") == "Running"
 
 
-def _teller(pod: Object) -> str:
+def teller(pod: Object) -> str:
     """Where a gateway's pod is asked; empty while it does not run."""
     status, port = pod.get("status") or {}, (pod["metadata"].get("labels") or {}).get(LOADS_LABEL, "")
     ip = status.get("podIP")

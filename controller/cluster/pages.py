@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of a role for the cluster: /metrics, /healthz, /readyz, and /loads where there is an extproc to ask."""
+"""Pages of a role for the cluster: /metrics, /healthz, /readyz; /loads and /demand where there is an extproc to ask."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import aiohttp
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from controller.cluster.demand_relay import DemandRelay
 from controller.cluster.loads import read_loads
+from extproc.config.demand import DEMAND_PATH
 from extproc.config.loads import LOADS_PATH
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+
+# As many as an extproc has itself.
+_MOST_WATCHERS: Final = 8
+# Who has not read a line by then is let go.
+_SLOWEST_S: Final = 5.0
 
 
 @contextlib.asynccontextmanager
@@ -30,7 +37,8 @@ async def pages(
 ) -> AsyncIterator[None]:
     """Served at ``address`` (``ip:port``) inside the context; raises OSError if the port is taken.
 
-    ``extprocs``: where the processes beside us have their pages; /loads has the sum of theirs. ``more``: further pages.
+    ``extprocs``: where the processes beside us have their pages; /loads has the sum of theirs, and /demand
+    what each of them says. ``more``: further pages.
     """
 
     async def metrics(_: web.Request) -> web.Response:
@@ -55,7 +63,7 @@ async def pages(
     app.add_routes([web.get("/metrics", metrics), web.get("/healthz", healthy), web.get("/readyz", ready)])
     app.add_routes(more)
     if extprocs:
-        app.add_routes([web.get(LOADS_PATH, loads)])
+        app.add_routes([web.get(LOADS_PATH, loads), web.get(DEMAND_PATH, _DemandPage(app, extprocs).show)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
@@ -64,3 +72,49 @@ async def pages(
         yield
     finally:
         await runner.cleanup()
+
+
+class _DemandPage:
+    """What the extprocs of a pod say of their demand: a line of each, or with ``?watch`` all their lines as they come."""
+
+    def __init__(self, app: web.Application, extprocs: Sequence[str]) -> None:
+        self._extprocs = extprocs
+        # streams that are open
+        self._streams: set[asyncio.Task[None]] = set()
+        app.on_shutdown.append(self._end)
+
+    async def show(self, request: web.Request) -> web.StreamResponse:
+        """One request of the page."""
+        if "watch" in request.query and len(self._streams) >= _MOST_WATCHERS:
+            return web.Response(status=503, text="too many follow this page already\n")
+        async with aiohttp.ClientSession() as http:
+            relay = DemandRelay(http, self._extprocs)
+            if "watch" not in request.query:
+                return web.Response(body=await relay.once(), content_type="application/x-ndjson")
+            answer = web.StreamResponse(headers={"content-type": "application/x-ndjson"})
+            await answer.prepare(request)
+            stream = asyncio.create_task(_write(answer, relay), name="demand for a follower")
+            self._streams.add(stream)
+            try:
+                await asyncio.wait([stream])
+            finally:
+                stream.cancel()
+                self._streams.discard(stream)
+        if request.transport is not None:
+            request.transport.abort()
+        return answer
+
+    async def _end(self, _: web.Application) -> None:
+        for stream in self._streams:
+            stream.cancel()
+
+
+async def _write(answer: web.StreamResponse, relay: DemandRelay) -> None:
+    """Lines until the follower has gone or does not read them."""
+    async with contextlib.aclosing(relay.lines()) as lines:
+        async for line in lines:
+            try:
+                async with asyncio.timeout(_SLOWEST_S):
+                    await answer.write(line)
+            except (TimeoutError, ConnectionError):
+                return

@@ -70,6 +70,10 @@ class Leader:
         self._scaling = scaling
         metrics.leader.set_function(lambda: float(election.is_leader))
 
+    def leads(self) -> bool:
+        """Whether this replica does the work now."""
+        return self._election.is_leader
+
     async def run(self) -> None:
         """Until cancelled; raises what ends the work by itself, such as the end of kopf's thread."""
         await self._election.run(self._lead)

@@ -28,7 +28,7 @@ from controller.roles.scaling.running import Scaling, ScalingSettings
 from tests.with_kube.managing import IMPATIENT, QUICK_QUEUE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
     from controller.autoscale.situation import Situation
     from controller.cluster.access import Access
@@ -68,7 +68,7 @@ class Wanted:
 
     @property
     def deciding(self) -> Deciding:
-        def restored(kept: bytes) -> int:
+        def restored(kept: bytes, _: float) -> int:
             return int(kept)
 
         return Deciding(self.decide, lambda memory: b"7" if memory else b"", restored)
@@ -84,6 +84,9 @@ class Demand:
 
     async def run(self, urgent: Urgent) -> None:
         self.urgent = urgent
+
+    def follow(self, servers: Collection[str]) -> None:
+        """Of all."""
 
     def view(self, servers: Sequence[str], now_s: float) -> DemandView:
         reports = {ip: msgspec.structs.replace(one, at_s=now_s) for ip, one in self.reports.items()}

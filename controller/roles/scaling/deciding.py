@@ -28,12 +28,12 @@ Decide = Callable[
 
 class Deciding(NamedTuple):
     """``decide``: the decision. ``kept``: what of a memory survives a restart, as JSON of bounded length; empty if
-    nothing. ``restored``: a memory from that.
+    nothing. ``restored``: a memory from that and the time; raises ValueError for what is none.
     """
 
     decide: Decide
     kept: Callable[[Memory], bytes] = lambda _: b""
-    restored: Callable[[bytes], Memory] = lambda _: None
+    restored: Callable[[bytes, float], Memory] = lambda _, __: None
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,26 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
-from controller.autoscale.situation import EngineReport, Freshness, Speed, Waiting
+from controller.autoscale.situation import EngineReport, Freshness, Waiting
 from controller.autoscale.traffic import Traffic
+from extproc.config.demand import EngineDemand
 
 Urgent = Callable[[str], None]
 """Gets the key of a ModelServer about which something should be decided at once."""
 
 
 class DemandView(msgspec.Struct, frozen=True):
-    """Of some ModelServers together. ``reports`` and ``speeds``: of engines, by the IP address of their pod."""
+    """Of some ModelServers together. ``reports``: of engines, by the IP address of their pod; those of several ports of it
+    as one. ``learned``: the speeds of these engines.
+    """
 
     traffic: Traffic = Traffic()
     waiting: Waiting = Waiting()
     freshness: Freshness = Freshness(age_s=float("inf"), gateways=0, since_s=0.0)
     reports: Mapping[str, EngineReport] = {}
-    speeds: Mapping[str, Speed] = {}
+    learned: Mapping[str, EngineDemand] = {}
 
 
 class DemandSource(Protocol):
@@ -32,17 +35,10 @@ class DemandSource(Protocol):
         """Until cancelled."""
         ...
 
+    def follow(self, servers: Collection[str]) -> None:
+        """From now on these ModelServers, by key, are asked about."""
+        ...
+
     def view(self, servers: Sequence[str], now_s: float) -> DemandView:
         """What is known of these ModelServers. ``now_s``: since the epoch, as all times of the answer."""
         ...
-
-
-class NoDemand:
-    """Knows nothing: where nobody gathers demand, laws that need it say so, and nothing is scaled in."""
-
-    async def run(self, urgent: Urgent) -> None:
-        """See ``DemandSource``."""
-
-    def view(self, servers: Sequence[str], now_s: float) -> DemandView:  # noqa: ARG002 - of the protocol
-        """See ``DemandSource``."""
-        return DemandView()

@@ -58,8 +58,9 @@ class Followed:
         self._known: dict[str, BindingView] = {}
         self._claims: dict[str, str] = {}
         self._others_scale: Mapping[Place, str] | None = None
-        # grows with each change of a ModelServer
+        # grows with each change of a ModelServer, of what a binding asks for, and of what other autoscalers scale
         self.servers_version = 0
+        self.owners_version = 0
         self._bindings.subscribe(self._binding_changed)
         self._policies.subscribe(lambda key: self._tell(self._by_policy.get(key, ())))
         self._servers.subscribe(self._server_changed)
@@ -102,7 +103,7 @@ class Followed:
 
     def kind_at(self, place: Place) -> ScalableKind | None:
         """The kind that a place names, if it can be scaled here."""
-        kind = kind_of(f"{place[1]}/v0", place[2])
+        kind = kind_of(place[1], place[2])
         return kind if kind is not None and self._following.serves(self._scalables[kind.resource]) else None
 
     def scalable(self, place: Place) -> Scalable | None:
@@ -153,6 +154,7 @@ class Followed:
                 self._by_place[place].add(key)
         # what only says what we wrote changes nothing
         if _asks(before) != _asks(now):
+            self.owners_version += 1
             self.pods.want({one.namespace for one in self._known.values()})
             self._tell([key, *(other for place in now.places for other in self._by_place[place])] if now else [key])
 
@@ -161,6 +163,7 @@ class Followed:
 
     def _other_changed(self, _: str) -> None:
         self._others_scale = None
+        self.owners_version += 1
 
     def _scalable_changed(self, resource: Resource) -> Callable[[str], None]:
         informer, said = self._scalables[resource], dict[str, tuple[object, ...]]()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -10,6 +11,7 @@ import msgspec
 
 from controller.cluster.resources import AUTOSCALING_POLICY_BINDINGS
 from controller.roles.scaling.acting import Actor, DecideAgain
+from controller.roles.scaling.blockages import Blockages
 from controller.roles.scaling.deciding import Deciding, Memory, Step, steps_of
 from controller.roles.scaling.demand import DemandSource
 from controller.roles.scaling.draining import drain, undone
@@ -20,13 +22,16 @@ from controller.roles.scaling.records import Record, Records
 from controller.roles.scaling.resolving import Resolver
 from controller.roles.scaling.series import Series
 from controller.roles.scaling.situations import situations_of
-from controller.roles.scaling.telling import Looked, Scaled, events_of, status_of
+from controller.roles.scaling.telling import Looked, Scaled, digest_of, events_of, status_of
 from controller.roles.work.telling import Recorder, write_status
 
 if TYPE_CHECKING:
     from controller.autoscale.situation import EngineReport, Situation
+    from controller.resources.autoscaling import AutoscalingPolicySpec
     from controller.roles.scaling.bindings import BindingView
     from controller.roles.scaling.resolving import Resolved
+
+log = logging.getLogger(__name__)
 
 _SOON_S: Final = 0.2
 _LATER_S: Final = 5.0
@@ -56,7 +61,8 @@ class Looker:
         self._parts = parts
         self._memories: dict[str, tuple[str, Memory]] = {}
         self._noticed: dict[tuple[str, str], float] = {}
-        self._said: dict[str, tuple[str, dict[str, object]]] = {}
+        self._said: dict[str, tuple[str, tuple[object, ...]]] = {}
+        self._blockages = Blockages()
         # what was written, until it is told, too
         self._untold: dict[str, tuple[Scaled, ...]] = {}
 
@@ -97,8 +103,16 @@ class Looker:
         if policy.policy is None:
             return Looked(now_s=now_s, resolved=resolved, problem=("PolicyInvalid", policy.problem))
         spec = policy.policy.spec
-        situations = situations_of(resolved, spec, lambda servers: parts.demand.view(servers, now_s), now_s)
-        return Looked(now_s=now_s, policy=spec, resolved=resolved, situations=situations)
+        holds = self._holds(view, resolved, spec, now_s)
+        situations = situations_of(
+            resolved,
+            spec,
+            lambda servers: parts.demand.view(servers, now_s),
+            now_s,
+            holds=holds,
+            blocked=lambda target: self._blockages.of(view.key, target, now_s),
+        )
+        return Looked(now_s=now_s, policy=spec, resolved=resolved, situations=situations, holds=holds)
 
     def _latest(self, target: Resolved) -> Resolved:
         if target.found is None:
@@ -110,30 +124,35 @@ class Looker:
         assert looked.policy is not None  # noqa: S101 - the caller has asked
         assert view.binding is not None  # noqa: S101
         decision, memory = self._parts.deciding.decide(
-            looked.policy, view.binding, looked.situations, self._memory(view), looked.now_s
+            looked.policy, view.binding, looked.situations, self._memory(view, looked.now_s), looked.now_s
         )
         self._memories[view.key] = view.claim.uid, memory
-        holds = self._holds(view, looked)
-        return msgspec.structs.replace(
-            looked, decision=decision, steps=tuple(steps_of(decision, looked.resolved, holds))
-        )
+        steps = tuple(steps_of(decision, looked.resolved, looked.holds))
+        return msgspec.structs.replace(looked, decision=decision, steps=steps)
 
-    def _memory(self, view: BindingView) -> Memory:
+    def _memory(self, view: BindingView, now_s: float) -> Memory:
         known = self._memories.get(view.key)
         if known is not None and known[0] == view.claim.uid:
             return known[1]
-        return self._parts.deciding.restored(unpacked(view.learned)) if view.learned else None
+        kept = unpacked(view.learned) if view.learned else b""
+        try:
+            return self._parts.deciding.restored(kept, now_s) if kept else None
+        except ValueError as error:
+            log.warning("what was learned of %s cannot be read, and is learned anew: %s", view.key, error)
+            return None
 
-    def _holds(self, view: BindingView, looked: Looked) -> Mapping[str, Hold]:
+    def _holds(
+        self, view: BindingView, resolved: Sequence[Resolved], policy: AutoscalingPolicySpec, now_s: float
+    ) -> Mapping[str, Hold]:
         """Targets whose replicas stay as somebody else has set them."""
         found: dict[str, Hold] = {}
-        for one in looked.resolved:
+        for one in resolved:
             place = (view.key, one.spec.name)
-            if one.found is None or looked.policy is None or not is_changed(one.found, view.claim):
+            if one.found is None or not is_changed(one.found, view.claim):
                 self._noticed.pop(place, None)
                 continue
-            noticed_at_s = self._noticed.setdefault(place, looked.now_s)
-            hold = hold_of(one.found, view.claim, noticed_at_s, float(looked.policy.manual_hold), looked.now_s)
+            noticed_at_s = self._noticed.setdefault(place, now_s)
+            hold = hold_of(one.found, view.claim, noticed_at_s, policy.manual_hold, now_s)
             if hold is not None:
                 found[one.spec.name] = hold
         return found
@@ -156,6 +175,7 @@ class Looker:
             if waits:
                 waits_for[step.target.spec.name] = waits
             if may_go and (one := await self._scale(step)) is not None:
+                self._parts.series.scaled(view.key, one.name)
                 self._untold[view.key] = (*self._untold.get(view.key, ()), one)
         return msgspec.structs.replace(looked, waits_for=waits_for), again_s
 
@@ -198,13 +218,13 @@ class Looker:
         parts.series.put(view, looked)
         if looked.decision is not None:
             parts.records.add(Record(decision=looked.decision, acts=_acts(looked)))
+        version, digest = view.thing["metadata"].get("resourceVersion", ""), digest_of(looked)
+        if self._said.get(view.key) == (version, digest):
+            return
         before = view.thing["status"]
         status = status_of(looked, before)
-        version = view.thing["metadata"].get("resourceVersion", "")
-        if self._said.get(view.key) == (version, status):
-            return
         await write_status(parts.actor.client, AUTOSCALING_POLICY_BINDINGS, view.thing, status, parts.series.wrote)
-        self._said[view.key] = version, status
+        self._said[view.key] = version, digest
         self._untold.pop(view.key, None)
         await parts.recorder.tell(view.thing, events_of(looked, status, before))
 
@@ -217,9 +237,11 @@ class Looker:
         self._memories.pop(key, None)
         self._said.pop(key, None)
         self._untold.pop(key, None)
+        self._blockages.forget(key)
         self._noticed = {place: at_s for place, at_s in self._noticed.items() if place[0] != key}
         self._parts.keeping.forget(key)
         self._parts.records.forget(key)
+        self._parts.resolver.forget(key)
         self._parts.series.forget(key)
         self._parts.concerns(key, ())
 

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from controller.autoscale.decision import StageDecision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from prometheus_client.metrics_core import Metric
 
@@ -50,12 +50,12 @@ class BindingSeries(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingMetrics(Collector):
-    """In a manager's registry. Series of targets and bindings come from what ``series`` says at the scrape, so they end
+    """In a manager's registry. Series of targets and bindings come from what ``follow`` was given at the scrape, so they end
     with their object.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.series: dict[str, BindingSeries] = {}
+        self._series: Callable[[], Sequence[BindingSeries]] = tuple
         self._seconds = Histogram(
             "attache_scaling_decision_seconds",
             "Time of a look at a binding, with its writes",
@@ -74,6 +74,10 @@ class ScalingMetrics(Collector):
         )
         registry.register(self)
 
+    def follow(self, series: Callable[[], Sequence[BindingSeries]]) -> None:
+        """Those of the present term."""
+        self._series = series
+
     def looked(self, outcome: str, seconds: float) -> None:
         """One look has ended."""
         self._looks.labels(outcome).inc()
@@ -85,7 +89,7 @@ class ScalingMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Called in the thread of a scrape."""
-        bindings = list(self.series.values())
+        bindings = self._series()
         targets = [(one, each) for one in bindings for each in one.targets]
         yield from _of_targets([each for _, each in targets])
         yield from _of_bindings(bindings)
@@ -128,7 +132,7 @@ def _of_targets(targets: list[TargetSeries]) -> Iterator[Metric]:
     yield family("attache_scaling_cost_rate", "Cost of the current replicas in an hour", lambda one: one.cost)
 
 
-def _of_bindings(bindings: list[BindingSeries]) -> Iterator[Metric]:
+def _of_bindings(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
     by_law = GaugeMetricFamily(
         "attache_scaling_law_replicas", "What a law asks for, in replicas of the first target", labels=(*_STAGE, "law")
     )

@@ -49,20 +49,22 @@ class Records:
         self._latest: dict[str, Record] = {}
         self._kept: dict[str, deque[bytes]] = {}
         self._kept_at_s: dict[str, float] = {}
+        self._news: dict[str, Sequence[object]] = {}
 
     def add(self, record: Record) -> None:
         """A decision was made."""
         key, at_s = record.decision.binding, record.decision.at_s
-        before = self._latest.get(key)
+        news = _news(record)
         self._latest[key] = record
-        if before is None or _news(before) != _news(record) or at_s - self._kept_at_s[key] >= _EACH_S:
+        if self._news.get(key) != news or at_s - self._kept_at_s[key] >= _EACH_S:
+            self._news[key] = news
             packed = zlib.compress(encoded(record), level=1)
             self._kept.setdefault(key, deque(maxlen=_MOST)).append(packed)
             self._kept_at_s[key] = at_s
 
     def forget(self, key: str) -> None:
         """The binding is gone."""
-        for one in (self._latest, self._kept, self._kept_at_s):
+        for one in (self._latest, self._kept, self._kept_at_s, self._news):
             one.pop(key, None)
 
     def clear(self) -> None:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
 from controller.resources.autoscaling_binding import ScaleTarget
-from controller.roles.scaling.owning import Place, other_owner, rival
+from controller.roles.scaling.owning import Claim, Place, other_owner, rival
 from controller.roles.scaling.pods import PodView
 from controller.roles.scaling.scalables import Scalable, ScalableKind
 
@@ -48,13 +48,28 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
         return self.found is not None and (self.problem is None or not self.problem.forbids)
 
 
+class _Known(NamedTuple):
+    """What a target was resolved from. Objects of informers are never changed, so the same one says the same."""
+
+    claim: Claim
+    spec: ScaleTarget
+    found: Scalable
+    pods: Sequence[PodView]
+    versions: tuple[int, int]
+
+
 class Resolver:
-    """Remembers which ModelServer was found for a target: there are many to look through."""
+    """Remembers targets as they were resolved: most of them are the same at the next look."""
 
     def __init__(self, followed: Followed) -> None:
         self._followed = followed
         self._version = -1
         self._servers: dict[Place, tuple[Mapping[str, str], str]] = {}
+        self._known: dict[tuple[str, Place], tuple[_Known, Resolved]] = {}
+
+    def forget(self, key: str) -> None:
+        """The binding is gone."""
+        self._known = {place: known for place, known in self._known.items() if place[0] != key}
 
     def resolve(self, view: BindingView) -> tuple[Resolved, ...]:
         """All targets of a binding without mistakes, in their order."""
@@ -73,6 +88,17 @@ class Resolver:
             said = f"there is no {place[2]} {place[3]}"
             return Resolved(spec=spec, place=place, kind=kind, problem=Problem("TargetNotFound", said))
         pods = self._followed.pods.index.of(view.namespace, found.selector)
+        versions = self._followed.servers_version, self._followed.owners_version
+        now = _Known(view.claim, spec, found, pods, versions)
+        before = self._known.get((view.key, place))
+        if before is not None and _is_same(before[0], now):
+            return before[1]
+        made = self._made(view, now, place, kind)
+        self._known[view.key, place] = now, made
+        return made
+
+    def _made(self, view: BindingView, now: _Known, place: Place, kind: ScalableKind) -> Resolved:
+        spec, found, pods = now.spec, now.found, now.pods
         server = self._server(view.namespace, spec, place, found)
         return Resolved(
             spec=spec,
@@ -119,3 +145,13 @@ class Resolver:
             if any(selector.items() <= one.items() for one in templates)
         ]
         return min(fitting)[1] if fitting else ""
+
+
+def _is_same(before: _Known, now: _Known) -> bool:
+    return (
+        before.found is now.found
+        and before.pods is now.pods
+        and before.spec is now.spec
+        and before.versions == now.versions
+        and before.claim == now.claim
+    )

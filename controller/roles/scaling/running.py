@@ -38,13 +38,14 @@ _CLOCK: Final = time.perf_counter
 class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``namespace``: whose bindings are looked after; None: all. ``workers``: bindings looked at side by side.
     ``together_s``: changes of objects that come within this time cause one look. ``urgent_s``: the same for demand that
-    calls for a decision at once.
+    calls for a decision at once. ``gateway_namespaces``: whose gateways speak for ModelServers of all namespaces.
     """
 
     namespace: str | None = None
     workers: int = 4
     together_s: float = 0.2
     urgent_s: float = 0.02
+    gateway_namespaces: tuple[str, ...] = ()
     informers: InformerTiming = InformerTiming()
     queue: QueueTiming = QueueTiming()
 
@@ -101,7 +102,7 @@ class Scaling:
         try:
             await self._run()
         finally:
-            self._metrics.series.clear()
+            self._metrics.follow(tuple)
             self._records.clear()
 
     async def _run(self) -> None:
@@ -146,6 +147,8 @@ class Scaling:
             self._servers[key] = now
         else:
             self._servers.pop(key, None)
+        self._users = defaultdict(set, {server: keys for server, keys in self._users.items() if keys})
+        self._demand.follow(self._users.keys())
 
 
 async def _awaited(demand: object) -> None:

@@ -197,7 +197,9 @@ KINDS: Final = (
 )
 
 
-def kind_of(api_version: str, kind: str) -> ScalableKind | None:
-    """The kind that a reference names; any version of its group. None if it is not known."""
-    group = api_version.rpartition("/")[0]
-    return next((one for one in KINDS if one.resource.kind == kind and one.resource.group == group), None)
+_BY_NAME: Final = {(one.resource.group, one.resource.kind): one for one in KINDS}
+
+
+def kind_of(group: str, kind: str) -> ScalableKind | None:
+    """The kind that a reference names, in whatever version; None if it is not known."""
+    return _BY_NAME.get((group, kind))

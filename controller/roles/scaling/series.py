@@ -11,6 +11,7 @@ from controller.roles.scaling.metrics import BindingSeries, ScalingMetrics, Targ
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from controller.autoscale.decision import StageDecision
     from controller.autoscale.situation import Engine, Situation, Target
     from controller.roles.scaling.bindings import BindingView
     from controller.roles.scaling.resolving import Resolved
@@ -21,46 +22,64 @@ _FULL_QUEUE = 5.0
 
 
 class Series:
-    """Keeps ``metrics.series``. ``model_of``: the model that a ModelServer, by key, serves."""
+    """Makes the series at the scrape: looks are more frequent. ``model_of``: the model that a ModelServer, by key, serves."""
 
     def __init__(self, metrics: ScalingMetrics, model_of: Callable[[str], str]) -> None:
-        self._metrics = metrics
         self._model_of = model_of
+        self._looked: dict[str, tuple[BindingView, Looked]] = {}
+        self._desired: dict[tuple[str, str], int] = {}
+        self._scalings: dict[tuple[str, str], int] = {}
+        self._stages: dict[str, tuple[StageDecision, ...]] = {}
         self.wrote = metrics.wrote
+        metrics.follow(self.made)
 
     def put(self, view: BindingView, looked: Looked) -> None:
         """After a look."""
-        before = self._metrics.series.get(view.key)
-        known = {one.labels[0]: one for one in before.targets} if before is not None else {}
+        self._looked[view.key] = view, looked
+        if looked.decision is not None:
+            self._stages[view.key] = looked.decision.stages
+        for step in looked.steps:
+            if step.replicas is not None:
+                self._desired[view.key, step.target.spec.name] = step.replicas
+
+    def scaled(self, key: str, name: str) -> None:
+        """The replicas of a target were written."""
+        self._scalings[key, name] = self._scalings.get((key, name), 0) + 1
+
+    def forget(self, key: str) -> None:
+        """The binding is gone."""
+        self._looked.pop(key, None)
+        self._stages.pop(key, None)
+        for counted in (self._desired, self._scalings):
+            for place in [one for one in counted if one[0] == key]:
+                del counted[place]
+
+    def made(self) -> list[BindingSeries]:
+        """Called in the thread of a scrape."""
+        return [self._binding(view, looked) for view, looked in list(self._looked.values())]
+
+    def _binding(self, view: BindingView, looked: Looked) -> BindingSeries:
         situated = {one.name: one for each in looked.situations for one in each.targets}
-        targets = tuple(
-            self._target(one, situated.get(one.spec.name), looked, known.get(one.place[3]))
-            for one in looked.resolved
-            if one.found is not None
-        )
-        stages = looked.decision.stages if looked.decision is not None else before.stages if before is not None else ()
-        self._metrics.series[view.key] = BindingSeries(
+        return BindingSeries(
             namespace=view.namespace,
             name=view.key.partition("/")[2],
             at_s=looked.now_s,
             age_s=max((one.freshness.age_s for one in looked.situations), default=0.0),
             saturation=saturation(looked.situations),
-            targets=targets,
-            stages=stages,
+            targets=tuple(
+                self._target(view, one, situated.get(one.spec.name), looked)
+                for one in looked.resolved
+                if one.found is not None
+            ),
+            stages=self._stages.get(view.key, ()),
         )
 
-    def forget(self, key: str) -> None:
-        """The binding is gone."""
-        self._metrics.series.pop(key, None)
-
-    def _target(
-        self, one: Resolved, target: Target | None, looked: Looked, before: TargetSeries | None
-    ) -> TargetSeries:
+    def _target(self, view: BindingView, one: Resolved, target: Target | None, looked: Looked) -> TargetSeries:
+        place = (view.key, one.spec.name)
         step = next((each for each in looked.steps if each.target.spec.name == one.spec.name), None)
         written = next((each.after for each in looked.scaled if each.name == one.spec.name), None)
         current = written if written is not None else one.found.replicas if one.found is not None else 0
-        known = before.desired if before is not None else current
-        desired = step.replicas if step is not None and step.replicas is not None else known
+        desired = self._desired.get(place, current)
         engines = target.engines if target is not None else ()
         return TargetSeries(
             labels=(one.place[3], one.place[0], one.spec.accelerator or "", self._model_of(one.server)),
@@ -71,7 +90,7 @@ class Series:
             blocked=target is not None and bool(target.blocked),
             held=step is not None and bool(step.held) and desired != current,
             cost=one.spec.cost * current,
-            scalings=(before.scalings if before is not None else 0) + (written is not None),
+            scalings=self._scalings.get(place, 0),
         )
 
 

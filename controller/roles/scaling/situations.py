@@ -3,46 +3,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from controller.autoscale.situation import EngineState, Freshness, Situation, Speed, Target
+from controller.autoscale.speeds import speed_of
 from controller.roles.scaling.engines import engines_of
 
 if TYPE_CHECKING:
     from controller.resources.autoscaling import AutoscalingPolicySpec
     from controller.roles.scaling.demand import DemandView
+    from controller.roles.scaling.owning import Hold
     from controller.roles.scaling.resolving import Resolved
 
 View = Callable[[Sequence[str]], "DemandView"]
 """What is known of the demand for some ModelServers together."""
 
 
+Blocked = Callable[[Target], str]
+"""Why no more replicas of a target can be had; empty if they can."""
+
+
 def situations_of(
-    resolved: Sequence[Resolved], policy: AutoscalingPolicySpec, view: View, now_s: float
+    resolved: Sequence[Resolved],
+    policy: AutoscalingPolicySpec,
+    view: View,
+    now_s: float,
+    *,
+    holds: Mapping[str, Hold],
+    blocked: Blocked,
 ) -> tuple[Situation, ...]:
-    """One for each stage that targets have, in the order of the first target of each."""
-    stages = dict.fromkeys(one.spec.stage for one in resolved)
-    return tuple(
-        _situation([one for one in resolved if one.spec.stage == stage], policy, view, now_s) for stage in stages
-    )
-
-
-def _situation(resolved: Sequence[Resolved], policy: AutoscalingPolicySpec, view: View, now_s: float) -> Situation:
-    servers = sorted({one.server for one in resolved if one.server})
-    demand = view(servers)
-    targets = tuple(_target(one, demand) for one in resolved)
-    unreported = tuple(_unreported(targets, now_s - float(policy.staleness.soft)))
-    return Situation(
-        now_s=now_s,
-        targets=targets,
-        traffic=demand.traffic,
-        waiting=demand.waiting,
-        freshness=_with(demand.freshness, unreported),
-        objective=policy.objective,
-    )
+    """One for each stage that targets have, in the order of the first target of each. ``holds``: replicas that somebody
+    else has set, by target.
+    """
+    stages: dict[str, list[Resolved]] = {}
+    for one in resolved:
+        stages.setdefault(one.spec.stage, []).append(one)
+    found = []
+    for several in stages.values():
+        demand = view(sorted({one.server for one in several if one.server}))
+        targets = tuple(_target(one, demand, holds.get(one.spec.name), policy, blocked) for one in several)
+        unreported = tuple(_unreported(targets, now_s - policy.staleness.soft))
+        found.append(
+            Situation(
+                now_s=now_s,
+                targets=targets,
+                traffic=demand.traffic,
+                waiting=demand.waiting,
+                freshness=_with(demand.freshness, unreported),
+                objective=policy.objective,
+            )
+        )
+    return tuple(found)
 
 
 def _with(freshness: Freshness, unreported: tuple[str, ...]) -> Freshness:
@@ -51,21 +65,38 @@ def _with(freshness: Freshness, unreported: tuple[str, ...]) -> Freshness:
     )
 
 
-def _target(one: Resolved, demand: DemandView) -> Target:
+def _target(
+    one: Resolved, demand: DemandView, hold: Hold | None, policy: AutoscalingPolicySpec, blocked: Blocked
+) -> Target:
     if one.found is None or one.kind is None:
         return Target(spec=one.spec, current=None)
-    return Target(
+    made = Target(
         spec=one.spec,
         current=one.found.replicas,
         engines=engines_of(one.kind, one.pods, demand.reports),
-        speed=speed_of([demand.speeds[pod.ip] for pod in one.pods if pod.ip in demand.speeds]),
+        speed=_speed(one, demand),
+        set_by=hold.writer if hold is not None else "",
+        set_at_s=hold.until_s - policy.manual_hold if hold is not None else 0.0,
     )
+    why = blocked(made)
+    return msgspec.structs.replace(made, blocked=why) if why else made
 
 
-def speed_of(speeds: Sequence[Speed]) -> Speed | None:
-    """The middle one by prefill, of those that were measured if any was."""
-    known = [one for one in speeds if one.is_measured] or list(speeds)
-    return sorted(known, key=lambda one: one.prefill_tokens_per_s)[len(known) // 2] if known else None
+def _speed(one: Resolved, demand: DemandView) -> Speed | None:
+    """Of a replica: several engines in one work side by side."""
+    known = [(pod, learned) for pod in one.pods if (learned := demand.learned.get(pod.ip)) is not None]
+    speed = speed_of(one.spec.capacity, [learned for _, learned in known])
+    if speed is None or one.kind is None or not known:
+        return speed
+    number = len(known) / len({one.kind.unit_of(pod) for pod, _ in known})
+    if number == 1:
+        return speed
+    return msgspec.structs.replace(
+        speed,
+        prefill_tokens_per_s=speed.prefill_tokens_per_s * number,
+        step_s_per_token=speed.step_s_per_token / number,
+        kv_tokens=None if speed.kv_tokens is None else speed.kv_tokens * number,
+    )
 
 
 def _unreported(targets: Sequence[Target], since_s: float) -> Iterator[str]:

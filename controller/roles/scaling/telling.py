@@ -15,10 +15,11 @@ from controller.reconcile.model_infer.times import text_of
 from controller.reconcile.plan import Happened
 from controller.resources.autoscaling import AutoscalingPolicySpec
 from controller.roles.scaling.deciding import Step
+from controller.roles.scaling.owning import Hold
 from controller.roles.scaling.resolving import PROBLEMS, Resolved
 
 # Rules of a decision's steps that kept it from what the laws asked for.
-LIMITING: Final = frozenset({"Limited", "Schedule", "Budget", "Bounds", "Blocked", "Capacity"})
+LIMITING: Final = frozenset({"Limited", "ScalingLimited", "Schedule", "Budget"})
 _LONGEST: Final = 1000
 # Messages of these conditions have numbers that change all the time: they stay while status and reason do.
 _STEADY: Final = frozenset({"MetricsAvailable", "ScalingLimited", "CapacityBlocked"})
@@ -36,7 +37,7 @@ class Scaled(msgspec.Struct, frozen=True):
 
 class Looked(msgspec.Struct, frozen=True, kw_only=True):
     """What a look at a binding came to. ``policy``: None if there is none; ``problem``: why nothing can be decided, as
-    reason and message. ``waits_for``: pods that drain, by target.
+    reason and message. ``holds``: whose changes are honoured, and ``waits_for``: pods that drain, by target.
     """
 
     now_s: float
@@ -47,6 +48,7 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True):
     decision: Decision | None = None
     steps: Sequence[Step] = ()
     scaled: Sequence[Scaled] = ()
+    holds: Mapping[str, Hold] = {}
     waits_for: Mapping[str, Sequence[str]] = {}
 
 
@@ -66,6 +68,23 @@ def status_of(looked: Looked, before: Mapping[str, Any]) -> dict[str, Any]:
         said = "; ".join(f"{one.name} from {one.before} to {one.after}: {one.reason}" for one in looked.scaled)
         status["lastDecision"] = said[:_LONGEST]
     return status
+
+
+def digest_of(looked: Looked) -> tuple[object, ...]:
+    """Changes whenever the status would: cheaper than the status, of which most looks change nothing."""
+    decision = looked.decision
+    stages = () if decision is None else decision.stages
+    targets = [target for one in looked.situations for target in one.targets]
+    return (
+        looked.problem,
+        None if looked.policy is None else looked.policy.mode,
+        [(one.replicas, one.held, one.hold) for one in looked.steps],
+        [(None if one.found is None else one.found.replicas, one.problem) for one in looked.resolved],
+        [(_ready(one.engines), one.blocked) for one in targets],
+        [(one.combined is None, [step.rule for step in one.steps if step.rule in LIMITING]) for one in stages],
+        sorted(looked.waits_for),
+        looked.scaled,
+    )
 
 
 def events_of(looked: Looked, status: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[Happened]:

@@ -245,17 +245,20 @@ ABSURD = st.one_of(
 )
 
 
-@given(st.lists(st.tuples(ABSURD, ABSURD, ABSURD), min_size=1, max_size=8))
-def test_absurd_values_are_bounded_and_harm_nobody_else(values: list[tuple[float, float, float]]) -> None:
+HUGE = st.integers(min_value=-(2**63), max_value=2**64)
+
+
+@given(st.lists(st.tuples(ABSURD, ABSURD, ABSURD, HUGE), min_size=1, max_size=8))
+def test_absurd_values_are_bounded_and_harm_nobody_else(values: list[tuple[float, float, float, int]]) -> None:
     made = signals(LLAMA, "team/own", gateways=("attache/g-0", "team/g"))
     before, now = 0.0, 0.0
-    for number, (first, second, third) in enumerate(values, 1):
+    for number, (first, second, third, buckets) in enumerate(values, 1):
         now = float(number)
         engine = EngineDemand("x" * 10_000, first, second, third, first, second, third, first, second, third, first)  # type: ignore[arg-type]
         page = ServerDemand(
             counted={"m": Counted(first, second, third, first, second, third, first)},  # type: ignore[arg-type]
-            ttft=(first, second) * 50,  # type: ignore[arg-type]
-            tpot=(third,),  # type: ignore[arg-type]
+            ttft=(buckets, -buckets) * 50,
+            tpot=(buckets,) * (len(TPOT_BOUNDS_S) + 1),
             queued=first,  # type: ignore[arg-type]
             queued_tokens=second,
             oldest_wait_s=third,

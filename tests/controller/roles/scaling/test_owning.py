@@ -91,7 +91,7 @@ def test_a_role_of_a_model_infer_is_an_object_of_its_own() -> None:
     role = msgspec.convert({**spec, "role": "decode"}, ScaleTarget)
     assert place_of("default", groups) == ("default", "attache.dev", "ModelInfer", "llama")
     assert place_of("default", role) == ("default", "attache.dev", "ModelInferRole", "llama-decode")
-    assert kind_of("apps/v1", "ReplicaSet") is None
+    assert kind_of("apps", "ReplicaSet") is None
 
 
 def test_other_autoscalers_are_found_by_what_they_scale() -> None:

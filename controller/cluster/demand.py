@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows what gateways say of their demand: one open stream to each, opened anew when it breaks or says nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+import aiohttp
+import msgspec
+
+from controller.cluster.backoff import Backoff
+from controller.cluster.loads import teller
+from controller.cluster.resources import split_key
+from extproc.config.demand import DEMAND_PATH, Demand
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+    from random import Random
+
+    from controller.cluster.resources import Object
+
+log = logging.getLogger(__name__)
+
+
+# Gateways say something once a second.
+IDLE_S: Final = 3.0
+_CONNECT_S: Final = 2.0
+# Five hundred ModelServers of a hundred engines each.
+_LONGEST_LINE: Final = 16_000_000
+# Of a gateway that nobody vouches for.
+_LONGEST_OWN_LINE: Final = 1_000_000
+FIRST_WAIT_S: Final = 0.1
+_LONGEST_WAIT_S: Final = 5.0
+# Gateways of a namespace that nobody vouches for: anybody may put the label on a pod.
+_MOST_OWN: Final = 32
+# Without news of pods; a safety net.
+_LOOK_AGAIN_S: Final = 30.0
+_DECODER: Final = msgspec.json.Decoder(Demand)
+
+
+class BadStream(Exception):
+    """What came is not a stream of messages."""
+
+
+# How a stream ends.
+BROKEN: Final = (TimeoutError, aiohttp.ClientError, OSError, BadStream)
+
+
+async def messages(
+    http: aiohttp.ClientSession, address: str, longest: int = _LONGEST_LINE
+) -> AsyncGenerator[tuple[Demand, bytes]]:
+    """What is said at ``address`` (``ip:port``): each message, also as it was written, without the end of the line.
+
+    ``longest``: bytes that a line may have.
+
+    Raises TimeoutError, ClientError or BadStream when it ends, breaks, or says nothing for a while.
+    """
+    url = f"http://{address}{DEMAND_PATH}?watch"
+    timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_S)
+    async with asyncio.timeout(IDLE_S):
+        # nothing small that becomes large
+        answer = await http.get(url, timeout=timeout, allow_redirects=False, headers={"Accept-Encoding": "identity"})
+    async with answer:
+        if answer.status != HTTPStatus.OK or answer.headers.get("Content-Encoding", "identity") != "identity":
+            raise BadStream(f"the answer is {answer.status} {answer.reason}, or compressed")
+        rest = bytearray()
+        while True:
+            async with asyncio.timeout(IDLE_S):
+                line = await _line(answer.content, rest, longest)
+            try:
+                message = _DECODER.decode(line)
+            except ValueError as error:  # the decoder's error is one
+                raise BadStream(f"a line is no message: {error}") from None
+            yield message, line
+
+
+async def _line(content: aiohttp.StreamReader, rest: bytearray, longest: int) -> bytes:
+    """The next line. ``rest``: what was read beyond the one before, and is then what was read beyond this one."""
+    searched = 0
+    while (end := rest.find(b"\n", searched)) < 0:
+        searched = len(rest)
+        if searched > longest:
+            raise BadStream(f"a line is longer than {longest} bytes")
+        chunk = await content.readany()
+        if not chunk:
+            raise BadStream("the stream has ended")
+        rest += chunk
+    line = bytes(rest[:end])
+    del rest[: end + 1]
+    return line
+
+
+class DemandFeed:
+    """``run`` follows; ``hear`` gets each message as soon as it is there.
+
+    A gateway outside of the ``trusted`` namespaces is followed while its namespace has few of them.
+    """
+
+    def __init__(
+        self,
+        gateways: Callable[[], Mapping[str, Object]],
+        hear: Callable[[str, Demand, float], None],
+        *,
+        clock: Callable[[], float],
+        rng: Random,
+        trusted: Collection[str] = (),
+    ) -> None:
+        """``gateways``: the pods with the label ``attache.dev/tells-loads``, by key; call ``look`` when they change."""
+        self._gateways = gateways
+        self._hear = hear
+        self._clock = clock
+        self._rng = rng
+        self._trusted = trusted
+        self._news = asyncio.Event()
+        # by key and address
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    def present(self) -> dict[str, str]:
+        """Where each gateway that runs is asked, by key: all of them, those that are not followed included."""
+        return {key: address for key, pod in self._gateways().items() if (address := teller(pod))}
+
+    def look(self, _key: str = "") -> None:
+        """A gateway may have come, changed or gone."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Follow until cancelled. No failure of a gateway or of the network ends it."""
+        # as many connections as there are gateways
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as http, asyncio.TaskGroup() as tasks:
+            while True:
+                self._news.clear()
+                wanted = {*self._chosen().items()}
+                for one in [one for one in self._tasks if one not in wanted]:
+                    self._tasks.pop(one).cancel()
+                for one in wanted - self._tasks.keys():
+                    self._tasks[one] = tasks.create_task(self._follow(http, *one), name=f"demand of {one[0]}")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), _LOOK_AGAIN_S)
+
+    def _chosen(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        own: dict[str, int] = {}
+        for key, address in sorted(self.present().items()):
+            namespace = split_key(key)[0] or ""
+            if not self._trusts(key):
+                own[namespace] = own.get(namespace, 0) + 1
+                if own[namespace] > _MOST_OWN:
+                    continue
+            found[key] = address
+        return found
+
+    def _trusts(self, key: str) -> bool:
+        return split_key(key)[0] in self._trusted
+
+    async def _follow(self, http: aiohttp.ClientSession, key: str, address: str) -> None:
+        longest = _LONGEST_LINE if self._trusts(key) else _LONGEST_OWN_LINE
+        backoff = Backoff(FIRST_WAIT_S, _LONGEST_WAIT_S, self._rng)
+        has_spoken = True
+        while True:
+            try:
+                async with contextlib.aclosing(messages(http, address, longest)) as stream:
+                    async for message, _ in stream:
+                        if not has_spoken:
+                            log.info("gateway %s says again what its clients ask for", key)
+                        has_spoken = True
+                        backoff.succeeded()
+                        self._hear(key, message, self._clock())
+            except BROKEN as error:
+                if has_spoken:
+                    log.warning(
+                        "gateway %s does not say what its clients ask for: %s", key, str(error) or "it is silent"
+                    )
+                has_spoken = False
+            await asyncio.sleep(backoff.failed())

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a gateway tells to the replicas, with the real decision; and the pages that say why."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+from typing import TYPE_CHECKING
+
+import aiohttp
+import msgspec
+import pytest_asyncio
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from bench.cluster.assets import ROOT
+from bench.processes import free_ports
+from controller import explain_scaling_command
+from controller.cluster.client import connect
+from controller.cluster.pages import pages
+from controller.cluster.resources import AUTOSCALING_POLICY_BINDINGS, DEPLOYMENTS, PODS
+from controller.roles.scaling.live import scaling_of
+from controller.roles.scaling.metrics import ScalingMetrics
+from controller.roles.scaling.pages import routes
+from controller.roles.scaling.records import Records
+from controller.roles.scaling.running import ScalingSettings
+from extproc.config.demand import DEMAND_PATH, Demand, ServerDemand
+from extproc.config.loads import LOADS_LABEL
+from tests.waiting import eventually
+from tests.with_kube.kubes import FAKE
+from tests.with_kube.managing import IMPATIENT, QUICK_QUEUE, define_kinds
+from tests.with_kube.pods import make_pod
+from tests.with_kube.scaling import bind, deployment, make_policy, make_server, replicas_of, says, target
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from controller.cluster.access import Access
+    from controller.cluster.client import Client
+    from tests.with_kube.kubes import Kube
+
+SOON_S = 30.0
+
+
+@pytest_asyncio.fixture(loop_scope="session", autouse=True)
+async def kinds(client: Client) -> None:
+    """Our kinds are served."""
+    await define_kinds(client, ROOT / "manifests" / "crds")
+
+
+class Gateway:
+    """A gateway's page. ``say``: the next message, at once; without any it repeats the last one."""
+
+    def __init__(self) -> None:
+        self._said = ServerDemand(model="org/llama")
+        self._news = asyncio.Event()
+        self._sequence = 0
+        self.is_silent = False
+
+    def say(self, said: ServerDemand) -> None:
+        self._said = said
+        self._news.set()
+
+    async def page(self, request: web.Request, server: str) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        while not self.is_silent:
+            self._sequence += 1
+            message = Demand("gateway-1", self._sequence, float(self._sequence), {server: self._said})
+            await answer.write(msgspec.json.encode(message) + b"\n")
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), 0.3)
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def gateway(client: Client, namespace: str) -> AsyncIterator[Gateway]:
+    """A pod of a gateway, and its page."""
+    one, (port,) = Gateway(), free_ports(1)
+    app = web.Application()
+
+    async def demand(request: web.Request) -> web.StreamResponse:
+        return await one.page(request, f"{namespace}/llama")
+
+    app.add_routes([web.get(DEMAND_PATH, demand)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    await make_pod(client, namespace, "gateway", "127.0.0.1", app="gateway")
+    labels = {"metadata": {"labels": {LOADS_LABEL: str(port)}}}
+    await client.merge_patch(PODS, "gateway", namespace, labels)
+    try:
+        yield one
+    finally:
+        one.is_silent = True
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def scaled(access: Access, namespace: str) -> AsyncIterator[Records]:
+    """The real scaling of a namespace."""
+    records = Records()
+    settings = ScalingSettings(namespace=namespace, informers=IMPATIENT, queue=QUICK_QUEUE)
+    async with connect(access, manager="attache-manager") as client:
+        run = scaling_of(settings, ScalingMetrics(CollectorRegistry()), records)
+        task = asyncio.create_task(_awaited(run, client))
+        try:
+            yield records
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def _awaited(run: object, client: Client) -> None:
+    await run(client)  # type: ignore[operator]
+
+
+async def until_replicas(client: Client, namespace: str, number: int) -> None:
+    async def are_there() -> bool:
+        return await replicas_of(client, namespace) == number
+
+    await eventually(are_there, timeout_s=SOON_S)
+
+
+@FAKE
+async def test_a_request_at_zero_starts_an_engine_long_before_the_period_ends(
+    client: Client, kube: Kube, namespace: str
+) -> None:
+    await make_policy(client, namespace, period="10m", scaleToZero={})
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=0))
+    await bind(client, namespace, target())
+    async with gateway(client, namespace) as told, scaled(kube.admin, namespace) as records:
+        await eventually(lambda: bool(records.latest()), timeout_s=SOON_S)
+        # a second look, for the first one found that the ModelServer is to be followed
+        await asyncio.sleep(1.5)
+        assert await replicas_of(client, namespace) == 0
+        told.say(ServerDemand(model="org/llama", queued=1, queued_tokens=100.0, at_zero=1))
+        await until_replicas(client, namespace, 1)
+
+
+@FAKE
+async def test_a_restart_and_silent_gateways_scale_nothing_in(client: Client, kube: Kube, namespace: str) -> None:
+    window = {"scaleDown": {"stabilizationWindowSeconds": 30}}
+    await make_policy(client, namespace, behavior=window, drain="0s")
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=3))
+    await bind(client, namespace, target(minReplicas=1))
+    async with gateway(client, namespace) as told:
+        for _ in range(2):
+            # nothing is asked for, but whoever comes anew has not seen that for long enough
+            async with scaled(kube.admin, namespace) as records:
+                await eventually(lambda: bool(records.latest()), timeout_s=SOON_S)
+                await asyncio.sleep(1.0)
+                assert await replicas_of(client, namespace) == 3
+        told.is_silent = True
+        async with scaled(kube.admin, namespace) as records:
+            await eventually(lambda: bool(records.latest()), timeout_s=SOON_S)
+            await asyncio.sleep(1.0)
+            assert await replicas_of(client, namespace) == 3
+            assert (await says(client, namespace, "ScalingActive")) == ("True", "Scaling")
+
+
+@FAKE
+async def test_the_pages_and_the_command_say_why(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    await bind(client, namespace, target())
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    async with scaled(kube.admin, namespace) as records:
+        leads = [True]
+        listening = pages(
+            f"127.0.0.1:{port}", CollectorRegistry(), lambda: True, more=routes(records, lambda: leads[0])
+        )
+        async with listening, aiohttp.ClientSession() as http:
+            await eventually(lambda: bool(records.latest()), timeout_s=SOON_S)
+            async with http.get(f"{url}/decisions") as answer:
+                listed = await answer.json()
+            assert [one["binding"] for one in listed["bindings"]] == [f"{namespace}/one"]
+            async with http.get(f"{url}/decisions/{namespace}/none") as answer:
+                assert answer.status == 404
+            said = io.StringIO()
+            with contextlib.redirect_stdout(said):
+                words = [f"{namespace}/one", "--manager", url]
+                status = await asyncio.to_thread(explain_scaling_command.main, words, "explain-scaling")
+            assert status == 0
+            assert f"{namespace}/one at " in said.getvalue()
+            assert "Work" in said.getvalue()
+            leads[0] = False
+            async with http.get(f"{url}/decisions") as answer:
+                assert answer.status == 503
+    binding = await client.get(AUTOSCALING_POLICY_BINDINGS, "one", namespace)
+    assert binding["status"]["targets"][0]["current"] == 2
