@@ -53,6 +53,8 @@ _SCALE_IN_ROOM: Final = 1.1
 _IN_FLIGHT: Final = 32
 _LEAST_CORRECTION: Final = 0.5
 _MOST_CORRECTION: Final = 2.0
+# Only from this share of the objective on can measured TPOT call for more than the model does.
+_NEAR_OBJECTIVE: Final = 0.8
 # Corrections that are worth telling.
 _TOLD: Final = 0.005
 # In which the correction follows what is measured.
@@ -238,7 +240,9 @@ def _measured(situation: Situation, rate: float, work: RequestWork, speed: Speed
     limits = {"step_s": speed.step_s, "tpot_s": float(objective.tpot)}
     expected = replicas_for_tpot(rate, work, percent=objective.percentile, **limits) * utilization_for_tpot(**limits)
     busy = situation.units(EngineState.READY) * max(_LEAST_BUSY, 1 - speed.step_s / tpot_s)
-    return min(_MOST_CORRECTION, max(_LEAST_CORRECTION, busy / expected))
+    # far below the objective the idle step's error would count more than what is measured
+    most = _MOST_CORRECTION if tpot_s > _NEAR_OBJECTIVE * objective.tpot else 1.0
+    return min(most, max(_LEAST_CORRECTION, busy / expected))
 
 
 def _worst_latency(situation: Situation) -> float | None:
