@@ -10,7 +10,7 @@ The reason names the bound.
 
 Backlog: work that waits at the gateways and in the engines' queues. It is carried forward to the time when a replica
 ordered now would be ready. Until then engines that serve, and those that start as they become ready, take work off it,
-and arrivals add to it. Only what is left then calls for more replicas, as many as do it within ``drain_budget``. So what
+and arrivals add to it. Only what is left then calls for more replicas, as many as do it within ``drain_budget``, or half of the start time if that is longer. So what
 replicas that are starting will mend is not ordered twice.
 
 Correction: the model may be wrong about engines. In a steady minute, measured TPOT says how busy they are: 1 - alpha /
@@ -118,7 +118,7 @@ class WorkLaw(msgspec.Struct, frozen=True):
         measured = _measured(situation, load.arrivals_per_s, work, speed)
         correction, memory = self._corrected(situation, now, measured, memory)
         left_s = _backlog_left(situation, load.arrivals_per_s * work.total_s, work, speed, lead_s)
-        drain_s = max(self.parameters.drain_budget, lead_s)
+        drain_s = max(self.parameters.drain_budget, lead_s / 2)
         for_backlog = rate * work.total_s + left_s / drain_s if left_s > 0 else 0.0
         carried = need.replicas * correction
         wanted = max(carried, for_backlog)

@@ -83,9 +83,9 @@ def test_what_waits_calls_for_replicas_that_work_it_off() -> None:
     # in a minute 21 + 60 * (0.42 - 0.9) = -7.8, so it copes
     situation = situation_of(target_of(ready=1), traffic=traffic_of(2.0), waiting=Waiting(100, 100_000.0, 3.0))
     assert asked(situation).inputs["replicas_for_backlog"] == 0
-    # three times as much: 63 - 28.8 = 34.2 s left, to be done within the start time: 0.42 + 34.2 / 60
+    # three times as much: 63 - 28.8 = 34.2 s left, to be done within half of the start time: 0.42 + 34.2 / 30
     much = msgspec.structs.replace(situation, waiting=Waiting(300, 300_000.0, 3.0))
-    assert asked(much).inputs["replicas_for_backlog"] == pytest.approx(0.42 + 34.2 / 60)
+    assert asked(much).inputs["replicas_for_backlog"] == pytest.approx(0.42 + 34.2 / 30)
 
 
 def test_what_is_starting_is_not_ordered_twice() -> None:
