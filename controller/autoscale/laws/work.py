@@ -10,7 +10,7 @@ The reason names the bound.
 
 Backlog: work that waits at the gateways and in the engines' queues. It is carried forward to the time when a replica
 ordered now would be ready. Until then engines that serve, and those that start as they become ready, take work off it,
-and arrivals add to it. Only what is left then calls for more replicas, as many as do it within ``drain_budget``. So what
+and arrivals add to it. Only what is left then calls for more replicas, as many as do it within ``drain_budget``, or half of the start time if that is longer. So what
 replicas that are starting will mend is not ordered twice.
 
 Correction: the model may be wrong about engines. In a steady minute, measured TPOT says how busy they are: 1 - alpha /
@@ -53,6 +53,8 @@ _SCALE_IN_ROOM: Final = 1.1
 _IN_FLIGHT: Final = 32
 _LEAST_CORRECTION: Final = 0.5
 _MOST_CORRECTION: Final = 2.0
+# Only from this share of the objective on can measured TPOT call for more than the model does.
+_NEAR_OBJECTIVE: Final = 0.8
 # Corrections that are worth telling.
 _TOLD: Final = 0.005
 # In which the correction follows what is measured.
@@ -116,7 +118,7 @@ class WorkLaw(msgspec.Struct, frozen=True):
         measured = _measured(situation, load.arrivals_per_s, work, speed)
         correction, memory = self._corrected(situation, now, measured, memory)
         left_s = _backlog_left(situation, load.arrivals_per_s * work.total_s, work, speed, lead_s)
-        drain_s = max(self.parameters.drain_budget, lead_s)
+        drain_s = max(self.parameters.drain_budget, lead_s / 2)
         for_backlog = rate * work.total_s + left_s / drain_s if left_s > 0 else 0.0
         carried = need.replicas * correction
         wanted = max(carried, for_backlog)
@@ -238,7 +240,9 @@ def _measured(situation: Situation, rate: float, work: RequestWork, speed: Speed
     limits = {"step_s": speed.step_s, "tpot_s": float(objective.tpot)}
     expected = replicas_for_tpot(rate, work, percent=objective.percentile, **limits) * utilization_for_tpot(**limits)
     busy = situation.units(EngineState.READY) * max(_LEAST_BUSY, 1 - speed.step_s / tpot_s)
-    return min(_MOST_CORRECTION, max(_LEAST_CORRECTION, busy / expected))
+    # far below the objective the idle step's error would count more than what is measured
+    most = _MOST_CORRECTION if tpot_s > _NEAR_OBJECTIVE * objective.tpot else 1.0
+    return min(most, max(_LEAST_CORRECTION, busy / expected))
 
 
 def _worst_latency(situation: Situation) -> float | None:
