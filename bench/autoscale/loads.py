@@ -165,7 +165,7 @@ _LOADS: Final = (
         min_replicas=0,
     ),
     _shaped("kinds", _RAMP_TUNING, _RAMP_HELD, 1140, SEVERAL),
-    Load("azure-code", 900, trace="azure2023_code_a.csv.gz", copies=3, trace_mean=Mean(2048, 0, 28)),
+    Load("azure-code", 720, trace="azure2023_code_a.csv.gz", copies=3, trace_mean=Mean(2048, 0, 28)),
     Load("azure-chat", 900, trace="azure2023_conv_a.csv.gz", copies=2.5, trace_mean=Mean(1155, 0, 211)),
     Load(
         "mooncake",
