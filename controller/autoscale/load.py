@@ -41,6 +41,8 @@ _TREND_BINS: Final = (12, 24, 48)
 _TREND_GROUPS: Final = 12
 # The sum of squares of the groups' places, counted from their middle.
 _TREND_SPREAD: Final = _TREND_GROUPS * (_TREND_GROUPS**2 - 1) / 12
+# Means over requests that have ended need longer windows: after a rise of load the short answers end first.
+_FEWEST_BINS_OF_ENDS: Final = 12
 # Fewer bins say nothing about spread.
 _FEWEST_BINS: Final = 5
 
@@ -247,19 +249,18 @@ def _per_request(bins: _Bins, arrivals: Sequence[float]) -> PerRequest | None:
         return None
     return PerRequest(
         prefill_work=_mean(bins.differences(lambda sums: sums.prefill_work), arrivals),
-        # counted when they are sent or when they end, as the engine tells
-        prompt_tokens=_mean(
-            bins.differences(lambda sums: sums.prompt_tokens),
-            [max(pair) for pair in zip(finished, arrivals, strict=True)],
-        ),
-        output_tokens=_mean(bins.differences(lambda sums: sums.output_tokens), finished),
+        # counted at the end, once engines tell how many there were
+        prompt_tokens=_mean(bins.differences(lambda sums: sums.prompt_tokens), finished, _FEWEST_BINS_OF_ENDS),
+        output_tokens=_mean(bins.differences(lambda sums: sums.output_tokens), finished, _FEWEST_BINS_OF_ENDS),
     )
 
 
-def _mean(tokens: Sequence[float], requests_in: Sequence[float]) -> float:
+def _mean(tokens: Sequence[float], requests_in: Sequence[float], fewest_bins: int = 1) -> float:
     seen: list[tuple[float, float]] = []
     mean = 0.0
     for length in _windows(len(requests_in)):
+        if length < min(fewest_bins, len(requests_in)):
+            continue
         requests = sum(requests_in[-length:])
         if requests <= 0:
             continue
