@@ -58,14 +58,17 @@ _NEAR_OBJECTIVE: Final = 0.8
 # Corrections that are worth telling.
 _TOLD: Final = 0.005
 # In which the correction follows what is measured.
-_FOLLOWING_S: Final = 180.0
+_FOLLOWING_S: Final = 60.0
 # Measured steps that are hardly slower than idle ones say little about how busy an engine is.
 _LEAST_BUSY: Final = 0.1
 # The correction grows by so much of itself in a second for each multiple of the objective. It halves its distance from 1
 # in an hour: what the model does not know of an engine stays so, and each trial of less makes replicas come and go.
-_GROWTH_PER_S: Final = 1 / 120
+_GROWTH_PER_S: Final = 1 / 240
 _HALVING_S: Final = 3600.0
 _LATENCY_WINDOW_S: Final = 60.0
+# Answers that end in the window began before it.
+_STEADY_S: Final = 90.0
+_SETTLED_S: Final = 180.0
 _FEWEST_ANSWERS: Final = 20
 
 
@@ -177,9 +180,9 @@ class WorkLaw(msgspec.Struct, frozen=True):
         correction = 1 + (before.correction - 1) * 0.5 ** (elapsed_s / _HALVING_S)
         if self.parameters.guard:
             worst = _worst_latency(situation) or 0.0
-            # what arrived before there were enough is late for another window
-            is_settled = since_s is not None and now_s - since_s > _LATENCY_WINDOW_S
-            is_steady = now_s - steady_since_s > _LATENCY_WINDOW_S
+            # what arrived before there were enough is late, and ends late
+            is_settled = since_s is not None and now_s - max(since_s, steady_since_s) > _SETTLED_S
+            is_steady = now_s - steady_since_s > _STEADY_S
             if worst > 1 and is_settled and is_calm:
                 correction = before.correction * (1 + min(1.0, worst - 1) * elapsed_s * _GROWTH_PER_S)
             elif measured is not None and is_steady and worst <= 1:
