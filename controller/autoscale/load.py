@@ -25,6 +25,8 @@ from controller.autoscale.traffic import Totals, Traffic
 
 # Differences of fewer standard errors than this are noise: one in 370 by chance.
 _SIGMAS: Final = 3.0
+# Of the newer part of a window, before more counts than its mean.
+_RISE_SIGMAS: Final = 1.0
 _BINS_PER_WINDOW: Final = 3
 # Seconds in which a burst is looked for, and standard errors that make one: chance has many seconds to look like one.
 _BURSTS: Final = ((3.0, 5.0), (10.0, 4.0))
@@ -84,6 +86,7 @@ def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
     dispersion = _dispersion(counts)
     used = _settled_bins(counts, dispersion)
     rate, seen_s = max(0.0, sum(counts[-used:])) / (used * bins.bin_s), used * bins.bin_s
+    rate, seen_s = _risen(counts[-used:], dispersion, bins.bin_s, rate) or (rate, seen_s)
     rate, seen_s = _burst(traffic, times[: bisect_right(times, now_s)], rate, dispersion) or (rate, seen_s)
     return Load(
         arrivals_per_s=rate,
@@ -166,6 +169,20 @@ def _settled_bins(counts: Sequence[float], dispersion: float) -> int:
                 return lengths[chosen]
         chosen = longer
     return lengths[chosen]
+
+
+def _risen(counts: Sequence[float], dispersion: float, bin_s: float, rate: float) -> tuple[float, float] | None:
+    """Arrivals a second, and their span, where a newer part has more than the whole by more than ``_RISE_SIGMAS``.
+
+    Too few replicas cost more than too many, so a rise need not be proven: what is left of it counts at once.
+    """
+    found = None
+    for length in _windows(len(counts))[:-1]:
+        mean = sum(counts[-length:]) / length
+        least = (mean - _RISE_SIGMAS * math.sqrt(dispersion * max(0.0, mean) / length)) / bin_s
+        if least > (found or (rate,))[0]:
+            found = (least, length * bin_s)
+    return found
 
 
 def _burst(traffic: Traffic, times: Sequence[float], rate: float, dispersion: float) -> tuple[float, float] | None:

@@ -26,6 +26,7 @@ Unknown speeds: the law then asks for ``_IN_FLIGHT`` requests for each replica, 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -65,6 +66,7 @@ _LEAST_BUSY: Final = 0.1
 # in an hour: what the model does not know of an engine stays so, and each trial of less makes replicas come and go.
 _GROWTH_PER_S: Final = 1 / 240
 _HALVING_S: Final = 3600.0
+_MOST_CROWD: Final = 1.5
 _LATENCY_WINDOW_S: Final = 60.0
 # Answers that end in the window began before it.
 _STEADY_S: Final = 90.0
@@ -83,6 +85,8 @@ class WorkMemory(msgspec.Struct, frozen=True):
     enough_since_s: float | None = None
     ready: float = 0.0
     steady_since_s: float = 0.0
+    peak: float = 0.0
+    peak_at_s: float = 0.0
 
 
 class _Need(msgspec.Struct, frozen=True):
@@ -118,12 +122,14 @@ class WorkLaw(msgspec.Struct, frozen=True):
         rate = load.arrivals_in(lead_s) if self.parameters.trend else load.arrivals_per_s
         now = self._carried(load.arrivals_per_s, work, speed, situation.objective)
         need = self._carried(rate, work, speed, situation.objective) if rate > load.arrivals_per_s else now
-        measured = _measured(situation, load.arrivals_per_s, work, speed)
+        peak, peak_at_s = _peak(situation, memory)
+        measured = _measured(situation, peak, work, speed)
         correction, memory = self._corrected(situation, now, measured, memory)
         left_s = _backlog_left(situation, load.arrivals_per_s * work.total_s, work, speed, lead_s)
         drain_s = max(self.parameters.drain_budget, lead_s / 2)
         for_backlog = rate * work.total_s + left_s / drain_s if left_s > 0 else 0.0
-        carried = need.replicas * correction
+        crowd = _crowd(situation, load, work)
+        carried = need.replicas * correction * crowd
         wanted = max(carried, for_backlog)
         reason = _reason(need, load, rate, wanted, for_backlog > carried, correction)
         if wanted < situation.current:
@@ -139,6 +145,7 @@ class WorkLaw(msgspec.Struct, frozen=True):
             "replicas_for_backlog": for_backlog,
             "backlog_left_s": left_s,
             "correction": correction,
+            "crowd": crowd,
         }
         return Recommendation(self.name, wanted, reason, inputs), memory
 
@@ -185,11 +192,12 @@ class WorkLaw(msgspec.Struct, frozen=True):
             is_steady = now_s - steady_since_s > _STEADY_S
             if worst > 1 and is_settled and is_calm:
                 correction = before.correction * (1 + min(1.0, worst - 1) * elapsed_s * _GROWTH_PER_S)
-            elif measured is not None and is_steady and worst <= 1:
+            elif measured is not None and worst <= 1 and not situation.waiting.requests:
                 correction = before.correction + (measured - before.correction) * min(1.0, elapsed_s / _FOLLOWING_S)
         correction = min(_MOST_CORRECTION, max(_LEAST_CORRECTION, correction))
         return correction, WorkMemory(
-            at_s=now_s, correction=correction, enough_since_s=since_s, ready=ready, steady_since_s=steady_since_s
+            at_s=now_s, correction=correction, enough_since_s=since_s, ready=ready, steady_since_s=steady_since_s,
+            peak=_peak(situation, memory)[0], peak_at_s=_peak(situation, memory)[1],
         )
 
     def _by_concurrency(self, situation: Situation) -> Recommendation:
@@ -232,9 +240,34 @@ def _backlog_left(situation: Situation, busy: float, work: RequestWork, speed: S
     return backlog
 
 
-def _measured(situation: Situation, rate: float, work: RequestWork, speed: Speed) -> float | None:
-    """How much more work measured TPOT shows than the model expects; None if it shows nothing."""
+def _crowd(situation: Situation, load: Load, work: RequestWork) -> float:
+    """In flight over what would be at the objective, by Little's law, within bounds: engines that are slower than
+    expected, or load that has risen since it was measured, show here first.
+    """
     objective = situation.objective
+    if objective is None or objective.tpot is None or load.arrivals_per_s <= 0 or work.output_tokens <= 0:
+        return 1.0
+    in_flight = sum(one.report.in_flight for one in situation.engines if one.report is not None)
+    allowed = load.arrivals_per_s * work.output_tokens * objective.tpot
+    spare = 2 * math.sqrt(max(1.0, allowed))
+    return min(_MOST_CROWD, max(1.0, (in_flight + situation.waiting.requests - spare) / allowed))
+
+
+def _peak(situation: Situation, memory: WorkMemory | None) -> tuple[float, float]:
+    """The most replicas that were ready in the time of the measured answers, and when."""
+    ready, now_s = situation.units(EngineState.READY), situation.now_s
+    if memory is None or ready >= memory.peak or now_s - memory.peak_at_s > _STEADY_S:
+        return ready, now_s
+    return memory.peak, memory.peak_at_s
+
+
+def _measured(situation: Situation, ready: float, work: RequestWork, speed: Speed) -> float | None:
+    """How much more work measured TPOT shows than the model expects; None if it shows nothing. ``ready``: replicas of
+    the time in which the requests were answered that are measured.
+    """
+    objective = situation.objective
+    rates = situation.traffic.rates(_STEADY_S, situation.now_s)
+    rate = rates.arrivals - rates.refused if rates is not None and hasattr(rates, "refused") else (rates.arrivals if rates else 0.0)
     if objective is None or objective.tpot is None or work.decode_s <= 0 or rate <= 0:
         return None
     _, tpot_s = situation.traffic.latencies_s(objective.percentile, _LATENCY_WINDOW_S, situation.now_s)
@@ -242,7 +275,7 @@ def _measured(situation: Situation, rate: float, work: RequestWork, speed: Speed
         return None
     limits = {"step_s": speed.step_s, "tpot_s": float(objective.tpot)}
     expected = replicas_for_tpot(rate, work, percent=objective.percentile, **limits) * utilization_for_tpot(**limits)
-    busy = situation.units(EngineState.READY) * max(_LEAST_BUSY, 1 - speed.step_s / tpot_s)
+    busy = ready * max(_LEAST_BUSY, 1 - speed.step_s / tpot_s)
     # far below the objective the idle step's error would count more than what is measured
     most = _MOST_CORRECTION if tpot_s > _NEAR_OBJECTIVE * objective.tpot else 1.0
     return min(most, max(_LEAST_CORRECTION, busy / expected))
