@@ -26,7 +26,7 @@ from controller.autoscale.traffic import Totals, Traffic
 # Differences of fewer standard errors than this are noise: one in 370 by chance.
 _SIGMAS: Final = 3.0
 # Of the newer part of a window, before more counts than its mean.
-_RISE_SIGMAS: Final = 1.0
+_RISE_SIGMAS: Final = 1.5
 _BINS_PER_WINDOW: Final = 3
 # Seconds in which a burst is looked for, and standard errors that make one: chance has many seconds to look like one.
 _BURSTS: Final = ((3.0, 5.0), (10.0, 4.0))

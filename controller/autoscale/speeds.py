@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # An 8B model on an H100. They fill in what is missing where something is known.
 _TYPICAL: Final = Speed(prefill_tokens_per_s=15_000.0, step_s=0.0075, step_s_per_token=8e-8)
 # Estimates of the gateways follow single answers; those for scaling need not.
-_SMOOTHING_S: Final = 300.0
+_SMOOTHING_S: Final = 60.0
 
 
 def speed_of(declared: EngineCapacity, reports: Iterable[EngineDemand]) -> Speed | None:

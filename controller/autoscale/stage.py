@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from controller.autoscale.schedule import Bounds
     from controller.resources.autoscaling import AutoscalingPolicySpec
 
-SCALE_IN_WINDOW_S: Final = 120
+SCALE_IN_WINDOW_S: Final = 60
 _ANY_GROWTH: Final = (ScalingRule("Pods", 1_000_000, 1),)
 _HPA_WINDOW_S: Final = 300
 # Of rounding.
