@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from controller.autoscale.traffic import Point, Traffic
+from controller.autoscale.traffic import Totals, Traffic
 
 # Differences of fewer standard errors than this are noise: one in 370 by chance.
 _SIGMAS: Final = 3.0
@@ -74,9 +74,13 @@ class Load(msgspec.Struct, frozen=True):
 
 def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
     """``window_s``: the shortest window. None without two points."""
-    bins = _Bins.of(traffic.points, bin_s=window_s / _BINS_PER_WINDOW, now_s=now_s)
+    bins = _Bins.of(traffic, bin_s=window_s / _BINS_PER_WINDOW, now_s=now_s)
     if bins is None:
         return None
+    if bins.is_still:
+        # what is below comes to the same, by far more work: most ModelServers are idle most of the time
+        longest_s = min(len(bins.edges) - 1, _BINS_PER_WINDOW * 2**_DOUBLINGS) * bins.bin_s
+        return Load(arrivals_per_s=0.0, window_s=longest_s, slope=0.0, dispersion=1.0, per_request=None)
     counts = bins.differences(_admitted)
     dispersion = _dispersion(counts)
     used = _settled_bins(counts, dispersion)
@@ -92,36 +96,41 @@ def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
 
 
 class _Bins(msgspec.Struct, frozen=True):
-    """``edges``: the last points before the ends of bins, the oldest first, one more than there are bins."""
+    """``edges``: the sums at the last points before the ends of bins, the oldest first, one more than there are bins.
+    ``is_still``: they are all the same.
+    """
 
     bin_s: float
-    edges: Sequence[Point]
+    edges: Sequence[Totals]
+    is_still: bool
 
     @staticmethod
-    def of(points: Sequence[Point], *, bin_s: float, now_s: float) -> _Bins | None:
-        most = _BINS_PER_WINDOW * 2**_DOUBLINGS
-        last = bisect_right(points, now_s, key=_at_s) - 1
+    def of(traffic: Traffic, *, bin_s: float, now_s: float) -> _Bins | None:
+        most, times = _BINS_PER_WINDOW * 2**_DOUBLINGS, traffic.times
+        last = bisect_right(times, now_s) - 1
         if last < 1:
             return None
-        end_s = points[last].at_s
+        end_s = times[last]
         # a point more, as that before the first bin's begin counts
-        first = max(0, bisect_right(points, end_s - most * bin_s, key=_at_s) - 1)
-        points = points[first : last + 1]
-        times = [point.at_s for point in points]
-        span_s = end_s - times[0]
+        first = max(0, bisect_right(times, end_s - most * bin_s) - 1)
+        span_s = end_s - times[first]
+        if span_s <= 0:
+            return None
+        old, new = traffic.counted(first), traffic.counted(last)
+        # sums only grow
+        is_still = (old.arrivals, old.refused, old.finished) == (new.arrivals, new.refused, new.finished)
         if span_s < bin_s:
-            return _Bins(bin_s=span_s, edges=(points[0], points[-1])) if span_s > 0 else None
+            return _Bins(span_s, (old, new), is_still)
         count = min(most, int(span_s / bin_s + 1e-6))
+        if is_still:
+            return _Bins(bin_s, (old,) * (count + 1), is_still)
         ends = (end_s - bin_s * (count - index) for index in range(count + 1))
-        return _Bins(bin_s=bin_s, edges=[points[bisect_right(times, end + 1e-6) - 1] for end in ends])
+        places = (max(first, bisect_right(times, end + 1e-6) - 1) for end in ends)
+        return _Bins(bin_s, [traffic.counted(one) for one in places], is_still)
 
-    def differences(self, value: Callable[[Point], float]) -> list[float]:
-        values = [value(point) for point in self.edges]
+    def differences(self, value: Callable[[Totals], float]) -> list[float]:
+        values = [value(one) for one in self.edges]
         return [new - old for old, new in itertools.pairwise(values)]
-
-
-def _at_s(point: Point) -> float:
-    return point.at_s
 
 
 def _dispersion(counts: Sequence[float]) -> float:
@@ -158,14 +167,15 @@ def _burst(traffic: Traffic, rate: float, dispersion: float, now_s: float) -> tu
 
     Of these arrivals one standard error is taken off: what they were by chance is known some seconds later.
     """
-    found = None
-    last = traffic.points[bisect_right(traffic.points, now_s, key=_at_s) - 1]
+    found, times = None, traffic.times
+    last = bisect_right(times, now_s) - 1
+    admitted = _admitted(traffic.counted(last))
     for span_s, sigmas in _BURSTS:
-        first = traffic.points[max(0, bisect_right(traffic.points, last.at_s - span_s + 1e-6, key=_at_s) - 1)]
-        seen_s = last.at_s - first.at_s
+        first = max(0, bisect_right(times, times[last] - span_s + 1e-6) - 1)
+        seen_s = times[last] - times[first]
         if not 0 < seen_s <= 2 * span_s:
             continue
-        number, expected = _admitted(last) - _admitted(first), rate * seen_s
+        number, expected = admitted - _admitted(traffic.counted(first)), rate * seen_s
         if number > expected + sigmas * math.sqrt(dispersion * max(1.0, expected)):
             least = (number - math.sqrt(dispersion * number)) / seen_s
             found = max(found or (rate, 0.0), (least, seen_s))
@@ -219,22 +229,22 @@ def _line(counts: Sequence[float], dispersion: float, bin_s: float) -> _Line:
     )
 
 
-def _admitted(point: Point) -> float:
+def _admitted(sums: Totals) -> float:
     """Requests that were not refused: a tenant's limit keeps them off engines. The work of those that were refused for
     want of engines is in ``prefill_work`` all the same.
     """
-    return point.totals.arrivals - point.totals.refused
+    return sums.arrivals - sums.refused
 
 
 def _per_request(bins: _Bins, arrivals: Sequence[float]) -> PerRequest | None:
     """Over the longest window that agrees with the shorter ones; prefill is known at arrival, the rest at the end."""
-    finished = bins.differences(lambda point: point.totals.finished)
+    finished = bins.differences(lambda one: one.finished)
     if sum(finished) <= 0:
         return None
     return PerRequest(
-        prefill_work=_mean(bins.differences(lambda point: point.totals.prefill_work), arrivals),
-        prompt_tokens=_mean(bins.differences(lambda point: point.totals.prompt_tokens), finished),
-        output_tokens=_mean(bins.differences(lambda point: point.totals.output_tokens), finished),
+        prefill_work=_mean(bins.differences(lambda one: one.prefill_work), arrivals),
+        prompt_tokens=_mean(bins.differences(lambda one: one.prompt_tokens), finished),
+        output_tokens=_mean(bins.differences(lambda one: one.output_tokens), finished),
     )
 
 

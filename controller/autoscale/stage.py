@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 SCALE_IN_WINDOW_S: Final = 120
 _ANY_GROWTH: Final = (ScalingRule("Pods", 1_000_000, 1),)
 _HPA_WINDOW_S: Final = 300
+# After a start, even if the policy's window is shorter: rates need two points, gateways and engines must have been heard.
+LEAST_KNOWN_S: Final = 60
 # Of rounding.
 _EPSILON: Final = 1e-6
 
@@ -144,9 +146,9 @@ def _steadied(
 
 
 def _just_begun(memory: StageMemory, situation: Situation, policy: AutoscalingPolicySpec) -> str:
-    """Why too little of the past is known to scale in; empty if enough is: a whole window."""
+    """Why too little of the past is known to scale in; empty if enough is: a whole window, and at least a minute."""
     window_s = behavior_of(policy).scale_down.stabilization_window_seconds
-    window_s = _HPA_WINDOW_S if window_s is None else window_s
+    window_s = max(LEAST_KNOWN_S, _HPA_WINDOW_S if window_s is None else window_s)
     seen_s = situation.now_s - memory.began_at_s
     return "" if seen_s >= window_s else f"what is needed is known for {seen_s:.0f} s, not yet {window_s} s"
 

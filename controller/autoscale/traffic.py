@@ -43,6 +43,10 @@ class Points(Sequence[Point]):
     def times(self) -> Sequence[float]:
         """Of the points."""
 
+    @abstractmethod
+    def counted(self, at: int) -> Totals:
+        """The sums of a point without its histograms, which are most of the work. ``at``: from 0."""
+
 
 class Rates(msgspec.Struct, frozen=True):
     """A second, over ``window_s``. ``arrivals``: requests. ``prompt_tokens``, ``cached_tokens``, ``output_tokens``,
@@ -65,25 +69,37 @@ class Traffic(msgspec.Struct, frozen=True):
 
     def at(self, at_s: float) -> Totals | None:
         """The sums at an instant: those of the last point that is not later; None before the first."""
-        index = self._known(at_s)
+        index = self.known(at_s)
         return self.points[index - 1].totals if index else None
+
+    @property
+    def times(self) -> Sequence[float]:
+        """Of the points."""
+        points = self.points
+        return points.times if isinstance(points, Points) else [one.at_s for one in points]
+
+    def counted(self, index: int) -> Totals:
+        """The sums of a point, possibly without its histograms. ``index``: from 0."""
+        points = self.points
+        return points.counted(index) if isinstance(points, Points) else points[index].totals
 
     def rates(self, window_s: float, until_s: float) -> Rates | None:
         """Means of the last ``window_s``, or of as much of it as is known; None without two points in it."""
-        last = self._known(until_s) - 1
-        first = max(0, self._known(until_s - window_s) - 1)
+        times = self.times
+        last = bisect_right(times, until_s) - 1
+        first = max(0, bisect_right(times, until_s - window_s) - 1)
         if last <= first:
             return None
-        new, old = self.points[last], self.points[first]
-        span_s = new.at_s - old.at_s
+        new, old = self.counted(last), self.counted(first)
+        span_s = times[last] - times[first]
         return Rates(
             window_s=span_s,
-            arrivals=(new.totals.arrivals - old.totals.arrivals) / span_s,
-            finished=(new.totals.finished - old.totals.finished) / span_s,
-            prompt_tokens=(new.totals.prompt_tokens - old.totals.prompt_tokens) / span_s,
-            cached_tokens=(new.totals.cached_tokens - old.totals.cached_tokens) / span_s,
-            output_tokens=(new.totals.output_tokens - old.totals.output_tokens) / span_s,
-            prefill_work=(new.totals.prefill_work - old.totals.prefill_work) / span_s,
+            arrivals=(new.arrivals - old.arrivals) / span_s,
+            finished=(new.finished - old.finished) / span_s,
+            prompt_tokens=(new.prompt_tokens - old.prompt_tokens) / span_s,
+            cached_tokens=(new.cached_tokens - old.cached_tokens) / span_s,
+            output_tokens=(new.output_tokens - old.output_tokens) / span_s,
+            prefill_work=(new.prefill_work - old.prefill_work) / span_s,
         )
 
     def ttft_s(self, percent: float, window_s: float, until_s: float) -> float | None:
@@ -94,7 +110,7 @@ class Traffic(msgspec.Struct, frozen=True):
         """The percentile of times per output token that became known in the window; None without any."""
         return percentile(self._histogram("tpot", window_s, until_s), TPOT_BOUNDS_S, percent)
 
-    def _known(self, at_s: float) -> int:
+    def known(self, at_s: float) -> int:
         """How many points are not later."""
         if isinstance(self.points, Points):
             return bisect_right(self.points.times, at_s)
