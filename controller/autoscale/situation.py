@@ -109,7 +109,8 @@ class Waiting(msgspec.Struct, frozen=True):
 class Freshness(msgspec.Struct, frozen=True):
     """How far the data can be believed. ``age_s``: of the oldest data of any gateway. ``gateways``: how many there are.
     ``silent``: those of them that say nothing; their last counts are held. ``unreported``: ready engines of which nobody
-    says anything recent. ``since_s``: how long there have been data without a gap.
+    says anything recent. ``since_s``: how long there have been data without a gap. ``cut_off_s``: how long pods and
+    targets may have changed without our knowing; None: what is known of them is what there is.
     """
 
     age_s: float = 0.0
@@ -117,6 +118,7 @@ class Freshness(msgspec.Struct, frozen=True):
     silent: tuple[str, ...] = ()
     unreported: tuple[str, ...] = ()
     since_s: float = float("inf")
+    cut_off_s: float | None = None
 
 
 class Metric(msgspec.Struct, frozen=True):

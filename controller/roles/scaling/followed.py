@@ -81,6 +81,11 @@ class Followed:
         served = sum(self._following.serves(one) for one in self._scalables.values())
         return self.servers_version, self.owners_version, self._scalables_version, self.pods.index.version, served
 
+    def cut_off_s(self, namespace: str) -> float | None:
+        """How long nothing can have been heard of pods of a namespace or of what is scaled; None if it can."""
+        found = [self.pods.cut_off_s(namespace), *(one.cut_off_for_s() for one in self._scalables.values())]
+        return max((one for one in found if one is not None), default=None)
+
     async def synced(self) -> None:
         """Returns once all has been listed but pods, which are followed where there are bindings."""
         await self._following.synced()

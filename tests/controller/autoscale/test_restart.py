@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from controller.autoscale.decide import decide
 from controller.autoscale.memory import Memory, decoded, encoded
+from controller.autoscale.situation import EngineReport, Freshness
 from controller.autoscale.stage import LEAST_KNOWN_S
 from controller.resources.autoscaling import AutoscalingPolicySpec, Behavior, MetricTarget, ScalingRules, Strategy
 from tests.controller.autoscale.situations import NOW_S, binding_of, situation_of, spec_of, target_of, traffic_of
@@ -46,3 +48,21 @@ def test_what_an_earlier_leader_has_learned_does_not_shorten_that() -> None:
     for at_s in range(90, 90 + LEAST_KNOWN_S, 5):
         replicas, kept = asked_for(BY_WORK, kept, at_s)
         assert replicas == 5
+
+
+def test_nothing_goes_while_the_api_server_does_not_tell_of_pods_but_what_is_missed_comes() -> None:
+    cut_off, policy = Freshness(cut_off_s=20.0), BY_METRIC
+    memory, asked = None, dict[tuple[int, float], int | None]()
+    for at_s in range(0, 200, 5):
+        now_s, rate = NOW_S + at_s, 0.5 if at_s < 150 else 500.0
+        target = target_of(ready=5)
+        if rate > 1:
+            engines = [msgspec.structs.replace(one, report=EngineReport(now_s, in_flight=8)) for one in target.engines]
+            target = msgspec.structs.replace(target, engines=tuple(engines))
+        is_away = at_s >= 100
+        found = situation_of(target, freshness=cut_off if is_away else None, now_s=now_s)
+        decision, memory = decide(policy, binding_of(spec_of()), [found], memory, now_s)
+        asked[at_s, rate] = decision.targets[0].desired
+    assert asked[95, 0.5] == 1
+    assert {asked[at_s, 0.5] for at_s in range(100, 150, 5)} == {5}
+    assert asked[195, 500.0] == 10
