@@ -22,6 +22,7 @@ from rich.table import Table
 from bench.cluster.assets import ROOT, AssetsMissing, find_assets
 from bench.cluster.control_plane import ControlPlaneOptions, running_control_plane
 from bench.cluster.crds import apply_crds
+from bench.cluster.demand_teller import address_of
 from bench.processes import Processes, StartFailed, free_ports
 from bench.usage import cpu_seconds
 from controller.cluster.client import Client, connect
@@ -33,6 +34,7 @@ from controller.cluster.resources import (
     MODEL_SERVERS,
     PODS,
 )
+from extproc.config.loads import LOADS_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Sequence
@@ -44,6 +46,7 @@ _CLOCK: Final = time.perf_counter  # benchmarks have clocks
 _NAMESPACE: Final = "default"
 _AT_ONCE: Final = 16
 _LATEST_S: Final = 300.0
+_POD: Final = {"containers": [{"name": "engine", "image": "attache/engine-sim"}]}
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -58,8 +61,13 @@ class Cost(msgspec.Struct, frozen=True):
     writes: float
 
 
-async def measure(count: int, targets: int, period_s: float, for_s: float, directory: Path) -> Sequence[Cost]:
-    """Without scaling, and with it. Raises StartFailed, AssetsMissing, TimeoutError."""
+async def measure(
+    count: int, targets: int, *, period_s: float, for_s: float, requests_per_s: float, directory: Path
+) -> Sequence[Cost]:
+    """Without scaling, and with it. ``requests_per_s``: at each ModelServer, as a gateway tells it each second.
+
+    Raises StartFailed, AssetsMissing, TimeoutError.
+    """
     options = ControlPlaneOptions(controllers=False, scheduler=False)
     async with (
         running_control_plane(directory, find_assets(), options) as plane,
@@ -70,6 +78,10 @@ async def measure(count: int, targets: int, period_s: float, for_s: float, direc
         policy = _object(AUTOSCALING_POLICIES.api_version, "AutoscalingPolicy", "p", {"period": f"{period_s:g}s"})
         await client.create(AUTOSCALING_POLICIES, policy)
         await _all(_make(client, number, targets) for number in range(count))
+        (port,) = free_ports(1)
+        words = ["-m", "bench.cluster.demand_teller", f"{count}", f"{targets}", f"{requests_per_s:g}", f"{port}"]
+        await processes.start("gateway", [sys.executable, *words])
+        await _make_pod(client, "gateway", "127.0.0.1", {LOADS_LABEL: str(port)})
         bare = await _run(processes, plane, for_s, 0, "--no-scaling")
         return [bare, await _run(processes, plane, for_s, count)]
 
@@ -95,17 +107,20 @@ async def _make(client: Client, number: int, targets: int) -> None:
 
 async def _make_target(client: Client, name: str, model: str, number: int) -> None:
     labels = {"app": name, "model": model}
-    pod = {"containers": [{"name": "engine", "image": "attache/engine-sim"}]}
-    template = {"metadata": {"labels": labels}, "spec": pod}
+    template = {"metadata": {"labels": labels}, "spec": _POD}
     spec = {"replicas": 1, "selector": {"matchLabels": {"app": name}}, "template": template}
     await client.create(DEPLOYMENTS, _object("apps/v1", "Deployment", name, spec))
-    made = _object("v1", "Pod", f"{name}-x", pod)
+    await _make_pod(client, f"{name}-x", address_of(number), labels)
+
+
+async def _make_pod(client: Client, name: str, ip: str, labels: dict[str, str]) -> None:
+    """One that is ready."""
+    made = _object("v1", "Pod", name, _POD)
     made["metadata"]["labels"] = labels
     await client.create(PODS, made)
-    ip = f"10.{64 + number // 60_000}.{number // 250 % 240}.{number % 250 + 1}"
     conditions = [{"type": "Ready", "status": "True"}]
     status = {"phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}], "conditions": conditions}
-    await client.merge_patch(PODS, f"{name}-x", _NAMESPACE, {"status": status}, subresource="status")
+    await client.merge_patch(PODS, name, _NAMESPACE, {"status": status}, subresource="status")
 
 
 def _object(api_version: str, kind: str, name: str, spec: dict[str, Any]) -> Object:
@@ -117,6 +132,7 @@ async def _run(processes: Processes, plane: ControlPlane, for_s: float, count: i
     """One manager: until it has settled, and then for the measured time. ``count``: bindings that it scales."""
     (port,) = free_ports(1)
     words = ["--no-webhooks", "--lease-namespace", _NAMESPACE, "--lease", f"m{count}", "--image", "attache", *more]
+    words += ["--gateway-namespace", _NAMESPACE]
     command = ["env", f"KUBECONFIG={plane.kubeconfig}", sys.executable, "-m", "attache", "manager", *words]
     name = f"manager-{count}"
     await processes.start(name, [*command, "--metrics", f"127.0.0.1:{port}"])
@@ -193,12 +209,20 @@ def main() -> int:
     add("--count", type=int, default=500, metavar="N", help="bindings (default: %(default)s)")
     add("--targets", type=int, default=10, metavar="N", help="of each binding (default: %(default)s)")
     add("--period", type=float, default=5.0, metavar="S", help="between two decisions (default: %(default)s)")
+    add("--requests", type=float, default=5.0, metavar="N", help="a second, of each ModelServer (default: %(default)s)")
     add("--for", dest="for_s", type=float, default=60.0, metavar="S", help="how long (default: %(default)s)")
     options = made.parse_args()
     console = Console()
     try:
         with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
-            measuring = measure(options.count, options.targets, options.period, options.for_s, Path(directory))
+            measuring = measure(
+                options.count,
+                options.targets,
+                period_s=options.period,
+                for_s=options.for_s,
+                requests_per_s=options.requests,
+                directory=Path(directory),
+            )
             costs = uvloop.run(measuring)
     except (AssetsMissing, StartFailed, ClusterError) as error:
         console.print(str(error), style="red", markup=False)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from extproc.config.demand import EngineDemand, ServerDemand
 
 
-class EngineSignal(msgspec.Struct, frozen=True):
+class EngineSignal(msgspec.Struct, frozen=True, gc=False):
     """One engine. ``role``: ``prefill``, ``decode``, or empty for both. ``heard_at_s``: when a gateway last spoke of it.
     ``reported_at_s``: when the engine itself last said something; None if it never did. ``prefill_tokens_per_s``,
     ``step_s``, ``step_s_per_token``: its learned speed, the mean of the gateways; None where nobody has learned it.
@@ -36,11 +36,37 @@ def merged(said: Iterable[tuple[ServerDemand, float]]) -> dict[str, EngineSignal
 
     Requests are each process's own and add up. Reports are the same, seen by all: the newest counts.
     """
+    several = list(said)
+    if len(several) == 1:
+        server, heard_at_s = several[0]
+        return {address: _of_one(engine, heard_at_s) for address, engine in server.engines.items()}
     by_address: dict[str, list[tuple[EngineDemand, float]]] = {}
-    for server, heard_at_s in said:
+    for server, heard_at_s in several:
         for address, engine in server.engines.items():
             by_address.setdefault(address, []).append((engine, heard_at_s))
-    return {address: _merged(several) for address, several in by_address.items()}
+    return {address: _merged(found) for address, found in by_address.items()}
+
+
+def _of_one(one: EngineDemand, heard_at_s: float) -> EngineSignal:
+    """As ``_merged`` of what a single process says, which is the most frequent case."""
+    reported_at_s = None if one.report_age_s is None else heard_at_s - one.report_age_s
+    return EngineSignal(
+        EngineReport(
+            heard_at_s if reported_at_s is None else reported_at_s,
+            one.in_flight,
+            one.in_flight_tokens,
+            one.waiting,
+            one.running,
+            one.kv_usage,
+            one.kv_capacity_tokens,
+        ),
+        one.role,
+        heard_at_s,
+        reported_at_s,
+        one.prefill_tokens_per_s,
+        one.step_s,
+        one.step_s_per_token,
+    )
 
 
 def _merged(several: list[tuple[EngineDemand, float]]) -> EngineSignal:

@@ -48,6 +48,9 @@ def too_old(situation: Situation, policy: AutoscalingPolicySpec) -> str:
 
 def not_for_scale_in(situation: Situation, policy: AutoscalingPolicySpec) -> str:
     """Why the data do not scale in; empty if they may."""
+    cut_off_s = situation.freshness.cut_off_s
+    if cut_off_s is not None:
+        return f"the API server has not told of pods and targets for {cut_off_s:.0f} s"
     soft = policy.staleness.soft
     old = sorted(name for name, one in situation.metrics.items() if situation.now_s - one.at_s > soft or one.problem)
     if old:

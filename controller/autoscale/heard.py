@@ -20,6 +20,7 @@ MOST_ENGINES: Final = 4096
 MOST_MODELS: Final = 1000
 _LONGEST_ADDRESS: Final = 100
 _ROLES: Final = frozenset({"prefill", "decode"})
+_GOOD_ROLES: Final = _ROLES | {""}
 
 Value = TypeVar("Value")
 
@@ -73,6 +74,8 @@ def bounded(value: float) -> float:
 
 
 def _engine(said: EngineDemand) -> EngineDemand:
+    if said.role in _GOOD_ROLES and _is_good(said):
+        return said
     return EngineDemand(
         role=said.role if said.role in _ROLES else "",
         in_flight=int(bounded(said.in_flight)),
@@ -85,6 +88,22 @@ def _engine(said: EngineDemand) -> EngineDemand:
         prefill_tokens_per_s=_speed(said.prefill_tokens_per_s),
         step_s=_known(said.step_s),
         step_s_per_token=_known(said.step_s_per_token),
+    )
+
+
+def _is_good(said: EngineDemand) -> bool:
+    """Whether nothing is to be corrected, as usual."""
+    return (
+        0 <= said.in_flight <= MOST
+        and 0 <= said.in_flight_tokens <= MOST
+        and 0 <= said.kv_capacity_tokens <= MOST
+        and (said.waiting is None or 0 <= said.waiting <= MOST)
+        and (said.running is None or 0 <= said.running <= MOST)
+        and (said.kv_usage is None or 0 <= said.kv_usage <= 1)
+        and (said.report_age_s is None or 0 <= said.report_age_s <= MOST)
+        and (said.prefill_tokens_per_s is None or 0 < said.prefill_tokens_per_s <= MOST)
+        and (said.step_s is None or 0 <= said.step_s <= MOST)
+        and (said.step_s_per_token is None or 0 <= said.step_s_per_token <= MOST)
     )
 
 

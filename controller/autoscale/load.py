@@ -82,6 +82,10 @@ def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
     bins = _Bins.of(traffic, times, bin_s=window_s / _BINS_PER_WINDOW, now_s=now_s)
     if bins is None:
         return None
+    if bins.is_still:
+        # what is below comes to the same, by far more work: most ModelServers are idle most of the time
+        longest_s = min(len(bins.edges) - 1, _BINS_PER_WINDOW * 2**_DOUBLINGS) * bins.bin_s
+        return Load(arrivals_per_s=0.0, window_s=longest_s, slope=0.0, dispersion=1.0, per_request=None)
     counts = bins.differences(_admitted)
     dispersion = _dispersion(counts)
     used = _settled_bins(counts, dispersion)
@@ -98,23 +102,36 @@ def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
 
 
 class _Bins(msgspec.Struct, frozen=True):
-    """``edges``: the sums at the ends of bins, the oldest first, one more than there are bins."""
+    """``edges``: the sums at the ends of bins, the oldest first, one more than there are bins. ``is_still``: they are all
+    the same.
+    """
 
     bin_s: float
     edges: Sequence[Totals]
+    is_still: bool
 
     @staticmethod
     def of(traffic: Traffic, times: Sequence[float], *, bin_s: float, now_s: float) -> _Bins | None:
         last = bisect_right(times, now_s) - 1
         if last < 1:
             return None
-        end_s, span_s = times[last], times[last] - times[0]
+        most, end_s = _BINS_PER_WINDOW * 2**_DOUBLINGS, times[last]
+        # a point more, as that before the first bin's begin counts
+        first = max(0, bisect_right(times, end_s - most * bin_s) - 1)
+        span_s = end_s - times[first]
+        if span_s <= 0:
+            return None
+        old, new = traffic.counters(first), traffic.counters(last)
+        # sums only grow
+        is_still = (old.arrivals, old.refused, old.finished) == (new.arrivals, new.refused, new.finished)
         if span_s < bin_s:
-            return _Bins(bin_s=span_s, edges=(traffic.counters(0), traffic.counters(last))) if span_s > 0 else None
-        count = min(_BINS_PER_WINDOW * 2**_DOUBLINGS, int(span_s / bin_s + 1e-6))
+            return _Bins(span_s, (old, new), is_still)
+        count = min(most, int(span_s / bin_s + 1e-6))
+        if is_still:
+            return _Bins(bin_s, (old,) * (count + 1), is_still)
         ends = (end_s - bin_s * (count - index) for index in range(count + 1))
         known: dict[int, Totals] = {}
-        return _Bins(bin_s=bin_s, edges=[_sums_at(traffic, times, end, bin_s, known) for end in ends])
+        return _Bins(bin_s, [_sums_at(traffic, times, end, bin_s, known) for end in ends], is_still)
 
     def differences(self, value: Callable[[Totals], float]) -> list[float]:
         values = [value(edge) for edge in self.edges]

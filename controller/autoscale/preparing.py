@@ -11,7 +11,7 @@ from controller.autoscale.allocation.blocked import Blockage, judge
 from controller.autoscale.behavior import Past, Scaled
 from controller.autoscale.freshness import with_fresh_metrics
 from controller.autoscale.load import PerRequest
-from controller.autoscale.memory import StageMemory
+from controller.autoscale.memory import MOST_TURNS, TURNS_COUNT_S, StageMemory
 from controller.autoscale.speeds import seconds_of_replica, smoothed
 from controller.autoscale.start_times import StartTimes, expected_start_s
 from controller.autoscale.zero import followed
@@ -68,11 +68,17 @@ def prepared(
 def _noticed(memory: StageMemory, situation: Situation) -> StageMemory:
     """With the change of replicas since the last look, whoever made it."""
     now_s, current = situation.now_s, situation.current
+    turned = tuple(at_s for at_s in memory.turned_at_s if now_s - at_s < TURNS_COUNT_S)
     if memory.current is None or memory.current == current:
-        return msgspec.structs.replace(memory, current=current)
+        return msgspec.structs.replace(memory, current=current, turned_at_s=turned)
+    is_falling = current < memory.current
+    if memory.is_falling and not is_falling:
+        turned = (*turned, now_s)[-MOST_TURNS:]
     past = Past(memory.past.recommendations, (*memory.past.changes, Scaled(now_s, current - memory.current)))
     woken_at_s = now_s if memory.current == 0 else memory.woken_at_s
-    return msgspec.structs.replace(memory, current=current, past=past, woken_at_s=woken_at_s)
+    return msgspec.structs.replace(
+        memory, current=current, past=past, woken_at_s=woken_at_s, is_falling=is_falling, turned_at_s=turned
+    )
 
 
 def _known(target: Target, relative: float, speed: Speed | None, starts: StartTimes) -> Target:

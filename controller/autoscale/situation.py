@@ -25,7 +25,7 @@ class EngineState(enum.Enum):
     DRAINING = "draining"
 
 
-class EngineReport(msgspec.Struct, frozen=True):
+class EngineReport(msgspec.Struct, frozen=True, gc=False):
     """What is known of an engine's load. ``at_s``: when it was so. ``in_flight`` and ``in_flight_tokens``: sent by all
     gateways together. ``waiting``, ``running``, ``kv_usage``: as it says itself; None if it does not.
     ``kv_capacity_tokens``: 0 if unknown.
@@ -40,7 +40,7 @@ class EngineReport(msgspec.Struct, frozen=True):
     kv_capacity_tokens: float = 0.0
 
 
-class Engine(msgspec.Struct, frozen=True):
+class Engine(msgspec.Struct, frozen=True, gc=False):
     """One replica of a target: the entry pod of a group, or the pod. ``name``: its pod's. ``report``: None if nobody knows
     anything of it, which never means that it has nothing to do.
     """
@@ -52,7 +52,7 @@ class Engine(msgspec.Struct, frozen=True):
     report: EngineReport | None = None
 
 
-class Speed(msgspec.Struct, frozen=True):
+class Speed(msgspec.Struct, frozen=True, gc=False):
     """What one replica can do. ``prefill_tokens_per_s``: of prefill work. ``step_s`` and ``step_s_per_token``: of a decode
     step with no tokens in flight, and for each of them. ``kv_tokens``: that its cache holds; None if unknown. ``is_measured``: learned from
     answers; otherwise declared, or a guess.
@@ -109,7 +109,8 @@ class Waiting(msgspec.Struct, frozen=True):
 class Freshness(msgspec.Struct, frozen=True):
     """How far the data can be believed. ``age_s``: of the oldest data of any gateway. ``gateways``: how many there are.
     ``silent``: those of them that say nothing; their last counts are held. ``unreported``: ready engines of which nobody
-    says anything recent. ``since_s``: how long there have been data without a gap.
+    says anything recent. ``since_s``: how long there have been data without a gap. ``cut_off_s``: how long pods and
+    targets may have changed without our knowing; None: what is known of them is what there is.
     """
 
     age_s: float = 0.0
@@ -117,6 +118,7 @@ class Freshness(msgspec.Struct, frozen=True):
     silent: tuple[str, ...] = ()
     unreported: tuple[str, ...] = ()
     since_s: float = float("inf")
+    cut_off_s: float | None = None
 
 
 class Metric(msgspec.Struct, frozen=True):

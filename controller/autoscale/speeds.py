@@ -92,7 +92,7 @@ def seconds_of_replica(mean: PerRequest, speed: Speed, stage: str, objective: La
 
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return median(known) if known else None
+    return known[0] if len(known) == 1 else median(known) if known else None
 
 
 def _first(value: float | None, otherwise: float | None) -> float | None:

@@ -14,7 +14,7 @@ from controller.autoscale.combine import carried_by_the_rest, combined
 from controller.autoscale.decision import StageDecision
 from controller.autoscale.freshness import held_by_age, not_for_scale_in, too_old
 from controller.autoscale.law import Law, Recommendation
-from controller.autoscale.memory import StageMemory
+from controller.autoscale.memory import MOST_TURNS, StageMemory
 from controller.autoscale.panic import PanicState, panicking
 from controller.autoscale.situation import EngineState, Situation
 from controller.autoscale.zero import from_zero, why_not_zero
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 SCALE_IN_WINDOW_S: Final = 60
 _ANY_GROWTH: Final = (ScalingRule("Pods", 1_000_000, 1),)
 _HPA_WINDOW_S: Final = 300
+# After a start, even if the policy's window is shorter: rates need two points, gateways and engines must have been heard.
+LEAST_KNOWN_S: Final = 60
 # Of rounding.
 _EPSILON: Final = 1e-6
 
@@ -91,11 +93,13 @@ def keeps_one(stage: StageAnswer, policy: AutoscalingPolicySpec) -> str:
     return why_not_zero(policy, stage.situation, stage.memory)
 
 
-def behavior_of(policy: AutoscalingPolicySpec) -> Behavior:
-    """The policy's, with what it leaves out: HPA's values if ``Target`` alone decides, else ours.
+def behavior_of(policy: AutoscalingPolicySpec, turns: int = 0) -> Behavior:
+    """The policy's, with what it leaves out: HPA's values if ``Target`` alone decides, else ours. ``turns``: how often
+    replicas grew after a scale-in lately.
 
     HPA waits 300 s before it scales in and limits each step, as its metrics know nothing of what comes or is starting.
-    Laws that know both need less of it: a shorter window, and no limit of growth.
+    Laws that know both need less of it: a shorter window, and no limit of growth. Each turn doubles the window, so load
+    at an edge, or one that rises again and again, does not make replicas come and go.
     """
     written = policy.behavior
     if all(one.name == "Target" for one in policy.strategies):
@@ -104,7 +108,7 @@ def behavior_of(policy: AutoscalingPolicySpec) -> Behavior:
     if not up.policies:
         up = msgspec.structs.replace(up, policies=_ANY_GROWTH)
     if down.stabilization_window_seconds is None:
-        down = msgspec.structs.replace(down, stabilization_window_seconds=SCALE_IN_WINDOW_S)
+        down = msgspec.structs.replace(down, stabilization_window_seconds=SCALE_IN_WINDOW_S * 2**turns)
     return Behavior(up, down)
 
 
@@ -116,7 +120,7 @@ def _remembered(
     if asked is None or too_old(situation, policy):
         return msgspec.structs.replace(memory, began_at_s=now_s)
     new = Recommended(now_s, _whole(asked.replicas, situation))
-    return msgspec.structs.replace(memory, past=remembered(behavior_of(policy), memory.past, new))
+    return msgspec.structs.replace(memory, past=remembered(behavior_of(policy, MOST_TURNS), memory.past, new))
 
 
 def _steadied(
@@ -133,7 +137,7 @@ def _steadied(
             "Panic", panic.most, "load rises steeply, so replicas only grow"
         ), panic
     allowed, steps = behaved(
-        behavior_of(policy),
+        behavior_of(policy, len(memory.turned_at_s)),
         memory.past,
         recommended=asked,
         current=situation.current,
@@ -144,9 +148,9 @@ def _steadied(
 
 
 def _just_begun(memory: StageMemory, situation: Situation, policy: AutoscalingPolicySpec) -> str:
-    """Why too little of the past is known to scale in; empty if enough is: a whole window."""
+    """Why too little of the past is known to scale in; empty if enough is: a whole window, and at least a minute."""
     window_s = behavior_of(policy).scale_down.stabilization_window_seconds
-    window_s = _HPA_WINDOW_S if window_s is None else window_s
+    window_s = max(LEAST_KNOWN_S, _HPA_WINDOW_S if window_s is None else window_s)
     seen_s = situation.now_s - memory.began_at_s
     return "" if seen_s >= window_s else f"what is needed is known for {seen_s:.0f} s, not yet {window_s} s"
 

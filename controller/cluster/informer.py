@@ -80,6 +80,7 @@ class Informer:
         self._backoff = Backoff(timing.backoff_s, timing.backoff_max_s, self._rng)
         self._listeners: list[Listener] = []
         self._heard_at_s: float | None = None
+        self._cut_off_at_s: float | None = None
 
     @property
     def objects(self) -> Mapping[str, Object]:
@@ -92,6 +93,12 @@ class Informer:
         Up to the timing's ``silence_s`` is normal where little changes; more says that the copy grows old.
         """
         return None if self._heard_at_s is None else asyncio.get_running_loop().time() - self._heard_at_s
+
+    def cut_off_for_s(self) -> float | None:
+        """Seconds since the server refused or a watch broke; None once something has been heard again, or never was."""
+        if self._cut_off_at_s is None or self._heard_at_s is None:
+            return None
+        return asyncio.get_running_loop().time() - self._cut_off_at_s
 
     def get(self, key: str) -> Object | None:
         """One object, None if there is none."""
@@ -165,14 +172,18 @@ class Informer:
             # a server that hangs up at once would be asked without pause
             raise _Interrupted(reached, None)
         self._backoff.succeeded()
+        self._cut_off_at_s = None
         return reached
 
     def _heard(self) -> None:
         self._heard_at_s = asyncio.get_running_loop().time()
+        self._cut_off_at_s = None
 
     async def _pause(self, error: ClusterError | None) -> None:
         if isinstance(error, Forbidden | NotFound):
             self.answered.set()
+        if error is not None and self._cut_off_at_s is None:
+            self._cut_off_at_s = asyncio.get_running_loop().time()
         wait_s = self._backoff.failed(error)
         log.warning("%s: %s; again in %.1f s", self.resource.plural, error or "the watch ended at once", wait_s)
         await asyncio.sleep(wait_s)

@@ -19,7 +19,7 @@ TTFT_BOUNDS_S: Final = tuple(round(10 ** (power / 5), 4) for power in range(-10,
 TPOT_BOUNDS_S: Final = tuple(round(10 ** (power / 10), 5) for power in range(-30, 5))
 
 
-class Counted(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+class Counted(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, gc=False):
     """Counts since the process began; they only grow. ``arrivals``: requests that were routed here. ``refused``: those
     that got an error of ours. ``finished``: those whose outcome is known. ``prompt_tokens``: as the engines say, or
     estimated at arrival where they do not. ``cached_tokens``: those of them that an engine had in its cache.
@@ -35,7 +35,7 @@ class Counted(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     prefill_work: float = 0.0
 
 
-class EngineDemand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+class EngineDemand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, gc=False):
     """One engine. ``role``: ``prefill``, ``decode``, or empty for both. ``in_flight``: requests of this process there.
     ``in_flight_tokens``: of their prompts and expected answers. ``waiting``, ``running``, ``kv_usage``: as the engine
     itself reports; None if it did not. ``report_age_s``: since then. ``kv_capacity_tokens``: that its cache holds; 0 if

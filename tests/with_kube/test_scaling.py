@@ -334,7 +334,40 @@ async def test_faults_of_the_server_are_lived_through(
         wanted.replicas["main"] = 5
         await until_replicas(client, namespace, 5)
         await until_says(client, namespace, "ScalingActive", ("True", "Scaling"))
+
+        async def is_told() -> bool:
+            return "Scaled" in await reasons(client, namespace)
+
+        await eventually(is_told, timeout_s=SOON_S)
         assert (await reasons(client, namespace)).count("Scaled") == 1
+
+
+@FAKE
+async def test_while_the_server_is_away_decisions_know_that_and_writes_are_made_up_for(
+    client: Client, kube: Kube, fake: FakeServer, namespace: str
+) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    await bind(client, namespace, target())
+    wanted = Wanted(main=2)
+
+    def is_cut_off() -> bool:
+        return wanted.situations[0].freshness.cut_off_s is not None
+
+    async with scaling(kube.admin, namespace, wanted):
+        await until_says(client, namespace, "ScalingActive", ("True", "Scaling"))
+        assert not is_cut_off()
+        fake.faults.refuse(10_000, 503, of=lambda call: call.verb != "get")
+        fake.watches.expire()
+        await eventually(is_cut_off, timeout_s=SOON_S)
+        wanted.replicas["main"] = 5
+        await until_looked(wanted)
+        assert is_cut_off()
+        assert await replicas_of(client, namespace) == 2
+        fake.faults.heal()
+        await until_replicas(client, namespace, 5)
+        await eventually(lambda: not is_cut_off(), timeout_s=SOON_S)
 
 
 def _writes(call: Call) -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our law, the default: work to come over what an engine may carry, plus what waits, checked by measured latency.
 
-    need = carried(rate in start time) * correction, and at least what drains the backlog
+    need = carried(rate in start time) * correction * crowd, and at least what drains the backlog
 
 ``rate``: arrivals a second (``load``), continued by their trend over the time that a replica takes to start, if
 there is one. ``carried``: replicas for that rate, the largest of four bounds (``queueing``): engines' time for the
@@ -13,10 +13,14 @@ ordered now would be ready. Until then engines that serve, and those that start 
 and arrivals add to it. Only what is left then calls for more replicas, as many as do it within ``drain_budget``, or half of the start time if that is longer. So what
 replicas that are starting will mend is not ordered twice.
 
-Correction: the model may be wrong about engines. In a steady minute, measured TPOT says how busy they are: 1 - alpha /
-TPOT. The factor moves towards what makes the model say the same, so errors of learned speeds cancel out but for alpha's.
-Besides, while latency is above the objective although no more than ``ready`` replicas were called for since a while, it
-grows. It stays within its bounds, and without news it falls back to 1 over hours.
+Correction: the model may be wrong about engines. Measured TPOT says how busy they were: 1 - alpha / TPOT. The factor
+moves towards what makes the model say the same, so errors of learned speeds cancel out but for alpha's. Besides, while
+latency is above the objective although no more than ``ready`` replicas were called for since a while, it grows. It stays
+within its bounds, and without news it falls back to 1 over hours.
+
+Crowd: by Little's law, requests in flight are arrivals a second times how long an answer takes. Where they are more than
+the objective allows, engines are slower than the model says or load has risen since it was measured; this shows sooner
+than any latency, and asks for up to half as many replicas again.
 
 Scale-in: the answer for n - 1 replicas has to hold with a tenth more load as well, so load at an edge does not make
 replicas come and go.
@@ -69,7 +73,7 @@ _HALVING_S: Final = 3600.0
 _MOST_CROWD: Final = 1.5
 _LATENCY_WINDOW_S: Final = 60.0
 # Answers that end in the window began before it.
-_STEADY_S: Final = 90.0
+_ANSWERED_S: Final = 90.0
 _SETTLED_S: Final = 180.0
 _FEWEST_ANSWERS: Final = 20
 
@@ -122,8 +126,7 @@ class WorkLaw(msgspec.Struct, frozen=True):
         rate = load.arrivals_in(lead_s) if self.parameters.trend else load.arrivals_per_s
         now = self._carried(load.arrivals_per_s, work, speed, situation.objective)
         need = self._carried(rate, work, speed, situation.objective) if rate > load.arrivals_per_s else now
-        peak, peak_at_s = _peak(situation, memory)
-        measured = _measured(situation, peak, work, speed)
+        measured = _measured(situation, _peak(situation, memory)[0], work, speed)
         correction, memory = self._corrected(situation, now, measured, memory)
         left_s = _backlog_left(situation, load.arrivals_per_s * work.total_s, work, speed, lead_s)
         drain_s = max(self.parameters.drain_budget, lead_s / 2)
@@ -189,15 +192,20 @@ class WorkLaw(msgspec.Struct, frozen=True):
             worst = _worst_latency(situation) or 0.0
             # what arrived before there were enough is late, and ends late
             is_settled = since_s is not None and now_s - max(since_s, steady_since_s) > _SETTLED_S
-            is_steady = now_s - steady_since_s > _STEADY_S
             if worst > 1 and is_settled and is_calm:
                 correction = before.correction * (1 + min(1.0, worst - 1) * elapsed_s * _GROWTH_PER_S)
             elif measured is not None and worst <= 1 and not situation.waiting.requests:
                 correction = before.correction + (measured - before.correction) * min(1.0, elapsed_s / _FOLLOWING_S)
         correction = min(_MOST_CORRECTION, max(_LEAST_CORRECTION, correction))
+        peak, peak_at_s = _peak(situation, memory)
         return correction, WorkMemory(
-            at_s=now_s, correction=correction, enough_since_s=since_s, ready=ready, steady_since_s=steady_since_s,
-            peak=_peak(situation, memory)[0], peak_at_s=_peak(situation, memory)[1],
+            at_s=now_s,
+            correction=correction,
+            enough_since_s=since_s,
+            ready=ready,
+            steady_since_s=steady_since_s,
+            peak=peak,
+            peak_at_s=peak_at_s,
         )
 
     def _by_concurrency(self, situation: Situation) -> Recommendation:
@@ -256,7 +264,7 @@ def _crowd(situation: Situation, load: Load, work: RequestWork) -> float:
 def _peak(situation: Situation, memory: WorkMemory | None) -> tuple[float, float]:
     """The most replicas that were ready in the time of the measured answers, and when."""
     ready, now_s = situation.units(EngineState.READY), situation.now_s
-    if memory is None or ready >= memory.peak or now_s - memory.peak_at_s > _STEADY_S:
+    if memory is None or ready >= memory.peak or now_s - memory.peak_at_s > _ANSWERED_S:
         return ready, now_s
     return memory.peak, memory.peak_at_s
 
@@ -266,15 +274,16 @@ def _measured(situation: Situation, ready: float, work: RequestWork, speed: Spee
     the time in which the requests were answered that are measured.
     """
     objective = situation.objective
-    rates = situation.traffic.rates(_STEADY_S, situation.now_s)
-    rate = rates.arrivals - rates.refused if rates is not None and hasattr(rates, "refused") else (rates.arrivals if rates else 0.0)
-    if objective is None or objective.tpot is None or work.decode_s <= 0 or rate <= 0:
+    rates = situation.traffic.rates(_ANSWERED_S, situation.now_s)
+    if objective is None or objective.tpot is None or work.decode_s <= 0 or rates is None or rates.arrivals <= 0:
         return None
     _, tpot_s = situation.traffic.latencies_s(objective.percentile, _LATENCY_WINDOW_S, situation.now_s)
     if tpot_s is None:
         return None
     limits = {"step_s": speed.step_s, "tpot_s": float(objective.tpot)}
-    expected = replicas_for_tpot(rate, work, percent=objective.percentile, **limits) * utilization_for_tpot(**limits)
+    expected = replicas_for_tpot(rates.arrivals, work, percent=objective.percentile, **limits) * utilization_for_tpot(
+        **limits
+    )
     busy = ready * max(_LEAST_BUSY, 1 - speed.step_s / tpot_s)
     # far below the objective the idle step's error would count more than what is measured
     most = _MOST_CORRECTION if tpot_s > _NEAR_OBJECTIVE * objective.tpot else 1.0

@@ -61,6 +61,7 @@ class Followed:
         # grows with each change of a ModelServer, of what a binding asks for, and of what other autoscalers scale
         self.servers_version = 0
         self.owners_version = 0
+        self._scalables_version = 0
         self._bindings.subscribe(self._binding_changed)
         self._policies.subscribe(lambda key: self._tell(self._by_policy.get(key, ())))
         self._servers.subscribe(self._server_changed)
@@ -74,6 +75,16 @@ class Followed:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._following.run(), name="informers of scaling")
             tasks.create_task(self.pods.run(), name="pods of targets")
+
+    def versions(self) -> tuple[int, ...]:
+        """While they are the same, all targets resolve to the same."""
+        served = sum(self._following.serves(one) for one in self._scalables.values())
+        return self.servers_version, self.owners_version, self._scalables_version, self.pods.index.version, served
+
+    def cut_off_s(self, namespace: str) -> float | None:
+        """How long nothing can have been heard of pods of a namespace or of what is scaled; None if it can."""
+        found = [self.pods.cut_off_s(namespace), *(one.cut_off_for_s() for one in self._scalables.values())]
+        return max((one for one in found if one is not None), default=None)
 
     async def synced(self) -> None:
         """Returns once all has been listed but pods, which are followed where there are bindings."""
@@ -168,6 +179,7 @@ class Followed:
         informer, said = self._scalables[resource], dict[str, tuple[object, ...]]()
 
         def changed(key: str) -> None:
+            self._scalables_version += 1
             namespace, _, name = key.partition("/")
             concerned = self._by_place.get((namespace, resource.group, resource.kind, name))
             found = informer.get(key)

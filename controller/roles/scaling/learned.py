@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 # An object's annotations share 256 KiB.
 _MOST_BYTES: Final = 16_384
-_EACH_S: Final = 60.0
+_FIRST_S: Final = 60.0
+_LONGEST_S: Final = 3600.0
 
 
 def packed(kept: bytes) -> str:
@@ -35,23 +36,29 @@ def unpacked(text: str) -> bytes:
 
 
 class Keeping:
-    """Writes it where it is new, each binding once a minute at most."""
+    """Writes it where it is new: a binding at most a minute after the last time, then two, four, and so on up to an hour.
+
+    Speeds change a little all the time, and early changes are the largest.
+    """
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._written: dict[str, tuple[float, str]] = {}
+        # when to look again, what was written, and how long to wait after the next time
+        self._written: dict[str, tuple[float, str, float]] = {}
 
     def is_due(self, key: str, now_s: float) -> bool:
         """Whether ``keep`` would look at all: packing costs something."""
-        return now_s >= self._written.get(key, (float("-inf"), ""))[0] + _EACH_S
+        known = self._written.get(key)
+        return known is None or now_s >= known[0]
 
     async def keep(self, view: BindingView, kept: bytes, now_s: float) -> None:
         """Raises ClusterError."""
-        before = self._written.get(view.key, (0.0, view.learned))[1]
+        _, before, wait_s = self._written.get(view.key, (0.0, view.learned, _FIRST_S))
         text = packed(kept)
-        self._written[view.key] = now_s, text or before
         if not text or text == before:
+            self._written[view.key] = now_s + _FIRST_S, before, wait_s
             return
+        self._written[view.key] = now_s + wait_s, text, min(_LONGEST_S, 2 * wait_s)
         namespace, name = split_key(view.key)
         metadata = {"uid": view.claim.uid, "annotations": {LEARNED: text}}
         await self._client.merge_patch(AUTOSCALING_POLICY_BINDINGS, name, namespace, {"metadata": metadata})

@@ -13,7 +13,7 @@ from controller.cluster.resources import AUTOSCALING_POLICY_BINDINGS
 from controller.roles.scaling.acting import Actor, DecideAgain
 from controller.roles.scaling.blockages import Blockages
 from controller.roles.scaling.deciding import Deciding, Memory, Step, steps_of
-from controller.roles.scaling.demand import DemandSource
+from controller.roles.scaling.demand import DemandSource, DemandView
 from controller.roles.scaling.draining import drain, undone
 from controller.roles.scaling.followed import Followed
 from controller.roles.scaling.learned import Keeping, unpacked
@@ -104,10 +104,11 @@ class Looker:
             return Looked(now_s=now_s, resolved=resolved, problem=("PolicyInvalid", policy.problem))
         spec = policy.policy.spec
         holds = self._holds(view, resolved, spec, now_s)
+        cut_off_s = parts.followed.cut_off_s(view.namespace)
         situations = situations_of(
             resolved,
             spec,
-            lambda servers: parts.demand.view(servers, now_s),
+            lambda servers: _as_known(parts.demand.view(servers, now_s), cut_off_s),
             now_s,
             holds=holds,
             blocked=lambda target: self._blockages.of(view.key, target, now_s),
@@ -244,6 +245,14 @@ class Looker:
         self._parts.resolver.forget(key)
         self._parts.series.forget(key)
         self._parts.concerns(key, ())
+
+
+def _as_known(demand: DemandView, cut_off_s: float | None) -> DemandView:
+    """``cut_off_s``: how long the API server has not told us anything."""
+    if cut_off_s is None:
+        return demand
+    freshness = msgspec.structs.replace(demand.freshness, cut_off_s=cut_off_s)
+    return msgspec.structs.replace(demand, freshness=freshness)
 
 
 def _is_settled(step: Step) -> bool:

@@ -45,6 +45,11 @@ class NamespacedPods:
         found = self._informers.get(namespace) or self._informers.get(None)
         return found is not None and found.synced.is_set()
 
+    def cut_off_s(self, namespace: str) -> float | None:
+        """How long nothing can have been heard of the pods of a namespace; None if it can."""
+        found = self._informers.get(namespace) or self._informers.get(None)
+        return None if found is None else found.cut_off_for_s()
+
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:

@@ -25,9 +25,12 @@ class PodIndex:
         self._keys: dict[_Bucket, set[str]] = {}
         self._found: dict[_Query, list[PodView]] = {}
         self._queries: dict[_Bucket, set[_Query]] = {}
+        # grows with each change
+        self.version = 0
 
     def put(self, key: str, pod: PodView | None) -> None:
         """A pod as last heard; None once it is gone."""
+        self.version += 1
         before = self._pods.pop(key, None)
         if before is not None:
             for bucket in self._buckets(before, self._labels):

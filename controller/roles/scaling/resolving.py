@@ -66,17 +66,24 @@ class Resolver:
         self._version = -1
         self._servers: dict[Place, tuple[Mapping[str, str], str]] = {}
         self._known: dict[tuple[str, Place], tuple[_Known, Resolved]] = {}
+        self._whole: dict[str, tuple[BindingView, tuple[int, ...], tuple[Resolved, ...]]] = {}
 
     def forget(self, key: str) -> None:
         """The binding is gone."""
         self._known = {place: known for place, known in self._known.items() if place[0] != key}
+        self._whole.pop(key, None)
 
     def resolve(self, view: BindingView) -> tuple[Resolved, ...]:
         """All targets of a binding without mistakes, in their order."""
         if view.binding is None:
             return ()
+        versions, known = self._followed.versions(), self._whole.get(view.key)
+        if known is not None and known[0] is view and known[1] == versions:
+            return known[2]
         targets = view.binding.spec.targets
-        return tuple(self._one(view, spec, place) for spec, place in zip(targets, view.places, strict=True))
+        found = tuple(self._one(view, spec, place) for spec, place in zip(targets, view.places, strict=True))
+        self._whole[view.key] = view, versions, found
+        return found
 
     def _one(self, view: BindingView, spec: ScaleTarget, place: Place) -> Resolved:
         kind = self._followed.kind_at(place)
