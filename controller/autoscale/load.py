@@ -60,12 +60,15 @@ class PerRequest(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """``arrivals_per_s``: requests that were not refused. ``window_s``: of the window that counts. ``slope``: by how much arrivals a second
+    """``arrivals_per_s``: requests that were not refused, as they count; ``seen_s``: in which they came. ``mean_per_s``:
+    over ``window_s``, the window that agrees with all shorter ones. ``slope``: by how much arrivals a second
     grow each second; 0 if no trend is significant. ``dispersion``: variance of arrivals over Poisson's.
     ``per_request``: None if no request has finished.
     """
 
     arrivals_per_s: float
+    seen_s: float
+    mean_per_s: float
     window_s: float
     slope: float
     dispersion: float
@@ -73,7 +76,8 @@ class Load(msgspec.Struct, frozen=True):
 
     def arrivals_in(self, ahead_s: float) -> float:
         """Arrivals a second so far ahead; a trend counts from the middle of the window. Falling load is not foreseen."""
-        return self.arrivals_per_s + max(0.0, self.slope) * (ahead_s + self.window_s / 2)
+        ahead = self.mean_per_s + max(0.0, self.slope) * (ahead_s + self.window_s / 2)
+        return max(self.arrivals_per_s, ahead)
 
 
 def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
@@ -85,16 +89,26 @@ def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
     if bins.is_still:
         # what is below comes to the same, by far more work: most ModelServers are idle most of the time
         longest_s = min(len(bins.edges) - 1, _BINS_PER_WINDOW * 2**_DOUBLINGS) * bins.bin_s
-        return Load(arrivals_per_s=0.0, window_s=longest_s, slope=0.0, dispersion=1.0, per_request=None)
+        return Load(
+            arrivals_per_s=0.0,
+            seen_s=longest_s,
+            mean_per_s=0.0,
+            window_s=longest_s,
+            slope=0.0,
+            dispersion=1.0,
+            per_request=None,
+        )
     counts = bins.differences(_admitted)
     dispersion = _dispersion(counts)
     used = _settled_bins(counts, dispersion)
-    rate, seen_s = max(0.0, sum(counts[-used:])) / (used * bins.bin_s), used * bins.bin_s
-    rate, seen_s = _risen(counts[-used:], dispersion, bins.bin_s, rate) or (rate, seen_s)
+    mean, window_s = max(0.0, sum(counts[-used:])) / (used * bins.bin_s), used * bins.bin_s
+    rate, seen_s = _risen(counts[-used:], dispersion, bins.bin_s, mean) or (mean, window_s)
     rate, seen_s = _burst(traffic, times[: bisect_right(times, now_s)], rate, dispersion) or (rate, seen_s)
     return Load(
         arrivals_per_s=rate,
-        window_s=seen_s,
+        seen_s=seen_s,
+        mean_per_s=mean,
+        window_s=window_s,
         slope=_slope(counts, dispersion, bins.bin_s),
         dispersion=dispersion,
         per_request=_per_request(bins, counts),

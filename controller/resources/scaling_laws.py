@@ -44,9 +44,9 @@ class ConcurrencyParameters(Spec, frozen=True):
 
 
 class SaturationParameters(Spec, frozen=True):
-    """Mean of max(KV usage, min(waiting / ``max_queue``, 1)) over engines. ``scale_up_threshold``: above it,
-    ``scale_up_increment`` more. ``scale_down_threshold``: below it, ``scale_down_increment`` fewer. In between nothing
-    changes.
+    """The mean over engines of the larger of KV usage and waiting requests over a full queue. ``max_queue``: requests that
+    fill a queue. ``scale_up_threshold``: above it there are to be more. ``scale_down_threshold``: below it, fewer. In
+    between nothing changes. ``scale_up_increment``: how many more. ``scale_down_increment``: how many fewer.
     """
 
     CEL: ClassVar = (

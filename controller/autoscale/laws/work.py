@@ -141,7 +141,7 @@ class WorkLaw(msgspec.Struct, frozen=True):
             "arrivals_per_s": load.arrivals_per_s,
             "arrivals_per_s_ahead": rate,
             "ahead_s": lead_s,
-            "rate_window_s": load.window_s,
+            "rate_window_s": load.seen_s,
             "prefill_s_per_request": work.prefill_s,
             "decode_s_per_request": work.decode_s,
             "replicas_for_rate": need.replicas,

@@ -48,7 +48,8 @@ def test_a_steady_rise_is_continued_from_the_middle_of_its_window() -> None:
     found = load(traffic_of(lambda second: 40.0 + second * 0.05))
     # a rise of 0.05 a second, less what noise of such counts could be
     assert found.slope == pytest.approx(0.05, rel=0.05)
-    assert found.arrivals_in(60.0) == pytest.approx(found.arrivals_per_s + found.slope * (60 + found.window_s / 2))
+    assert found.arrivals_in(60.0) == pytest.approx(found.mean_per_s + found.slope * (60 + found.window_s / 2))
+    assert found.mean_per_s < found.arrivals_per_s < found.arrivals_in(60.0)
 
 
 def test_a_rise_that_has_ended_is_not_continued() -> None:

@@ -50,7 +50,7 @@ def test_nothing_learned_and_nothing_declared_is_no_speed() -> None:
 def test_speeds_move_slowly() -> None:
     first = Speed(10_000.0, 0.01, 5e-7, is_measured=True)
     second = Speed(20_000.0, 0.01, 5e-7, is_measured=True)
-    found = smoothed(first, second, 300.0)
+    found = smoothed(first, second, 60.0)
     assert found is not None
     assert found.prefill_tokens_per_s == pytest.approx(10_000 * 2 ** (1 - math.exp(-1)))
 

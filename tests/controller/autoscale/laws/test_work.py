@@ -140,8 +140,8 @@ class TestCorrection:
         return memory
 
     def test_late_answers_that_the_model_cannot_explain_raise_it(self) -> None:
-        # enough for more than a minute first: 13 looks; then 12 at the full rate of 1 / 120 s
-        assert self.followed(5.0, looks=25).correction == pytest.approx((1 + 5 / 120) ** 12)
+        # enough for more than three minutes first: 37 looks; then 12 at the full rate of 1 / 240 s
+        assert self.followed(5.0, looks=49).correction == pytest.approx((1 + 5 / 240) ** 12)
 
     def test_it_is_bounded(self) -> None:
         assert self.followed(5.0, looks=120).correction == 2.0
