@@ -77,6 +77,9 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
         "Look inside": (
             Command("check", "report every mistake in a configuration directory", "extproc.cli.check"),
             Command("render", "print what a cluster's objects compile to", "attache.cluster_commands", "controller"),
+            Command(
+                "convert", "print objects of llm-d's and Kthena's autoscalers as ours", "controller.convert_command"
+            ),
             Command("explain", "explain where a request would go", "extproc.cli.explain"),
             Command("explain-scaling", "explain why there are so many engines", "controller.explain_scaling_command"),
             Command("top", "show engines, queues and tenants live", "extproc.cli.top"),

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Bounds that are looked up, each in about half a microsecond.
 EFFORT: Final = 1200
+# While there is no answer at all, so many times that.
+_PATIENCE: Final = 10
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -36,7 +38,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def lightest(problem: Problem, effort: int = EFFORT) -> Answer | None:
-    """None: the share on demand cannot hold."""
+    """None: no answer keeps the share on demand, or none was found with ten times the effort."""
     if problem.on_demand and not problem.has_balance:
         return None
     search = _Search(problem, effort)
@@ -74,7 +76,7 @@ class _Search:
         self._need = max(0, need)
         prices = prices_of(problem, self._need)
         parts = segments(problem, prices)
-        self._order = _order(parts, len(problem.lows))
+        self._order = _order(parts, problem)
         self._relaxed = [_Relaxed(problem, prices, parts, self._order)]
         self._relaxed += [_Relaxed(problem, one, segments(problem, one), self._order) for one in around(prices)]
         self._chosen = list(problem.lows)
@@ -115,7 +117,7 @@ class _Search:
                 weight + problem.weight(index, replicas) - base,
                 self._after(state, index, replicas),
             )
-            if self.effort <= 0:
+            if self.effort <= 0 and (self.best is not None or self.effort <= -_PATIENCE * EFFORT):
                 break
         self._chosen[index] = low
 
@@ -213,7 +215,11 @@ class _Search:
             self.best, self._best_weight = tuple(self._chosen), weight
 
 
-def _order(parts: list[Segment], variants: int) -> list[int]:
-    """Variants by their lightest segment; those that nothing can be added to last."""
+def _order(parts: Sequence[Segment], problem: Problem) -> list[int]:
+    """Variants by their lightest segment; those that nothing can be added to last.
+
+    With a share on demand, spot comes after the others, so that the room for it is known.
+    """
     found = dict.fromkeys(one.variant for one in parts if one.variant >= 0)
-    return [*found, *(index for index in range(variants) if index not in found)]
+    order = [*found, *(index for index in range(len(problem.lows)) if index not in found)]
+    return sorted(order, key=lambda index: problem.spot[index]) if problem.on_demand else order

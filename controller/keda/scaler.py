@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KEDA's external scaler service, with push: the desired replicas of a binding's target, as a metric.
+
+A ScaledObject names the binding, and the target if it has several. The metric is the number of replicas that we decided
+on and its target value is 1, so that the HPA, which divides the one by the other (``metricType: AverageValue``, the
+default), comes to the same number. Nothing is known without a decision: then calls fail, and KEDA keeps what is there or
+follows its ``fallback``; zero is never made up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import grpc
+
+from controller.keda.decisions import Unknown, Wanted
+from controller.keda.messages import (
+    SERVICE,
+    GetMetricSpecResponse,
+    GetMetricsRequest,
+    GetMetricsResponse,
+    IsActiveResponse,
+    MetricSpec,
+    MetricValue,
+    ScaledObjectRef,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+METRIC: Final = "attache-desired-replicas"
+# Streams are told at least this often: KEDA and what is between notice broken connections sooner.
+_REPEAT_S: Final = 30.0
+_OPTIONS: Final = (
+    # a second process on the same port would share its connections without a word
+    ("grpc.so_reuseport", 0),
+    # ScaledObjects hold a stream each
+    ("grpc.max_concurrent_streams", 100_000),
+)
+
+
+class Source(Protocol):
+    """Who knows decisions. ``binding``: its key, ``namespace/name``. ``target``: its name; empty: the only one."""
+
+    def wanted(self, binding: str, target: str) -> Wanted:
+        """The last decision; raises Unknown."""
+        ...
+
+    async def other_than(self, last: Wanted | None, binding: str, target: str) -> Wanted | None:
+        """Until what is known differs from ``last``: what it is then; None: nothing is known."""
+        ...
+
+
+class KedaScaler:
+    """Answers KEDA from ``source``, on one grpc.aio server."""
+
+    def __init__(self, source: Source, *, repeat_s: float = _REPEAT_S) -> None:
+        self._source = source
+        self._repeat_s = repeat_s
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server.add_generic_rpc_handlers((self._service(),))
+
+    async def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
+        """Listen on ``ip:port``; returns the port. ``credentials``: for TLS. Raises OSError."""
+        try:
+            if credentials is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: {error}") from None
+        await self._server.start()
+        return port
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Take no more calls, and end streams after ``grace_s``."""
+        await self._server.stop(grace_s)
+
+    def _service(self) -> grpc.GenericRpcHandler:
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "IsActive": unary(self._is_active, ScaledObjectRef.FromString, IsActiveResponse.SerializeToString),
+            "StreamIsActive": stream(
+                self._stream_is_active, ScaledObjectRef.FromString, IsActiveResponse.SerializeToString
+            ),
+            "GetMetricSpec": unary(
+                self._metric_spec, ScaledObjectRef.FromString, GetMetricSpecResponse.SerializeToString
+            ),
+            "GetMetrics": unary(self._metrics, GetMetricsRequest.FromString, GetMetricsResponse.SerializeToString),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    async def _is_active(self, ref: ScaledObjectRef, context: _Context) -> IsActiveResponse:
+        return IsActiveResponse(result=(await self._wanted(ref, context)).is_active)
+
+    async def _stream_is_active(self, ref: ScaledObjectRef, context: _Context) -> AsyncIterator[IsActiveResponse]:
+        """At once, whenever it changes, and now and then; while nothing is known, nothing is said."""
+        binding, target = await _named(ref, context)
+        last: Wanted | None = None
+        told: bool | None = None
+        while True:
+            try:
+                async with asyncio.timeout(self._repeat_s):
+                    last = await self._source.other_than(last, binding, target)
+            except TimeoutError:
+                told = None
+            if last is not None and last.is_active != told:
+                told = last.is_active
+                yield IsActiveResponse(result=told)
+
+    async def _metric_spec(self, ref: ScaledObjectRef, context: _Context) -> GetMetricSpecResponse:
+        """The same for all; a mistake in the ScaledObject is told already here."""
+        await _named(ref, context)
+        return GetMetricSpecResponse(metricSpecs=[MetricSpec(metricName=METRIC, targetSize=1, targetSizeFloat=1.0)])
+
+    async def _metrics(self, request: GetMetricsRequest, context: _Context) -> GetMetricsResponse:
+        wanted = await self._wanted(request.scaledObjectRef, context)
+        name = request.metricName or METRIC
+        value = MetricValue(metricName=name, metricValue=wanted.desired, metricValueFloat=float(wanted.desired))
+        return GetMetricsResponse(metricValues=[value])
+
+    async def _wanted(self, ref: ScaledObjectRef, context: _Context) -> Wanted:
+        binding, target = await _named(ref, context)
+        try:
+            return self._source.wanted(binding, target)
+        except Unknown as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+async def _named(ref: ScaledObjectRef, context: _Context) -> tuple[str, str]:
+    """The binding's key and the target, from the trigger's metadata; ends the call if they are not said.
+
+    The binding is of the ScaledObject's namespace: else one could read what is decided in another.
+    """
+    binding = ref.scalerMetadata.get("binding", "")
+    if not binding or "/" in binding:
+        text = "write the name of an AutoscalingPolicyBinding of the same namespace as 'binding' into the trigger's metadata"
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+    return f"{ref.namespace}/{binding}", ref.scalerMetadata.get("target", "")
