@@ -81,6 +81,14 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
         "gateways elsewhere are believed about their own namespace; several times for several; default: ours",
     )
     work("--no-scaling", action="store_true", help="other processes look after AutoscalingPolicyBindings")
+    work(
+        "--prometheus-allow",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="AutoscalingPolicies may name this Prometheus, and what is below this URL, and no other; several times for "
+        "several; default: all but this machine itself and link-local addresses",
+    )
     work("--lease", metavar="NAME", default=_SERVICE, help="the Lease that elects the leader; default: %(default)s")
     work("--lease-namespace", metavar="NAME", help="of the Lease; default: ours")
     work(
@@ -215,8 +223,10 @@ def _scaling(
     from controller.roles.scaling.live import scaling_of  # noqa: PLC0415
     from controller.roles.scaling.metrics import ScalingMetrics  # noqa: PLC0415
     from controller.roles.scaling.running import ScalingSettings  # noqa: PLC0415
+    from controller.roles.scaling.sources.gathering import SourceSettings  # noqa: PLC0415
 
     settings = ScalingSettings(
+        sources=SourceSettings(prometheus_allow=tuple(options.prometheus_allow)),
         namespace=options.watch_namespace,
         gateway_namespaces=tuple(options.gateway_namespace) or (client.access.namespace,),
     )

@@ -136,6 +136,11 @@ class Followed:
         found = self._servers.get(server)
         return "" if found is None else str(found["model"])
 
+    def port_of(self, server: str) -> int | None:
+        """Where the engines of a ModelServer serve; None if there is none."""
+        found = self._servers.get(server)
+        return None if found is None else found["port"]
+
     def _binding_changed(self, key: str) -> None:
         before, now = self._known.pop(key, None), self.binding(key)
         if before is not None:
@@ -198,5 +203,7 @@ def _asks(view: BindingView | None) -> tuple[object, ...] | None:
 def _slim_server(thing: Object) -> Object:
     metadata = thing["metadata"]
     kept = {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion") if name in metadata}
-    selector = ((thing.get("spec") or {}).get("workloadSelector") or {}).get("matchLabels") or {}
-    return {"metadata": kept, "selector": selector, "model": (thing.get("spec") or {}).get("model") or key_of(thing)}
+    spec = thing.get("spec") or {}
+    selector = (spec.get("workloadSelector") or {}).get("matchLabels") or {}
+    port = (spec.get("workloadPort") or {}).get("port")
+    return {"metadata": kept, "selector": selector, "model": spec.get("model") or key_of(thing), "port": port}
