@@ -9,22 +9,27 @@ import logging
 import socket
 import sys
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from extproc.config.validation import parse_address
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from controller.cluster.access import Access
+    from controller.cluster.callers import Callers
     from controller.cluster.client import Client
+    from controller.roles.exporting.role import ExportRole
     from controller.roles.manager import Leader
     from controller.roles.manager_metrics import ManagerMetrics
     from controller.roles.scaling.records import Records
     from controller.roles.webhook_role import WebhookRole
+    from controller.webhooks.rotation import Shows
     from extproc.config.picker_config import PickerCheck
 
 _SERVICE: Final = "attache-manager"
+_API_SERVICE: Final = "v1beta1.external.metrics.k8s.io"
 
 
 def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
@@ -60,6 +65,12 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
         help="the ValidatingWebhookConfiguration that gets the authorities of the certificates; default: %(default)s",
     )
     add("--metrics", metavar="ADDRESS", default="127.0.0.1:9006", help="metrics and health; default: %(default)s")
+    add(
+        "--metrics-auth",
+        action="store_true",
+        help="serve metrics and pages with HTTPS, and only to those whose token may get them (nonResourceURLs); needs "
+        "the webhooks, whose certificate it shows",
+    )
     add("--no-webhooks", action="store_true", help="other processes serve the webhooks")
     work = made.add_argument_group("Models, ModelInfers and AutoscalingPolicyBindings").add_argument
     work("--no-work", action="store_true", help="other processes look after all of these")
@@ -80,6 +91,18 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
         help="whose gateways are believed about engines of all namespaces: their loads, and where Models are reached; "
         "gateways elsewhere are believed about their own namespace; several times for several; default: ours",
     )
+    share = made.add_argument_group("other autoscalers, for policies with the mode Export").add_argument
+    share(
+        "--external-metrics",
+        metavar="ADDRESS",
+        default="",
+        help="serve external.metrics.k8s.io for HorizontalPodAutoscalers; needs the webhooks, whose certificate it shows; "
+        "default: not served",
+    )
+    share("--keda", metavar="ADDRESS", default="", help="serve KEDA's external scaler (gRPC); default: not served")
+    share("--keda-certificate", metavar="FILE", help="of KEDA's port, with --keda-key; default: without TLS")
+    share("--keda-key", metavar="FILE", help="of the certificate")
+    share("--keda-clients", metavar="FILE", help="authorities of those who may call KEDA's port; default: anybody may")
     work("--no-scaling", action="store_true", help="other processes look after AutoscalingPolicyBindings")
     work(
         "--prometheus-allow",
@@ -106,10 +129,15 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     made = parser(prog)
     options = made.parse_args(words)
     try:
-        for address in (options.listen, options.metrics):
-            parse_address(address)
+        for address in (options.listen, options.metrics, options.external_metrics, options.keda):
+            if address:
+                parse_address(address)
     except ValueError as error:
         made.error(str(error))
+    if options.no_webhooks and (options.metrics_auth or options.external_metrics):
+        made.error("--metrics-auth and --external-metrics need the webhooks' certificate: leave out --no-webhooks")
+    if bool(options.keda_certificate) != bool(options.keda_key):
+        made.error("write --keda-certificate and --keda-key together")
     # the client takes a third of a second to import: not for --help
     from controller.cluster.access import find_access  # noqa: PLC0415
     from controller.cluster.errors import AccessInvalid  # noqa: PLC0415
@@ -145,7 +173,9 @@ def _innermost(error: BaseException) -> BaseException:
 async def _run(options: argparse.Namespace, access: Access, check_picker: PickerCheck) -> None:
     from aiohttp.web import RouteDef  # noqa: PLC0415
 
+    from controller.cluster.callers import Callers  # noqa: PLC0415
     from controller.cluster.client import connect  # noqa: PLC0415
+    from controller.cluster.guarding import guarded_by  # noqa: PLC0415
     from controller.cluster.pages import pages  # noqa: PLC0415
     from controller.gateway_command import until_signalled  # noqa: PLC0415
     from controller.roles.manager import CONTROLLER, ManagerRole  # noqa: PLC0415
@@ -153,23 +183,53 @@ async def _run(options: argparse.Namespace, access: Access, check_picker: Picker
     from controller.roles.scaling.pages import routes  # noqa: PLC0415
     from controller.roles.scaling.records import Records  # noqa: PLC0415
     from controller.roles.work.own_image import own_image  # noqa: PLC0415
+    from controller.webhooks.server import ServerTls  # noqa: PLC0415
 
     metrics = ManagerMetrics()
     async with connect(access, manager=CONTROLLER) as client:
-        webhooks = None if options.no_webhooks else _webhooks(options, client, metrics, check_picker)
+        callers = Callers(client, asyncio.get_running_loop().time)
+        exports = _exports(options, client, callers)
+        page_tls = ServerTls() if options.metrics_auth else None
+        others = [one for one in (exports, page_tls) if one is not None]
+        webhooks = None if options.no_webhooks else _webhooks(options, client, metrics, check_picker, others)
         leader, more = None, list[RouteDef]()
         if not options.no_work:
             image = options.image or await own_image(client, socket.gethostname())
             records = Records()
             leader = _leader(options, client, metrics, image, records)
             more = [] if options.no_scaling else [*routes(records, leader.leads)]
-        role = ManagerRole(webhooks, leader)
-        async with pages(options.metrics, metrics.registry, role.is_ready, more=more):
+        role = ManagerRole(webhooks, leader, exports)
+        guard = guarded_by(callers) if page_tls else None
+        tls = page_tls.context if page_tls else None
+        async with pages(options.metrics, metrics.registry, role.is_ready, more=more, tls=tls, guard=guard):
             await until_signalled(role.run())
 
 
+def _exports(options: argparse.Namespace, client: Client, callers: Callers) -> ExportRole | None:
+    if not options.external_metrics and not options.keda:
+        return None
+    from controller.keda.tls import TlsFiles  # noqa: PLC0415
+    from controller.roles.exporting.role import ExportRole, ExportSettings  # noqa: PLC0415
+
+    tls = None
+    if options.keda_certificate:
+        clients = Path(options.keda_clients) if options.keda_clients else None
+        tls = TlsFiles(Path(options.keda_certificate), Path(options.keda_key), clients)
+    settings = ExportSettings(
+        external_metrics=options.external_metrics,
+        keda=options.keda,
+        keda_tls=tls,
+        namespace=options.watch_namespace,
+    )
+    return ExportRole(client, settings, callers)
+
+
 def _webhooks(
-    options: argparse.Namespace, client: Client, metrics: ManagerMetrics, check_picker: PickerCheck
+    options: argparse.Namespace,
+    client: Client,
+    metrics: ManagerMetrics,
+    check_picker: PickerCheck,
+    others: Sequence[Shows],
 ) -> WebhookRole:
     from controller.roles.webhook_role import WebhookRole, WebhookSettings  # noqa: PLC0415
     from controller.webhooks.rotation import RotationSettings  # noqa: PLC0415
@@ -180,9 +240,10 @@ def _webhooks(
         secret=options.secret,
         configuration=options.webhook_configuration,
         names=tuple(options.host) or (f"{_SERVICE}.{namespace}.svc",),
+        api_service=_API_SERVICE if options.external_metrics else "",
     )
     settings = WebhookSettings(listen=options.listen, rotation=rotation)
-    return WebhookRole(client, settings, metrics, check_picker=check_picker)
+    return WebhookRole(client, settings, metrics, check_picker=check_picker, others=others)
 
 
 def _leader(

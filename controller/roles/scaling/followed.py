@@ -17,7 +17,7 @@ from controller.cluster.resources import (
 )
 from controller.roles.scaling.bindings import BindingView, PolicyView, slim_binding, slim_policy
 from controller.roles.scaling.namespaces import NamespacedPods
-from controller.roles.scaling.owning import scaled_by_others, slim_autoscaler
+from controller.roles.scaling.owning import misused_by, scaled_by_others, slim_autoscaler
 from controller.roles.scaling.scalables import KINDS, Scalable, ScalableKind, kind_of, reader
 from controller.roles.work.following import Following
 
@@ -125,6 +125,10 @@ class Followed:
         if self._others_scale is None:
             self._others_scale = scaled_by_others(one for each in self._others for one in each.objects.values())
         return self._others_scale.get(place, "")
+
+    def misused_by(self, place: Place) -> str:
+        """The HorizontalPodAutoscaler that scales it by our metric, but takes that for a ratio; empty if none does."""
+        return misused_by(self._others[0].objects.values()).get(place, "") if self.scaler_of(place) else ""
 
     def servers_in(self, namespace: str) -> list[tuple[str, Mapping[str, str]]]:
         """Keys and selectors of ModelServers, by key."""
