@@ -20,7 +20,7 @@ PYTEST := $(RUN) $(if $(COVERAGE),-m coverage run) -m pytest
 PYTEST_REAL := $(RUN) $(if $(COVERAGE),-m coverage run) -m $(if $(RERUN),tools.rerun_failed,pytest)
 
 .PHONY: help run up up-kube test test-pure test-envoy test-kube test-real-time test-some test-vllm coverage coverage-report check fix bench \
-  sglang-gateway lab manifests generate docs lock envoy-binary kube-assets conformance clean
+  sglang-gateway lab lab-autoscale manifests generate docs lock envoy-binary kube-assets conformance clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -90,6 +90,9 @@ sglang-gateway: $(GATEWAY)/ready ## SGLang's gateway for `make bench` to compare
 
 lab: $(VENV)/ready ## endpoint-picking policies side by side on real traces, in virtual time: one table with intervals, under bench/out/lab/
 	$(RUN) -m bench lab $(ARGS)
+
+lab-autoscale: $(VENV)/ready ## autoscalers side by side on shapes of load and real traces, in virtual time, under bench/out/autoscale/ (ARGS=--quick: a minute)
+	$(RUN) -m bench autoscale $(ARGS)
 
 manifests: $(VENV)/ready ## write the CustomResourceDefinitions anew, under manifests/crds
 	$(RUN) -m controller.crds

@@ -102,6 +102,7 @@ GROUPS: Final[Mapping[str, tuple[Command, ...]]] = MappingProxyType(
             Command("compare", "compare two replays request by request", "bench.__main__", "bench"),
             Command("workload", "describe a trace or a generator", "bench.__main__", "bench"),
             Command("lab", "compare many policies on two traces at three loads", "bench.__main__", "bench"),
+            Command("autoscale", "compare autoscalers on the same loads", "bench.__main__", "bench"),
             Command("validate", "compare the simulated engine with real ones", "bench.__main__", "bench"),
             Command("bench", "measure what extproc costs a request", "bench.micro.__main__", "bench", needs_envoy=True),
         ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m bench``: replay, compare, lab, workload, validate.
+"""``python -m bench``: replay, compare, lab, autoscale, workload, validate.
 
 Exit status: 0; 1 if a check failed; 2 if something cannot be read or makes no sense; 130 after Ctrl-C. Finished
 trials are kept.
@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
+from bench.autoscale import command as autoscale_command
 from bench.lab import compare, lab_command, replay_command, workload_command
 from bench.lab.engine_kinds import HardwareUnknown
 from bench.lab.lab_command import TRACES
@@ -125,6 +126,12 @@ _PROGRAMS: Final = (
         "Compare many policies on two traces at three loads, in virtual time",
         lab_command.add_arguments,
         lab_command.lab,
+    ),
+    Program(
+        "autoscale",
+        "Compare autoscalers on the same loads, in virtual time",
+        autoscale_command.add_arguments,
+        autoscale_command.autoscale,
     ),
 )
 PROGRAMS: Final[Mapping[str, Program]] = MappingProxyType({one.name: one for one in _PROGRAMS})

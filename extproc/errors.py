@@ -135,6 +135,15 @@ class QueueTimeout(Refusal):
     outcome = "queue_timeout"
 
 
+class EngineStarting(Refusal):
+    """No engine of the model was ready before the request's time was over; one may be starting."""
+
+    status = 503
+    error_type = "service_unavailable_error"
+    code = "engine_starting"
+    outcome = "engine_starting"
+
+
 class AdapterUnavailable(Refusal):
     """The adapter is not loaded, and no engine could load it in time: all slots are in use, or none answers."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,12 +18,11 @@ import msgspec
 from bench.engine.hardware import API_S
 from bench.engine.request import Request, Token
 from bench.engine.text import Message, answer_text, count_tokens, render_chat, tokens_of
-from bench.reporting.results import RequestResult
 from bench.virtual.adapter_loads import VirtualLoads
 from bench.virtual.delays import Delays
 from bench.virtual.engines import VirtualEngine
 from bench.virtual.event_queue import EventQueue
-from bench.virtual.flights import Asked, Flight
+from bench.virtual.flights import Asked, Flight, outcome_of, refused, served
 from bench.virtual.kv_events import kv_event_feed
 from bench.virtual.observers import REQUEST_KEY, RequestObserver, TokenObserver
 from extproc.admission.local_limits import LocalLimits
@@ -30,15 +30,14 @@ from extproc.core.core import Core
 from extproc.core.effects import (
     AskLimits,
     AskTokens,
-    AwaitAdapter,
     Decision,
-    Hold,
+    Held,
     LoadAdapter,
     Refused,
     SettleGrant,
     WakeAt,
 )
-from extproc.core.types import Head, Outcome
+from extproc.core.types import Head
 from extproc.errors import Refusal
 from extproc.request.model import Api
 from extproc.scheduling.pickers import make_picker
@@ -46,6 +45,7 @@ from extproc.scheduling.pickers import make_picker
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from bench.reporting.results import RequestResult
     from bench.virtual.engines import EngineKind
     from bench.workload.sessions import Session, Workload
     from extproc.admission.limits import Grant
@@ -89,6 +89,7 @@ class Simulation:
         self._held: dict[str, Asked] = {}
         self._looks_again_s = math.inf
         self._flights: dict[int, Flight] = {}
+        self._in_flight: Counter[str] = Counter()
         self._keys = itertools.count()
         self._results: list[RequestResult] = []
 
@@ -116,6 +117,26 @@ class Simulation:
         self._events.at(0.0, self._scrape)
         self._events.run()
         return self._results
+
+    def at(self, at_s: float, act: Callable[[float], None]) -> None:
+        """Plan ``act`` for the instant ``at_s``. What plans itself again must end, or the run never does."""
+        self._events.at(at_s, act)
+
+    def add_engine(self, address: str, kind: EngineKind) -> None:
+        """An engine is there from now on. It gets requests once a snapshot has it (``apply``)."""
+        self.engines[address] = self._engine(address, kind, self._token_observer)
+
+    def remove_engine(self, address: str) -> None:
+        """An engine goes. It must have nothing to do, and no snapshot may have it."""
+        del self.engines[address]
+
+    def in_flight(self, address: str) -> int:
+        """Requests that were sent to an engine and have not ended."""
+        return self._in_flight[address]
+
+    def apply(self, snapshot: Snapshot, now: float) -> None:
+        """The core gets another configuration, as when its files change."""
+        self._perform(self.core.apply(snapshot, now), now)
 
     def _scrape(self, now: float) -> None:
         effects: list[Effect] = []
@@ -190,7 +211,7 @@ class Simulation:
                 self._send(asked, own, now)
             case Refused():
                 self._refuse(asked, own.refusal.outcome)
-            case Hold() | AwaitAdapter():
+            case _ if isinstance(own, Held):
                 self._held[own.ticket] = asked
                 if self._token_observer is not None:
                     self._token_observer.held(session.label, own.ticket, now)
@@ -204,12 +225,7 @@ class Simulation:
             return refusal
 
     def _refuse(self, asked: Asked, error: str) -> None:
-        due_at_s = asked.due_at_s
-        self._results.append(
-            RequestResult(
-                due_at_s, due_at_s, due_at_s, 0, 0, 0, error=error, label=asked.session.label, position=asked.position
-            )
-        )
+        self._results.append(refused(asked, error))
 
     def _perform(self, effects: list[Effect], now: float) -> None:
         """What the core asks for; a request that was not held follows its own effect itself."""
@@ -246,6 +262,7 @@ class Simulation:
             self._perform(self.core.finish(decision.ticket, now), now)
             return
         self._flights[request.key] = Flight(asked, decision.ticket, address)
+        self._in_flight[address] += 1
         if self._token_observer is not None:
             self._token_observer.sent(asked.session.label, decision, request.prompt_tokens, now)
         for observer in self._request_observers:
@@ -267,34 +284,14 @@ class Simulation:
 
     def _finish(self, request: Request, flight: Flight, now: float) -> None:
         asked = flight.asked
+        self._in_flight[flight.address] -= 1
         if self._token_observer is not None:
             self._token_observer.ended(asked.session.label, request.tokens, now)
         for observer in self._request_observers:
             observer.ended(request, now)
         effects = self.core.finish(flight.ticket, now)
-        outcome = Outcome(
-            ticket=flight.ticket,
-            status=200,
-            served=flight.address,
-            duration_s=now - asked.due_at_s,
-            ttfb_s=flight.first_token_at_s - asked.due_at_s,
-            prompt_tokens=request.prompt_tokens,
-            completion_tokens=request.produced,
-            cached_tokens=request.cached_tokens or None,
-        )
+        outcome = outcome_of(flight, request, now)
         self._events.at(now + self._delays.log_s, lambda later: self._perform(self.core.settle(outcome, later), later))
-        self._results.append(
-            RequestResult(
-                due_at_s=asked.due_at_s,
-                first_token_at_s=flight.first_token_at_s,
-                last_token_at_s=now,
-                prompt_tokens=request.prompt_tokens,
-                cached_tokens=request.cached_tokens or 0,
-                output_tokens=request.produced,
-                label=asked.session.label,
-                engine=flight.address,
-                position=asked.position,
-            )
-        )
+        self._results.append(served(flight, request, now))
         self._perform(effects, now)
         asked.done(now)

@@ -14,6 +14,9 @@ Where nothing is written, the defaults are those of Kubernetes:
 | ``policies`` | 4 pods or 100 % in 15 s, whichever is more | 100 % in 15 s |
 | ``tolerance`` | 0.1 | 0.1 |
 
+One difference: HPA may forget a change after the longest period of the policies of its own direction, although those of
+the other direction count it, too. Here it is remembered for as long as any policy looks back.
+
 The history has recommendations as the laws made them: what stabilising made of them is never stored, or else one old peak
 would keep itself alive. Bounds of a target come after this. Where several targets differ in capacity, replicas are
 fractions: nothing is rounded then (``whole=False``), and "Pods" are replicas of the first target.

@@ -114,6 +114,12 @@ class PackedPoints(Points):
         """Of the points."""
         return self._times
 
+    def counters(self, at: int) -> Totals:
+        """The sums of one point without its histograms."""
+        from_end = at % len(self._times) - len(self._times)
+        heads = [_HEAD.unpack_from(series[from_end])[:7] for series in self._series if len(series) >= -from_end]
+        return _counters(heads[0] if len(heads) == 1 else [sum(each) for each in zip(*heads, strict=True)])
+
     def __len__(self) -> int:
         return len(self._times)
 
@@ -168,6 +174,11 @@ def _totals(sums: Sums) -> Totals:
         tuple(sums.ttft),
         tuple(sums.tpot),
     )
+
+
+def _counters(values: Sequence[float]) -> Totals:
+    arrivals, refused, finished, prompt_tokens, cached_tokens, output_tokens, prefill_work = values
+    return Totals(arrivals, refused, finished, prompt_tokens, cached_tokens, output_tokens, prefill_work)
 
 
 def _with(packed: bytes, more: Sums, share: float) -> bytes:

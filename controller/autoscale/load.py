@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from controller.autoscale.traffic import Point, Traffic
+from controller.autoscale.traffic import Totals, Traffic
 
 # Differences of fewer standard errors than this are noise: one in 370 by chance.
 _SIGMAS: Final = 3.0
@@ -74,14 +74,15 @@ class Load(msgspec.Struct, frozen=True):
 
 def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
     """``window_s``: the shortest window. None without two points."""
-    bins = _Bins.of(traffic.points, bin_s=window_s / _BINS_PER_WINDOW, now_s=now_s)
+    times = traffic.times
+    bins = _Bins.of(traffic, times, bin_s=window_s / _BINS_PER_WINDOW, now_s=now_s)
     if bins is None:
         return None
     counts = bins.differences(_admitted)
     dispersion = _dispersion(counts)
     used = _settled_bins(counts, dispersion)
     rate, seen_s = max(0.0, sum(counts[-used:])) / (used * bins.bin_s), used * bins.bin_s
-    rate, seen_s = _burst(traffic, rate, dispersion, now_s) or (rate, seen_s)
+    rate, seen_s = _burst(traffic, times[: bisect_right(times, now_s)], rate, dispersion) or (rate, seen_s)
     return Load(
         arrivals_per_s=rate,
         window_s=seen_s,
@@ -92,36 +93,48 @@ def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
 
 
 class _Bins(msgspec.Struct, frozen=True):
-    """``edges``: the last points before the ends of bins, the oldest first, one more than there are bins."""
+    """``edges``: the sums at the ends of bins, the oldest first, one more than there are bins."""
 
     bin_s: float
-    edges: Sequence[Point]
+    edges: Sequence[Totals]
 
     @staticmethod
-    def of(points: Sequence[Point], *, bin_s: float, now_s: float) -> _Bins | None:
-        most = _BINS_PER_WINDOW * 2**_DOUBLINGS
-        last = bisect_right(points, now_s, key=_at_s) - 1
+    def of(traffic: Traffic, times: Sequence[float], *, bin_s: float, now_s: float) -> _Bins | None:
+        last = bisect_right(times, now_s) - 1
         if last < 1:
             return None
-        end_s = points[last].at_s
-        # a point more, as that before the first bin's begin counts
-        first = max(0, bisect_right(points, end_s - most * bin_s, key=_at_s) - 1)
-        points = points[first : last + 1]
-        times = [point.at_s for point in points]
-        span_s = end_s - times[0]
+        end_s, span_s = times[last], times[last] - times[0]
         if span_s < bin_s:
-            return _Bins(bin_s=span_s, edges=(points[0], points[-1])) if span_s > 0 else None
-        count = min(most, int(span_s / bin_s + 1e-6))
+            return _Bins(bin_s=span_s, edges=(traffic.counters(0), traffic.counters(last))) if span_s > 0 else None
+        count = min(_BINS_PER_WINDOW * 2**_DOUBLINGS, int(span_s / bin_s + 1e-6))
         ends = (end_s - bin_s * (count - index) for index in range(count + 1))
-        return _Bins(bin_s=bin_s, edges=[points[bisect_right(times, end + 1e-6) - 1] for end in ends])
+        known: dict[int, Totals] = {}
+        return _Bins(bin_s=bin_s, edges=[_sums_at(traffic, times, end, bin_s, known) for end in ends])
 
-    def differences(self, value: Callable[[Point], float]) -> list[float]:
-        values = [value(point) for point in self.edges]
+    def differences(self, value: Callable[[Totals], float]) -> list[float]:
+        values = [value(edge) for edge in self.edges]
         return [new - old for old, new in itertools.pairwise(values)]
 
 
-def _at_s(point: Point) -> float:
-    return point.at_s
+def _sums_at(traffic: Traffic, times: Sequence[float], at_s: float, bin_s: float, known: dict[int, Totals]) -> Totals:
+    """Of the last point, or where points are further apart than bins, between two of them. ``known``: by index."""
+    index = bisect_right(times, at_s + 1e-6) - 1
+    if index not in known:
+        known[index] = traffic.counters(index)
+    old = known[index]
+    if index + 1 >= len(times) or times[index + 1] - times[index] <= bin_s:
+        return old
+    if index + 1 not in known:
+        known[index + 1] = traffic.counters(index + 1)
+    new, share = known[index + 1], (at_s - times[index]) / (times[index + 1] - times[index])
+    return Totals(
+        arrivals=old.arrivals + share * (new.arrivals - old.arrivals),
+        refused=old.refused + share * (new.refused - old.refused),
+        finished=old.finished + share * (new.finished - old.finished),
+        prompt_tokens=old.prompt_tokens + share * (new.prompt_tokens - old.prompt_tokens),
+        output_tokens=old.output_tokens + share * (new.output_tokens - old.output_tokens),
+        prefill_work=old.prefill_work + share * (new.prefill_work - old.prefill_work),
+    )
 
 
 def _dispersion(counts: Sequence[float]) -> float:
@@ -153,19 +166,20 @@ def _settled_bins(counts: Sequence[float], dispersion: float) -> int:
     return lengths[chosen]
 
 
-def _burst(traffic: Traffic, rate: float, dispersion: float, now_s: float) -> tuple[float, float] | None:
+def _burst(traffic: Traffic, times: Sequence[float], rate: float, dispersion: float) -> tuple[float, float] | None:
     """Arrivals a second, and the span in which they came, where some seconds have many more than ``rate`` explains.
 
     Of these arrivals one standard error is taken off: what they were by chance is known some seconds later.
     """
     found = None
-    last = traffic.points[bisect_right(traffic.points, now_s, key=_at_s) - 1]
+    last = len(times) - 1
     for span_s, sigmas in _BURSTS:
-        first = traffic.points[max(0, bisect_right(traffic.points, last.at_s - span_s + 1e-6, key=_at_s) - 1)]
-        seen_s = last.at_s - first.at_s
+        first = max(0, bisect_right(times, times[last] - span_s + 1e-6) - 1)
+        seen_s = times[last] - times[first]
         if not 0 < seen_s <= 2 * span_s:
             continue
-        number, expected = _admitted(last) - _admitted(first), rate * seen_s
+        number = _admitted(traffic.counters(last)) - _admitted(traffic.counters(first))
+        expected = rate * seen_s
         if number > expected + sigmas * math.sqrt(dispersion * max(1.0, expected)):
             least = (number - math.sqrt(dispersion * number)) / seen_s
             found = max(found or (rate, 0.0), (least, seen_s))
@@ -202,39 +216,43 @@ def _line(counts: Sequence[float], dispersion: float, bin_s: float) -> _Line:
     """Least squares. A step is no trend that could be continued: it is over."""
     group = len(counts) // _TREND_GROUPS
     grouped = [sum(counts[at : at + group]) for at in range(0, group * _TREND_GROUPS, group)]
-    mean, middle = sum(grouped) / _TREND_GROUPS, (_TREND_GROUPS - 1) / 2
-    slope = sum((index - middle) * (count - mean) for index, count in enumerate(grouped)) / _TREND_SPREAD
-    off_line = sum((count - mean - slope * (index - middle)) ** 2 for index, count in enumerate(grouped))
+    total, middle = sum(grouped), (_TREND_GROUPS - 1) / 2
+    slope = sum((index - middle) * count for index, count in enumerate(grouped)) / _TREND_SPREAD
+    # what a line, and what the best step, takes off the sum of squares
+    by_line = slope * slope * _TREND_SPREAD + total * total / _TREND_GROUPS
+    before, by_step = 0.0, 0.0
+    for index, count in enumerate(grouped[:-1], start=1):
+        before += count
+        after = total - before
+        by_step = max(by_step, before * before / index + after * after / (_TREND_GROUPS - index))
     unit = (group * bin_s) ** 2
     return _Line(
         slope=slope / unit,
-        variance=dispersion * max(mean, 1.0) / _TREND_SPREAD / unit**2,
-        is_best=off_line < min(_off_step(grouped, at) for at in range(1, _TREND_GROUPS)),
+        variance=dispersion * max(total / _TREND_GROUPS, 1.0) / _TREND_SPREAD / unit**2,
+        is_best=by_line > by_step,
     )
 
 
-def _off_step(counts: Sequence[float], at: int) -> float:
-    """The squared error of two constants, one before the bin ``at`` and one from there on."""
-    before, after = sum(counts[:at]) / at, sum(counts[at:]) / (len(counts) - at)
-    return sum((count - (before if index < at else after)) ** 2 for index, count in enumerate(counts))
-
-
-def _admitted(point: Point) -> float:
+def _admitted(sums: Totals) -> float:
     """Requests that were not refused: a tenant's limit keeps them off engines. The work of those that were refused for
     want of engines is in ``prefill_work`` all the same.
     """
-    return point.totals.arrivals - point.totals.refused
+    return sums.arrivals - sums.refused
 
 
 def _per_request(bins: _Bins, arrivals: Sequence[float]) -> PerRequest | None:
     """Over the longest window that agrees with the shorter ones; prefill is known at arrival, the rest at the end."""
-    finished = bins.differences(lambda point: point.totals.finished)
+    finished = bins.differences(lambda sums: sums.finished)
     if sum(finished) <= 0:
         return None
     return PerRequest(
-        prefill_work=_mean(bins.differences(lambda point: point.totals.prefill_work), arrivals),
-        prompt_tokens=_mean(bins.differences(lambda point: point.totals.prompt_tokens), finished),
-        output_tokens=_mean(bins.differences(lambda point: point.totals.output_tokens), finished),
+        prefill_work=_mean(bins.differences(lambda sums: sums.prefill_work), arrivals),
+        # counted when they are sent or when they end, as the engine tells
+        prompt_tokens=_mean(
+            bins.differences(lambda sums: sums.prompt_tokens),
+            [max(pair) for pair in zip(finished, arrivals, strict=True)],
+        ),
+        output_tokens=_mean(bins.differences(lambda sums: sums.output_tokens), finished),
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from controller.autoscale.allocation.blocked import Blockage
+from controller.autoscale.allocation.variants import Allocation, Rules, Variant
 from controller.autoscale.behavior import Past
 from controller.autoscale.panic import PanicState
 from controller.autoscale.schedule import Bounds
@@ -18,7 +20,7 @@ from controller.resources.autoscaling import Schedule
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     """``began_at_s``: since when laws have known something without a gap. ``laws``: what each law remembers, by its name. ``past``: for
     the behaviour block. ``panic``: None if there is none. ``current``: as seen last. ``speeds``: smoothed,
-    and ``starts``: measured, by target. ``arrivals``: counted so far. ``active_at_s``: when something was last asked for
+    ``starts``: measured, and ``blockages``: why one is left out, by target. ``arrivals``: counted so far. ``active_at_s``: when something was last asked for
     or done. ``woken_at_s``: when the stage last left zero; None: not yet, or requests have been served since.
     """
 
@@ -30,18 +32,31 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     current: float | None = None
     speeds: Mapping[str, Speed] = {}
     starts: Mapping[str, StartTimes] = {}
+    blockages: Mapping[str, Blockage] = {}
     arrivals: float = 0.0
     finished: float = 0.0
     active_at_s: float = 0.0
     woken_at_s: float | None = None
 
 
+class Shared(msgspec.Struct, frozen=True):
+    """A question to the allocation, and its answer, by stage."""
+
+    needs: Mapping[str, float]
+    variants: Mapping[str, tuple[Variant, ...]]
+    rules: Rules
+    found: Mapping[str, Allocation]
+
+
 class Memory(msgspec.Struct, frozen=True):
-    """``stages``: by name. ``schedules`` and ``bounds``: the bounds of these schedules until their own end."""
+    """``stages``: by name. ``schedules`` and ``bounds``: the bounds of these schedules until their own end. ``shared``:
+    the last question about sharing out among targets, with its answer.
+    """
 
     stages: Mapping[str, StageMemory] = {}
     schedules: tuple[Schedule, ...] = ()
     bounds: Bounds = Bounds()
+    shared: Shared | None = None
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True):

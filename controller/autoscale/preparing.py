@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.autoscale.allocation.blocked import Blockage, judge
 from controller.autoscale.behavior import Past, Scaled
 from controller.autoscale.freshness import with_fresh_metrics
 from controller.autoscale.load import PerRequest
@@ -48,9 +49,18 @@ def prepared(
     targets = tuple(
         _known(one, capacities[one.name], speeds.get(one.name), starts[one.name]) for one in situation.targets
     )
+    blockages = {one.name: judge(one, memory.blockages.get(one.name, Blockage()), now_s) for one in targets}
+    targets = tuple(
+        one if one.blocked else msgspec.structs.replace(one, blocked=blockages[one.name].at(now_s)) for one in targets
+    )
     situation = with_fresh_metrics(msgspec.structs.replace(situation, targets=targets), policy.staleness)
     memory = msgspec.structs.replace(
-        _noticed(memory, situation), began_at_s=began_at_s, decided_at_s=now_s, speeds=speeds, starts=starts
+        _noticed(memory, situation),
+        began_at_s=began_at_s,
+        decided_at_s=now_s,
+        speeds=speeds,
+        starts=starts,
+        blockages=blockages,
     )
     return situation, followed(memory, situation)
 

@@ -12,7 +12,7 @@ from controller.autoscale.answer import Answer
 from controller.autoscale.behavior import Recommended, behaved, remembered
 from controller.autoscale.combine import carried_by_the_rest, combined
 from controller.autoscale.decision import StageDecision
-from controller.autoscale.freshness import held_by_age, too_old
+from controller.autoscale.freshness import held_by_age, not_for_scale_in, too_old
 from controller.autoscale.law import Law, Recommendation
 from controller.autoscale.memory import StageMemory
 from controller.autoscale.panic import PanicState, panicking
@@ -23,6 +23,7 @@ from controller.resources.autoscaling import Behavior, ScalingRule
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from controller.autoscale.decision import Step
     from controller.autoscale.schedule import Bounds
     from controller.resources.autoscaling import AutoscalingPolicySpec
 
@@ -34,13 +35,16 @@ _EPSILON: Final = 1e-6
 
 
 class StageAnswer(msgspec.Struct, frozen=True):
-    """``answer``: replicas of the first target. ``situation``: with what is remembered of speeds and starts."""
+    """``answer``: replicas of the first target. ``situation``: with what is remembered of speeds and starts. ``doubt``:
+    why no target may have fewer than now; empty if it may.
+    """
 
     situation: Situation
     recommendations: tuple[Recommendation, ...]
     combined: Answer | None
     answer: Answer
     memory: StageMemory
+    doubt: str = ""
 
 
 def decided(
@@ -61,20 +65,22 @@ def decided(
     memory = _remembered(memory, first, situation, policy)
     answer, panic = _steadied(answer, memory, situation, policy)
     answer = _after_restart(answer, memory, situation, policy)
+    doubt = too_old(situation, policy) or not_for_scale_in(situation, policy) or _just_begun(memory, situation, policy)
     answer = from_zero(answer, policy, situation)
     answer = _bounded(answer, situation, bounds)
     memory = msgspec.structs.replace(memory, laws=kept, panic=panic)
-    return StageAnswer(situation, tuple(recommendations), first, answer, memory)
+    return StageAnswer(situation, tuple(recommendations), first, answer, memory, doubt)
 
 
-def told(stage: StageAnswer, answer: Answer) -> StageDecision:
-    """The record. ``answer``: after the rules that look at all stages."""
+def told(stage: StageAnswer, ratios: Sequence[Step]) -> StageDecision:
+    """The record. ``ratios``: what the ratios between targets changed."""
     situation = stage.situation
+    names = {f"{target.name}:" for target in situation.targets}
     return StageDecision(
         stage=situation.targets[0].spec.stage,
         recommendations=stage.recommendations,
         combined=stage.combined.replicas if stage.combined is not None else None,
-        steps=answer.steps,
+        steps=(*stage.answer.steps, *(one for one in ratios if one.reason.split(" ", 1)[0] in names)),
         waiting=situation.waiting,
         freshness=situation.freshness,
     )
@@ -137,16 +143,18 @@ def _steadied(
     return Answer(allowed, (*answer.steps, *steps)), None
 
 
-def _after_restart(answer: Answer, memory: StageMemory, situation: Situation, policy: AutoscalingPolicySpec) -> Answer:
-    """Nothing is scaled in until a whole window has been seen."""
+def _just_begun(memory: StageMemory, situation: Situation, policy: AutoscalingPolicySpec) -> str:
+    """Why too little of the past is known to scale in; empty if enough is: a whole window."""
     window_s = behavior_of(policy).scale_down.stabilization_window_seconds
     window_s = _HPA_WINDOW_S if window_s is None else window_s
     seen_s = situation.now_s - memory.began_at_s
-    if seen_s >= window_s:
-        return answer
-    return answer.at_least(
-        "Restarted", situation.current, f"what is needed is known for {seen_s:.0f} s, not yet {window_s} s"
-    )
+    return "" if seen_s >= window_s else f"what is needed is known for {seen_s:.0f} s, not yet {window_s} s"
+
+
+def _after_restart(answer: Answer, memory: StageMemory, situation: Situation, policy: AutoscalingPolicySpec) -> Answer:
+    """Nothing is scaled in right after a start."""
+    why = _just_begun(memory, situation, policy)
+    return answer.at_least("Restarted", situation.current, why) if why else answer
 
 
 def _bounded(answer: Answer, situation: Situation, bounds: Bounds) -> Answer:

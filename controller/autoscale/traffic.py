@@ -43,6 +43,10 @@ class Points(Sequence[Point]):
     def times(self) -> Sequence[float]:
         """Of the points."""
 
+    @abstractmethod
+    def counters(self, at: int) -> Totals:
+        """The sums of one point without its histograms, which take long to make."""
+
 
 class Rates(msgspec.Struct, frozen=True):
     """A second, over ``window_s``. ``arrivals``: requests. ``prompt_tokens``, ``cached_tokens``, ``output_tokens``,
@@ -63,6 +67,24 @@ class Traffic(msgspec.Struct, frozen=True):
 
     points: Sequence[Point] = ()
 
+    def latencies_s(self, percent: float, window_s: float, until_s: float) -> tuple[float | None, float | None]:
+        """``ttft_s`` and ``tpot_s`` at once, which takes half as long."""
+        new, old = self.at(until_s), self.at(until_s - window_s)
+        if new is None:
+            return None, None
+        ttft = _since(new.ttft, old.ttft if old is not None else ())
+        tpot = _since(new.tpot, old.tpot if old is not None else ())
+        return percentile(ttft, TTFT_BOUNDS_S, percent), percentile(tpot, TPOT_BOUNDS_S, percent)
+
+    @property
+    def times(self) -> Sequence[float]:
+        """Of the points."""
+        return self.points.times if isinstance(self.points, Points) else [one.at_s for one in self.points]
+
+    def counters(self, at: int) -> Totals:
+        """The sums of one point; histograms may be left out."""
+        return self.points.counters(at) if isinstance(self.points, Points) else self.points[at].totals
+
     def at(self, at_s: float) -> Totals | None:
         """The sums at an instant: those of the last point that is not later; None before the first."""
         index = self._known(at_s)
@@ -74,16 +96,16 @@ class Traffic(msgspec.Struct, frozen=True):
         first = max(0, self._known(until_s - window_s) - 1)
         if last <= first:
             return None
-        new, old = self.points[last], self.points[first]
-        span_s = new.at_s - old.at_s
+        new, old = self.counters(last), self.counters(first)
+        span_s = self._time(last) - self._time(first)
         return Rates(
             window_s=span_s,
-            arrivals=(new.totals.arrivals - old.totals.arrivals) / span_s,
-            finished=(new.totals.finished - old.totals.finished) / span_s,
-            prompt_tokens=(new.totals.prompt_tokens - old.totals.prompt_tokens) / span_s,
-            cached_tokens=(new.totals.cached_tokens - old.totals.cached_tokens) / span_s,
-            output_tokens=(new.totals.output_tokens - old.totals.output_tokens) / span_s,
-            prefill_work=(new.totals.prefill_work - old.totals.prefill_work) / span_s,
+            arrivals=(new.arrivals - old.arrivals) / span_s,
+            finished=(new.finished - old.finished) / span_s,
+            prompt_tokens=(new.prompt_tokens - old.prompt_tokens) / span_s,
+            cached_tokens=(new.cached_tokens - old.cached_tokens) / span_s,
+            output_tokens=(new.output_tokens - old.output_tokens) / span_s,
+            prefill_work=(new.prefill_work - old.prefill_work) / span_s,
         )
 
     def ttft_s(self, percent: float, window_s: float, until_s: float) -> float | None:
@@ -93,6 +115,9 @@ class Traffic(msgspec.Struct, frozen=True):
     def tpot_s(self, percent: float, window_s: float, until_s: float) -> float | None:
         """The percentile of times per output token that became known in the window; None without any."""
         return percentile(self._histogram("tpot", window_s, until_s), TPOT_BOUNDS_S, percent)
+
+    def _time(self, at: int) -> float:
+        return self.points.times[at] if isinstance(self.points, Points) else self.points[at].at_s
 
     def _known(self, at_s: float) -> int:
         """How many points are not later."""
@@ -104,6 +129,9 @@ class Traffic(msgspec.Struct, frozen=True):
         new, old = self.at(until_s), self.at(until_s - window_s)
         if new is None:
             return ()
-        counts: tuple[int, ...] = getattr(new, name)
-        before: tuple[int, ...] = getattr(old, name) if old is not None else ()
-        return tuple(count - (before[index] if index < len(before) else 0) for index, count in enumerate(counts))
+        return _since(getattr(new, name), getattr(old, name) if old is not None else ())
+
+
+def _since(counts: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+    known = len(before)
+    return tuple(count - (before[index] if index < known else 0) for index, count in enumerate(counts))

@@ -90,6 +90,12 @@ class FairQueue:
             band.requests / band.spec.max_requests,
         )
 
+    def takes(self, queued: QueuedRequest) -> bool:
+        """Whether there is room for it and nobody has to give way."""
+        band = self.band_of(queued.priority)
+        is_full = band.requests >= band.spec.max_requests or band.bytes + queued.size_bytes > band.most_bytes
+        return not is_full and self._has_room(queued)
+
     def enqueue(self, queued: QueuedRequest) -> list[QueuedRequest]:
         """Add a request. Returns the requests of lower bands evicted for it; raises QueueFull if there is no room."""
         band = self.band_of(queued.priority)

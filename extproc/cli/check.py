@@ -102,9 +102,13 @@ def _too_long(snapshot: Snapshot) -> list[str]:
 
 
 def _who_holds(spec: ModelServerSpec) -> str:
-    return (
-        "flowControl holds requests" if spec.adapter_loading is None else "flowControl and adapterLoading hold requests"
-    )
+    holders = {
+        "flowControl": spec.flow_control or spec.picker_config,
+        "adapterLoading": spec.adapter_loading,
+        "activation": spec.activation,
+    }
+    named = [name for name, one in holders.items() if one is not None]
+    return f"{' and '.join(named)} {'hold' if len(named) > 1 else 'holds'} requests"
 
 
 def _unrouted_adapters(snapshot: Snapshot) -> list[str]:

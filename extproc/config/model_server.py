@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from extproc.config.activation import Activation
 from extproc.config.adapter_loading import AdapterLoading
 from extproc.config.admission import FlowControl
 from extproc.config.cel import Rule, exactly_one, together
@@ -152,6 +153,8 @@ class ModelServerSpec(Spec, frozen=True):
     flow_control: FlowControl | None = None
     # LoRA adapters that are loaded when a request asks for them; without it, those that the engines have.
     adapter_loading: AdapterLoading | None = None
+    # Requests wait while there is no engine; without it, they are answered 503 at once.
+    activation: Activation | None = None
 
     @property
     def endpoints(self) -> tuple[StaticEndpoint, ...]:

@@ -43,7 +43,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         return self.picker_files[spec.picker_config].flow_control
 
     def longest_wait_s_of(self, spec: ModelServerSpec) -> float:
-        """The longest that a request waits before an engine of the server gets it: for its adapter, then in the queue."""
-        control, loading = self.flow_control_of(spec), spec.adapter_loading
+        """The longest that a request waits before an engine of the server gets it: for the first engine, for its adapter,
+        then in the queue.
+        """
+        control, loading, activation = self.flow_control_of(spec), spec.adapter_loading, spec.activation
+        for_engine_s = 0.0 if activation is None else float(activation.hold_timeout)
         for_adapter_s = 0.0 if loading is None else float(loading.timeout)
-        return for_adapter_s + (0.0 if control is None else control.longest_wait_s)
+        return for_engine_s + for_adapter_s + (0.0 if control is None else control.longest_wait_s)

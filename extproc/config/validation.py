@@ -13,6 +13,7 @@ from extproc.config.header_validation import check_answer_header, check_header_n
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from extproc.config.activation import Activation
     from extproc.config.adapter_loading import AdapterLoading
     from extproc.config.backend import BackendSpec
     from extproc.config.errors import Finding, Path
@@ -56,6 +57,7 @@ def check_server(spec: ModelServerSpec) -> Iterator[Finding]:
     if spec.cache_scope_header is not None:
         yield from check_header_name(spec.cache_scope_header, ("spec", "cacheScopeHeader"))
     yield from _check_adapters(spec, spec.adapter_loading)
+    yield from _check_activation(spec.activation)
     if spec.flow_control is not None:
         yield from check_header_name(spec.flow_control.session_header, ("spec", "flowControl", "sessionHeader"))
         yield from check_flow_control(spec.flow_control)
@@ -80,6 +82,14 @@ def _check_adapters(spec: ModelServerSpec, loading: AdapterLoading | None) -> It
         if adapter.name == spec.model:
             yield place, f"'{adapter.name}' is the base model; give the adapter another name"
         seen.add(adapter.name)
+
+
+def _check_activation(activation: Activation | None) -> Iterator[Finding]:
+    """Envoy can wait as long."""
+    if activation is not None:
+        path: Path = ("spec", "activation")
+        yield from _check_duration(activation.hold_timeout, (*path, "holdTimeout"), longest_s=LONGEST_MESSAGE_S)
+        yield from _check_duration(activation.start_time, (*path, "startTime"))
 
 
 def check_route(spec: ModelRouteSpec) -> Iterator[Finding]:

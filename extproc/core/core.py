@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
-import numpy as np
-
 from extproc.admission.access import Access
 from extproc.admission.cache_isolation import CacheIsolation
 from extproc.admission.identity import Identities
 from extproc.admission.limits import Grant
 from extproc.core.accounts import Accounts
 from extproc.core.admission_controller import AdmissionController
+from extproc.core.awaiting import AwaitingRequests
 from extproc.core.demand import DemandMeter
-from extproc.core.dispatch import Dispatcher, constraints_of, prompt_of
+from extproc.core.dispatch import Dispatcher
 from extproc.core.effects import Effect, Tell
 from extproc.core.entering import EnteringRequests
-from extproc.core.explanation import explain, where_adapter_goes
+from extproc.core.explaining import Asked, explain_arrival
 from extproc.core.feedback import take_change, take_report
 from extproc.core.intake import Intake
 from extproc.core.level_exchange import LevelExchange
@@ -44,11 +42,12 @@ from extproc.scheduling.request_started import RequestStarted
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from extproc.config.demand import Demand
     from extproc.config.loads import EndpointLoad
     from extproc.config.snapshot import Snapshot
+    from extproc.core.awaiting import ZeroDemand
     from extproc.core.entering import Answer, Own
     from extproc.core.explanation import Explanation
     from extproc.core.peer_events import EventBatch
@@ -94,8 +93,15 @@ class Core:
         dispatcher = Dispatcher(self._records, self._accounts, self.meter, rng=rng, has_peers=machine is not None)
         self._loading = LoadingRequests(self._records, dispatcher, has_peers=machine is not None)
         self._waiting = WaitingRequests(self._records, self.admission, self._loading, dispatcher)
+        self._awaiting = AwaitingRequests(self._waiting, self._loading, dispatcher)
         self._entering = EnteringRequests(
-            self.admission, self._accounts, self._waiting, self._loading, dispatcher, pools=lambda: self.pools
+            self.admission,
+            self._accounts,
+            self._waiting,
+            self._loading,
+            self._awaiting,
+            dispatcher,
+            lambda: self.intake,
         )
         self._running = RunningRequests(self._records, self._accounts, has_peers=machine is not None)
         self.apply(snapshot, 0.0)
@@ -131,6 +137,8 @@ class Core:
         self.asks_origin = bool(snapshot.http_routes or snapshot.gateway.listeners)
         who_may = WhoMay(access, identities, routing)
         self.intake = Intake(routing, identities, isolation, who_may, pools, self.admission, self._rng)
+        self._awaiting.go_back(self._records.values(), pools, now, out)
+        self._awaiting.move(pools, self.intake.elsewhere, now, out)
         self._loading.move(pools, now, out)
         self._waiting.move(gates, pools, now, out)
         self._waiting.wake(now, out)
@@ -175,6 +183,7 @@ class Core:
     def tick(self, now: float) -> list[Effect]:
         """Held requests that can go are sent, and those that have waited too long are refused."""
         out = list[Effect]()
+        self._awaiting.tick(now, out, lambda record: self._entering.started(record, now, out))
         for record in self._loading.ready(now):
             self._entering.loaded(record, now, out)
         self._loading.tick(now, out)
@@ -239,13 +248,15 @@ class Core:
                     if self._running.repeat(event, origin, self.pools.get(event.server), gate, now):
                         self.mirror.started(origin, event.ticket)
                 case Ended():
-                    self._finish_elsewhere([event.ticket] if self.mirror.ended(origin, event.ticket) else [], now, out)
+                    self._running.finish_elsewhere(
+                        [event.ticket] if self.mirror.ended(origin, event.ticket) else [], now, out
+                    )
                 case Learned():
                     self._running.settle(event.outcome, now, out)
                 case EngineSaid():
                     take_report(self.pools, event, now)
                 case Alive():
-                    self._finish_elsewhere(self.mirror.lost(origin, event.running), now, out)
+                    self._running.finish_elsewhere(self.mirror.lost(origin, event.running), now, out)
                 case AdapterChanged():
                     take_change(self.pools, event, now)
                 case Spent() | AskLevels() | Levels():
@@ -257,7 +268,7 @@ class Core:
         """A heartbeat: tell the others which requests run here, and end those of processes that have gone silent."""
         out: list[Effect] = [Tell(Alive(self._running.here()))]
         self.levels.ask(out)
-        self._finish_elsewhere(self.mirror.silent(now), now, out)
+        self._running.finish_elsewhere(self.mirror.silent(now), now, out)
         self._waiting.wake(now, out)
         return out
 
@@ -265,12 +276,7 @@ class Core:
         self, arrival: Arrival, now: float, *, tokens: Sequence[int] | None = None, attachment: Attachment = BUNDLE
     ) -> Explanation:
         """What would be decided, with every reason, and nothing changed; raises a Refusal."""
-        pool = arrival.pool
-        adapter, loader = where_adapter_goes(pool, arrival.adapter, attachment.subset, now)
-        only = None if loader is None else np.arange(len(pool.table.addresses)) == loader
-        constraints = constraints_of(arrival, attachment, only, wants_reasons=True)
-        found = explain(pool.consider(prompt_of(arrival, tokens), constraints, now=now, rng=self._rng), pool)
-        return msgspec.structs.replace(found, adapter=adapter)
+        return explain_arrival(Asked(arrival, attachment, tokens), self._awaiting, now=now, rng=self._rng)
 
     def state_of(self, ticket: str) -> State:
         """Where the request of this ticket stands."""
@@ -281,6 +287,10 @@ class Core:
         """How many requests are in these states."""
         return sum(1 for one in self._records.values() if one.state in states)
 
+    def at_zero(self) -> dict[str, ZeroDemand]:
+        """By server: who waits because it has no engine."""
+        return self._awaiting.at_zero()
+
     def loads(self) -> dict[str, EndpointLoad]:
         """What each engine does for this process, by address."""
         return loads_of(self._records.values(), self.pools.values())
@@ -288,10 +298,3 @@ class Core:
     def demand(self, now: float, *, began_at_s: float = 0.0) -> Demand:
         """What clients ask for and what the engines do, for autoscalers. ``began_at_s``: when the process began."""
         return self.meter.page(self.pools, now, began_at_s=began_at_s)
-
-    def _finish_elsewhere(self, tickets: Iterable[str], now: float, out: list[Effect]) -> None:
-        """Requests of another process are over."""
-        for ticket in tickets:
-            record = self._records.get(ticket)
-            if record is not None and record.run is not None and is_legal(record.state, Event.FINISHED, ticket):
-                self._running.finish(record, record.run, now, out)

@@ -17,14 +17,14 @@ from extproc.core.feedback import usage_of
 from extproc.core.states import State
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from extproc.core.record import Record, Run
     from extproc.core.types import Arrival, Outcome
     from extproc.scheduling.pool import Pool
 
 # A request in one of these states is held here.
-WAITING: Final = frozenset({State.LOADING, State.QUEUED})
+WAITING: Final = frozenset({State.AWAITING_ENGINE, State.LOADING, State.QUEUED})
 # Servers that have left the configuration are remembered, so that counts go on if they return: at most so many in all.
 _MOST_SERVERS: Final = 10_000
 # Adapters come and go with the configuration: beyond so many, new ones count as their base model.
@@ -43,6 +43,52 @@ class DemandMeter:
 
     def arrived(self, record: Record, arrival: Arrival, now: float) -> None:
         """A request has come to its ModelServer."""
+        meter = self._meter_of(arrival)
+        meter.arrivals += 1
+        record.meter, record.arrived_at_s = meter, now
+
+    def moved(self, record: Record, arrival: Arrival) -> None:
+        """A request that waits for an engine goes to another ModelServer. It counts as an arrival at the first one alone."""
+        before = record.meter
+        if before is not None:
+            wait = before.server.waiting.get(record.ticket)
+            before.server.end_wait(record.ticket)
+            record.meter = self._meter_of(arrival)
+            if wait is not None:
+                record.meter.server.begin_wait(record.ticket, wait)
+
+    def begin_wait(self, record: Record, state: State) -> None:
+        """The request is held, in ``state`` from now on."""
+        meter, pool = record.meter, record.arrived.pool
+        if meter is None:
+            return
+        server, awaits_engine = meter.server, state is State.AWAITING_ENGINE
+        is_first = (
+            not any(one.awaits_engine for one in server.waiting.values()) if awaits_engine else not server.waiting
+        )
+        if is_first and (awaits_engine or not pool.readiness.can_serve):
+            self.missed += 1
+        uncached = _count_work(meter, record)
+        server.begin_wait(record.ticket, Wait(record.arrived_at_s, uncached, awaits_engine))
+
+    def page(self, pools: Mapping[str, Pool], now: float, *, began_at_s: float = 0.0) -> Demand:
+        """All of it. ``began_at_s``: when the process began."""
+        return self.page_of(dict(self.servers(pools, now)), now - began_at_s)
+
+    def page_of(self, servers: dict[str, ServerDemand], age_s: float) -> Demand:
+        """A page of ``servers``, with the next number. ``age_s``: since the process began."""
+        self._sequence += 1
+        return Demand(self._instance, self._sequence, age_s, servers)
+
+    def servers(self, pools: Mapping[str, Pool], now: float) -> Iterator[tuple[str, ServerDemand]]:
+        """One after the other; requests may come and go in between."""
+        for name, pool in list(pools.items()):
+            yield name, _server_demand(pool, self._servers.get(name), now)
+        for name, server in list(self._servers.items()):
+            if name not in pools and (server.in_flight or server.waiting):
+                yield name, _counts(server, {address: _flight(one) for address, one in server.in_flight.items()}, now)
+
+    def _meter_of(self, arrival: Arrival) -> ModelMeter:
         pool, model = arrival.pool, arrival.destination.model
         server = self._servers.get(pool.name)
         if server is None:
@@ -51,36 +97,7 @@ class DemandMeter:
             # clients may write what they like
             model = pool.spec.model or ""
         meter = server.models.get(model)
-        if meter is None:
-            meter = _add_model(server, model, pool.spec.model or "")
-        meter.arrivals += 1
-        record.meter, record.arrived_at_s = meter, now
-
-    def begin_wait(self, record: Record) -> None:
-        """The request is held."""
-        meter, pool = record.meter, record.arrived.pool
-        if meter is None:
-            return
-        server = meter.server
-        if not server.waiting and not len(pool.table):
-            self.missed += 1
-        uncached = _count_work(meter, record)
-        server.begin_wait(record.ticket, Wait(record.arrived_at_s, uncached))
-
-    def page(self, pools: Mapping[str, Pool], now: float, *, began_at_s: float = 0.0) -> Demand:
-        """All of it. ``began_at_s``: when the process began."""
-        self._sequence += 1
-        return Demand(
-            instance=self._instance,
-            sequence=self._sequence,
-            age_s=now - began_at_s,
-            servers={name: _server_demand(pool, self._servers.get(name), now) for name, pool in pools.items()}
-            | {
-                name: _counts(server, {address: _flight(one) for address, one in server.in_flight.items()}, now)
-                for name, server in self._servers.items()
-                if name not in pools and (server.in_flight or server.waiting)
-            },
-        )
+        return _add_model(server, model, pool.spec.model or "") if meter is None else meter
 
     def _add(self, name: str) -> ServerMeter:
         if len(self._servers) >= _MOST_SERVERS:
@@ -145,7 +162,7 @@ def count_outcome(record: Record, run: Run, outcome: Outcome) -> None:
             meter.cached_tokens += outcome.cached_tokens or 0
     if run.is_streamed and outcome.ttfb_s is not None and 200 <= outcome.status < 300:
         # of each answer: all are written side by side
-        steps = (written or 0) / max(1, run.answers) - 1
+        steps = (written or 0) / (run.answers or 1) - 1
         tpot_s = (outcome.duration_s - outcome.ttfb_s) / steps if steps > 0 else None
         meter.server.count_times(outcome.ttfb_s, tpot_s)
 
@@ -175,14 +192,17 @@ def _server_demand(pool: Pool, server: ServerMeter | None, now: float) -> Server
     engines = _engines(pool, server, now)
     if server is None:
         return ServerDemand(model=pool.spec.model or "", engines=engines)
-    at_zero = 0 if len(pool.table) else len(server.waiting)
+    at_zero = len(server.waiting)
+    if pool.readiness.can_serve:
+        # of two stages, both are awaited once one of them was
+        at_zero = sum(one.awaits_engine for one in server.waiting.values())
     return _counts(server, engines, now, model=pool.spec.model or "", at_zero=at_zero)
 
 
 def _counts(
     server: ServerMeter, engines: dict[str, EngineDemand], now: float, *, model: str = "", at_zero: int = 0
 ) -> ServerDemand:
-    first = next(iter(server.waiting.values()), None)
+    first_s = min((one.since_s for one in server.waiting.values()), default=now)
     return ServerDemand(
         model=model,
         counted={
@@ -201,7 +221,7 @@ def _counts(
         tpot=tuple(server.tpot),
         queued=len(server.waiting),
         queued_tokens=max(0.0, server.waiting_tokens),
-        oldest_wait_s=0.0 if first is None else max(0.0, now - first.since_s),
+        oldest_wait_s=max(0.0, now - first_s),
         at_zero=at_zero,
         engines=engines,
     )

@@ -15,7 +15,7 @@ from extproc.core.health_feedback import OverdueRequests
 from extproc.core.record import Record, Run
 from extproc.core.rewriting import asks_for_usage, changed_body
 from extproc.core.states import State
-from extproc.errors import InternalError, NoEndpoint, Refusal
+from extproc.errors import EngineStarting, InternalError, NoEndpoint, Refusal
 from extproc.prefix.turns import tail_of
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.scheduling.pool import PickConstraints
@@ -56,11 +56,16 @@ class Dispatcher:
     def put(self, record: Record, state: State) -> None:
         """Enter the request in the table, in this state."""
         if state in WAITING:
-            self._demand.begin_wait(record)
+            self._demand.begin_wait(record, state)
         elif record.state in WAITING:
             _end_wait(record)
         record.state = state
         self._records[record.ticket] = record
+
+    def move(self, record: Record, other: Arrival) -> None:
+        """A request that is held goes to another ModelServer, as ``other``. Its tokens are those of the first one's model."""
+        self._demand.moved(record, other)
+        record.arrival, record.tokens = other, None
 
     def drop(self, record: Record, now: float, out: list[Effect]) -> None:
         """Remove the request from the table and refund its grants: no engine gets it."""
@@ -76,7 +81,7 @@ class Dispatcher:
     ) -> Refused:
         """The client is told why its request cannot be served."""
         self.drop(record, now, out)
-        count_refusal(record, is_for_want_of_engines=isinstance(refusal, NoEndpoint))
+        count_refusal(record, is_for_want_of_engines=isinstance(refusal, NoEndpoint | EngineStarting))
         return Refused(record.ticket, refusal, record.arrived, record.queued, was_held)
 
     def dispatch(
@@ -134,8 +139,8 @@ class Dispatcher:
         if gate is not None and queued is not None:
             waited_s = run.waited_s = now - queued.arrived_at_s
             _charge(run, gate, queued, gate.service(run.reserved, assignment.cached_tokens), now)
-        if record.loading_s:
-            run.waited_s = waited_s + record.loading_s
+        if record.loading_s or record.engine_wait_s:
+            run.waited_s = waited_s + record.loading_s + record.engine_wait_s
         self.put(record, State.RUNNING)
         count_dispatch(record, run)
         # an outcome may take hours, or never come: the prompt is not kept that long
@@ -153,6 +158,7 @@ class Dispatcher:
             was_held=was_held,
             waited_s=waited_s,
             adapter_wait_s=record.loading_s,
+            engine_wait_s=record.engine_wait_s,
             grants=record.grants,
             adds_usage=adds_usage,
         )

@@ -22,8 +22,8 @@ class Decision(msgspec.Struct, frozen=True):
 
     ``body``: what to send instead of the client's body, None to send that. ``queued``: its entry in its server's queue,
     None without flow control, where it waited for ``waited_s``. ``was_held``: it waited there, or for its adapter for
-    ``adapter_wait_s``. ``adds_usage``: we asked the engine for
-    usage that the client did not ask for, so the client must not see it.
+    ``adapter_wait_s``, or for an engine of its server for ``engine_wait_s``. ``adds_usage``: we asked the engine for usage
+    that the client did not ask for, so the client must not see it.
     """
 
     ticket: str
@@ -35,12 +35,18 @@ class Decision(msgspec.Struct, frozen=True):
     was_held: bool = False
     waited_s: float = 0.0
     adapter_wait_s: float = 0.0
+    engine_wait_s: float = 0.0
     grants: tuple[Grant, ...] = ()
     adds_usage: bool = False
 
+    @property
+    def held_s(self) -> float:
+        """From its arrival to this decision."""
+        return self.waited_s + self.adapter_wait_s + self.engine_wait_s
+
 
 class Refused(msgspec.Struct, frozen=True):
-    """Answer: the request is refused. ``was_held``: it waited in its server's queue, or for its adapter."""
+    """Answer: the request is refused. ``was_held``: it waited in its server's queue, for its adapter or for an engine."""
 
     ticket: str
     refusal: Refusal
@@ -80,6 +86,29 @@ class AwaitAdapter(msgspec.Struct, frozen=True):
     ticket: str
     adapter: str
     longest_s: float
+
+
+class AwaitEngine(msgspec.Struct, frozen=True):
+    """The request waits for an engine of ``server``, which has none, and then maybe for its adapter and in the queue; a
+    Decision or Refused with its ticket comes after ``longest_s`` at most.
+    """
+
+    ticket: str
+    server: str
+    longest_s: float
+
+
+class WaitsForEngine(msgspec.Struct, frozen=True):
+    """A request has begun to wait for an engine of ``server``, the first to do so: one must be started."""
+
+    server: str
+
+
+class EngineStarted(msgspec.Struct, frozen=True):
+    """``server`` has an engine again. ``after_s``: since the first request began to wait for it."""
+
+    server: str
+    after_s: float
 
 
 class LoadAdapter(msgspec.Struct, frozen=True):
@@ -165,13 +194,17 @@ class WakeAt(msgspec.Struct, frozen=True):
     at_s: float
 
 
-# What a request may have to wait for after ``arrive`` or ``resume``.
-Pending = AskLimits | AskTokens | AwaitAdapter | Hold
+# What a request may have to wait for after ``arrive`` or ``resume``; held ones end with a Decision or Refused.
+Held = AwaitEngine | AwaitAdapter | Hold
+Pending = AskLimits | AskTokens | Held
 Effect = (
     Decision
     | Refused
     | AskLimits
     | AskTokens
+    | AwaitEngine
+    | WaitsForEngine
+    | EngineStarted
     | AwaitAdapter
     | LoadAdapter
     | LoadEnded

@@ -3,33 +3,50 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from extproc.admission.limits import Grant, StoreAway, unavailable
 from extproc.core.admission_controller import usage_to_reserve
 from extproc.core.dispatch import prompt_of
-from extproc.core.effects import AskLimits, AskTokens, AwaitAdapter, Decision, Effect, Hold, Left, Refused
+from extproc.core.effects import (
+    AskLimits,
+    AskTokens,
+    AwaitAdapter,
+    AwaitEngine,
+    Decision,
+    Effect,
+    Hold,
+    Left,
+    Refused,
+)
 from extproc.core.states import Event, IllegalEvent, State, is_legal
 from extproc.core.waiting import WaitingRequests, no_longer_served
 from extproc.errors import InternalError, Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from extproc.admission.limits import Charge
+    from extproc.admission.queued_request import QueuedRequest
     from extproc.core.accounts import Accounts
     from extproc.core.admission_controller import AdmissionController
+    from extproc.core.awaiting import AwaitingRequests
     from extproc.core.dispatch import Dispatcher
+    from extproc.core.intake import Intake
     from extproc.core.loading import LoadingRequests
     from extproc.core.record import Record
     from extproc.core.types import Arrival
+    from extproc.scheduling.cache_estimator import Expectation
     from extproc.scheduling.pool import Pool
 
 # What a shell may resume a request with: what was asked for, or None if it cannot be had.
 Answer = Grant | Refusal | StoreAway | Sequence[int] | None
 # What each step says of the request itself.
-Own = Decision | Refused | AskLimits | AskTokens | AwaitAdapter | Hold
+Own = Decision | Refused | AskLimits | AskTokens | AwaitEngine | AwaitAdapter | Hold
 
 
 class EnteringRequests:
@@ -41,17 +58,18 @@ class EnteringRequests:
         accounts: Accounts,
         waiting: WaitingRequests,
         loading: LoadingRequests,
+        awaiting: AwaitingRequests,
         dispatcher: Dispatcher,
-        *,
-        pools: Callable[[], Mapping[str, Pool]],
+        intake: Callable[[], Intake],
     ) -> None:
-        """``pools``: of the configuration in use, by server."""
+        """``intake``: of the configuration in use."""
         self._admission = admission
         self._accounts = accounts
         self._waiting = waiting
         self._loading = loading
+        self._awaiting = awaiting
         self._dispatcher = dispatcher
-        self._pools = pools
+        self._intake = intake
 
     def begin(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
         """The request has come: local limits first, then those that all machines share."""
@@ -96,10 +114,44 @@ class EnteringRequests:
             # a stream that is held already waits on
             out.append(own)
 
+    def started(self, record: Record, now: float, out: list[Effect]) -> bool:
+        """An engine is there: the request goes to its adapter, to the queue or to the engine.
+
+        Returns False if the queue is full: the request keeps its place before it.
+        """
+        is_legal(record.state, Event.ENGINE_READY, record.ticket)
+        arrival, waited_s = record.arrived, record.engine_wait_s
+        gate, slots = self._admission.gates.get(arrival.pool.name), arrival.pool.slots
+        record.engine_wait_s += now - record.engine_since_s
+        try:
+            if slots is None or not self._loading.admit(record, arrival, slots, now, out):
+                if gate is None:
+                    self._awaiting.withdraw(record)
+                    out.append(self._dispatcher.dispatch(record, arrival, now, out, was_held=True))
+                    return True
+                expectation = arrival.pool.expect(prompt_of(arrival, record.tokens), now)
+                record.queued = self._queue_entry(record, arrival, expectation, now)
+                if not gate.queue.takes(record.queued):
+                    record.engine_wait_s, record.queued = waited_s, None
+                    return False
+                # whoever has priority is first in the queue; the next tick looks who has room
+                self._waiting.enter(record, gate, now, out)
+                self._dispatcher.put(record, State.QUEUED)
+        except Refusal as refusal:
+            self._awaiting.withdraw(record)
+            out.append(self._dispatcher.refuse(record, refusal, now, out, was_held=True))
+            return True
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others of its server go on
+            out.append(self.fail(record, error, now, out, was_held=True))
+            return True
+        self._awaiting.withdraw(record)
+        return True
+
     def fail(
         self, record: Record, error: Exception, now: float, out: list[Effect], *, was_held: bool = False
     ) -> Refused:
         """Our own code has failed: the request is refused, and nothing of it remains."""
+        self._awaiting.withdraw(record)
         self._loading.withdraw(record)
         self._waiting.withdraw(record)
         return self._dispatcher.refuse(record, InternalError(error), now, out, was_held=was_held)
@@ -111,6 +163,8 @@ class EnteringRequests:
             out.append(Left(record.ticket, record.arrived.pool.name, record.queued))
         elif record.state is State.LOADING:
             self._loading.withdraw(record)
+        elif record.state is State.AWAITING_ENGINE:
+            self._awaiting.withdraw(record)
         self._dispatcher.drop(record, now, out)
 
     def _granted(
@@ -152,11 +206,21 @@ class EnteringRequests:
         return AskTokens(record.ticket, arrival)
 
     def _enter(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> Own:
-        slots, pool = arrival.pool.slots, arrival.pool
-        if slots is not None and self._pools().get(pool.name) is pool:
+        pool = arrival.pool
+        if self._intake().pools.get(pool.name) is pool:
+            if pool.spec.activation is not None and not pool.readiness.can_serve:
+                # the configuration may have changed while the request asked for what it needs
+                other = self._intake().elsewhere(arrival)
+                if other is not None:
+                    self._dispatcher.move(record, other)
+                    arrival, pool = other, other.pool
             try:
-                if self._loading.admit(record, arrival, slots, now, out):
-                    return AwaitAdapter(record.ticket, arrival.destination.model, self._longest_wait_s(pool))
+                if self._awaiting.admit(record, arrival, now, out):
+                    return AwaitEngine(record.ticket, pool.name, self._answered_within_s(record, pool, now))
+                slots = pool.slots
+                if slots is not None and self._loading.admit(record, arrival, slots, now, out):
+                    longest_s = self._answered_within_s(record, pool, now)
+                    return AwaitAdapter(record.ticket, arrival.destination.model, longest_s)
             except Refusal as refusal:
                 return self._dispatcher.refuse(record, refusal, now, out)
         return self._pass_gate(record, arrival, now, out)
@@ -165,14 +229,13 @@ class EnteringRequests:
         self, record: Record, arrival: Arrival, now: float, out: list[Effect], *, was_held: bool = False
     ) -> Decision | Refused | Hold:
         gate, pool, dispatcher = self._admission.gates.get(arrival.pool.name), arrival.pool, self._dispatcher
-        if self._pools().get(pool.name) is not pool:
+        if self._intake().pools.get(pool.name) is not pool:
             # the configuration changed while the request waited for its limits, tokens or adapter
             return dispatcher.refuse(record, no_longer_served(pool.name), now, out, was_held=was_held)
         if gate is None:
             return dispatcher.dispatch(record, arrival, now, out, was_held=was_held)
         expectation = pool.expect(prompt_of(arrival, record.tokens), now)
-        queued = self._admission.queue_entry(record.ticket, arrival, record.attachment, expectation, now)
-        record.queued = queued
+        queued = record.queued = self._queue_entry(record, arrival, expectation, now)
         try:
             with_room = gate.pass_through(queued, now)
             if with_room is not None:
@@ -191,10 +254,32 @@ class EnteringRequests:
             return dispatcher.refuse(record, refusal, now, out, was_held=was_held)
         dispatcher.put(record, State.QUEUED)
         self._waiting.wake(now, out)
-        return Hold(record.ticket, gate.control.longest_wait_s)
+        longest_s = gate.control.longest_wait_s
+        if pool.spec.activation is not None:
+            # its engines may leave before it is its turn
+            longest_s = self._answered_within_s(record, pool, now)
+        return Hold(record.ticket, longest_s)
 
-    def _longest_wait_s(self, pool: Pool) -> float:
-        """For an adapter, and in the queue after that."""
-        gate, loading = self._admission.gates.get(pool.name), pool.spec.adapter_loading
-        in_queue_s = 0.0 if gate is None else gate.control.longest_wait_s
-        return in_queue_s + (0.0 if loading is None else float(loading.timeout))
+    def _queue_entry(self, record: Record, arrival: Arrival, expectation: Expectation, now: float) -> QueuedRequest:
+        """How the request stands in its server's queue. If it has waited for something else before, its deadlines know."""
+        entry = self._admission.queue_entry(record.ticket, arrival, record.attachment, expectation, now)
+        if record.answer_by_s == math.inf:
+            return entry
+        return msgspec.structs.replace(
+            entry,
+            expires_at_s=min(entry.expires_at_s, record.answer_by_s),
+            deadline_at_s=entry.deadline_at_s - (now - record.arrived_at_s),
+        )
+
+    def _answered_within_s(self, record: Record, pool: Pool, now: float) -> float:
+        """The longest that the request is held from now on, for all that it may have to wait for: its gateway is told."""
+        gate, loading, activation = (
+            self._admission.gates.get(pool.name),
+            pool.spec.adapter_loading,
+            pool.spec.activation,
+        )
+        longest_s = 0.0 if gate is None else gate.control.longest_wait_s
+        longest_s += 0.0 if loading is None else float(loading.timeout)
+        longest_s += 0.0 if activation is None else float(activation.hold_timeout)
+        record.answer_by_s = min(record.answer_by_s, now + longest_s)
+        return longest_s

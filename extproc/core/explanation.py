@@ -44,7 +44,7 @@ class ProfileExplanation(msgspec.Struct, frozen=True):
 
 class Explanation(msgspec.Struct, frozen=True):
     """Where a request goes, and why. ``addresses``: first choice, then fallbacks. ``adapter``: where its adapter is, or
-    would be loaded, if it is one on demand.
+    would be loaded, if it is one on demand. ``waits``: for an engine, in words, if its ModelServer has none; empty else.
     """
 
     server: str
@@ -57,6 +57,7 @@ class Explanation(msgspec.Struct, frozen=True):
     stage: str
     profiles: tuple[ProfileExplanation, ...]
     adapter: str = ""
+    waits: str = ""
 
 
 def explain(considered: Consideration, pool: Pool) -> Explanation:
@@ -123,6 +124,8 @@ def where_adapter_goes(
 
 def to_text(one: Explanation) -> str:
     """For a terminal."""
+    if one.waits:
+        return f"{one.server}: {one.waits}"
     lines = [
         f"{one.server}: {one.addresses[0]}, then {', '.join(one.addresses[1:]) or 'nobody'}",
         f"  prompt of about {one.input_tokens:.0f} tokens, {one.cached_tokens:.0f} of them expected in the cache",

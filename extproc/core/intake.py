@@ -11,7 +11,7 @@ from extproc.config.spec import namespace_of
 from extproc.core.rewriting import refuse_steering
 from extproc.core.types import Arrival, Head
 from extproc.core.who_may import not_allowed
-from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownModel, UnknownPath
+from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, Refusal, UnknownModel, UnknownPath
 from extproc.protocol import MODELS_PATH
 from extproc.request.model import Api, InferenceRequest
 from extproc.request.openai import INFERENCE_PATHS, parse
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Intake:
-    """Makes arrivals by one configuration: its routes, its servers' pools, its callers."""
+    """Makes arrivals by one configuration: its routes, its servers' ``pools``, its callers."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Intake:
         self._identities = identities
         self._isolation = isolation
         self._who_may = who_may
-        self._pools = pools
+        self.pools = pools
         # the caller is identified only for servers with a queue and routes with limits
         self._gated, self._limited = admission.gates, admission.routes
         self._rng = rng
@@ -88,7 +88,28 @@ class Intake:
         """Parse and route; raises a Refusal."""
         request = parse(api, body)
         visit = self._who_may.visit(head)
-        return self._arrival(request, self._routed(request.model, head, visit), head, body, visit)
+        found = self._routed(request.model, head, visit)
+        return self._arrival(request, found, head, body, visit, is_routed=True)
+
+    def elsewhere(self, arrival: Arrival) -> Arrival | None:
+        """The same request at a ModelServer of its rule that has engines, if its own has none; None: there is none.
+
+        Its route, rule and weights are those of the configuration in use.
+        """
+        head, model = arrival.head, arrival.request.model
+        if not arrival.is_routed or not any(
+            self._has_engines(one) for one in self._routing.destinations(model, head.listener)
+        ):
+            return None
+        visit = self._who_may.visit(head)
+        try:
+            found = self._routed_to_engines(model, head, visit)
+            if found is None:
+                return None
+            return self._arrival(arrival.request, found, head, arrival.body, visit, is_routed=True)
+        except Refusal:
+            # its route has left, or its caller may not use the other server: it stays where it is
+            return None
 
     def receive_unread(self, server: str, head: Head, body: bytes) -> Arrival:
         """A request of no known API, for a gateway with a single pool: its body is not parsed."""
@@ -121,7 +142,29 @@ class Intake:
         return self._direct(request, server, head, body)
 
     def _routed(self, model: str, head: Head, visit: Visit | None) -> Destination:
-        """By the ModelRoutes, among what is open to the caller; raises a Refusal."""
+        """By the ModelRoutes, among what is open to the caller; raises a Refusal.
+
+        Where the weights name a server without engines whose requests wait for one, another of the rule is taken that has some.
+        """
+        found = self._routed_by_weights(model, head, visit)
+        pool = self.pools.get(found.server)
+        if pool is None or pool.spec.activation is None or pool.readiness.can_serve:
+            return found
+        return self._routed_to_engines(model, head, visit) or found
+
+    def _routed_to_engines(self, model: str, head: Head, visit: Visit | None) -> Destination | None:
+        """The same among servers with engines; None if there are none."""
+
+        def may(one: Destination) -> bool:
+            return self._has_engines(one) and (visit is None or visit.may(model, one))
+
+        return self._routing.resolve_among(model, head.headers, head.path, self._rng, may=may, listener=head.listener)
+
+    def _has_engines(self, destination: Destination) -> bool:
+        pool = self.pools.get(destination.server)
+        return pool is not None and pool.readiness.can_serve
+
+    def _routed_by_weights(self, model: str, head: Head, visit: Visit | None) -> Destination:
         if visit is None:
             return self._routing.resolve(model, head.headers, head.path, self._rng, listener=head.listener)
         may = partial(visit.may, model)
@@ -142,7 +185,7 @@ class Intake:
 
         If a ModelRoute of the listener serves that name, its limits and policies hold here, too.
         """
-        pool, visit = self._pools.get(server), self._who_may.visit(head)
+        pool, visit = self.pools.get(server), self._who_may.visit(head)
         route, base_model = self._routing.route_of(request.model, head.listener)
         if not route and pool is not None:
             base_model = pool.spec.model
@@ -153,10 +196,17 @@ class Intake:
         return self._arrival(request, destination, head, body, visit)
 
     def _arrival(
-        self, request: InferenceRequest, destination: Destination, head: Head, body: bytes, visit: Visit | None
+        self,
+        request: InferenceRequest,
+        destination: Destination,
+        head: Head,
+        body: bytes,
+        visit: Visit | None,
+        *,
+        is_routed: bool = False,
     ) -> Arrival:
         """Of a request that its caller may make."""
-        pool = self._pools.get(destination.server)
+        pool = self.pools.get(destination.server)
         if pool is None:
             raise NoEndpoint(
                 f"The ModelServer '{destination.server}' is not configured any more; "
@@ -174,7 +224,7 @@ class Intake:
                 head.headers, namespace=namespace_of(destination.server), is_trusted=head.is_trusted
             )
         salt = self._isolation.salt(request, pool.spec, caller, head.headers)
-        return Arrival(request, destination, pool, head, body, caller, salt)
+        return Arrival(request, destination, pool, head, body, caller, salt, is_routed)
 
 
 def _api_of(head: Head) -> Api | None:

@@ -98,7 +98,7 @@ class LoadingRequests:
         group = self.groups.get(key)
         if group is None:
             group = self.groups[key] = _Group(pool, adapter, subset)
-        group.deadlines[record.ticket] = now + timeout_of(pool)
+        group.deadlines[record.ticket] = min(now + timeout_of(pool), record.answer_by_s)
         slots.waiting += 1
         record.loading_since_s = now
         self._dispatcher.put(record, State.LOADING)

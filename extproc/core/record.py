@@ -61,7 +61,9 @@ class Record(msgspec.Struct):
     """One request. ``origin``: the process that decides it, OURS for this one.
 
     ``arrival``: until it is sent to an engine; ``run``: from then on. ``queued``: how it stands, or stood, in its server's queue.
-    ``loading_since_s``: since when it waits for its adapter, ``loading_s``: how long it did before.
+    ``loading_since_s``: since when it waits for its adapter, ``loading_s``: how long it did before. ``engine_since_s`` and
+    ``engine_wait_s``: the same for an engine. ``engine_by_s``: until when it may wait for that. ``answer_by_s``: until when its
+    gateway waits, once it is held.
     ``charges``: of the limits that all machines share. ``limited``: the tokens that its limits were asked for, if it has any.
     ``meter``: where it counts as demand, None if another process decides it; ``is_work_counted``: so does its prefill work.
     """
@@ -83,6 +85,10 @@ class Record(msgspec.Struct):
     meter: ModelMeter | None = None
     arrived_at_s: float = 0.0
     is_work_counted: bool = False
+    engine_since_s: float = 0.0
+    engine_wait_s: float = 0.0
+    engine_by_s: float = math.inf
+    answer_by_s: float = math.inf
 
     @property
     def arrived(self) -> Arrival:

@@ -15,6 +15,8 @@ from extproc.core.peer_events import Ended
 from extproc.core.states import Event, State, is_legal
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from extproc.admission.gate import Gate
     from extproc.core.accounts import Accounts
     from extproc.core.record import Record, Run
@@ -55,6 +57,13 @@ class RunningRequests:
         self._ended.append(record.ticket)
         if len(self._ended) > MOST_ENDED:
             self._forget(self._ended.popleft(), now, out)
+
+    def finish_elsewhere(self, tickets: Iterable[str], now: float, out: list[Effect]) -> None:
+        """Requests of another process are over."""
+        for ticket in tickets:
+            record = self._records.get(ticket)
+            if record is not None and record.run is not None and is_legal(record.state, Event.FINISHED, ticket):
+                self.finish(record, record.run, now, out)
 
     def undo(self, record: Record, run: Run, now: float, out: list[Effect]) -> None:
         """Its client went away before the decision reached the gateway: no engine got it, and it costs nothing."""

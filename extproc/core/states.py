@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The states of a request and the events that are legal in each, as one table.
 
-    ABSENT ───▶ ASKING_LIMITS ───▶ ASKING_TOKENS ───▶ LOADING ───▶ QUEUED ───▶ RUNNING ───▶ ENDED ───▶ ABSENT
-                                                                                  └────▶ SETTLED ───▶ ABSENT
+    ABSENT ──▶ ASKING_LIMITS ──▶ ASKING_TOKENS ──▶ AWAITING_ENGINE ──▶ LOADING ──▶ QUEUED
+                                                                                     ▼
+                                                  ABSENT ◀── ENDED or SETTLED ◀── RUNNING
 
-Any of the first four may be skipped, and a refusal ends them. A queued request whose turn comes when its adapter is gone
-waits for it again. A running request has two ends, in any order: its stream closes (FINISHED), and its outcome becomes
+Any of the states before RUNNING may be skipped, and a refusal ends them. A queued request whose turn comes when its adapter
+is gone waits for it again; one whose server has lost its last engine waits for the next one. A running request has two ends, in any order: its stream closes (FINISHED), and its outcome becomes
 known (OUTCOME).
 """
 
@@ -21,15 +22,17 @@ class State(enum.IntEnum):
     ABSENT = 0
     ASKING_LIMITS = 1
     ASKING_TOKENS = 2
+    # its server has no engine that can take it
+    AWAITING_ENGINE = 3
     # its adapter is being loaded, or waits for room at an engine
-    LOADING = 3
-    QUEUED = 4
+    LOADING = 4
+    QUEUED = 5
     # sent to an engine, and its stream is open
-    RUNNING = 5
+    RUNNING = 6
     # the same, and its outcome is known
-    SETTLED = 6
+    SETTLED = 7
     # its stream is closed, and its outcome is not known yet
-    ENDED = 7
+    ENDED = 8
 
 
 class Event(enum.IntEnum):
@@ -53,6 +56,10 @@ class Event(enum.IntEnum):
     FORGOTTEN = 8
     # an engine has its adapter
     LOADED = 9
+    # an engine that can take it is there
+    ENGINE_READY = 10
+    # the last engine that could take it has gone
+    ENGINES_GONE = 11
 
 
 class IllegalEvent(Exception):
@@ -69,7 +76,7 @@ ILLEGAL: Final = None
 
 Successors = frozenset[State] | None
 
-_ABSENT, _LIMITS, _TOKENS, _LOADING, _QUEUED, _RUNNING, _SETTLED, _ENDED = State
+_ABSENT, _LIMITS, _TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _SETTLED, _ENDED = State
 _GONE: Final = frozenset({_ABSENT})
 
 
@@ -80,7 +87,7 @@ def _to(*states: State) -> frozenset[State]:
 # fmt: off
 TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
     _ABSENT: {
-        Event.ARRIVED: _to(_LIMITS, _TOKENS, _LOADING, _QUEUED, _RUNNING, _ABSENT),
+        Event.ARRIVED: _to(_LIMITS, _TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT),
         Event.STARTED_ELSEWHERE: _to(_RUNNING, _ABSENT),
         Event.ANSWERED: IGNORED,    # its client went away meanwhile; what was granted is given back
         Event.DISPATCHED: ILLEGAL,
@@ -90,11 +97,13 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.OUTCOME: IGNORED,     # and so do outcomes
         Event.FORGOTTEN: ILLEGAL,
         Event.LOADED: ILLEGAL,
+        Event.ENGINE_READY: ILLEGAL,
+        Event.ENGINES_GONE: ILLEGAL,
     },
     _LIMITS: {
         Event.ARRIVED: ILLEGAL,
         Event.STARTED_ELSEWHERE: IGNORED,
-        Event.ANSWERED: _to(_TOKENS, _LOADING, _QUEUED, _RUNNING, _ABSENT),
+        Event.ANSWERED: _to(_TOKENS, _AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT),
         Event.DISPATCHED: ILLEGAL,
         Event.GIVEN_UP: ILLEGAL,
         Event.LEFT: _GONE,
@@ -102,11 +111,13 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.OUTCOME: IGNORED,
         Event.FORGOTTEN: ILLEGAL,
         Event.LOADED: ILLEGAL,
+        Event.ENGINE_READY: ILLEGAL,
+        Event.ENGINES_GONE: ILLEGAL,
     },
     _TOKENS: {
         Event.ARRIVED: ILLEGAL,
         Event.STARTED_ELSEWHERE: IGNORED,
-        Event.ANSWERED: _to(_LOADING, _QUEUED, _RUNNING, _ABSENT),
+        Event.ANSWERED: _to(_AWAITING, _LOADING, _QUEUED, _RUNNING, _ABSENT),
         Event.DISPATCHED: ILLEGAL,
         Event.GIVEN_UP: ILLEGAL,
         Event.LEFT: _GONE,
@@ -114,6 +125,22 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.OUTCOME: IGNORED,
         Event.FORGOTTEN: ILLEGAL,
         Event.LOADED: ILLEGAL,
+        Event.ENGINE_READY: ILLEGAL,
+        Event.ENGINES_GONE: ILLEGAL,
+    },
+    _AWAITING: {
+        Event.ARRIVED: ILLEGAL,
+        Event.STARTED_ELSEWHERE: IGNORED,
+        Event.ANSWERED: ILLEGAL,
+        Event.DISPATCHED: ILLEGAL,
+        Event.GIVEN_UP: _GONE,
+        Event.LEFT: _GONE,
+        Event.FINISHED: _GONE,
+        Event.OUTCOME: IGNORED,
+        Event.FORGOTTEN: ILLEGAL,
+        Event.LOADED: ILLEGAL,
+        Event.ENGINE_READY: _to(_LOADING, _QUEUED, _RUNNING, _ABSENT),
+        Event.ENGINES_GONE: ILLEGAL,
     },
     _LOADING: {
         Event.ARRIVED: ILLEGAL,
@@ -126,6 +153,8 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.OUTCOME: IGNORED,
         Event.FORGOTTEN: ILLEGAL,
         Event.LOADED: _to(_QUEUED, _RUNNING, _ABSENT),
+        Event.ENGINE_READY: ILLEGAL,
+        Event.ENGINES_GONE: _to(_AWAITING),
     },
     _QUEUED: {
         Event.ARRIVED: ILLEGAL,
@@ -138,6 +167,8 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.OUTCOME: IGNORED,
         Event.FORGOTTEN: ILLEGAL,
         Event.LOADED: ILLEGAL,
+        Event.ENGINE_READY: ILLEGAL,
+        Event.ENGINES_GONE: _to(_AWAITING),
     },
     _RUNNING: {
         Event.ARRIVED: ILLEGAL,
@@ -150,6 +181,8 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.OUTCOME: _to(_SETTLED),
         Event.FORGOTTEN: ILLEGAL,
         Event.LOADED: ILLEGAL,
+        Event.ENGINE_READY: ILLEGAL,
+        Event.ENGINES_GONE: ILLEGAL,
     },
     _SETTLED: {
         Event.ARRIVED: ILLEGAL,
@@ -162,6 +195,8 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.OUTCOME: IGNORED,
         Event.FORGOTTEN: ILLEGAL,
         Event.LOADED: ILLEGAL,
+        Event.ENGINE_READY: ILLEGAL,
+        Event.ENGINES_GONE: ILLEGAL,
     },
     _ENDED: {
         Event.ARRIVED: ILLEGAL,
@@ -174,6 +209,8 @@ TRANSITIONS: Final[dict[State, dict[Event, Successors]]] = {
         Event.OUTCOME: _GONE,
         Event.FORGOTTEN: _GONE,
         Event.LOADED: ILLEGAL,
+        Event.ENGINE_READY: ILLEGAL,
+        Event.ENGINES_GONE: ILLEGAL,
     },
 }
 # fmt: on

@@ -52,7 +52,11 @@ BUNDLE: Final = Attachment()
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A request that has been parsed and routed. ``cache_salt``: what its engine gets; prompts share a cache under the same."""
+    """A request that has been parsed and routed.
+
+    ``cache_salt``: what its engine gets; prompts share a cache under the same. ``is_routed``: its ModelServer was chosen here,
+    by a ModelRoute; another one of the same rule may take it.
+    """
 
     request: InferenceRequest
     destination: Destination
@@ -61,6 +65,7 @@ class Arrival(msgspec.Struct, frozen=True):
     body: bytes
     caller: Caller = ANONYMOUS_CALLER
     cache_salt: str | None = None
+    is_routed: bool = False
 
     @property
     def wants_tokens(self) -> bool:

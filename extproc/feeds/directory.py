@@ -12,12 +12,12 @@ import msgspec
 from extproc.config.errors import ConfigInvalid
 from extproc.config.lingering import LingeringChosen
 from extproc.config.report import ConfigReport
+from extproc.config.settling import Settling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from extproc.config.directory import Directory
-    from extproc.config.model_server import ModelServer
     from extproc.config.snapshot import Snapshot
     from extproc.core.core import Core
     from extproc.metrics.registry import Metrics
@@ -46,8 +46,9 @@ class DirectoryFeed:
     ) -> None:
         """``apply`` puts a snapshot into use; raises ConfigInvalid, with nothing changed.
 
-        ``settle_s``: how long a configuration with a new ModelServer, or with a server's first engine, must stand
-        before it is applied. Another process tells Envoy of them, which until then has no route or no endpoint for the server.
+        ``settle_s``: how long a configuration with a new ModelServer must stand before it is applied, and a server's first
+        engine before it is used. Another process tells Envoy of them, which until then has no route or no endpoint for the
+        server.
         """
         self._apply = apply
         self._directory = directory
@@ -56,6 +57,7 @@ class DirectoryFeed:
         self._metrics = metrics
         self._clock = clock
         self._lingering = LingeringChosen(_LINGER_S)
+        self._settling = Settling(settle_s)
         # what was read last and is in use, without servers that linger
         self._snapshot: Snapshot | None = None
         self._version = ""
@@ -74,7 +76,7 @@ class DirectoryFeed:
             if self._directory.has_changed():
                 await self._reload()
             else:
-                self._end_lingering()
+                self._go_on()
             await asyncio.sleep(_POLL_S)
 
     async def _reload(self) -> None:
@@ -88,14 +90,14 @@ class DirectoryFeed:
             self.report = ConfigReport(files=snapshot.digests)
             self._metrics.config_mended()
             return
-        if any(self._is_new(server) for server in snapshot.servers):
+        if any(server.metadata.key not in self._core.pools for server in snapshot.servers):
             await asyncio.sleep(self._settle_s)
             if self._directory.has_changed():
                 return  # and begin again with what is there now
         now = self._clock()
         if self._snapshot is not None:
             self._lingering.follow(self._snapshot, snapshot, now)
-        if not self._put_into_use(self._lingering.added_to(snapshot, now)):
+        if not self._put_into_use(self._usable(snapshot, now)):
             return
         self._snapshot = snapshot
         self._version = snapshot.version
@@ -108,13 +110,19 @@ class DirectoryFeed:
             len(snapshot.servers),
         )
 
-    def _end_lingering(self) -> None:
-        """Forget servers that have left, once Envoy names them no more."""
-        if self._snapshot is None or self._lingering.is_empty:
+    def _go_on(self) -> None:
+        """Forget servers that have left, once Envoy names them no more, and use engines that it knows by now."""
+        now = self._clock()
+        if self._snapshot is None or (self._lingering.is_empty and not self._settling.is_due(now)):
             return
-        rest = self._lingering.added_to(self._snapshot, self._clock())
-        if len(rest.servers) != len(self._core.pools):
-            self._put_into_use(rest)
+        is_due = self._settling.is_due(now)
+        usable = self._usable(self._snapshot, now)
+        if is_due or len(usable.servers) != len(self._core.pools):
+            self._put_into_use(usable)
+
+    def _usable(self, snapshot: Snapshot, now: float) -> Snapshot:
+        """With servers that linger, and without engines that Envoy may not know yet."""
+        return self._settling.settled(self._lingering.added_to(snapshot, now), self._has_engines, now)
 
     def _put_into_use(self, snapshot: Snapshot) -> bool:
         """Whether it is in use; the last good one stays otherwise."""
@@ -130,9 +138,10 @@ class DirectoryFeed:
             return False
         return True
 
-    def _is_new(self, server: ModelServer) -> bool:
-        pool = self._core.pools.get(server.metadata.key)
-        return pool is None or (bool(server.spec.endpoints) and not len(pool.table))
+    def _has_engines(self, server: str) -> bool:
+        """Of a server that is new here, all engines have stood long enough with it."""
+        pool = self._core.pools.get(server)
+        return pool is None or pool.readiness.can_serve
 
     def _refuse(self, error: Exception) -> None:
         self._metrics.config_refused()

@@ -51,6 +51,8 @@ class DecisionLog:
         }
         if decision.adapter_wait_s:
             line["adapter_wait_s"] = decision.adapter_wait_s
+        if decision.engine_wait_s:
+            line["engine_wait_s"] = decision.engine_wait_s
         self._write(line)
 
     def settled(self, settled: Settled) -> None:

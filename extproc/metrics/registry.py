@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from extproc.core.effects import Decision, Left, LoadEnded, Refused, Settled
+from extproc.core.effects import Decision, EngineStarted, Left, LoadEnded, Refused, Settled
+from extproc.metrics.activation import ActivationMetrics
 from extproc.metrics.adapters import AdapterMetrics
 from extproc.metrics.admission import AdmissionMetrics
 from extproc.metrics.collectors import Counters, DeferredHistogram
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from extproc.admission.gate import Gate
+    from extproc.core.awaiting import ZeroDemand
     from extproc.core.effects import Effect
     from extproc.errors import Refusal
     from extproc.metrics.decision_log import DecisionLog
@@ -42,12 +44,16 @@ class Metrics:
         clock: Callable[[], float],
         log: DecisionLog | None = None,
         gates: Callable[[], Mapping[str, Gate]] = dict,
+        at_zero: Callable[[], Mapping[str, ZeroDemand]] = dict,
     ) -> None:
-        """``clock``: the one that endpoint tables go by. ``gates``: by ModelServer, where there is flow control."""
+        """``clock``: the one that endpoint tables go by. ``gates``: by ModelServer, where there is flow control. ``at_zero``:
+        who waits for engines.
+        """
         self.decision_log = log
         self.registry = CollectorRegistry()
-        self.admission = AdmissionMetrics(self.registry, gates)
+        self.admission = AdmissionMetrics(self.registry, gates, at_zero)
         self._adapters = AdapterMetrics(self.registry, pools)
+        self._activation = ActivationMetrics(self.registry, at_zero)
         self._wall_clock = wall_clock
         self._requests = Counters("attache_requests", "Requests by what was decided.", ["outcome"], self.registry)
         self._requests.begin("picked")
@@ -149,14 +155,7 @@ class Metrics:
         """What the core decided or learned; effects of other kinds count nothing."""
         match effect:
             case Decision():
-                if self.decision_log is not None:
-                    self.decision_log.decided(effect)
-                self._requests.add("picked")
-                self._picks.add(effect.server)
-                if effect.queued is not None:
-                    self.admission.sent(effect, effect.queued)
-                if effect.adapter_wait_s:
-                    self._adapters.waited(effect)
+                self._count_decision(effect)
             case Settled():
                 if effect.is_ours:
                     self._count_answer(effect)
@@ -165,8 +164,22 @@ class Metrics:
                 self.admission.refused(effect)
             case Left():
                 self.admission.left(effect)
+            case EngineStarted():
+                self._activation.started(effect)
             case LoadEnded():
                 self._adapters.ended(effect.result)
+
+    def _count_decision(self, decision: Decision) -> None:
+        if self.decision_log is not None:
+            self.decision_log.decided(decision)
+        self._requests.add("picked")
+        self._picks.add(decision.server)
+        if decision.queued is not None:
+            self.admission.sent(decision, decision.queued)
+        if decision.adapter_wait_s:
+            self._adapters.waited(decision)
+        if decision.engine_wait_s:
+            self._activation.waited(decision)
 
     def picked_within(self, seconds: float) -> None:
         """A decision was made at once, within this time of the whole body."""

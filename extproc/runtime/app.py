@@ -86,7 +86,7 @@ class App:
                 self._log_file, share=settings.decision_share, rng=random.Random(), wall_clock=wall_clock
             )
         metrics = self._metrics = Metrics(
-            lambda: list(core.pools.values()), wall_clock, clock, decisions, lambda: core.admission.gates
+            lambda: list(core.pools.values()), wall_clock, clock, decisions, lambda: core.admission.gates, core.at_zero
         )
         access = EngineAccess(os.environ, clock, settings.config.path)
         self._tokenizers = Tokenizers(metrics, access)

@@ -12,7 +12,9 @@ from extproc.core.effects import (
     AskLimits,
     AskTokens,
     AwaitAdapter,
+    AwaitEngine,
     Decision,
+    EngineStarted,
     Fault,
     HealthChanged,
     Hold,
@@ -23,6 +25,7 @@ from extproc.core.effects import (
     Settled,
     SettleGrant,
     Tell,
+    WaitsForEngine,
     WakeAt,
 )
 from extproc.core.types import LoadProblem
@@ -90,11 +93,11 @@ class Performer:
                 case Settled():
                     # one of every request: counted, and nothing else is to be done
                     pass
-                case Hold() | AwaitAdapter():
+                case Hold() | AwaitAdapter() | AwaitEngine():
                     self._waits[effect.ticket] = self._loop.create_future()
                 case WakeAt():
                     self._wake_at(effect.at_s)
-                case HealthChanged() | LoadEnded() | Fault():
+                case HealthChanged() | LoadEnded() | WaitsForEngine() | EngineStarted() | Fault():
                     self._say(effect)
                 case LoadAdapter():
                     self._load(effect)
@@ -116,7 +119,7 @@ class Performer:
                 return await self._tokenizers.tokens_of(pending.arrival)
             case AskLimits():
                 return None if self._limits is None else await self._limits.reserve(pending.charges)
-            case Hold() | AwaitAdapter():
+            case Hold() | AwaitAdapter() | AwaitEngine():
                 try:
                     if tell_gateway is not None:
                         await tell_gateway()
@@ -145,8 +148,12 @@ class Performer:
         self.perform(self._core.beat(self._clock()))
         self._metrics.peers(self._core.mirror.peers)
 
-    def _say(self, effect: HealthChanged | LoadEnded | Fault) -> None:
+    def _say(self, effect: HealthChanged | LoadEnded | WaitsForEngine | EngineStarted | Fault) -> None:
         match effect:
+            case WaitsForEngine():
+                log.info("requests wait for an engine of %s, which has none", effect.server)
+            case EngineStarted():
+                log.info("%s has an engine again, %.3g s after the first request for it", effect.server, effect.after_s)
             case HealthChanged():
                 _log_health(effect)
             case LoadEnded():

@@ -17,8 +17,9 @@ from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, Endpoint
 from extproc.prefix.held_blocks import Pin
 from extproc.prefix.kv_index import KvIndex
 from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt
-from extproc.scheduling.labels import has_labels, label_groups, serves_adapter
+from extproc.scheduling.labels import serves_adapter
 from extproc.scheduling.picker import Pick, Picker, RequestFacts, View
+from extproc.scheduling.readiness import Readiness, readiness_of, stages_of
 
 if TYPE_CHECKING:
     import random
@@ -108,7 +109,8 @@ class Pool:
     ``adapters``: LoRA adapters that routes request from it. ``slots``: those that are loaded on demand, None without
     ``adapterLoading``. ``typical_ttft_s``: recent mean.
     ``reports_cached_tokens``: its engines report cached tokens, so an answer without them had none. ``reports_usage``:
-    its engines report usage. ``typical_duration_s``: recent mean of whole answers.
+    its engines report usage. ``typical_duration_s``: recent mean of whole answers. ``readiness``: whether it has
+    engines, as configured.
     """
 
     def __init__(self, name: str, spec: ModelServerSpec, picker: Picker) -> None:
@@ -125,6 +127,7 @@ class Pool:
         self.reports_usage = False
         self.typical_duration_s = 0.0
         self.picker = picker
+        self.readiness = Readiness()
         self.update(spec, picker)
 
     def update(self, spec: ModelServerSpec, picker: Picker) -> None:
@@ -140,6 +143,7 @@ class Pool:
             if self.slots is not None:
                 self.slots.drop(row)
         self.slots = slots_for(spec, self.table, self.slots)
+        self.readiness = readiness_of(self.table, spec.pd_group)
 
     def name_adapters(self, adapters: frozenset[str]) -> None:
         """Those that routes request from it."""
@@ -149,12 +153,7 @@ class Pool:
 
     def stages(self) -> tuple[Bools, Bools, NDArray[np.intp]] | None:
         """The rows of prefill and of decode endpoints, and the group of each row; None: every endpoint does both."""
-        group = self.spec.pd_group
-        if group is None:
-            return None
-        table = self.table
-        prefill, decode = has_labels(table, group.prefill_labels), has_labels(table, group.decode_labels)
-        return prefill, decode, label_groups(table, group.group_key)
+        return stages_of(self.table, self.spec.pd_group)
 
     def expect(self, prompt: Prompt, now: float) -> Expectation:
         """What each endpoint probably has cached of ``prompt``, and what it would have to compute."""

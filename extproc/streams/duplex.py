@@ -89,7 +89,7 @@ class Duplex:
     def decided(self, decision: Decision) -> list[bytes]:
         """The answer to the headers, and the body in pieces behind it."""
         # outcomes count from the arrival, as an access log does
-        self._began_s = self._context.clock() - decision.waited_s
+        self._began_s = self._context.clock() - decision.held_s
         answers = [duplex_decision_answer(decision, overrides_mode=self._context.options.overrides_mode)]
         if self._body is not None:
             body = decision.body if decision.body is not None else self._body

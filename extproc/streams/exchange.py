@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
-from extproc.core.effects import AwaitAdapter, Decision, Hold, Refused
+from extproc.core.effects import Decision, Held, Refused
 from extproc.core.states import IllegalEvent
 from extproc.core.types import Attachment
 from extproc.errors import InternalError, Refusal
@@ -90,11 +90,7 @@ class Exchange:
         Without such requests it waits for us as long as a message may take, so that it learns soon if we hang.
         """
         pending = self.pending
-        if (
-            not isinstance(pending, Hold | AwaitAdapter)
-            or not isinstance(self._conversation, Buffered)
-            or not self._is_trusted()
-        ):
+        if not isinstance(pending, Held) or not isinstance(self._conversation, Buffered) or not self._is_trusted():
             return None
         return longer_wait_answer(pending.longest_s + self._context.core.snapshot.gateway.message_timeout)
 

@@ -23,7 +23,10 @@ def test_a_script_knows_commands_and_their_options(shell: str, capsys: pytest.Ca
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [(["attache", "ex"], {"extproc", "explain"}), (["attache", "extproc", "--decision-l"], {"--decision-log"})],
+    [
+        (["attache", "ex"], {"extproc", "explain", "explain-scaling"}),
+        (["attache", "extproc", "--decision-l"], {"--decision-log"}),
+    ],
 )
 def test_bash_completes(words: list[str], expected: set[str], capsys: pytest.CaptureFixture[str]) -> None:
     main(["bash"])

@@ -26,6 +26,7 @@ from controller.roles.scaling.live import DECIDING
 from controller.roles.scaling.metrics import ScalingMetrics
 from controller.roles.scaling.records import Records
 from controller.roles.scaling.running import Scaling, ScalingSettings
+from controller.roles.scaling.scalables import STATEFUL_SETS
 from controller.roles.scaling.sources.gathering import SourceSettings
 from tests.with_kube.managing import IMPATIENT, QUICK_QUEUE
 
@@ -208,6 +209,13 @@ def deployment(namespace: str, name: str = "llama", replicas: int = 2) -> Object
             "template": {"metadata": {"labels": {"app": name}}, "spec": {"containers": containers}},
         },
     }
+
+
+async def delete_workloads(client: Client, namespace: str) -> None:
+    """Whatever makes pods."""
+    for resource in (DEPLOYMENTS, STATEFUL_SETS):
+        for one in (await client.list(resource, namespace)).items:
+            await client.delete(resource, one["metadata"]["name"], namespace, propagation="Background")
 
 
 async def replicas_of(client: Client, namespace: str, name: str = "llama") -> int:

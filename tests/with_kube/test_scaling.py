@@ -25,6 +25,7 @@ from tests.with_kube.scaling import (
     Demand,
     Wanted,
     bind,
+    delete_workloads,
     deployment,
     labels_of,
     make_policy,
@@ -37,6 +38,8 @@ from tests.with_kube.scaling import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from bench.cluster.fake.faults import Call
     from bench.cluster.fake.server import FakeServer
     from controller.cluster.client import Client
@@ -47,9 +50,11 @@ HPAS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodA
 
 
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
-async def kinds(client: Client) -> None:
-    """Our kinds are served."""
+async def kinds(client: Client, namespace: str) -> AsyncIterator[None]:
+    """Our kinds are served. Deployments go at the end: the cluster's controllers would keep making their pods."""
     await define_kinds(client, ROOT / "manifests" / "crds")
+    yield
+    await delete_workloads(client, namespace)
 
 
 async def until_replicas(client: Client, namespace: str, number: int, name: str = "llama") -> None:
@@ -171,7 +176,7 @@ async def test_of_two_bindings_the_older_one_scales(client: Client, kube: Kube, 
     async with scaling(kube.admin, namespace, Wanted(main=4)):
         await until_replicas(client, namespace, 4)
         await until_says(client, namespace, "TargetsResolved", ("False", "Conflict"), name="b")
-        assert await says(client, namespace, "TargetsResolved", name="a") == ("True", "Resolved")
+        await until_says(client, namespace, "TargetsResolved", ("True", "Resolved"), name="a")
         await client.delete(AUTOSCALING_POLICY_BINDINGS, "a", namespace)
         await until_says(client, namespace, "TargetsResolved", ("True", "Resolved"), name="b")
 

@@ -12,7 +12,17 @@ from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import model_infer
 from tests.with_kube.permissions import Permission, allowed_by, asked_for, missing, unused
-from tests.with_kube.scaling import Demand, Wanted, bind, deployment, make_policy, make_server, scaling, target
+from tests.with_kube.scaling import (
+    Demand,
+    Wanted,
+    bind,
+    delete_workloads,
+    deployment,
+    make_policy,
+    make_server,
+    scaling,
+    target,
+)
 from tests.with_kube.test_manager_permissions import account
 from tests.with_kube.test_manifests import MANIFESTS
 
@@ -43,7 +53,7 @@ async def test_scaling_may_do_what_it_needs(
     account: Access,
     namespace: str,
 ) -> None:
-    await make_policy(client, namespace)
+    await make_policy(client, namespace, metrics=[{"name": "cpu", "value": 0.7, "source": "Resource"}])
     await make_server(client, namespace)
     await client.create(DEPLOYMENTS, deployment(namespace, replicas=1))
     await client.create(STATEFUL_SETS, _stateful_set(namespace))
@@ -58,13 +68,15 @@ async def test_scaling_may_do_what_it_needs(
 
             def left() -> set[tuple[str, str]]:
                 done = {(one.verb, one.resource) for one in asked}
-                return {one for one in OURS if one not in done}
+                usage = {("list", "pods")} - {one[::2] for one in asked if one.group == "metrics.k8s.io"}
+                return {one for one in OURS if one not in done} | usage
 
             with contextlib.suppress(TimeoutError):
                 await eventually(lambda: not left(), timeout_s=PATIENCE_S)
         allowed = allowed_by(MANIFESTS / "manager" / "rbac.yaml")
         assert missing(allowed, asked) == set()
         assert left() == set()
+        await delete_workloads(client, namespace)
         assert {one for one in unused(allowed, asked) if _is_ours(one)} == set()
 
 

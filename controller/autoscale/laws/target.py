@@ -16,7 +16,8 @@ would grow; if that turns the direction, nothing changes. Of several metrics the
 only growth is allowed.
 
 Beyond Kubernetes: an engine that drains counts nowhere (there, it is still ready for a target of all). And if
-``careful``: with a value missing, only growth is allowed.
+``careful``: with a value missing, only growth is allowed, and a replica that was asked for and has no pod yet counts as an
+engine that is not ready (there, pods are made before the next look).
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class TargetLaw(msgspec.Struct, frozen=True):
 
     def recommend(self, situation: Situation, memory: None) -> tuple[Recommendation, None]:  # noqa: ARG002 - it needs none
         """The largest proposal of all metrics."""
-        pool = pool_of(situation)
+        pool = pool_of(situation, with_ordered=self.careful)
         found = {metric.name: self._proposal(metric, situation, pool) for metric in self.metrics}
         inputs = {f"{name}_ratio": one.ratio for name, one in found.items() if one.replicas is not None}
         known = {name: one for name, one in found.items() if one.replicas is not None}
@@ -109,24 +110,28 @@ class TargetLaw(msgspec.Struct, frozen=True):
             is_sure = not self.careful or pool.ready.keys() <= values.keys()
         elif metric.total is not None and math.isfinite(metric.total):
             found = of_total(_milli(metric.total), target, pool, self.tolerance, for_all=wanted.total)
-            # by a target for all, the answer is in proportion to what is ready: without that it says nothing
-            is_sure = not metric.is_lower_bound and (bool(pool.ready) or not (self.careful and wanted.total))
+            # by a target for all, the answer is in proportion to what is ready: above it, it takes nothing back
+            takes_back = wanted.total and not (self.tolerance.covers(found.ratio) or found.ratio < 1.0)
+            is_sure = not metric.is_lower_bound and not (self.careful and takes_back)
         else:
             return Proposal(None, metric.problem or "its value is not a number")
         reason = f"{wanted.name} {found.reason} (target {wanted.value:g}{' in all' if wanted.total else ' a replica'})"
         return Proposal(found.replicas, reason, found.ratio, is_sure)
 
 
-def pool_of(situation: Situation) -> Pool:
-    """The engines of all targets. Those that drain are left out."""
-    units = [(engine, target.capacity) for target in situation.targets for engine in target.engines]
+def pool_of(situation: Situation, *, with_ordered: bool = False) -> Pool:
+    """The engines of all targets. Those that drain are left out. ``with_ordered``: replicas without a pod are unready."""
     gone = (EngineState.READY, EngineState.DRAINING)
-    return Pool(
-        current=situation.current,
-        ready={engine.name: unit for engine, unit in units if engine.state is EngineState.READY},
-        unready={engine.name: unit for engine, unit in units if engine.state not in gone},
-        whole=is_whole(situation),
-    )
+    ready: dict[str, float] = {}
+    unready: dict[str, float] = {}
+    for target in situation.targets:
+        ready |= {engine.name: target.capacity for engine in target.having(EngineState.READY)}
+        coming = [engine.name for engine in target.engines if engine.state not in gone]
+        unready |= dict.fromkeys(coming, target.capacity)
+        ordered = (target.current or 0) - len(target.having(EngineState.READY)) - len(coming)
+        if with_ordered and ordered > 0:
+            unready[f"{target.name}: ordered"] = ordered * target.capacity
+    return Pool(current=situation.current, ready=ready, unready=unready, whole=is_whole(situation))
 
 
 def by_engine(values: Mapping[str, int], target: int, pool: Pool, tolerance: Tolerance) -> Proposal:

@@ -248,10 +248,13 @@ def unlimited() -> CircuitBreakers:
 
 
 def keepalive() -> UpstreamConnectionOptions:
+    """Of connections to servers."""
+    return UpstreamConnectionOptions(tcp_keepalive=keepalive_probes())
+
+
+def keepalive_probes() -> TcpKeepalive:
     """A probe after 30 s of silence and three more every 10 s: a vanished machine is noticed within a minute."""
-    return UpstreamConnectionOptions(
-        tcp_keepalive=TcpKeepalive(keepalive_time=30, keepalive_interval=10, keepalive_probes=3)
-    )
+    return TcpKeepalive(keepalive_time=30, keepalive_interval=10, keepalive_probes=3)
 
 
 def plain_endpoint(text: str, server_name: str | None = None) -> dict[str, object]:

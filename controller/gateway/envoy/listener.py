@@ -13,6 +13,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     Http2ProtocolOptions,
     HttpProtocolOptions,
     HttpProtocolOptionsHeadersWithUnderscoresAction,
+    KeepaliveSettings,
     TypedExtensionConfig,
 )
 from envoy_data_plane.envoy.config.listener.v3 import (
@@ -40,6 +41,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
 
 from controller.gateway.envoy.bootstrap import file_source
+from controller.gateway.envoy.clusters import keepalive_probes
 from controller.gateway.envoy.envoy_json import address, seconds, to_plain, to_resource, typed
 from controller.gateway.envoy.filters import NO_NEEDS, Needs, extproc_service, http_filters
 from controller.gateway.envoy.listener_groups import DEFAULT_ROUTES, listener_groups
@@ -71,6 +73,9 @@ _OWN_HEADERS: Final = (DESTINATION, SUBSET, SERVER_HEADER, CLIENT, *SIDECAR_HEAD
 _SERVER_NAME: Final = "attache"
 # Envoy's default; the longest hold is added.
 _IDLE_S: Final = 300.0
+# HTTP/2: to a client that is silent for so long, and how long it may take to answer.
+_PING_S: Final = 30.0
+_PING_ANSWER_S: Final = 20.0
 # Of TLS: a client that does not finish it holds memory.
 _HANDSHAKE_S: Final = 15.0
 _MANAGER: Final = "envoy.filters.network.http_connection_manager"
@@ -106,6 +111,7 @@ def _listener(
             address=address(first.address),
             # of what filters hold: the bodies of requests
             per_connection_buffer_limit_bytes=gateway.max_body_size,
+            tcp_keepalive=keepalive_probes(),
             listener_filters=[] if first.tls is None else [_reads_server_name()],
             filter_chains=[_filter_chain(group, directory) for group in groups],
         )
@@ -162,11 +168,14 @@ def _connection_manager(
             max_concurrent_streams=1000,
             initial_stream_window_size=1024 * 1024,
             initial_connection_window_size=16 * 1024 * 1024,
+            # while a request is held nothing else is sent: load balancers on the way would take the connection for dead
+            connection_keepalive=KeepaliveSettings(interval=seconds(_PING_S), timeout=seconds(_PING_ANSWER_S)),
         ),
         # A malformed request ends its stream, not the connection that others share.
         stream_error_on_invalid_http_message=True,
         request_headers_timeout=seconds(30),
-        request_timeout=seconds(gateway.request_timeout + longest_wait_s),
+        # 0 is no limit
+        request_timeout=seconds(gateway.request_timeout + longest_wait_s if gateway.request_timeout else 0.0),
         stream_idle_timeout=seconds(_IDLE_S + longest_wait_s),
         # which engine answers, and in which version, is not for clients
         server_header_transformation=HttpConnectionManagerServerHeaderTransformation.OVERWRITE,

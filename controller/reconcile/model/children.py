@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _MANAGED_BY: Final = {"app.kubernetes.io/managed-by": "attache"}
 _REPLICAS: Final = ("spec", "replicas")
+_UNKNOWN: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Child(msgspec.Struct, frozen=True):
@@ -43,20 +45,23 @@ class Child(msgspec.Struct, frozen=True):
     yields: tuple[tuple[str, ...], ...] = ()
 
 
-def children(model: Resolved, settings: Settings, ready: Mapping[str, int]) -> list[Child]:
-    """In the order in which they are applied. ``ready``: replicas that serve, by backend."""
-    found = [*_of_backends(model, settings), *_of_model(model, settings, ready)]
+def children(
+    model: Resolved, settings: Settings, ready: Mapping[str, int], start_times: Mapping[str, str] = _UNKNOWN
+) -> list[Child]:
+    """In the order in which they are applied. ``ready``: replicas that serve, by backend; ``start_times``: what starts take."""
+    found = [*_of_backends(model, settings, start_times), *_of_model(model, settings, ready)]
     return sorted(found, key=lambda one: CHILDREN.index(one.resource))
 
 
-def _of_backends(model: Resolved, settings: Settings) -> Iterator[Child]:
+def _of_backends(model: Resolved, settings: Settings, start_times: Mapping[str, str]) -> Iterator[Child]:
     for made in model.backends:
         name, labels = model.child(made.backend), {BACKEND: made.backend.name}
         infer = _object(model, MODEL_INFERS, name, {"spec": infer_spec(model, made, settings)}, labels)
         # a stopped Model runs nothing, whoever scales it
         is_scaled_by_others = not model.spec.stop and (model.spec.autoscaling is not None or not made.says_replicas)
         yield Child(MODEL_INFERS, infer, (_REPLICAS,) if is_scaled_by_others else ())
-        yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, name, {"spec": server_spec(model, made)}, labels))
+        spec = server_spec(model, made, start_times)
+        yield Child(MODEL_SERVERS, _object(model, MODEL_SERVERS, name, {"spec": spec}, labels))
 
 
 def _of_model(model: Resolved, settings: Settings, ready: Mapping[str, int]) -> Iterator[Child]:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from controller.cluster.resources import Object, key_of
+from controller.cluster.resources import MODEL_SERVERS, Object, key_of
+from controller.reconcile.model.activation import told_start_times
 from controller.reconcile.model.children import Child, children
 from controller.reconcile.model.drift import digest_of, is_settled, stamped
 from controller.reconcile.model.observed import CHILDREN
@@ -49,11 +50,13 @@ def reconcile(observed: Observed, now_s: float) -> Plan:
 def _wanted(model: Resolved, observed: Observed, owned: Owned) -> list[Child]:
     """An upgrade of ours alone starts no engine anew: pods keep the image of ours that they have until they change."""
     ready = replicas_of(owned, model)
-    found = [_stamped(one) for one in children(model, observed.settings, ready)]
+    servers = {name: one for (kind, name), one in owned.items() if kind == MODEL_SERVERS.kind}
+    starts = told_start_times(model, observed.thing.get("status") or {}, servers)
+    found = [_stamped(one) for one in children(model, observed.settings, ready, starts)]
     images = {image for (kind, _), one in owned.items() if kind == "ModelInfer" for image in our_images(one)}
     for image in sorted(images - {observed.settings.image}):
         settings = msgspec.structs.replace(observed.settings, image=image)
-        earlier = [_stamped(one) for one in children(model, settings, ready)]
+        earlier = [_stamped(one) for one in children(model, settings, ready, starts)]
         found = [old if _is_applied(old, owned) else new for old, new in zip(earlier, found, strict=True)]
     return found
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from controller.crds.schema import to_plain
+from controller.reconcile.model.activation import activation_spec
 from controller.reconcile.model.names import digest
 from controller.reconcile.model.pods import AGENT_PORT
 from controller.reconcile.model_infer.labels import ENTRY, GROUP, MODEL_INFER, ROLE
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 _KV_EVENTS: Final = {"port": 5557, "replayPort": 5657, "topic": "kv-events"}
 
 
-def server_spec(model: Resolved, made: ResolvedBackend) -> dict[str, Any]:
-    """The engines of one backend."""
+def server_spec(model: Resolved, made: ResolvedBackend, start_times: Mapping[str, str]) -> dict[str, Any]:
+    """The engines of one backend. ``start_times``: what their starts take, by backend, where that is known."""
     preset, config = made.preset.spec, made.roles[0].engine.config
     spec: dict[str, Any] = {
         "model": model.served_name,
@@ -48,6 +49,9 @@ def server_spec(model: Resolved, made: ResolvedBackend) -> dict[str, Any]:
         }
         if config.lora.max_loaded is not None:
             spec["adapterLoading"]["slots"] = config.lora.max_loaded
+    activation = activation_spec(model, made, start_times)
+    if activation is not None:
+        spec["activation"] = activation
     return spec
 
 

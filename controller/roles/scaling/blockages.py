@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from controller.autoscale.allocation.blocked import Blockage, judge
+from controller.autoscale.situation import EngineState
 
 if TYPE_CHECKING:
     from controller.autoscale.situation import Target
+
+
+_STUCK: Final = (EngineState.UNSCHEDULABLE, EngineState.FAILING)
 
 
 class Blockages:
@@ -20,6 +24,8 @@ class Blockages:
     def of(self, key: str, target: Target, now_s: float) -> str:
         """Why no more replicas of a target of the binding ``key`` can be had; empty if they can."""
         place = (key, target.name)
+        if place not in self._known and not any(one.state in _STUCK for one in target.engines):
+            return ""
         before = self._known.get(place, Blockage())
         after = judge(target, before, now_s)
         if after != before:

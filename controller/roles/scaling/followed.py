@@ -106,10 +106,9 @@ class Followed:
         kind = kind_of(place[1], place[2])
         return kind if kind is not None and self._following.serves(self._scalables[kind.resource]) else None
 
-    def scalable(self, place: Place) -> Scalable | None:
+    def scalable(self, kind: ScalableKind, place: Place) -> Scalable | None:
         """As last heard."""
-        kind = self.kind_at(place)
-        found = None if kind is None else self._scalables[kind.resource].get(f"{place[0]}/{place[3]}")
+        found = self._scalables[kind.resource].get(f"{place[0]}/{place[3]}")
         return None if found is None else found["view"]
 
     def claims_on(self, place: Place) -> list[Claim]:

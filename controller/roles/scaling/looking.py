@@ -174,7 +174,7 @@ class Looker:
                 await self._parts.actor.claim(step.target.found, view.claim)
                 # what it is from now on comes by the informer
                 again_s = min(again_s, _SOON_S)
-            if not step.writes:
+            if not step.writes or _is_settled(step):
                 continue
             may_go, look_s, waits = await self._drained(step, reports, looked)
             again_s = min(again_s, look_s)
@@ -199,7 +199,7 @@ class Looker:
             await self._parts.actor.mark(undone(target.pods))
             return True, float("inf"), ()
         plan = drain(
-            target.pods,
+            [one for one in target.pods if target.kind.serves(one)],
             excess,
             reports,
             is_ordered=target.kind.is_ordered,
@@ -250,6 +250,13 @@ class Looker:
         self._parts.resolver.forget(key)
         self._parts.series.forget(key)
         self._parts.concerns(key, ())
+
+
+def _is_settled(step: Step) -> bool:
+    """Most targets are as they should be, with no mark on their pods."""
+    found, pods = step.target.found, step.target.pods
+    is_scaled = found is not None and step.replicas == found.replicas
+    return is_scaled and all(one.draining_at_s is None and one.deletion_cost is None for one in pods)
 
 
 def _reports(situations: Sequence[Situation], demand: DemandSource, looked: Looked) -> Mapping[str, EngineReport]:

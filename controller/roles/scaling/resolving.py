@@ -90,7 +90,7 @@ class Resolver:
         if kind is None:
             said = f"{spec.ref.api_version} {spec.ref.kind} cannot be scaled here"
             return Resolved(spec=spec, place=place, problem=Problem("UnknownKind", said))
-        found = self._followed.scalable(place)
+        found = self._followed.scalable(kind, place)
         if found is None or found.is_going:
             said = f"there is no {place[2]} {place[3]}"
             return Resolved(spec=spec, place=place, kind=kind, problem=Problem("TargetNotFound", said))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -12,9 +12,7 @@ from controller.cluster.resources import DEPLOYMENTS, MODEL_INFER_ROLES, MODEL_I
 from controller.reconcile.model_infer import labels
 from controller.reconcile.model_infer.times import seconds_of
 from controller.roles.scaling.names import SCALED_BY, SCALED_TO, SCALER
-
-if TYPE_CHECKING:
-    from controller.roles.scaling.pods import PodView
+from controller.roles.scaling.pods import PodView
 
 STATEFUL_SETS: Final = Resource("apps", "v1", "statefulsets", "StatefulSet")
 LEADER_WORKER_SETS: Final = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
@@ -47,12 +45,16 @@ class Scalable(msgspec.Struct, frozen=True, kw_only=True):
 
 Shape = Callable[[Object], tuple[Mapping[str, str], Mapping[str, str]]]
 """The selector and the template's labels of an object."""
-UnitOf = Callable[["PodView"], str]
+UnitOf = Callable[[PodView], str]
 """Which replica a pod is a part of."""
 
 
+def _always(_: PodView) -> bool:
+    return True
+
+
 class ScalableKind(msgspec.Struct, frozen=True, kw_only=True):
-    """``shape``: see there. ``unit_of``: see there. ``drains_itself``: its controller lets engines finish before it
+    """``shape``: see there. ``unit_of``: see there. ``serves``: whether requests are sent to a pod at all. ``drains_itself``: its controller lets engines finish before it
     deletes them. ``is_ordered``: its controller deletes the pod with the highest ordinal first. ``optional``: the cluster
     may lack it.
     """
@@ -60,6 +62,7 @@ class ScalableKind(msgspec.Struct, frozen=True, kw_only=True):
     resource: Resource
     shape: Shape
     unit_of: UnitOf
+    serves: Callable[[PodView], bool] = _always
     drains_itself: bool = False
     is_ordered: bool = False
     optional: bool = False
@@ -180,6 +183,10 @@ def _role_replica(pod: PodView) -> str:
     return pod.labels.get(labels.ROLE_REPLICA, pod.key)
 
 
+def _is_lws_leader(pod: PodView) -> bool:
+    return pod.labels.get(f"{_LWS}worker-index", "0") == "0"
+
+
 def _lws_group(pod: PodView) -> str:
     return pod.labels.get(f"{_LWS}group-index", pod.key)
 
@@ -192,7 +199,12 @@ KINDS: Final = (
     ScalableKind(resource=DEPLOYMENTS, shape=_by_selector, unit_of=_pod),
     ScalableKind(resource=STATEFUL_SETS, shape=_by_selector, unit_of=_pod, is_ordered=True),
     ScalableKind(
-        resource=LEADER_WORKER_SETS, shape=_leader_worker_set, unit_of=_lws_group, is_ordered=True, optional=True
+        resource=LEADER_WORKER_SETS,
+        shape=_leader_worker_set,
+        unit_of=_lws_group,
+        serves=_is_lws_leader,
+        is_ordered=True,
+        optional=True,
     ),
 )
 

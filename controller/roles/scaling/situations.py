@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from controller.autoscale.situation import EngineState, Freshness, Situation, Speed, Target
 from controller.autoscale.speeds import speed_of
+from controller.resources.autoscaling_binding import EngineCapacity
 from controller.roles.scaling.engines import engines_of
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from controller.roles.scaling.demand import DemandView
     from controller.roles.scaling.owning import Hold
     from controller.roles.scaling.resolving import Resolved
+
+_UNDECLARED: Final = EngineCapacity()
 
 View = Callable[[Sequence[str]], "DemandView"]
 """What is known of the demand for some ModelServers together."""
@@ -85,6 +88,8 @@ def _target(
 def _speed(one: Resolved, demand: DemandView) -> Speed | None:
     """Of a replica: several engines in one work side by side."""
     known = [(pod, learned) for pod in one.pods if (learned := demand.learned.get(pod.ip)) is not None]
+    if not known and one.spec.capacity == _UNDECLARED:
+        return None
     speed = speed_of(one.spec.capacity, [learned for _, learned in known])
     if speed is None or one.kind is None or not known:
         return speed

@@ -85,10 +85,10 @@ def traffic_of(
     *,
     seconds: int = 600,
     now_s: float = NOW_S,
-    ttft_s: float = 0.2,
-    tpot_s: float = 0.02,
+    ttft_s: float | None = None,
+    tpot_s: float | None = None,
 ) -> Traffic:
-    """``rate``: requests a second, also as a function of the seconds before now (negative)."""
+    """``rate``: requests a second, also as a function of the seconds before now (negative). Latencies: of all requests."""
     arrivals, points = 0.0, []
     for second in range(-seconds, 1):
         arrivals += rate if isinstance(rate, (int, float)) else rate(second)
@@ -96,7 +96,7 @@ def traffic_of(
     return Traffic(tuple(points))
 
 
-def _totals(arrivals: float, ttft_s: float, tpot_s: float) -> Totals:
+def _totals(arrivals: float, ttft_s: float | None, tpot_s: float | None) -> Totals:
     return Totals(
         arrivals=arrivals,
         finished=arrivals,
@@ -108,7 +108,9 @@ def _totals(arrivals: float, ttft_s: float, tpot_s: float) -> Totals:
     )
 
 
-def _histogram(number: float, value_s: float, bounds: tuple[float, ...]) -> tuple[int, ...]:
+def _histogram(number: float, value_s: float | None, bounds: tuple[float, ...]) -> tuple[int, ...]:
+    if value_s is None:
+        return ()
     counts = [0] * (len(bounds) + 1)
     counts[bucket_of(value_s, bounds)] = int(number)
     return tuple(counts)

@@ -24,7 +24,9 @@ from controller.autoscale.behavior import (
 )
 from controller.resources.autoscaling import Behavior, ScalingRule, ScalingRules
 
-ORIGINAL = json.loads((Path(__file__).parent / "upstream" / "hpa.json").read_text())["behavior"]
+UPSTREAM = Path(__file__).parent / "upstream"
+ORIGINAL = json.loads((UPSTREAM / "hpa.json").read_text())["behavior"]
+STORIES = json.loads((UPSTREAM / "hpa_stories.json").read_text())
 NOW_S = 10_000.0
 
 
@@ -48,6 +50,20 @@ def answered(case: dict[str, Any]) -> float:
 def test_answers_are_those_of_kubernetes_own_code() -> None:
     assert [case for case in ORIGINAL if answered(case) != case["desired"]] == []
     assert len(ORIGINAL) >= 200
+
+
+def test_histories_are_those_of_kubernetes_own_code() -> None:
+    for story in STORIES:
+        behavior = Behavior(rules_of(story["scaleUp"]), rules_of(story["scaleDown"]))
+        current, past = story["first"], Past((Recommended(0.0, story["first"]),))
+        for at_s, recommended, desired in story["looks"]:
+            found, _ = behaved(behavior, past, recommended=recommended, current=current, now_s=at_s)
+            assert found == desired
+            past = remembered(behavior, past, Recommended(at_s, recommended))
+            if found != current:
+                past = Past(past.recommendations, (*past.changes, Scaled(at_s, found - current)))
+            current = found
+    assert sum(len(story["looks"]) for story in STORIES) == 3000
 
 
 class Written:

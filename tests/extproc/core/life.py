@@ -22,8 +22,10 @@ from extproc.core.effects import (
     AskLimits,
     AskTokens,
     AwaitAdapter,
+    AwaitEngine,
     Decision,
     Effect,
+    Held,
     Hold,
     LoadAdapter,
     Refused,
@@ -60,6 +62,13 @@ if TYPE_CHECKING:
     from extproc.core.entering import Answer, Own
     from extproc.core.record import Run
 
+# What a held request goes on with, by what it waits for.
+GOES_ON = {
+    State.AWAITING_ENGINE: Event.ENGINE_READY,
+    State.LOADING: Event.LOADED,
+    State.QUEUED: Event.DISPATCHED,
+}
+HELD = frozenset(GOES_ON)
 # Ticks that one wake-up may lead to; far more than there are requests.
 _MOST_TICKS = 500
 
@@ -79,7 +88,7 @@ class Life:
         self.store = LocalLimits()
         self.unsettled: list[Grant] = []
         # own requests: whose streams wait for something, which were sent and are not closed, all that there were
-        self.pending: dict[str, AskLimits | AskTokens | AwaitAdapter | Hold] = {}
+        self.pending: dict[str, AskLimits | AskTokens | Held] = {}
         # loads that were asked for and have not ended
         self.loads: list[LoadAdapter] = []
         self.decided: list[str] = []
@@ -111,10 +120,9 @@ class Life:
             happened = event if ticket == subject else None
             if ticket in ends:
                 gave_up = isinstance(ends[ticket], Refused)
-                goes_on = Event.LOADED if state is State.LOADING else Event.DISPATCHED
-                happened = Event.GIVEN_UP if gave_up else goes_on
-            elif happened is None and after is not state and {state, after} == {State.LOADING, State.QUEUED}:
-                happened = Event.LOADED if state is State.LOADING else Event.DISPATCHED
+                happened = Event.GIVEN_UP if gave_up else GOES_ON[state]
+            elif happened is None and after is not state and {state, after} <= HELD:
+                happened = Event.ENGINES_GONE if after is State.AWAITING_ENGINE else GOES_ON[state]
             elif happened is None and after is not state:
                 assert state is State.ENDED or ticket in self.elsewhere, (ticket, state, after, event)
                 happened = Event.FORGOTTEN if state is State.ENDED else Event.FINISHED
@@ -153,7 +161,7 @@ class Life:
             match effect:
                 case Decision() | Refused() if effect.was_held:
                     # delivered to a stream that waits, and nobody else
-                    assert isinstance(self.pending.pop(effect.ticket), Hold | AwaitAdapter)
+                    assert isinstance(self.pending.pop(effect.ticket), Held)
                     self.follow(effect)
                 case LoadAdapter():
                     self.asked_to_load(effect)
@@ -184,7 +192,7 @@ class Life:
 
     def follow(self, own: Own | None) -> None:
         match own:
-            case AskLimits() | AskTokens() | AwaitAdapter() | Hold():
+            case AskLimits() | AskTokens() | AwaitEngine() | AwaitAdapter() | Hold():
                 self.pending[own.ticket] = own
             case Decision():
                 self.decided.append(own.ticket)
@@ -228,7 +236,7 @@ class Life:
             self.seen.append(ticket)
 
     def asking(self) -> list[str]:
-        return [ticket for ticket, one in self.pending.items() if not isinstance(one, Hold | AwaitAdapter)]
+        return [ticket for ticket, one in self.pending.items() if not isinstance(one, Held)]
 
     def all_that_was_asked_for_comes(self) -> None:
         while asking := self.asking():
@@ -298,12 +306,16 @@ class Life:
         for record in self.core._records.values():
             if record.state is State.LOADING:
                 assert record.loading_since_s + 10.0 > self.now, "its client should have been told"
+            if record.state is State.AWAITING_ENGINE:
+                assert record.engine_by_s > self.now, "its client should have been told"
+                pool = record.arrived.pool
+                assert not pool.readiness.is_whole or pool.name in self.core.admission.gates
             if record.state is State.QUEUED:
                 assert record.queued is not None
                 assert record.queued.expires_at_s > self.now, "its client should have been told"
 
-    def configure(self, endpoints: str, gate: str, limits: str) -> None:
-        self.happens(None, "", lambda: self.core.apply(snapshot(endpoints, gate, limits), self.now))
+    def configure(self, endpoints: str, gate: str, limits: str, activation: str = "") -> None:
+        self.happens(None, "", lambda: self.core.apply(snapshot(endpoints, gate, limits, activation), self.now))
         self.must_wake()
 
     def set_feed(self, *, is_there: bool) -> None:
@@ -366,9 +378,16 @@ class Life:
 
     def _streams_and_records_agree(self) -> None:
         records = self.core._records.values()
-        assert {ticket for ticket, one in self.pending.items() if isinstance(one, Hold | AwaitAdapter)} == {
-            one.ticket for one in records if one.state in {State.QUEUED, State.LOADING}
+        assert {ticket for ticket, one in self.pending.items() if isinstance(one, Held)} == {
+            one.ticket for one in records if one.state in HELD
         }
+        waiting = {name for group in self.core._awaiting._groups.values() for name in group.records}
+        assert waiting == {one.ticket for one in records if one.state is State.AWAITING_ENGINE}
+        sizes = [
+            (g.bytes, sum(len(one.arrived.body) for one in g.records.values()))
+            for g in self.core._awaiting._groups.values()
+        ]
+        assert all(counted == held for counted, held in sizes)
         assert {*self.decided, *self.elsewhere} == {one.ticket for one in records if one.state in IN_FLIGHT}
         # beside those that have ended and wait for their outcomes, there is nothing else
         assert len(records) == len(self.pending) + len(self.decided) + len(self.elsewhere) + self.core.count(
@@ -403,14 +422,17 @@ class Life:
 
     def _the_page_for_autoscalers_tells_what_waits_and_what_runs(self) -> None:
         own = [one for one in self.core._records.values() if one.is_ours]
-        waiting = [one for one in own if one.state in {State.QUEUED, State.LOADING}]
+        waiting = [one for one in own if one.state in HELD]
         runs = [one.run.assignment for one in own if one.run is not None and one.state in IN_FLIGHT]
         said = self.core.demand(self.now).servers[SERVER]
         assert sum(one.arrivals for one in said.counted.values()) == len(self.own)
         assert said.queued == len(waiting)
         assert (said.queued_tokens > 0) == bool(waiting)
         assert said.oldest_wait_s == max([self.now - one.arrived_at_s for one in waiting], default=0.0)
-        assert said.at_zero == (0 if self.core.pools[SERVER].table.active_rows else len(waiting))
+        if self.core.pools[SERVER].readiness.can_serve:
+            assert said.at_zero == len([one for one in waiting if one.state is State.AWAITING_ENGINE])
+        else:
+            assert said.at_zero == len(waiting)
         assert {address: one.in_flight for address, one in said.engines.items() if one.in_flight} == Counter(
             one.endpoint.address for one in runs
         )
@@ -429,7 +451,7 @@ class Life:
     def everything_ends(self) -> None:
         self.all_that_was_asked_for_comes()
         # whoever is held is told within the longest wait, without anything else happening
-        self.pass_time(31.0)
+        self.pass_time(41.0)
         assert not self.pending
         assert not self.core._loading.groups
         for ask in list(self.loads):

@@ -61,6 +61,8 @@ spec:
 """
 ONE, TWO = "{address: '10.0.0.1:8000'}", "{address: '10.0.0.1:8000'}, {address: '10.0.0.2:8000'}"
 GATES = ("", FLOW_CONTROL % "20s", FLOW_CONTROL % "15s")
+LEAVING = "{address: '10.0.0.1:8000', draining: true}"
+ACTIVATIONS = ("", "\n  activation: {holdTimeout: 8s, maxRequests: 6}", "\n  activation: {holdTimeout: 5s}")
 # Ended requests whose outcome is waited for: few, so that some are given up.
 MOST_ENDED = 3
 
@@ -70,8 +72,8 @@ IN_FLIGHT = frozenset({State.RUNNING, State.SETTLED})
 
 
 @cache
-def snapshot(endpoints: str = TWO, gate: str = "", limits: str = "") -> Snapshot:
-    return load({"a.yaml": (CONFIGURATION % (endpoints, gate, limits)).encode()})
+def snapshot(endpoints: str = TWO, gate: str = "", limits: str = "", activation: str = "") -> Snapshot:
+    return load({"a.yaml": (CONFIGURATION % (endpoints, gate + activation, limits)).encode()})
 
 
 def body(words: int, *, stream: bool, model: str = "m") -> bytes:

@@ -29,7 +29,19 @@ from extproc.errors import Refusal
 from extproc.request.model import Api
 from extproc.scheduling.request_started import RequestStarted
 from tests.extproc.core.life import Life
-from tests.extproc.core.setting import GATES, LEGAL, LIMITS, MOST_ENDED, ONE, SERVER, TWO, body, snapshot
+from tests.extproc.core.setting import (
+    ACTIVATIONS,
+    GATES,
+    LEAVING,
+    LEGAL,
+    LIMITS,
+    MOST_ENDED,
+    ONE,
+    SERVER,
+    TWO,
+    body,
+    snapshot,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -133,9 +145,14 @@ class Requests(Life, RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.pass_time(seconds)
 
-    @rule(endpoints=st.sampled_from(["", ONE, TWO]), gate=st.sampled_from(GATES), limits=st.sampled_from(LIMITS))
-    def the_configuration_changes(self, endpoints: str, gate: str, limits: str) -> None:
-        self.configure(endpoints, gate, limits)
+    @rule(
+        endpoints=st.sampled_from(["", ONE, TWO, LEAVING]),
+        gate=st.sampled_from(GATES),
+        limits=st.sampled_from(LIMITS),
+        activation=st.sampled_from(ACTIVATIONS),
+    )
+    def the_configuration_changes(self, endpoints: str, gate: str, limits: str, activation: str) -> None:
+        self.configure(endpoints, gate, limits, activation)
 
     @rule(is_there=st.booleans())
     def a_feed_comes_or_goes(self, *, is_there: bool) -> None:
@@ -244,7 +261,9 @@ def test_every_event_that_is_legal_leaves_nothing_behind(state: State, event: Ev
 def in_state(life: Life, state: State) -> str:
     """A request that has come into this state by the shortest way."""
     waits = state is State.QUEUED
-    life.configure(TWO, GATES[1], LIMITS[2 if state is State.ASKING_LIMITS else 1])
+    has_engines = state is not State.AWAITING_ENGINE
+    limits = LIMITS[2 if state is State.ASKING_LIMITS else 1]
+    life.configure(TWO if has_engines else "", GATES[1], limits, ACTIVATIONS[0 if has_engines else 1])
     life.set_feed(is_there=state is State.ASKING_TOKENS)
     if state is State.ABSENT:
         return "unknown"
@@ -272,6 +291,10 @@ def make_happen(life: Life, event: Event, ticket: str) -> None:
             life.pass_time(0.0)
         case Event.LOADED:
             life.load_ends(life.loads[0])
+            life.pass_time(0.0)
+        case Event.ENGINE_READY | Event.ENGINES_GONE:
+            endpoints = TWO if event is Event.ENGINE_READY else LEAVING
+            life.configure(endpoints, GATES[1], LIMITS[1], ACTIVATIONS[1])
             life.pass_time(0.0)
         case Event.GIVEN_UP:
             life.pass_time(20.0)

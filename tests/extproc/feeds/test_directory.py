@@ -212,3 +212,19 @@ async def test_a_server_that_leaves_with_its_pickers_file_is_served_by_the_defau
     await watched.until(lambda: not isinstance(pool.picker, ConfiguredPicker))
     assert chosen(watched, "default/other").pool is pool
     assert watched.sample("attache_config_valid") == 1
+
+
+async def test_a_first_engine_is_used_once_envoy_knows_it_and_others_change_meanwhile(watched: Watched) -> None:
+    text = CONFIG.decode()
+    listed = text[text.index("endpoints: [") : text.index("]", text.index("endpoints: [")) + 1]
+
+    def has(name: str) -> int:
+        return len(watched.core.pools[name].table)
+
+    watched.file.write_text(text.replace(listed, "endpoints: []"))
+    await watched.until(lambda: not has("default/llama"))
+    watched.file.write_text(text.replace("modelName: chat", "modelName: talk"))
+    await watched.until(lambda: watched.names() == ["talk", "sql"])
+    assert not has("default/llama")
+    watched.now += 0.31
+    await watched.until(lambda: bool(has("default/llama")))

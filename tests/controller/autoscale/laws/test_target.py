@@ -170,6 +170,19 @@ def test_from_zero_there_is_no_tolerance() -> None:
     assert asked(nobody, MetricTarget("requests_in_flight", 1, total=True)) == 1
 
 
+def test_replicas_that_have_no_pods_yet_are_no_reason_to_take_them_back() -> None:
+    # two engines at one and a half times the target, and four more just ordered
+    usage = MetricTarget("kv_usage", 0.5)
+    seen = situation(target([engine(f"e{at}", report(kv=0.75)) for at in range(2)], current=6))
+    assert asked(seen, usage) == 6
+    assert asked(seen, usage, careful=False) == 3
+    queue = MetricTarget("requests_in_flight", 10, total=True)
+    seen = situation(target([engine("e", report(in_flight=20))], current=6))
+    assert asked(seen, queue) is None
+    assert asked(seen, queue, careful=False) == 2
+    assert asked(situation(target([engine("e", report(in_flight=4))], current=6)), queue) == 1
+
+
 def test_a_target_for_all_says_nothing_while_no_engine_is_ready() -> None:
     seen = situation(target([engine("s", state=EngineState.STARTING)]), waiting=Waiting(requests=50))
     assert asked(seen, MetricTarget("requests_in_flight", 10, total=True)) is None

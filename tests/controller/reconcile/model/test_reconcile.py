@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from controller.cluster.resources import MODEL_INFERS
+from controller.reconcile.model.activation import start_time_of
 from controller.reconcile.model.observed import Observed, Settings
 from controller.reconcile.model.reconcile import reconcile
 from controller.reconcile.plan import Apply, Delete, Plan
@@ -388,3 +389,58 @@ def test_weights_are_fetched_ahead_where_they_are_kept(spec: Plain, kind: str | 
         one["status"] = {"desiredNumberScheduled": 2, "numberReady": 2, "succeeded": 1}
     if kind:
         assert condition(reconcile(seen(warm, children), NOW_S), "WeightsWarm")["status"] == "True"
+
+
+SCALED: Plain = {
+    "autoscaling": {"scaleToZero": "5m"},
+    "backends": [{"name": "default", "minReplicas": 0, "maxReplicas": 4}],
+}
+
+
+def activation(plan: Plan) -> Plain | None:
+    found: Plain | None = applied(plan)["ModelServer llama-default"]["spec"].get("activation")
+    return found
+
+
+def test_requests_wait_for_engines_of_a_model_that_may_have_none() -> None:
+    always: Plain = {"autoscaling": {}, "backends": [{"name": "default", "minReplicas": 1, "maxReplicas": 4}]}
+    by_bounds: Plain = {"autoscaling": {"policyRef": "p"}, "backends": SCALED["backends"]}
+    fixed: Plain = {"backends": [{"name": "default", "replicas": 2}]}
+    specs = [SCALED, by_bounds, always, fixed, {**SCALED, "stop": True}]
+    found = [activation(reconcile(seen(model(**spec), []), NOW_S)) for spec in specs]
+    assert found == [{}, {}, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("measured_s", "told_before", "tells"),
+    [
+        (None, None, None),
+        (None, "90s", "90s"),
+        (44.0, None, "45s"),
+        (130.0, None, "150s"),
+        (601.0, None, "660s"),
+        # a quarter more or less is no news
+        (56.0, "45s", "45s"),
+        (57.0, "45s", "60s"),
+        (34.0, "45s", "45s"),
+        (33.0, "45s", "45s"),
+        (14.0, "45s", "15s"),
+    ],
+)
+def test_what_a_start_takes_is_told_coarsely(
+    measured_s: float | None, told_before: str | None, tells: str | None
+) -> None:
+    assert start_time_of(measured_s, told_before) == tells
+
+
+def test_the_measured_start_reaches_the_model_server_and_stays_while_it_varies_little() -> None:
+    def status(load_s: float) -> Plain:
+        return {"backends": [{"name": "default", "start": {"schedulingSeconds": 4.0, "loadSeconds": load_s}}]}
+
+    first = reconcile(seen(model(status(40.0), **SCALED), []), NOW_S)
+    assert activation(first) == {"startTime": "45s"}
+    children = on_server(first)
+    again = reconcile(seen(model(status(48.0), **SCALED), children), NOW_S)
+    assert "ModelServer llama-default" not in applied(again)
+    slower = reconcile(seen(model(status(80.0), **SCALED), children), NOW_S)
+    assert activation(slower) == {"startTime": "90s"}

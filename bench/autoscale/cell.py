@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One cell of the lab: a policy at one setting of its knob, on one load, with one seed."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from bench.autoscale.capacity import capacity
+from bench.autoscale.fleet import Fleet
+from bench.autoscale.loads import LOADS, Half
+from bench.autoscale.measures import Window, met_by_window, overload_to_order_s, reversals
+from bench.autoscale.oracle import needed, work_by_second
+from bench.autoscale.pictures import Pictures
+from bench.autoscale.policies import policy_named
+from bench.autoscale.replicas import Bill, bill
+from bench.autoscale.scaler import Setup, told_objective
+from bench.reporting.distribution import Distribution, distribution
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from bench.autoscale.loads import Load
+    from bench.autoscale.scaler import Scaler
+    from bench.reporting.results import RequestResult
+    from bench.workload.sessions import Workload
+
+# How often the core is asked what it knows.
+_DEMAND_S: Final = 1.0
+# The share of engines' time at which a fleet counts as overloaded.
+_FULL: Final = 1.0
+# The share of engines' time that the load of the first minute takes of the initial fleet.
+_AT_FIRST: Final = 0.8
+# Scalers see the load for so long before they are obeyed and anything counts: none begins with empty windows.
+WARM_UP_S: Final = 60.0
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """``knob``: the value of the policy's knob. ``period_s``: between two decisions; 0: the policy's own. ``start_s``: of
+    all replicas; 0: as the load's variants have it. ``duration_s``: of a shorter excerpt; 0: all of the load.
+    """
+
+    load: str
+    half: Half
+    policy: str
+    knob: float
+    seed: int
+    period_s: float = 5.0
+    start_s: float = 0.0
+    duration_s: float = 0.0
+
+    @property
+    def conditions(self) -> Cell:
+        """What policies under comparison have in common."""
+        return msgspec.structs.replace(self, policy="", knob=0.0)
+
+
+class CellResult(msgspec.Struct, frozen=True, kw_only=True):
+    """``windows``: of the run, by time. ``refused``: requests that got an error. ``lost``: those that nobody answered; both
+    count as missed. ``to_order_s``: from each overload to the next larger order. ``cpu_s``: what the cell took to run.
+    """
+
+    cell: Cell
+    requests: int
+    refused: int
+    lost: int
+    windows: list[Window]
+    ttft_s: Distribution
+    tpot_s: Distribution
+    bill: Bill
+    reversals: int
+    orders: int
+    to_order_s: list[float]
+    hours: float
+    cpu_s: float
+
+    @property
+    def attainment(self) -> float:
+        """The share of all requests that met both targets."""
+        return sum(one.met for one in self.windows) / max(1, self.requests)
+
+
+def load_of(cell: Cell) -> Load:
+    """The load as the cell wants it."""
+    load = LOADS[cell.load]
+    if cell.duration_s:
+        load = msgspec.structs.replace(load, duration_s=cell.duration_s)
+    if cell.start_s:
+        variants = tuple(msgspec.structs.replace(one, start_s=cell.start_s) for one in load.variants)
+        load = msgspec.structs.replace(load, variants=variants)
+    return load
+
+
+def worths(load: Load) -> dict[str, float]:
+    """What one replica of each variant carries, in replicas of the first."""
+    rates = [capacity(one.kind(), load.mean, load.objective.tpot_s).requests_per_s for one in load.variants]
+    return {one.name: rate / rates[0] for one, rate in zip(load.variants, rates, strict=True)}
+
+
+def run_cell(cell: Cell, traces: Path) -> CellResult:
+    """Raises TraceInvalid or PolicyUnknown. ``traces``: the directory with trace files."""
+    began = time.process_time()
+    load, policy = load_of(cell), policy_named(cell.policy)
+    workload = load.workload(cell.half, cell.seed, traces)
+    period_s = cell.period_s or policy.native_period_s
+    setup = Setup(load, workload, cell.knob, period_s, load.min_replicas if policy.has_zero else 1)
+    work = work_by_second(load, workload)
+    need = [float(one) for one in needed(work, _FULL)]
+    first = sum(work[: int(WARM_UP_S)]) / WARM_UP_S / _AT_FIRST
+    initial = {load.variants[0].name: max(1, math.ceil(first))}
+    fleet = Fleet(load.variants, initial, seed=cell.seed)
+    _drive(fleet, policy.make(setup), setup)
+    results = fleet.simulation.run(workload)
+    return _result(cell, load, workload, results, fleet, need, time.process_time() - began)
+
+
+def _drive(fleet: Fleet, scaler: Scaler, setup: Setup) -> None:
+    """Plan the ticks: pages each second, decisions each period, until the load ends. What still waits then is served by
+    the fleet as it is.
+    """
+    pictures = Pictures(told_objective(setup), min_replicas=setup.min_replicas)
+    load = setup.load
+    next_at_s = 0.0
+
+    def tick(now: float) -> None:
+        nonlocal next_at_s
+        fleet.collect(now)
+        pictures.take(fleet.simulation.core.demand(now), now)
+        if now >= next_at_s or (not setup.min_replicas and pictures.is_missed(fleet)):
+            next_at_s = max(next_at_s, now + setup.period_s)
+            desired = scaler.decide(pictures.situation(fleet, now))
+            if now >= WARM_UP_S:
+                fleet.order(desired, now)
+        if now + _DEMAND_S < load.duration_s:
+            fleet.simulation.at(now + _DEMAND_S, tick)
+
+    fleet.simulation.at(0.0, tick)
+
+
+def _result(
+    cell: Cell,
+    load: Load,
+    workload: Workload,
+    results: Sequence[RequestResult],
+    fleet: Fleet,
+    need: list[float],
+    cpu_s: float,
+) -> CellResult:
+    counted = [one for one in results if one.due_at_s >= WARM_UP_S]
+    good = [one for one in counted if not one.error]
+    due_at_s = [at_s for session in workload.sessions if (at_s := session.begins_at_s) >= WARM_UP_S]
+    worth = worths(load)
+    totals = [(one.at_s, sum(worth[name] * count for name, count in one.desired.items())) for one in fleet.orders]
+    return CellResult(
+        cell=cell,
+        requests=len(due_at_s),
+        refused=len(counted) - len(good),
+        lost=len(due_at_s) - len(counted),
+        windows=met_by_window(due_at_s, counted, load.objective, since_s=WARM_UP_S, until_s=load.duration_s),
+        ttft_s=distribution(one.ttft_s for one in good),
+        tpot_s=distribution(one.tpot_s for one in good if one.output_tokens > 1),
+        bill=bill(fleet.replicas, WARM_UP_S, load.duration_s),
+        reversals=reversals([total for _, total in totals]),
+        orders=len(totals) - 1,
+        to_order_s=overload_to_order_s([0.0] * int(WARM_UP_S) + need[int(WARM_UP_S) :], totals),
+        hours=(load.duration_s - WARM_UP_S) / 3600,
+        cpu_s=round(cpu_s, 2),
+    )

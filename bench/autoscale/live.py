@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live autoscaler in the lab: the same pipeline that the manager calls, with a policy and a binding of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from bench.autoscale.scaler import told_objective
+from controller.autoscale.decide import decide
+from controller.resources.autoscaling import AutoscalingPolicySpec, LatencyObjective, ScaleToZero, Strategy
+from controller.resources.autoscaling_binding import AutoscalingPolicyBinding, AutoscalingPolicyBindingSpec
+from controller.resources.scaling_laws import WorkParameters
+from extproc.config.quantities import Duration
+from extproc.config.spec import Metadata
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bench.autoscale.scaler import Setup
+    from controller.autoscale.memory import Memory
+    from controller.autoscale.situation import Situation
+
+# Of the epoch: the lab's clock begins at 0, and schedules need a day.
+_BEGIN_S: Final = 1_700_000_000.0
+_WORK: Final = Strategy(name="Work")
+# Shorter than the default of ten minutes, because the lab's idle times are short.
+_TO_ZERO: Final = ScaleToZero(idle=Duration("60s"))
+
+
+class Live:
+    """One binding with all variants of the load as its targets."""
+
+    def __init__(self, setup: Setup, policy: AutoscalingPolicySpec) -> None:
+        targets = tuple(
+            variant.target(0 if number else setup.min_replicas) for number, variant in enumerate(setup.load.variants)
+        )
+        self._policy = policy
+        self._binding = AutoscalingPolicyBinding(
+            metadata=Metadata(name="lab"),
+            spec=AutoscalingPolicyBindingSpec(policy_ref="lab", targets=targets),
+        )
+        self._memory: Memory | None = None
+
+    def decide(self, situation: Situation) -> Mapping[str, int]:
+        """As the manager would."""
+        if self._policy.objective is not None:
+            situation = msgspec.structs.replace(situation, objective=self._policy.objective)
+        decision, self._memory = decide(
+            self._policy, self._binding, [situation], self._memory, _BEGIN_S + situation.now_s
+        )
+        return {one.name: one.desired for one in decision.targets if one.desired is not None}
+
+
+def by_objective(setup: Setup) -> Live:
+    """The defaults. The knob: the share of the objective's latencies that the policy asks for."""
+    return Live(setup, _policy(setup, told_objective(setup, setup.knob)))
+
+
+def by_utilization(setup: Setup) -> Live:
+    """The knob: the utilization of the strategy Work."""
+    work = Strategy(name="Work", work=WorkParameters(utilization=setup.knob))
+    return Live(setup, _policy(setup, told_objective(setup), (work,)))
+
+
+def _policy(
+    setup: Setup, objective: LatencyObjective, strategies: tuple[Strategy, ...] = (_WORK,)
+) -> AutoscalingPolicySpec:
+    return AutoscalingPolicySpec(
+        strategies=strategies,
+        objective=objective,
+        period=Duration(f"{setup.period_s:g}s"),
+        scale_to_zero=None if setup.min_replicas else _TO_ZERO,
+    )

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peers as policies of the lab: each with one knob, and the grid of it that is tuned on.
+
+The grids span what a fleet of the lab's engines can need: a replica that keeps its TPOT runs some 20 requests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from bench.autoscale.peers.aibrix import AibrixApa
+from bench.autoscale.peers.dynamo import DynamoPlanner
+from bench.autoscale.peers.knative import kpa
+from bench.autoscale.peers.kthena import Kthena
+from bench.autoscale.peers.kubernetes import hpa
+from bench.autoscale.peers.llm_d import KedaQueue, KedaSlo
+from bench.autoscale.peers.wva_v1 import WvaV1
+from bench.autoscale.peers.wva_v2 import WvaV2
+from bench.autoscale.scaler import Policy, Setup, told_objective
+from controller.resources.scaling_laws import SpareCapacityParameters, TokensParameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from bench.autoscale.peers.peer import Peer
+    from controller.autoscale.situation import Situation
+
+_IN_FLIGHT: Final = (8.0, 12.0, 16.0, 22.0, 30.0)
+
+
+class OfPeer:
+    """A peer in its loop. It knows nothing of kinds of engine, and scales the first target."""
+
+    def __init__(self, peer: Peer[Any]) -> None:
+        self._peer = peer
+        self._memory: Any = None
+
+    def decide(self, situation: Situation) -> Mapping[str, int]:
+        """What the peer wants."""
+        desired, self._memory = self._peer.desired(situation, self._memory)
+        return {situation.targets[0].name: desired}
+
+
+def _peer(make: Callable[[Setup], Peer[Any]]) -> Callable[[Setup], OfPeer]:
+    return lambda setup: OfPeer(make(setup))
+
+
+def _wva_v1(setup: Setup) -> Peer[Any]:
+    return WvaV1(SpareCapacityParameters(kv_spare_trigger=setup.knob), period_s=setup.period_s)
+
+
+def _wva_v2(setup: Setup) -> Peer[Any]:
+    """The two utilizations stay as far apart as in the original."""
+    up, down = setup.knob, setup.knob * 0.70 / 0.85
+    return WvaV2(TokensParameters(scale_up_utilization=up, scale_down_utilization=down), period_s=setup.period_s)
+
+
+def _slo(setup: Setup) -> Peer[Any]:
+    """The two thresholds stay in the original's proportion."""
+    up, down = setup.knob, setup.knob * 0.40 / 0.55
+    return KedaSlo(told_objective(setup), up, down, period_s=setup.period_s)
+
+
+PEER_POLICIES: Final = (
+    Policy(
+        "hpa-running-waiting",
+        _peer(lambda setup: hpa(running=setup.knob, period_s=setup.period_s)),
+        "requests of a replica",
+        _IN_FLIGHT,
+        15.0,
+    ),
+    Policy(
+        "kpa",
+        _peer(lambda setup: kpa(target=setup.knob, period_s=setup.period_s)),
+        "target concurrency",
+        (10.0, 16.0, 22.0, 30.0, 42.0),
+        2.0,
+    ),
+    Policy("wva-v1", _peer(_wva_v1), "spare share of KV caches", (0.1, 0.25, 0.4, 0.55, 0.7), 30.0),
+    Policy("wva-v2", _peer(_wva_v2), "scale-up utilization", (0.25, 0.4, 0.55, 0.7, 0.85), 30.0),
+    Policy(
+        "llmd-keda",
+        _peer(lambda setup: KedaQueue(running=setup.knob, period_s=setup.period_s)),
+        "running requests of a replica",
+        _IN_FLIGHT,
+        15.0,
+    ),
+    Policy("llmd-slo", _peer(_slo), "share of the objective", (0.4, 0.55, 0.7, 0.85, 1.0), 15.0),
+    Policy(
+        "kthena",
+        _peer(lambda setup: Kthena(target=setup.knob, period_s=setup.period_s)),
+        "requests of a replica",
+        _IN_FLIGHT,
+        15.0,
+    ),
+    Policy(
+        "aibrix-apa",
+        _peer(lambda setup: AibrixApa(target=setup.knob, period_s=setup.period_s)),
+        "requests of a replica",
+        _IN_FLIGHT,
+        10.0,
+    ),
+    Policy(
+        "dynamo",
+        _peer(lambda setup: DynamoPlanner(told_objective(setup, setup.knob), period_s=setup.period_s)),
+        "share of the objective",
+        (0.6, 0.75, 0.9, 1.0, 1.15),
+        5.0,
+    ),
+)

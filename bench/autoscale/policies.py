@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scalers by name, each with its knob and the values of it to try."""
+
+from __future__ import annotations
+
+import math
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from bench.autoscale.live import by_objective, by_utilization
+from bench.autoscale.oracle import Oracle
+from bench.autoscale.peer_policies import PEER_POLICIES
+from bench.autoscale.scaler import Policy, Setup
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from controller.autoscale.situation import Situation
+
+
+OURS: Final = "attache"
+# They know what nobody can.
+BOUNDS: Final = frozenset({"oracle"})
+
+
+class PolicyUnknown(ValueError):
+    """There is no such policy; the message says which there are."""
+
+
+class Fixed:
+    """Always the same number."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._desired = {setup.load.variants[0].name: math.ceil(setup.knob)}
+
+    def decide(self, situation: Situation) -> Mapping[str, int]:
+        """The knob."""
+        del situation
+        return self._desired
+
+
+_POLICIES: Final = (
+    Policy(OURS, by_objective, "share of the objective", (0.6, 0.75, 0.9, 1.0, 1.15), 5.0, has_zero=True),
+    Policy("attache-utilization", by_utilization, "utilization", (0.5, 0.6, 0.7, 0.8, 0.9), 5.0, has_zero=True),
+    *PEER_POLICIES,
+    Policy("fixed", Fixed, "replicas", (4, 6, 8, 10, 12), 5.0),
+    Policy("oracle", Oracle, "share of engines' time", (0.8, 0.95, 1.1, 1.25, 1.4), 5.0, has_zero=True),
+)
+POLICIES: Final[Mapping[str, Policy]] = MappingProxyType({one.name: one for one in _POLICIES})
+
+
+def policy_named(name: str) -> Policy:
+    """Raises PolicyUnknown."""
+    if name not in POLICIES:
+        msg = f"there is no policy {name}; there are {', '.join(POLICIES)}"
+        raise PolicyUnknown(msg)
+    return POLICIES[name]

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs cells in several processes; finished ones are kept as JSON lines and not run again."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from bench.autoscale.cell import Cell, CellResult, run_cell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from rich.console import Console
+
+
+def kept_results(file: Path) -> dict[Cell, CellResult]:
+    """What earlier runs have left; a last line that was cut short is left out."""
+    if not file.exists():
+        return {}
+    found = {}
+    for line in file.read_bytes().splitlines():
+        try:
+            one = msgspec.json.decode(line, type=CellResult)
+        except msgspec.DecodeError:
+            continue  # the run was stopped while it wrote, and the cell is run again
+        found[one.cell] = one
+    return found
+
+
+def run_cells(
+    cells: Sequence[Cell], file: Path, traces: Path, console: Console, *, jobs: int = 2
+) -> dict[Cell, CellResult]:
+    """All results by cell. Raises what the first cell that fails raises; those that ended before are kept.
+
+    ``file``: of kept results. Results depend on the code: after a change of it, another file is wanted.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    found = kept_results(file)
+    missing = [one for one in dict.fromkeys(cells) if one not in found]
+    if missing:
+        with ProcessPoolExecutor(max(1, min(jobs, len(missing)))) as pool, file.open("ab") as out:
+            out.write(b"\n")  # a line that was cut short stays alone
+            pending = [pool.submit(run_cell, one, traces) for one in missing]
+            try:
+                for number, one in enumerate(as_completed(pending), 1):
+                    result = one.result()
+                    out.write(msgspec.json.encode(result) + b"\n")
+                    out.flush()
+                    found[result.cell] = result
+                    console.print(f"{number}/{len(missing)} {line_of(result)}", highlight=False)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    return {one: found[one] for one in cells}
+
+
+def line_of(result: CellResult) -> str:
+    """A cell in a line, for people who wait."""
+    cell = result.cell
+    return (
+        f"{cell.load}/{cell.half} {cell.policy} at {cell.knob:g}, seed {cell.seed}: {result.attainment:.1%} in target, "
+        f"{result.bill.cost / result.hours:.2f} engines' cost, {result.cpu_s:.0f} s"
+    )
+
+
+def pooled(results: Iterable[CellResult]) -> list[CellResult]:
+    """In the order of seeds, so that those of two policies are paired."""
+    return sorted(results, key=lambda one: one.cell.seed)

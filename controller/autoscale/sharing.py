@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what stages need to what each target should have: the allocation, ratios, and targets that stay as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controller.autoscale.allocation.allocate import allocate_stages, rules_of
+from controller.autoscale.allocation.ratios import repair
+from controller.autoscale.allocation.variants import variant_of
+from controller.autoscale.decision import Step
+from controller.autoscale.memory import Shared
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from controller.autoscale.allocation.variants import Variant
+    from controller.autoscale.situation import Target
+    from controller.autoscale.stage import StageAnswer
+    from controller.resources.autoscaling import AutoscalingPolicySpec
+    from controller.resources.autoscaling_binding import AutoscalingPolicyBindingSpec
+
+# Where targets differ, needs and capacities are rounded to these steps: noise of learned speeds moves no replicas.
+_NEED_STEP: Final = 0.1
+_CAPACITY_DIGITS: Final = 2
+
+
+class Sharing(msgspec.Struct, frozen=True):
+    """``replicas`` and ``reasons``: by target. ``steps``: what ratios changed. ``shared``: to be remembered."""
+
+    replicas: Mapping[str, int | None]
+    reasons: Mapping[str, str]
+    steps: tuple[Step, ...]
+    shared: Shared | None
+
+
+def shared_out(
+    stages: Sequence[StageAnswer],
+    policy: AutoscalingPolicySpec,
+    binding: AutoscalingPolicyBindingSpec,
+    free: Mapping[str, int] | None,
+    before: Shared | None,
+) -> Sharing:
+    """``free``: accelerators that nodes have left, by kind. ``before``: what this remembered last."""
+    now_s = stages[0].situation.now_s
+    fixed = {
+        target.name: why
+        for stage in stages
+        for target in stage.situation.targets
+        if (why := _why_fixed(target, policy, now_s))
+    }
+    needs: dict[str, float] = {}
+    variants: dict[str, tuple[Variant, ...]] = {}
+    for stage in stages:
+        targets = [one for one in stage.situation.targets if one.name not in fixed]
+        if targets:
+            name = targets[0].spec.stage
+            held = sum((one.current or 0) * one.capacity for one in stage.situation.targets if one.name in fixed)
+            needs[name] = _need(max(0.0, stage.answer.replicas - held), stage)
+            variants[name] = tuple(_variant(one, stage, policy) for one in targets)
+    rules = rules_of(binding, free)
+    shared = before
+    if before is None or (before.needs, before.variants, before.rules) != (needs, variants, rules):
+        shared = Shared(needs, variants, rules, allocate_stages(needs, variants, rules)) if needs else None
+    return _with_ratios(stages, fixed, shared if needs else None, binding)
+
+
+def _with_ratios(
+    stages: Sequence[StageAnswer],
+    fixed: Mapping[str, str],
+    shared: Shared | None,
+    binding: AutoscalingPolicyBindingSpec,
+) -> Sharing:
+    found = {} if shared is None else shared.found
+    replicas = {name: count for allocation in found.values() for name, count in allocation.replicas.items()}
+    reasons = {name: reason for allocation in found.values() for name, reason in allocation.reasons.items()}
+    targets = [target for stage in stages for target in stage.situation.targets]
+    there = {one.name: one.current or 0 if one.name in fixed else replicas[one.name] for one in targets}
+    most = {one.name: there[one.name] if one.name in fixed else one.spec.max_replicas for one in targets}
+    repaired, steps = repair(there, binding.ratios, most)
+    by_name = {one.name: one for one in targets}
+    return Sharing(
+        replicas={name: by_name[name].current if name in fixed else count for name, count in repaired.items()},
+        reasons={**reasons, **fixed},
+        steps=tuple(steps),
+        shared=shared,
+    )
+
+
+def _need(units: float, stage: StageAnswer) -> float:
+    """Whole replicas as they are; otherwise in steps."""
+    if len(stage.situation.targets) == 1:
+        return units
+    return math.ceil(units / _NEED_STEP - 1e-6) * _NEED_STEP
+
+
+def _variant(target: Target, stage: StageAnswer, policy: AutoscalingPolicySpec) -> Variant:
+    """As the allocation sees it. In doubt, and if nothing may be scaled in, it keeps what it has.
+
+    A bound that is below what there is holds in doubt as well: it does not come from data.
+    """
+    variant = variant_of(target)
+    least = variant.least
+    is_held = bool(stage.doubt) and stage.answer.replicas >= stage.situation.current
+    if is_held or policy.mode == "ScaleUpOnly":
+        least = max(least, min(target.current or 0, variant.most))
+    return msgspec.structs.replace(variant, least=least, capacity=round(variant.capacity, _CAPACITY_DIGITS) or 0.01)
+
+
+def _why_fixed(target: Target, policy: AutoscalingPolicySpec, now_s: float) -> str:
+    if target.current is None:
+        return "the object is not there"
+    held_s = target.set_at_s + policy.manual_hold - now_s
+    if target.set_by and held_s > 0:
+        return f"{target.set_by} set the replicas; they stay so for another {held_s:.0f} s"
+    return ""

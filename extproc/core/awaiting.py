@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that wait for an engine: held while their ModelServer has none, sent on in order when one is there
+
+Whether a server has engines follows from its configuration alone (``Pool.readiness``), so it changes only when that does.
+While anybody waits, whoever comes for the same server waits behind: nobody is overtaken. A request whose server stays
+without engines goes to another server of its rule that has got one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from extproc.admission.saturation import RECHECK_S
+from extproc.core.effects import Effect, EngineStarted, WaitsForEngine, WakeAt
+from extproc.core.record import Record
+from extproc.core.start_times import StartTimes
+from extproc.core.states import Event, State, is_legal
+from extproc.core.waiting import MOST_AT_ONCE, no_longer_served
+from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout, Refusal
+from extproc.scheduling.pool import Pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from extproc.config.activation import Activation
+    from extproc.core.dispatch import Dispatcher
+    from extproc.core.loading import LoadingRequests
+    from extproc.core.types import Arrival
+    from extproc.core.waiting import WaitingRequests
+
+# Over all servers of a process: beyond that, its memory is in danger.
+MOST_REQUESTS: Final = 10_000
+MOST_BYTES: Final = 1024 * 1024 * 1024
+# Held for something that only the engines have.
+_HELD_FOR_ENGINES: Final = frozenset({State.LOADING, State.QUEUED})
+
+
+class ZeroDemand(msgspec.Struct, frozen=True):
+    """Who waits for an engine of one server. ``since_s``: when the first of them began to."""
+
+    requests: int
+    since_s: float
+
+
+class _Group(msgspec.Struct):
+    """All that wait for one server, in order. ``soonest_s``: none of their deadlines is before that."""
+
+    pool: Pool
+    records: dict[str, Record]
+    bytes: int = 0
+    soonest_s: float = math.inf
+
+    @property
+    def may_go(self) -> bool:
+        """Whether engines are there. Both stages are waited for, unless waiting is not configured any more."""
+        readiness = self.pool.readiness
+        return readiness.is_whole or (self.pool.spec.activation is None and readiness.can_serve)
+
+
+class AwaitingRequests:
+    """Records in state AWAITING_ENGINE. Effects go to ``out``."""
+
+    def __init__(self, waiting: WaitingRequests, loading: LoadingRequests, dispatcher: Dispatcher) -> None:
+        self._waiting = waiting
+        self._loading = loading
+        self._dispatcher = dispatcher
+        self._groups: dict[str, _Group] = {}
+        self.start_times = StartTimes()
+
+    def at_zero(self) -> dict[str, ZeroDemand]:
+        """By server: how many wait because it has no engine."""
+        return {
+            name: ZeroDemand(len(group.records), min(one.engine_since_s for one in group.records.values()))
+            for name, group in self._groups.items()
+            if group.records
+        }
+
+    def holds(self, pool: Pool) -> bool:
+        """Whether a request for ``pool`` would wait for an engine now."""
+        return pool.spec.activation is not None and (not pool.readiness.can_serve or pool.name in self._groups)
+
+    def in_words(self, pool: Pool, now: float) -> str:
+        """What a request that comes now would wait for, and how long."""
+        activation, group = pool.spec.activation, self._groups.get(pool.name)
+        if activation is None:
+            return ""
+        return (
+            f"no engine is there; the request would wait for one, up to {activation.hold_timeout}; "
+            f"{0 if group is None else len(group.records)} wait; "
+            f"an engine is expected in {self._retry_after_s(pool, now)} s"
+        )
+
+    def admit(self, record: Record, arrival: Arrival, now: float, out: list[Effect]) -> bool:
+        """Whether the request has to wait for an engine: it is in state AWAITING_ENGINE then. Raises QueueFull.
+
+        What a gateway has limited to some addresses cannot be served by an engine that is yet to come.
+        """
+        pool = arrival.pool
+        activation = pool.spec.activation
+        if activation is None or record.attachment.subset is not None or not self.holds(pool):
+            return False
+        self._check_bounds(pool, activation, len(arrival.body), now)
+        self._add(record, pool, now, out)
+        return True
+
+    def go_back(self, records: Iterable[Record], pools: Mapping[str, Pool], now: float, out: list[Effect]) -> None:
+        """After a change of configuration: held requests whose server has lost its last engine meanwhile wait for the next
+        one, before those that came later.
+        """
+        for record in [one for one in records if _has_lost_engines(one, pools)]:
+            is_legal(record.state, Event.ENGINES_GONE, record.ticket)
+            if record.queued is not None and record.state is State.QUEUED:
+                self._waiting.withdraw(record)
+                record.engine_wait_s += now - record.queued.arrived_at_s
+                record.queued = None
+            else:
+                self._loading.withdraw(record)
+                record.loading_s += now - record.loading_since_s
+            group = self._add(record, record.arrived.pool, now, out)
+            group.records = dict(sorted(group.records.items(), key=lambda item: item[1].arrived_at_s))
+
+    def withdraw(self, record: Record) -> None:
+        """It waits no more."""
+        group = self._groups.get(record.arrived.pool.name)
+        if group is not None and group.records.pop(record.ticket, None) is not None:
+            group.bytes -= len(record.arrived.body)
+            if not group.records:
+                del self._groups[record.arrived.pool.name]
+
+    def tick(self, now: float, out: list[Effect], go: Callable[[Record], bool]) -> None:
+        """Send on those whose engine is there, in order, and refuse those that have waited too long.
+
+        ``go``: takes a request on; False if it must wait here still, as the queue of its server is full.
+        """
+        left = MOST_AT_ONCE
+        for group in list(self._groups.values()):
+            if group.soonest_s <= now:
+                self._expire(group, now, out)
+            at_s = group.soonest_s
+            if group.may_go:
+                in_order = sorted(group.records.values(), key=lambda one: -one.arrived.priority)
+                for record in in_order[:left]:
+                    if not go(record):
+                        at_s = min(at_s, now + RECHECK_S)
+                        break
+                    left -= 1
+                else:
+                    at_s = now
+            if group.records:
+                out.append(WakeAt(at_s))
+
+    def move(
+        self,
+        pools: Mapping[str, Pool],
+        elsewhere: Callable[[Arrival], Arrival | None],
+        now: float,
+        out: list[Effect],
+    ) -> None:
+        """After a change of configuration. ``elsewhere``: the same request at a server of its rule that has engines."""
+        self.start_times.keep(pools.keys())
+        for name in list(self.start_times.awaited):
+            if pools[name].readiness.is_whole:
+                took_s = self.start_times.end(name, now)
+                out.append(EngineStarted(name, took_s))
+        for group in list(self._groups.values()):
+            is_there = pools.get(group.pool.name) is group.pool
+            if not (is_there and group.may_go):
+                for record in list(group.records.values()):
+                    self._move(record, elsewhere(record.arrived), now, out, is_there=is_there)
+        if self._groups:
+            out.append(WakeAt(now))
+
+    def _move(self, record: Record, other: Arrival | None, now: float, out: list[Effect], *, is_there: bool) -> None:
+        """Of a request whose server has no engines, or has left."""
+        pool = record.arrived.pool
+        if other is not None:
+            self.withdraw(record)
+            if pool.name not in self._groups:
+                self.start_times.cancel(pool.name)
+            # and it waits in its order there
+            self._dispatcher.move(record, other)
+            group = self._put(record, other.pool)
+            group.records = dict(sorted(group.records.items(), key=lambda item: item[1].arrived_at_s))
+        elif not is_there:
+            self._refuse(record, no_longer_served(pool.name), now, out)
+        elif pool.spec.activation is None:
+            self._refuse(record, NoEndpoint("No engine is ready for this request; try again later."), now, out)
+
+    def _add(self, record: Record, pool: Pool, now: float, out: list[Effect]) -> _Group:
+        activation = pool.spec.activation
+        if activation is not None and record.engine_by_s == math.inf:
+            # of all that it waits for an engine, even if it comes and goes meanwhile
+            record.engine_by_s = now + activation.hold_timeout
+        record.engine_since_s = now
+        self._dispatcher.put(record, State.AWAITING_ENGINE)
+        if pool.name not in self._groups:
+            out.append(WaitsForEngine(pool.name))
+        if not pool.readiness.is_whole:
+            self.start_times.begin(pool.name, now)
+        group = self._put(record, pool)
+        out.append(WakeAt(group.soonest_s))
+        return group
+
+    def _put(self, record: Record, pool: Pool) -> _Group:
+        group = self._groups.setdefault(pool.name, _Group(pool, {}))
+        group.records[record.ticket] = record
+        group.bytes += len(record.arrived.body)
+        group.soonest_s = min(group.soonest_s, deadline_of(record))
+        return group
+
+    def _check_bounds(self, pool: Pool, activation: Activation, size: int, now: float) -> None:
+        group = self._groups.get(pool.name)
+        requests, held = (0, 0) if group is None else (len(group.records), group.bytes)
+        if requests >= activation.max_requests or held + size > activation.max_bytes:
+            raise self._full(f"Too many requests wait for an engine of '{pool.name}'", pool, now)
+        groups = self._groups.values()
+        if sum(len(one.records) for one in groups) >= MOST_REQUESTS or sum(one.bytes for one in groups) > MOST_BYTES:
+            raise self._full("Too many requests wait for engines", pool, now)
+
+    def _full(self, what: str, pool: Pool, now: float) -> Refusal:
+        return QueueFull(f"{what}; try again later.", retry_after_s=self._retry_after_s(pool, now))
+
+    def _retry_after_s(self, pool: Pool, now: float) -> int:
+        activation = pool.spec.activation
+        assumed_s = 0.0 if activation is None else float(activation.start_time)
+        return self.start_times.retry_after_s(pool.name, assumed_s, now)
+
+    def _expire(self, group: _Group, now: float, out: list[Effect]) -> None:
+        for record in list(group.records.values()):
+            if deadline_of(record) <= now:
+                self._refuse(record, self._too_late(group, record, now), now, out)
+        group.soonest_s = min(map(deadline_of, group.records.values()), default=math.inf)
+
+    def _too_late(self, group: _Group, record: Record, now: float) -> Refusal:
+        waited = f"{now - record.arrived_at_s:.0f} s"
+        if group.may_go:
+            return QueueTimeout(f"The engines had no room for this request within {waited}; try again later.")
+        message = f"No engine of this model became ready within {waited}; try again later."
+        return EngineStarting(message, retry_after_s=self._retry_after_s(group.pool, now))
+
+    def _refuse(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> None:
+        is_legal(record.state, Event.GIVEN_UP, record.ticket)
+        self.withdraw(record)
+        out.append(self._dispatcher.refuse(record, refusal, now, out, was_held=True))
+
+
+def _has_lost_engines(record: Record, pools: Mapping[str, Pool]) -> bool:
+    if record.state not in _HELD_FOR_ENGINES or record.attachment.subset is not None:
+        return False
+    pool = record.arrived.pool
+    return pools.get(pool.name) is pool and pool.spec.activation is not None and not pool.readiness.can_serve
+
+
+def deadline_of(record: Record) -> float:
+    """When it has waited too long: by its server's activation, and by what its gateway was told."""
+    return min(record.engine_by_s, record.answer_by_s)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a gateway's message calls for a decision at once, and what is known of a pod with several engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from controller.autoscale.engine_signals import EngineSignal
+from controller.autoscale.situation import EngineReport
+from controller.cluster.informer import InformerTiming
+from controller.roles.scaling.gateway_demand import GatewayDemand, by_pod
+from extproc.config.demand import Demand, ServerDemand
+
+if TYPE_CHECKING:
+    from controller.cluster.client import Client
+
+
+@pytest.mark.parametrize(
+    ("said", "rings"),
+    [
+        ([ServerDemand(queued=1, at_zero=1)], [True]),
+        ([ServerDemand(queued=1, at_zero=1), ServerDemand(queued=1, at_zero=1)], [True, False]),
+        ([ServerDemand(queued=1, at_zero=1), ServerDemand(queued=2, at_zero=2)], [True, True]),
+        ([ServerDemand(queued=1, at_zero=1), ServerDemand(), ServerDemand(queued=1, at_zero=1)], [True, False, True]),
+        ([ServerDemand(queued=3), ServerDemand(queued=7), ServerDemand(queued=20)], [False, False, True]),
+        ([ServerDemand(queued=100), ServerDemand(queued=120)], [True, False]),
+    ],
+)
+async def test_only_what_is_new_rings(said: list[ServerDemand], rings: list[bool]) -> None:
+    rung: list[str] = []
+    demand = GatewayDemand(cast("Client", None), (), InformerTiming(), lambda: 0.0)
+    demand._urgent = rung.append
+    found = []
+    for number, one in enumerate(said):
+        rung.clear()
+        demand._hear("a/gateway", Demand("x", number, 0.0, {"a/llama": one}), float(number))
+        found.append(rung == ["a/llama"])
+    assert found == rings
+
+
+def test_ranks_of_a_pod_are_one_engine_of_their_speed_together() -> None:
+    def signal(in_flight: int) -> EngineSignal:
+        report = EngineReport(at_s=1.0, in_flight=in_flight, kv_capacity_tokens=1000.0)
+        return EngineSignal(report, prefill_tokens_per_s=100.0, step_s=0.01, step_s_per_token=0.002)
+
+    reports, learned = by_pod({"10.0.0.1:8000": signal(1), "10.0.0.1:8001": signal(2), "[fd00::1]:8000": signal(5)})
+    assert {ip: one.in_flight for ip, one in reports.items()} == {"10.0.0.1": 3, "fd00::1": 5}
+    one = learned["10.0.0.1"]
+    assert (one.prefill_tokens_per_s, one.step_s, one.step_s_per_token) == (200.0, 0.01, 0.001)
+    assert one.kv_capacity_tokens == 2000.0
