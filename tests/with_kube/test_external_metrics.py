@@ -26,15 +26,21 @@ from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import define_kinds, model_infer
 from tests.with_kube.scaling import Demand, Wanted, bind, make_policy, make_server, says, scaling, target
+from tests.with_kube.test_manager_permissions import account
+from tests.with_kube.test_manifests import MANIFESTS, SYSTEM, kubectl
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from bench.cluster.assets import Assets
+    from bench.cluster.control_plane import ControlPlane
+    from controller.cluster.access import Access
     from controller.cluster.client import Client
     from controller.cluster.resources import Object
     from tests.with_kube.kubes import Kube
 
+__all__ = ["account"]
 pytestmark = REAL
 SOON_S = 60.0
 API = "v1beta1.external.metrics.k8s.io"
@@ -43,6 +49,7 @@ HPAS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodA
 ROLES = Resource("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole", namespaced=False)
 BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "clusterrolebindings", "ClusterRoleBinding", namespaced=False)
 NAME = "manager"
+CERTIFICATES = "attache-webhook-certificates"
 
 
 class Manager:
@@ -68,11 +75,16 @@ class Manager:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def manager(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> AsyncIterator[Manager]:
-    """With the external metrics API behind the API server."""
+async def manager(
+    client: Client, account: Access, plane: ControlPlane, assets: Assets, namespace: str, tmp_path: Path
+) -> AsyncIterator[Manager]:
+    """With the external metrics API behind the API server, the manager's own account and the rights of our manifests."""
     await define_kinds(client, ROOT / "manifests" / "crds")
     ports = dict(zip(("listen", "metrics", "external-metrics", "keda"), free_ports(4), strict=True))
-    await client.create(SECRETS, _named("v1", "Secret", "certificates", namespace))
+    for one in ("external-metrics", "metrics-auth"):
+        rights = MANIFESTS / "manager-components" / one / "rbac.yaml"
+        assert await kubectl(plane, assets, "apply", "-f", str(rights)) == 0
+    await client.apply(SECRETS, _named("v1", "Secret", CERTIFICATES, SYSTEM))
     service = _named("v1", "Service", "attache-manager", namespace)
     await client.create(SERVICES, {**service, "spec": {"type": "ExternalName", "externalName": "localhost"}})
     where = {"name": "attache-manager", "namespace": namespace, "port": ports["external-metrics"]}
@@ -80,10 +92,10 @@ async def manager(client: Client, kube: Kube, namespace: str, tmp_path: Path) ->
     priorities = {"groupPriorityMinimum": 100, "versionPriority": 100}
     api = {"apiVersion": API_SERVICES.api_version, "kind": "APIService", "metadata": {"name": API}}
     await client.create(API_SERVICES, {**api, "spec": {**spec, **priorities}})
-    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", kube.admin)
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", account)
     words = [one for name, port in ports.items() for one in (f"--{name}", f"127.0.0.1:{port}")]
-    words += ["--no-work", "--metrics-auth", "--namespace", namespace, "--secret", "certificates"]
-    words += ["--webhook-configuration", "none", "--watch-namespace", namespace]
+    words += ["--no-work", "--metrics-auth", "--host", f"attache-manager.{namespace}.svc", "--namespace", SYSTEM]
+    words += ["--watch-namespace", namespace]
     command = ["env", f"KUBECONFIG={kubeconfig}", sys.executable, "-m", "attache", "manager", *words]
     try:
         async with Processes(tmp_path) as processes:
@@ -93,6 +105,7 @@ async def manager(client: Client, kube: Kube, namespace: str, tmp_path: Path) ->
             yield found
     finally:
         await client.delete(API_SERVICES, API)
+        await client.delete(SECRETS, CERTIFICATES, SYSTEM)
 
 
 def _named(version: str, kind: str, name: str, namespace: str) -> Object:
@@ -228,7 +241,7 @@ async def test_the_external_metrics_api_answers_those_who_may_ask(
 
 
 async def test_pages_need_a_token_with_the_right(client: Client, namespace: str, manager: Manager) -> None:
-    accounts = {name: await account(client, namespace, name) for name in ("scraper", "stranger")}
+    accounts = {name: await token_of(client, namespace, name) for name in ("scraper", "stranger")}
     role = {"apiVersion": ROLES.api_version, "kind": "ClusterRole", "metadata": {"name": f"metrics-{namespace}"}}
     await client.create(ROLES, {**role, "rules": [{"nonResourceURLs": ["/metrics"], "verbs": ["get"]}]})
     subject = {"kind": "ServiceAccount", "name": "scraper", "namespace": namespace}
@@ -261,7 +274,7 @@ async def test_pages_need_a_token_with_the_right(client: Client, namespace: str,
             pass
 
 
-async def account(client: Client, namespace: str, name: str) -> str:
+async def token_of(client: Client, namespace: str, name: str) -> str:
     """A ServiceAccount's token."""
     await client.create(SERVICE_ACCOUNTS, _named("v1", "ServiceAccount", name, namespace))
     asked: Any = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "metadata": {}, "spec": {}}

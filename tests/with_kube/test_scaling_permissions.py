@@ -68,7 +68,9 @@ async def test_scaling_may_do_what_it_needs(
 
             def left() -> set[tuple[str, str]]:
                 done = {(one.verb, one.resource) for one in asked}
-                usage = {("list", "pods")} - {one[::2] for one in asked if one.group == "metrics.k8s.io"}
+                usage = {("list", "pods")} - {
+                    (one.verb, one.resource) for one in asked if one.group == "metrics.k8s.io"
+                }
                 return {one for one in OURS if one not in done} | usage
 
             with contextlib.suppress(TimeoutError):
