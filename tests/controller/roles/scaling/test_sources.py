@@ -8,11 +8,18 @@ import json
 
 import pytest
 
+from controller.autoscale.situation import EngineState
+from controller.cluster.resources import MODEL_INFERS
+from controller.reconcile.model_infer import labels
 from controller.resources.autoscaling import AutoscalingPolicySpec
+from controller.resources.autoscaling_binding import ObjectReference, ScaleTarget
+from controller.roles.scaling.pods import PodView
+from controller.roles.scaling.resolving import Resolved
+from controller.roles.scaling.scalables import kind_of
 from controller.roles.scaling.sources.allowed import Allowed, CheckedResolver, NotAllowed
-from controller.roles.scaling.sources.answers import Value, asked, page_values, prometheus_value, usage_by_pod
+from controller.roles.scaling.sources.answers import PodUsage, Value, asked, page_values, prometheus_value, usage_by_pod
 from controller.roles.scaling.sources.credentials import credentials_of
-from controller.roles.scaling.sources.gathering import _Taken, total_of
+from controller.roles.scaling.sources.gathering import _Taken, entry_pods, shares_of, total_of
 from controller.roles.scaling.sources.latest import Latest
 
 
@@ -155,3 +162,32 @@ async def test_many_askers_share_a_fetch_and_a_slow_one_holds_nobody_up() -> Non
     assert await latest.get("a", fetch, 60.0) == 1
     assert await latest.get("a", fetch, 0.0) in {1, 2}
     await latest.close()
+
+
+def pod(name: str, *, cpu: float, group: str) -> PodView:
+    labels_ = {labels.GROUP: group}
+    return PodView(
+        key=f"shop/{name}", uid=name, labels=labels_, ip="10.0.0.1", state=EngineState.READY, created_at_s=0.0, cpu=cpu
+    )
+
+
+def resolved(*pods: PodView) -> Resolved:
+    kind = kind_of(MODEL_INFERS.group, MODEL_INFERS.kind)
+    reference = ObjectReference(api_version=MODEL_INFERS.api_version, kind=MODEL_INFERS.kind, name="llama")
+    spec = ScaleTarget(name="main", ref=reference, max_replicas=9)
+    return Resolved(spec=spec, place=("shop", MODEL_INFERS.group, MODEL_INFERS.kind, "llama"), kind=kind, pods=pods)
+
+
+def test_usage_is_a_share_of_what_all_pods_of_an_engine_request() -> None:
+    target = resolved(pod("a-0", cpu=2.0, group="0"), pod("a-1", cpu=2.0, group="0"), pod("b-0", cpu=4.0, group="1"))
+    used = {"a-0": PodUsage(cpu=1.0, memory=0.0), "a-1": PodUsage(cpu=2.0, memory=0.0)}
+    found = shares_of("cpu", used, [target], 1000.0, 60.0)
+    assert found.by_engine == {"a-0": 0.75}
+    # half of an engine is no engine
+    partly = shares_of("cpu", {"a-0": used["a-0"]}, [target], 1000.0, 60.0)
+    assert (partly.by_engine, partly.problem) == (None, "there is no recent cpu usage of any engine")
+    old = {name: PodUsage(one.cpu, one.memory, "1970-01-01T00:10:00Z") for name, one in used.items()}
+    assert shares_of("cpu", old, [target], 1000.0, 60.0).by_engine is None
+    assert shares_of("cpu", old, [target], 650.0, 60.0).at_s == 600.0
+    assert shares_of("memory", used, [target], 1000.0, 60.0).problem == "the pods request no memory"
+    assert [name for name, _ in entry_pods(target)] == ["a-0", "b-0"]
