@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import socket
@@ -12,9 +11,10 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from extproc.config.validation import parse_address
+from controller.manager_options import SERVICE, parsed, parser
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Awaitable, Callable, Sequence
 
     from controller.cluster.access import Access
@@ -28,116 +28,14 @@ if TYPE_CHECKING:
     from controller.webhooks.rotation import Shows
     from extproc.config.picker_config import PickerCheck
 
-_SERVICE: Final = "attache-manager"
+__all__ = ["main", "parser"]
+
 _API_SERVICE: Final = "v1beta1.external.metrics.k8s.io"
-
-
-def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
-    """The options of the command."""
-    made = argparse.ArgumentParser(
-        prog=prog,
-        description="Look after Models and ModelInfers: one replica, which a Lease elects, makes, changes and deletes "
-        "what they ask for, and scales what AutoscalingPolicyBindings name. Every replica serves the admission webhooks of our kinds: mistakes that a schema cannot find "
-        "are refused by the API server, and references to objects that are not there are warned of.",
-        epilog="Exit status: 0, 1 if the work has ended by itself, or 2 for a mistake in the options or no cluster.",
-    )
-    add = made.add_argument
-    add("--listen", metavar="ADDRESS", default="0.0.0.0:9443", help="of the webhooks; default: %(default)s")
-    add(
-        "--host",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="by which API servers call this server, for its certificate; several times for several; "
-        f"default: {_SERVICE}.NAMESPACE.svc",
-    )
-    add("--namespace", metavar="NAME", help="of the Secret with the certificates; default: ours")
-    add(
-        "--secret",
-        metavar="NAME",
-        default="attache-webhook-certificates",
-        help="the Secret with the certificates, which must be there; default: %(default)s",
-    )
-    add(
-        "--webhook-configuration",
-        metavar="NAME",
-        default="attache",
-        help="the ValidatingWebhookConfiguration that gets the authorities of the certificates; default: %(default)s",
-    )
-    add("--metrics", metavar="ADDRESS", default="127.0.0.1:9006", help="metrics and health; default: %(default)s")
-    add(
-        "--metrics-auth",
-        action="store_true",
-        help="serve metrics and pages with HTTPS, and only to those whose token may get them (nonResourceURLs); needs "
-        "the webhooks, whose certificate it shows",
-    )
-    add("--no-webhooks", action="store_true", help="other processes serve the webhooks")
-    work = made.add_argument_group("Models, ModelInfers and AutoscalingPolicyBindings").add_argument
-    work("--no-work", action="store_true", help="other processes look after all of these")
-    work("--watch-namespace", metavar="NAME", help="whose objects are looked after; default: those of all namespaces")
-    work(
-        "--workers", metavar="N", type=_positive, default=8, help="objects looked at side by side; default: %(default)s"
-    )
-    work(
-        "--image",
-        metavar="IMAGE",
-        help="of downloads and sidecars; default: that of the container 'manager' of our pod",
-    )
-    work(
-        "--gateway-namespace",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="whose gateways are believed about engines of all namespaces: their loads, and where Models are reached; "
-        "gateways elsewhere are believed about their own namespace; several times for several; default: ours",
-    )
-    share = made.add_argument_group("other autoscalers, for policies with the mode Export").add_argument
-    share(
-        "--external-metrics",
-        metavar="ADDRESS",
-        default="",
-        help="serve external.metrics.k8s.io for HorizontalPodAutoscalers; needs the webhooks, whose certificate it shows; "
-        "default: not served",
-    )
-    share("--keda", metavar="ADDRESS", default="", help="serve KEDA's external scaler (gRPC); default: not served")
-    share("--keda-certificate", metavar="FILE", help="of KEDA's port, with --keda-key; default: without TLS")
-    share("--keda-key", metavar="FILE", help="of the certificate")
-    share("--keda-clients", metavar="FILE", help="authorities of those who may call KEDA's port; default: anybody may")
-    work("--no-scaling", action="store_true", help="other processes look after AutoscalingPolicyBindings")
-    work(
-        "--prometheus-allow",
-        metavar="URL",
-        action="append",
-        default=[],
-        help="AutoscalingPolicies may name this Prometheus, and what is below this URL, and no other; several times for "
-        "several; default: all but this machine itself and link-local addresses",
-    )
-    work("--lease", metavar="NAME", default=_SERVICE, help="the Lease that elects the leader; default: %(default)s")
-    work("--lease-namespace", metavar="NAME", help="of the Lease; default: ours")
-    work(
-        "--lease-duration",
-        metavar="SECONDS",
-        type=_positive,
-        default=15,
-        help="after which another replica takes over from a leader that is gone; default: %(default)s",
-    )
-    return made
 
 
 def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     """Exit status: 0 after a signal, 2 for a mistake in the options. ``check_picker``: that of the extprocs."""
-    made = parser(prog)
-    options = made.parse_args(words)
-    try:
-        for address in (options.listen, options.metrics, options.external_metrics, options.keda):
-            if address:
-                parse_address(address)
-    except ValueError as error:
-        made.error(str(error))
-    if options.no_webhooks and (options.metrics_auth or options.external_metrics):
-        made.error("--metrics-auth and --external-metrics need the webhooks' certificate: leave out --no-webhooks")
-    if bool(options.keda_certificate) != bool(options.keda_key):
-        made.error("write --keda-certificate and --keda-key together")
+    options = parsed(words, prog)
     # the client takes a third of a second to import: not for --help
     from controller.cluster.access import find_access  # noqa: PLC0415
     from controller.cluster.errors import AccessInvalid  # noqa: PLC0415
@@ -239,7 +137,7 @@ def _webhooks(
         namespace=namespace,
         secret=options.secret,
         configuration=options.webhook_configuration,
-        names=tuple(options.host) or (f"{_SERVICE}.{namespace}.svc",),
+        names=tuple(options.host) or (f"{SERVICE}.{namespace}.svc",),
         api_service=_API_SERVICE if options.external_metrics else "",
     )
     settings = WebhookSettings(listen=options.listen, rotation=rotation)
@@ -292,10 +190,3 @@ def _scaling(
         gateway_namespaces=tuple(options.gateway_namespace) or (client.access.namespace,),
     )
     return scaling_of(settings, ScalingMetrics(metrics.registry), records)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number

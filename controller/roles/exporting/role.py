@@ -65,7 +65,7 @@ class ExportRole:
         return self._is_ready and (self._server is None or self._server.ready.is_set())
 
     async def run(self) -> None:
-        """Until cancelled; raises OSError if an address is taken, and ValueError for files that are no certificates."""
+        """Until cancelled; raises OSError if an address is taken, or files are no certificates."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._informer.run(), name="bindings for exports")
             await self._informer.synced.wait()
@@ -78,7 +78,11 @@ class ExportRole:
     async def _keda(self) -> None:
         tls = self._settings.keda_tls
         scaler = KedaScaler(self._decisions)
-        await scaler.start(self._settings.keda, None if tls is None else server_credentials(tls))
+        try:
+            credentials = None if tls is None else server_credentials(tls)
+        except ValueError as error:
+            raise OSError(f"the certificate for KEDA's port cannot be used: {error}") from None
+        await scaler.start(self._settings.keda, credentials)
         try:
             await asyncio.Event().wait()
         finally:

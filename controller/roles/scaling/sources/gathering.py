@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
 import msgspec
 
-from controller.autoscale.situation import EngineState, Metric
+from controller.autoscale.situation import Metric
 from controller.cluster.errors import ClusterError, NotFound
 from controller.cluster.resources import Resource
-from controller.reconcile.model_infer.times import seconds_of
 from controller.roles.scaling.sources.allowed import Allowed, CheckedResolver, NotAllowed
 from controller.roles.scaling.sources.answers import (
     PodUsage,
@@ -26,14 +24,14 @@ from controller.roles.scaling.sources.answers import (
 from controller.roles.scaling.sources.credentials import Credentials, SecretCredentials
 from controller.roles.scaling.sources.http import Failed, page_of
 from controller.roles.scaling.sources.latest import Latest
+from controller.roles.scaling.sources.mapping import Taken, entry_pods, shares_of, total_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from controller.autoscale.situation import Situation
     from controller.cluster.client import Client
     from controller.resources.autoscaling import AutoscalingPolicySpec, MetricTarget, PrometheusSource
-    from controller.roles.scaling.pods import PodView
     from controller.roles.scaling.resolving import Resolved
 
 POD_METRICS: Final = Resource("metrics.k8s.io", "v1beta1", "pods", "PodMetrics")
@@ -53,13 +51,6 @@ class SourceSettings(msgspec.Struct, frozen=True, kw_only=True):
     most_answer_bytes: int = 256 * 1024
     most_page_bytes: int = 4 * 1024 * 1024
     side_by_side: int = 64
-
-
-class _Taken(msgspec.Struct, frozen=True):
-    """A value and when it was so, since the epoch."""
-
-    value: Value
-    at_s: float
 
 
 class _Page(msgspec.Struct, frozen=True):
@@ -88,7 +79,7 @@ class Sources:
         self._port_of = port_of
         self._allowed = Allowed(settings.prometheus_allow)
         self._credentials = SecretCredentials(client, settings.secrets_s)
-        self._answers = Latest[tuple[str, str, str], _Taken]()
+        self._answers = Latest[tuple[str, str, str], Taken]()
         self._pages = Latest[tuple[str, tuple[str, ...]], _Page | None]()
         self._usages = Latest[str, _Usages]()
         self._limit = asyncio.Semaphore(settings.side_by_side)
@@ -135,22 +126,22 @@ class Sources:
             return await self._of_engines(one, resolved, max_age_s, policy)
         return await self._of_pods(namespace, one, resolved, max_age_s, policy)
 
-    async def _asked(self, namespace: str, source: PrometheusSource, max_age_s: float) -> _Taken:
+    async def _asked(self, namespace: str, source: PrometheusSource, max_age_s: float) -> Taken:
         now_s = self._clock()
         try:
             url = self._allowed.checked(source.address)
         except NotAllowed as error:
-            return _Taken(Value(problem=str(error)), now_s)
+            return Taken(Value(problem=str(error)), now_s)
         credentials, identity = Credentials(), ""
         if source.secret_ref is not None:
             if url.scheme != "https":
-                return _Taken(Value(problem="credentials are sent with https alone"), now_s)
+                return Taken(Value(problem="credentials are sent with https alone"), now_s)
             credentials = await self._credentials.of(namespace, source.secret_ref)
             if credentials.problem:
-                return _Taken(Value(problem=credentials.problem), now_s)
+                return Taken(Value(problem=credentials.problem), now_s)
             identity = f"{namespace}/{source.secret_ref}/{credentials.version}"
 
-        async def ask() -> _Taken:
+        async def ask() -> Taken:
             at_s = self._clock()
             try:
                 body = await page_of(
@@ -164,12 +155,12 @@ class Sources:
                     also=_EXPLAINED,
                 )
             except Failed as error:
-                return _Taken(Value(problem=str(error)[:_LONGEST]), at_s)
+                return Taken(Value(problem=str(error)[:_LONGEST]), at_s)
             value = prometheus_value(body)
-            return _Taken(value, at_s - value.age_s)
+            return Taken(value, at_s - value.age_s)
 
         found = await self._answers.get((str(url), source.query, identity), ask, max_age_s)
-        return found or _Taken(Value(problem="no answer yet"), now_s)
+        return found or Taken(Value(problem="no answer yet"), now_s)
 
     async def _of_engines(
         self, one: MetricTarget, resolved: Sequence[Resolved], max_age_s: float, policy: AutoscalingPolicySpec
@@ -250,53 +241,3 @@ class Sources:
                 ),
             )
         return self._sessions[is_checked]
-
-
-def total_of(taken: _Taken, now_s: float, policy: AutoscalingPolicySpec) -> Metric:
-    """Older than soft: it may ask for more alone. Older than hard: it says nothing."""
-    value, age_s = taken.value, now_s - taken.at_s
-    if value.number is None:
-        return Metric(at_s=taken.at_s, problem=value.problem)
-    if age_s > policy.staleness.hard:
-        return Metric(at_s=taken.at_s, problem=f"the last sample is {age_s:.0f} s old")
-    is_old = age_s > policy.staleness.soft
-    return Metric(at_s=taken.at_s, total=value.number, is_lower_bound=is_old or value.is_partial)
-
-
-def entry_pods(target: Resolved) -> list[tuple[str, PodView]]:
-    """The pod of each ready engine that has its page, by the engine's name: of a group the first one."""
-    if target.kind is None:
-        return []
-    units: dict[str, list[PodView]] = defaultdict(list)
-    for pod in target.pods:
-        if not pod.is_ended:
-            units[target.kind.unit_of(pod)].append(pod)
-    entries = [min(pods, key=lambda pod: pod.name) for pods in units.values()]
-    return [(one.name, one) for one in entries if one.ip and one.state is EngineState.READY]
-
-
-def shares_of(
-    name: str, used: Mapping[str, PodUsage], resolved: Sequence[Resolved], now_s: float, hard_s: float
-) -> Metric:
-    """Usage over requests of each engine, all of its pods together. One with a pod of unknown usage is missing."""
-    values, at_s, lacks = dict[str, float](), now_s, False
-    for target in resolved:
-        if target.kind is None:
-            continue
-        units: dict[str, list[PodView]] = defaultdict(list)
-        for pod in target.pods:
-            if not pod.is_ended:
-                units[target.kind.unit_of(pod)].append(pod)
-        for pods in units.values():
-            found = [used.get(pod.name) for pod in pods]
-            known = [one for one in found if one is not None and now_s - (seconds_of(one.at) or now_s) <= hard_s]
-            requested = sum(pod.cpu if name == "cpu" else pod.memory for pod in pods)
-            lacks = lacks or not requested
-            if len(known) == len(pods) and requested > 0:
-                amount = sum(one.cpu if name == "cpu" else one.memory for one in known)
-                values[min(pod.name for pod in pods)] = amount / requested
-                at_s = min([at_s, *(seconds_of(one.at) or now_s for one in known)])
-    if not values:
-        why = f"the pods request no {name}" if lacks else f"there is no recent {name} usage of any engine"
-        return Metric(at_s=now_s, problem=why)
-    return Metric(at_s=at_s, by_engine=values)

@@ -19,8 +19,8 @@ from controller.roles.scaling.scalables import kind_of
 from controller.roles.scaling.sources.allowed import Allowed, CheckedResolver, NotAllowed
 from controller.roles.scaling.sources.answers import PodUsage, Value, asked, page_values, prometheus_value, usage_by_pod
 from controller.roles.scaling.sources.credentials import credentials_of
-from controller.roles.scaling.sources.gathering import _Taken, entry_pods, shares_of, total_of
 from controller.roles.scaling.sources.latest import Latest
+from controller.roles.scaling.sources.mapping import Taken, entry_pods, shares_of, total_of
 
 
 def answer(*series: tuple[dict[str, str], float, str], **more: object) -> bytes:
@@ -68,12 +68,12 @@ def test_what_is_no_number_is_a_problem(body: bytes, says: str) -> None:
 def test_an_answer_from_part_of_the_data_asks_for_more_alone() -> None:
     policy = AutoscalingPolicySpec()
     partial = prometheus_value(answer(({}, 1.0, "2"), warnings=["a store is away"]))
-    assert total_of(_Taken(partial, 50.0), 51.0, policy).is_lower_bound
+    assert total_of(Taken(partial, 50.0), 51.0, policy).is_lower_bound
     whole = Value(2.0)
-    assert not total_of(_Taken(whole, 50.0), 51.0, policy).is_lower_bound
+    assert not total_of(Taken(whole, 50.0), 51.0, policy).is_lower_bound
     # older than soft, 15 s; older than hard, 60 s
-    assert total_of(_Taken(whole, 50.0), 66.0, policy).is_lower_bound
-    old = total_of(_Taken(whole, 50.0), 111.0, policy)
+    assert total_of(Taken(whole, 50.0), 66.0, policy).is_lower_bound
+    old = total_of(Taken(whole, 50.0), 111.0, policy)
     assert (old.total, old.problem) == (None, "the last sample is 61 s old")
 
 
