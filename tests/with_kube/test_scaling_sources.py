@@ -6,12 +6,16 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+import aiohttp
+import pytest
 import pytest_asyncio
 from aiohttp import web
 
 from bench.cluster.assets import ROOT
 from bench.processes import free_ports
 from controller.cluster.resources import DEPLOYMENTS
+from controller.roles.scaling.sources.gathering import SourceSettings
+from controller.roles.scaling.sources.http import Failed, page_of
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.managing import define_kinds
@@ -26,10 +30,9 @@ if TYPE_CHECKING:
     from tests.with_kube.kubes import Kube
 
 SOON_S = 30.0
-pytestmark = FAKE
 
 
-@pytest_asyncio.fixture(loop_scope="session", autouse=True)
+@pytest_asyncio.fixture(loop_scope="session")
 async def kinds(client: Client) -> None:
     """Our kinds are served."""
     await define_kinds(client, ROOT / "manifests" / "crds")
@@ -55,6 +58,8 @@ async def engine(port: int, said: dict[str, str]) -> AsyncIterator[list[str]]:
         await runner.cleanup()
 
 
+@FAKE
+@pytest.mark.usefixtures("kinds")
 async def test_engines_pages_are_read_and_silent_engines_are_missing(
     client: Client, kube: Kube, namespace: str
 ) -> None:
@@ -96,3 +101,57 @@ async def test_engines_pages_are_read_and_silent_engines_are_missing(
             None,
             "the cluster does not serve metrics.k8s.io; it needs a metrics server",
         )
+
+
+@FAKE
+@pytest.mark.usefixtures("kinds")
+async def test_bindings_of_one_policy_share_their_queries(client: Client, kube: Kube, namespace: str) -> None:
+    (port,) = free_ports(1)
+    source = {"address": f"http://127.0.0.1:{port}", "query": "sum(queue)"}
+    metrics = [{"name": "queue", "value": 5, "source": "Prometheus", "prometheus": source}]
+    await make_policy(client, namespace, metrics=metrics, strategies=[{"name": "Target"}], period="300ms")
+    await make_server(client, namespace)
+    for number in range(5):
+        await client.create(DEPLOYMENTS, deployment(namespace, name=f"llama-{number}", replicas=2))
+        await bind(client, namespace, target(name=f"llama-{number}"), name=f"binding-{number}")
+    wanted = Wanted(main=2)
+    said = {"/api/v1/query": '{"status":"success","data":{"resultType":"scalar","result":[1,"4"]}}'}
+    allowed = SourceSettings(prometheus_allow=(source["address"],))
+    running = scaling(kube.admin, namespace, wanted, Demand(), sources=allowed)
+    async with engine(port, said) as asked, running:
+        await eventually(lambda: wanted.decisions > 60, timeout_s=SOON_S)
+        assert wanted.situations[0].metrics["queue"].total == 4.0
+        assert len(asked) <= wanted.decisions / 2
+    # this machine itself is asked only if that is allowed
+    refused = Wanted(main=2)
+    asked.clear()
+    async with engine(port, said) as asked, scaling(kube.admin, namespace, refused, Demand()):
+        await eventually(lambda: refused.decisions > 10, timeout_s=SOON_S)
+        assert "--prometheus-allow" in refused.situations[0].metrics["queue"].problem
+        assert asked == []
+
+
+async def test_redirects_are_not_followed_and_pages_are_bounded() -> None:
+    (port,) = free_ports(1)
+    asked: list[str] = []
+
+    async def page(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        if request.path == "/moved":
+            return web.Response(status=302, headers={"location": "/secret"})
+        return web.Response(text="x" * 2000)
+
+    app = web.Application()
+    app.add_routes([web.get("/{path:.*}", page)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    url = f"http://127.0.0.1:{port}"
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(Failed, match="answers 302"):
+            await page_of(http, f"{url}/moved", most_bytes=100_000, timeout_s=5.0)
+        with pytest.raises(Failed, match="longer than 1999 bytes"):
+            await page_of(http, f"{url}/long", most_bytes=1999, timeout_s=5.0)
+        assert len(await page_of(http, f"{url}/long", most_bytes=2000, timeout_s=5.0)) == 2000
+    await runner.cleanup()
+    assert "/secret" not in asked
