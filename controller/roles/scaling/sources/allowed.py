@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiohttp.abc import AbstractResolver
 from aiohttp.resolver import ThreadedResolver
@@ -17,18 +17,27 @@ if TYPE_CHECKING:
     from aiohttp.abc import ResolveResult
 
 
+# Where clouds serve credentials outside of the link-local range: AWS by IPv6, Alibaba, Oracle.
+_METADATA: Final = frozenset(map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200", "192.0.0.192")))
+
+# Stands for the IPv4 addresses in its last 32 bits.
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
+
+
 class NotAllowed(OSError):
     """The address must not be asked; the message says why."""
 
 
 def is_public_enough(address: str) -> bool:
-    """Whether an IP address may be one of a Prometheus. Not: this machine itself, and link-local addresses, where clouds
-    serve credentials.
+    """Whether an IP address may be one of a Prometheus. Not: this machine itself, and where clouds serve credentials,
+    link-local addresses above all.
     """
     one = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(one, ipaddress.IPv6Address) and one.ipv4_mapped is not None:
         one = one.ipv4_mapped
-    return not (one.is_loopback or one.is_link_local or one.is_multicast or one.is_unspecified or one.is_reserved)
+    if isinstance(one, ipaddress.IPv6Address) and one in _NAT64:
+        one = ipaddress.IPv4Address(int(one) & 0xFFFF_FFFF)
+    return not (one.is_loopback or one.is_link_local or one.is_multicast or one.is_unspecified or one in _METADATA)
 
 
 class Allowed:
