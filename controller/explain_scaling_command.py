@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import ssl
 import sys
+from pathlib import Path
 from typing import Final
 from urllib.parse import quote, urlsplit
 
@@ -35,6 +37,14 @@ def parser(prog: str = "attache explain-scaling") -> argparse.ArgumentParser:
     made.add_argument(
         "--manager", metavar="URL", default="http://127.0.0.1:9006", help="its pages; default: %(default)s"
     )
+    made.add_argument("--token-file", metavar="FILE", type=Path, help="the token for a manager with --metrics-auth")
+    made.add_argument(
+        "--ca",
+        metavar="FILE",
+        type=Path,
+        help="the authorities of its certificate, ca.crt of the Secret attache-webhook-certificates; the name in the "
+        "certificate is not checked, because it is reached by a forwarded port",
+    )
     made.add_argument("--last", metavar="N", type=_positive, default=1, help="how many; default: %(default)s")
     return made
 
@@ -43,7 +53,8 @@ def main(words: list[str], prog: str) -> int:
     """Exit status: see the epilog."""
     options = parser(prog).parse_args(words)
     try:
-        status, body = _asked(options.manager, f"/decisions/{quote(options.binding)}?last={options.last}")
+        path = f"/decisions/{quote(options.binding)}?last={options.last}"
+        status, body = _asked(options.manager, path, options.token_file, options.ca)
     except (OSError, http.client.HTTPException, ValueError) as error:
         print(f"{options.manager} does not answer: {error}", file=sys.stderr)
         return 2
@@ -59,14 +70,22 @@ def main(words: list[str], prog: str) -> int:
     return 0
 
 
-def _asked(url: str, path: str) -> tuple[int, bytes]:
+def _asked(url: str, path: str, token_file: Path | None, ca: Path | None) -> tuple[int, bytes]:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("write a URL such as http://127.0.0.1:9006")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+    headers = {} if token_file is None else {"authorization": f"Bearer {token_file.read_text().strip()}"}
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        context = ssl.create_default_context(cafile=ca)
+        context.check_hostname = ca is None
+        connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S, context=context)
+    elif headers:
+        raise ValueError("a token is sent with https alone")
+    else:
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
     try:
-        connection.request("GET", parts.path.rstrip("/") + path)
+        connection.request("GET", parts.path.rstrip("/") + path, headers=headers)
         answer = connection.getresponse()
         return answer.status, answer.read(_MAX_BYTES)
     finally:

@@ -3,105 +3,39 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import socket
 import sys
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from extproc.config.validation import parse_address
+from controller.manager_options import SERVICE, parsed, parser
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    import argparse
+    from collections.abc import Awaitable, Callable, Sequence
 
     from controller.cluster.access import Access
+    from controller.cluster.callers import Callers
     from controller.cluster.client import Client
+    from controller.roles.exporting.role import ExportRole
     from controller.roles.manager import Leader
     from controller.roles.manager_metrics import ManagerMetrics
     from controller.roles.scaling.records import Records
     from controller.roles.webhook_role import WebhookRole
+    from controller.webhooks.rotation import Shows
     from extproc.config.picker_config import PickerCheck
 
-_SERVICE: Final = "attache-manager"
+__all__ = ["main", "parser"]
 
-
-def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
-    """The options of the command."""
-    made = argparse.ArgumentParser(
-        prog=prog,
-        description="Look after Models and ModelInfers: one replica, which a Lease elects, makes, changes and deletes "
-        "what they ask for, and scales what AutoscalingPolicyBindings name. Every replica serves the admission webhooks of our kinds: mistakes that a schema cannot find "
-        "are refused by the API server, and references to objects that are not there are warned of.",
-        epilog="Exit status: 0, 1 if the work has ended by itself, or 2 for a mistake in the options or no cluster.",
-    )
-    add = made.add_argument
-    add("--listen", metavar="ADDRESS", default="0.0.0.0:9443", help="of the webhooks; default: %(default)s")
-    add(
-        "--host",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="by which API servers call this server, for its certificate; several times for several; "
-        f"default: {_SERVICE}.NAMESPACE.svc",
-    )
-    add("--namespace", metavar="NAME", help="of the Secret with the certificates; default: ours")
-    add(
-        "--secret",
-        metavar="NAME",
-        default="attache-webhook-certificates",
-        help="the Secret with the certificates, which must be there; default: %(default)s",
-    )
-    add(
-        "--webhook-configuration",
-        metavar="NAME",
-        default="attache",
-        help="the ValidatingWebhookConfiguration that gets the authorities of the certificates; default: %(default)s",
-    )
-    add("--metrics", metavar="ADDRESS", default="127.0.0.1:9006", help="metrics and health; default: %(default)s")
-    add("--no-webhooks", action="store_true", help="other processes serve the webhooks")
-    work = made.add_argument_group("Models, ModelInfers and AutoscalingPolicyBindings").add_argument
-    work("--no-work", action="store_true", help="other processes look after all of these")
-    work("--watch-namespace", metavar="NAME", help="whose objects are looked after; default: those of all namespaces")
-    work(
-        "--workers", metavar="N", type=_positive, default=8, help="objects looked at side by side; default: %(default)s"
-    )
-    work(
-        "--image",
-        metavar="IMAGE",
-        help="of downloads and sidecars; default: that of the container 'manager' of our pod",
-    )
-    work(
-        "--gateway-namespace",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="whose gateways are believed about engines of all namespaces: their loads, and where Models are reached; "
-        "gateways elsewhere are believed about their own namespace; several times for several; default: ours",
-    )
-    work("--no-scaling", action="store_true", help="other processes look after AutoscalingPolicyBindings")
-    work("--lease", metavar="NAME", default=_SERVICE, help="the Lease that elects the leader; default: %(default)s")
-    work("--lease-namespace", metavar="NAME", help="of the Lease; default: ours")
-    work(
-        "--lease-duration",
-        metavar="SECONDS",
-        type=_positive,
-        default=15,
-        help="after which another replica takes over from a leader that is gone; default: %(default)s",
-    )
-    return made
+_API_SERVICE: Final = "v1beta1.external.metrics.k8s.io"
 
 
 def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
     """Exit status: 0 after a signal, 2 for a mistake in the options. ``check_picker``: that of the extprocs."""
-    made = parser(prog)
-    options = made.parse_args(words)
-    try:
-        for address in (options.listen, options.metrics):
-            parse_address(address)
-    except ValueError as error:
-        made.error(str(error))
+    options = parsed(words, prog)
     # the client takes a third of a second to import: not for --help
     from controller.cluster.access import find_access  # noqa: PLC0415
     from controller.cluster.errors import AccessInvalid  # noqa: PLC0415
@@ -137,7 +71,9 @@ def _innermost(error: BaseException) -> BaseException:
 async def _run(options: argparse.Namespace, access: Access, check_picker: PickerCheck) -> None:
     from aiohttp.web import RouteDef  # noqa: PLC0415
 
+    from controller.cluster.callers import Callers  # noqa: PLC0415
     from controller.cluster.client import connect  # noqa: PLC0415
+    from controller.cluster.guarding import guarded_by  # noqa: PLC0415
     from controller.cluster.pages import pages  # noqa: PLC0415
     from controller.gateway_command import until_signalled  # noqa: PLC0415
     from controller.roles.manager import CONTROLLER, ManagerRole  # noqa: PLC0415
@@ -145,23 +81,53 @@ async def _run(options: argparse.Namespace, access: Access, check_picker: Picker
     from controller.roles.scaling.pages import routes  # noqa: PLC0415
     from controller.roles.scaling.records import Records  # noqa: PLC0415
     from controller.roles.work.own_image import own_image  # noqa: PLC0415
+    from controller.webhooks.server import ServerTls  # noqa: PLC0415
 
     metrics = ManagerMetrics()
     async with connect(access, manager=CONTROLLER) as client:
-        webhooks = None if options.no_webhooks else _webhooks(options, client, metrics, check_picker)
+        callers = Callers(client, asyncio.get_running_loop().time)
+        exports = _exports(options, client, callers)
+        page_tls = ServerTls() if options.metrics_auth else None
+        others = [one for one in (exports, page_tls) if one is not None]
+        webhooks = None if options.no_webhooks else _webhooks(options, client, metrics, check_picker, others)
         leader, more = None, list[RouteDef]()
         if not options.no_work:
             image = options.image or await own_image(client, socket.gethostname())
             records = Records()
             leader = _leader(options, client, metrics, image, records)
             more = [] if options.no_scaling else [*routes(records, leader.leads)]
-        role = ManagerRole(webhooks, leader)
-        async with pages(options.metrics, metrics.registry, role.is_ready, more=more):
+        role = ManagerRole(webhooks, leader, exports)
+        guard = guarded_by(callers) if page_tls else None
+        tls = page_tls.context if page_tls else None
+        async with pages(options.metrics, metrics.registry, role.is_ready, more=more, tls=tls, guard=guard):
             await until_signalled(role.run())
 
 
+def _exports(options: argparse.Namespace, client: Client, callers: Callers) -> ExportRole | None:
+    if not options.external_metrics and not options.keda:
+        return None
+    from controller.keda.tls import TlsFiles  # noqa: PLC0415
+    from controller.roles.exporting.role import ExportRole, ExportSettings  # noqa: PLC0415
+
+    tls = None
+    if options.keda_certificate:
+        clients = Path(options.keda_clients) if options.keda_clients else None
+        tls = TlsFiles(Path(options.keda_certificate), Path(options.keda_key), clients)
+    settings = ExportSettings(
+        external_metrics=options.external_metrics,
+        keda=options.keda,
+        keda_tls=tls,
+        namespace=options.watch_namespace,
+    )
+    return ExportRole(client, settings, callers)
+
+
 def _webhooks(
-    options: argparse.Namespace, client: Client, metrics: ManagerMetrics, check_picker: PickerCheck
+    options: argparse.Namespace,
+    client: Client,
+    metrics: ManagerMetrics,
+    check_picker: PickerCheck,
+    others: Sequence[Shows],
 ) -> WebhookRole:
     from controller.roles.webhook_role import WebhookRole, WebhookSettings  # noqa: PLC0415
     from controller.webhooks.rotation import RotationSettings  # noqa: PLC0415
@@ -171,10 +137,11 @@ def _webhooks(
         namespace=namespace,
         secret=options.secret,
         configuration=options.webhook_configuration,
-        names=tuple(options.host) or (f"{_SERVICE}.{namespace}.svc",),
+        names=tuple(options.host) or (f"{SERVICE}.{namespace}.svc",),
+        api_service=_API_SERVICE if options.external_metrics else "",
     )
     settings = WebhookSettings(listen=options.listen, rotation=rotation)
-    return WebhookRole(client, settings, metrics, check_picker=check_picker)
+    return WebhookRole(client, settings, metrics, check_picker=check_picker, others=others)
 
 
 def _leader(
@@ -215,16 +182,11 @@ def _scaling(
     from controller.roles.scaling.live import scaling_of  # noqa: PLC0415
     from controller.roles.scaling.metrics import ScalingMetrics  # noqa: PLC0415
     from controller.roles.scaling.running import ScalingSettings  # noqa: PLC0415
+    from controller.roles.scaling.sources.gathering import SourceSettings  # noqa: PLC0415
 
     settings = ScalingSettings(
+        sources=SourceSettings(prometheus_allow=tuple(options.prometheus_allow)),
         namespace=options.watch_namespace,
         gateway_namespaces=tuple(options.gateway_namespace) or (client.access.namespace,),
     )
     return scaling_of(settings, ScalingMetrics(metrics.registry), records)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number

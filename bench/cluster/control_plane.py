@@ -34,6 +34,7 @@ ETCD: Final = "etcd"
 ADMIN: Final = "admin"
 NOBODY: Final = "nobody"
 _MANAGER: Final = "bench"
+_FRONT_PROXY: Final = "front-proxy"
 # users of the token file and their groups; Kubernetes' own roles know the names that begin with system:
 _USERS: Final[Mapping[str, str]] = {
     ADMIN: "system:masters",
@@ -137,6 +138,9 @@ class _Files:
         names = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
         certificate, key = authority.issue("kube-apiserver", [address, "10.0.0.1"], names)
         private, public = signing_key()
+        # another authority than that of the server: who has this certificate may speak for anybody
+        front = Authority(datetime.now(UTC))
+        front_certificate, front_key = front.issue(_FRONT_PROXY)
         self._tokens = {user: secrets.token_urlsafe(24) for user in _USERS}
         lines = [f'{token},{user},{user},"{_USERS[user]}"' for user, token in self._tokens.items()]
         self.ca = write_private(directory / "ca.pem", self._ca)
@@ -144,6 +148,9 @@ class _Files:
         self.key = write_private(directory / "apiserver-key.pem", key)
         self.account_key = write_private(directory / "accounts-key.pem", private)
         self.account_public = write_private(directory / "accounts.pem", public)
+        self.front_ca = write_private(directory / "front-ca.pem", front.certificate)
+        self.front_certificate = write_private(directory / "front.pem", front_certificate)
+        self.front_key = write_private(directory / "front-key.pem", front_key)
         self.tokens = write_private(directory / "tokens.csv", "\n".join(lines) + "\n")
 
     def access(self, user: str, server: str) -> Access:
@@ -187,6 +194,14 @@ def _api_server(assets: Assets, files: _Files, port: int, etcd: int, options: Co
         f"--service-account-key-file={files.account_public}",
         f"--service-account-signing-key-file={files.account_key}",
         "--allow-privileged=true",
+        # passes requests on to other API servers, which learn from a ConfigMap how to know it
+        f"--requestheader-client-ca-file={files.front_ca}",
+        f"--requestheader-allowed-names={_FRONT_PROXY}",
+        "--requestheader-username-headers=X-Remote-User",
+        "--requestheader-group-headers=X-Remote-Group",
+        "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+        f"--proxy-client-cert-file={files.front_certificate}",
+        f"--proxy-client-key-file={files.front_key}",
         "--kubelet-preferred-address-types=InternalIP",  # the names of nodes are in no DNS
         *without,
     ]
@@ -204,6 +219,7 @@ def _controller_manager(assets: Assets, files: _Files, options: ControlPlaneOpti
         f"--controllers={chosen}",
         f"--node-monitor-grace-period={options.node_grace_s}s",
         "--node-monitor-period=1s",
+        "--horizontal-pod-autoscaler-sync-period=1s",
         f"--service-account-private-key-file={files.account_key}",
         f"--root-ca-file={files.ca}",
         "--use-service-account-credentials=true",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from controller.admission.metrics import metric_warnings
 from controller.admission.references import picker_warnings, policy_warnings, route_warnings, users_of, without_policy
 from controller.admission.reviews import Object, Review, Verdict
 from controller.gateway.compile.pickers import picker_of
@@ -152,6 +153,7 @@ def _warnings(kind: str, key: str, thing: Object, known: Known, check_picker: Pi
         "ModelRoute": lambda: route_warnings(key, thing, known, names_of),
         "ModelServer": lambda: picker_warnings(namespace, thing, known, check_picker),
         "ModelAccessPolicy": lambda: policy_warnings(namespace, thing, known),
+        "AutoscalingPolicy": lambda: metric_warnings(thing.get("spec") or {}),
         "AutoscalingPolicyBinding": lambda: without_policy(
             namespace, (thing.get("spec") or {}).get("policyRef"), known
         ),

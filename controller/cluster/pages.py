@@ -18,7 +18,10 @@ from extproc.config.demand import DEMAND_PATH
 from extproc.config.loads import LOADS_PATH
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Callable, Sequence
+
+    from aiohttp.typedefs import Middleware
 
 # As many as an extproc has itself.
 _MOST_WATCHERS: Final = 8
@@ -34,11 +37,13 @@ async def pages(
     *,
     extprocs: Sequence[str] = (),
     more: Sequence[web.RouteDef] = (),
+    tls: ssl.SSLContext | None = None,
+    guard: Middleware | None = None,
 ) -> AsyncIterator[None]:
     """Served at ``address`` (``ip:port``) inside the context; raises OSError if the port is taken.
 
     ``extprocs``: where the processes beside us have their pages; /loads has the sum of theirs, and /demand
-    what each of them says. ``more``: further pages.
+    what each of them says. ``more``: further pages. ``tls``: None for plain HTTP. ``guard``: decides who sees what.
     """
 
     async def metrics(_: web.Request) -> web.Response:
@@ -59,7 +64,7 @@ async def pages(
             return web.Response(status=503, text="an extproc does not answer\n")
         return web.Response(body=msgspec.json.encode(known), content_type="application/json")
 
-    app = web.Application()
+    app = web.Application(middlewares=[] if guard is None else [guard])
     app.add_routes([web.get("/metrics", metrics), web.get("/healthz", healthy), web.get("/readyz", ready)])
     app.add_routes(more)
     if extprocs:
@@ -68,7 +73,7 @@ async def pages(
     await runner.setup()
     try:
         host, _, port = address.rpartition(":")
-        await web.TCPSite(runner, host.strip("[]"), int(port)).start()
+        await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=tls).start()
         yield
     finally:
         await runner.cleanup()

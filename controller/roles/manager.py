@@ -21,6 +21,7 @@ from controller.roles.work.leading import Work
 if TYPE_CHECKING:
     from controller.cluster.client import Client
     from controller.cluster.lease import LeaderElection
+    from controller.roles.exporting.role import ExportRole
     from controller.roles.manager_metrics import ManagerMetrics
     from controller.roles.webhook_role import WebhookRole
     from controller.roles.work.leading import Bell, Decisions, WorkSettings
@@ -99,12 +100,15 @@ class Leader:
 class ManagerRole:
     """``run`` does all of it. Either part may be left to other processes."""
 
-    def __init__(self, webhooks: WebhookRole | None, leader: Leader | None) -> None:
+    def __init__(self, webhooks: WebhookRole | None, leader: Leader | None, exports: ExportRole | None = None) -> None:
         self._webhooks = webhooks
         self._leader = leader
+        self._exports = exports
 
     def is_ready(self) -> bool:
-        """Whether webhooks can be asked. Who leads is no question of readiness."""
+        """Whether webhooks and exports can be asked. Who leads is no question of readiness."""
+        if self._exports is not None and not self._exports.is_ready():
+            return False
         return self._webhooks is None or self._webhooks.ready.is_set()
 
     async def run(self) -> None:
@@ -112,6 +116,8 @@ class ManagerRole:
         async with asyncio.TaskGroup() as tasks:
             if self._webhooks is not None:
                 tasks.create_task(self._webhooks.run(), name="webhooks")
+            if self._exports is not None:
+                tasks.create_task(self._exports.run(), name="exports")
             if self._leader is not None:
                 tasks.create_task(self._leader.run(), name="leader")
 

@@ -24,12 +24,13 @@ from controller.webhooks.rotation import Rotation, RotationSettings
 from controller.webhooks.server import ServerTls, serving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from datetime import datetime
 
     from controller.admission.reviews import Review, Verdict
     from controller.cluster.client import Client
     from controller.roles.manager_metrics import ManagerMetrics
+    from controller.webhooks.rotation import Shows
     from extproc.config.picker_config import PickerCheck
 
 
@@ -41,7 +42,9 @@ class WebhookSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WebhookRole:
-    """``run`` does all of it; ``ready`` once it can be asked. Objects that it has not heard of yet cost warnings alone."""
+    """``run`` does all of it; ``ready`` once it can be asked. Objects that it has not heard of yet cost warnings alone.
+    ``others``: servers that show the same certificate.
+    """
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class WebhookRole:
         check_picker: PickerCheck,
         clock: Callable[[], datetime] = utc_now,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
+        others: Sequence[Shows] = (),
     ) -> None:
         resources = (
             GATEWAY_CONFIGS,
@@ -64,7 +68,7 @@ class WebhookRole:
         informers.append(Informer(client, CONFIG_MAPS, Selection(labels=LABEL), timing=timing))
         self._informers: Mapping[str, Informer] = {one.resource.kind: one for one in informers}
         self._tls = ServerTls()
-        self._rotation = Rotation(client, settings.rotation, self._tls, clock)
+        self._rotation = Rotation(client, settings.rotation, [self._tls, *others], clock)
         self._settings = settings
         self._metrics = metrics
         self._check_picker = check_picker

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
@@ -18,11 +18,11 @@ from controller.cluster.resources import SECRETS, Resource
 from controller.webhooks.material import Lifetimes, Material, from_secret, renewed, to_secret
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from datetime import datetime
 
     from controller.cluster.client import Client
-    from controller.webhooks.server import ServerTls
+    from controller.webhooks.material import Pair
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +35,21 @@ WEBHOOK_CONFIGURATIONS: Final = Resource(
 )
 
 
+API_SERVICES: Final = Resource("apiregistration.k8s.io", "v1", "apiservices", "APIService", namespaced=False)
+
+
+class Shows(Protocol):
+    """A server that shows the certificate."""
+
+    def use(self, pair: Pair, /) -> None:
+        """From now on; raises OSError."""
+        ...
+
+
 class RotationSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``namespace`` and ``secret``: of the Secret. ``configuration``: name of the ValidatingWebhookConfiguration.
-    ``names``: by which API servers call the server. ``every_s``: how often to look.
+    ``names``: by which API servers call the server. ``every_s``: how often to look. ``api_service``: the APIService that
+    stands for us, which gets the authorities, too; empty: none does.
     """
 
     namespace: str
@@ -46,17 +58,18 @@ class RotationSettings(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...]
     lifetimes: Lifetimes = Lifetimes()
     every_s: float = 30.0
+    api_service: str = ""
 
 
 class Rotation:
     """``run`` does all of it; ``ready`` is set once there is a certificate. ``material``: what is in use."""
 
     def __init__(
-        self, client: Client, settings: RotationSettings, tls: ServerTls, clock: Callable[[], datetime]
+        self, client: Client, settings: RotationSettings, servers: Sequence[Shows], clock: Callable[[], datetime]
     ) -> None:
         self._client = client
         self._settings = settings
-        self._tls = tls
+        self._servers = servers
         self._clock = clock
         self.ready = asyncio.Event()
         self.material: Material | None = None
@@ -82,7 +95,10 @@ class Rotation:
             await self._client.replace(SECRETS, {**secret, "data": to_secret(material)})
             log.info("certificates renewed: the server's ends at %s", material.server.ends_at.isoformat())
         await self._publish(material)
-        self._tls.use(material.server)
+        if settings.api_service:
+            await self._publish_api(settings.api_service, material)
+        for server in self._servers:
+            server.use(material.server)
         self.material = material
         self.ready.set()
 
@@ -107,3 +123,14 @@ class Rotation:
         }
         await self._client.apply(WEBHOOK_CONFIGURATIONS, applied, force=True)
         log.info("the authorities of the certificates are in ValidatingWebhookConfiguration %s", name)
+
+    async def _publish_api(self, name: str, material: Material) -> None:
+        """Write the authorities into the APIService, if they are not there."""
+        found = await self._client.find(API_SERVICES, name)
+        if found is None:
+            log.warning("there is no APIService %s: nobody asks for external metrics", name)
+            return
+        trusted = base64.b64encode(material.trusted.encode()).decode()
+        if found["spec"].get("caBundle") != trusted:
+            await self._client.merge_patch(API_SERVICES, name, None, {"spec": {"caBundle": trusted}})
+            log.info("the authorities of the certificates are in APIService %s", name)

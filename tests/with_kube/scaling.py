@@ -22,10 +22,12 @@ from controller.cluster.resources import (
 )
 from controller.roles.scaling.deciding import Deciding
 from controller.roles.scaling.demand import DemandView
+from controller.roles.scaling.live import DECIDING
 from controller.roles.scaling.metrics import ScalingMetrics
 from controller.roles.scaling.records import Records
 from controller.roles.scaling.running import Scaling, ScalingSettings
 from controller.roles.scaling.scalables import STATEFUL_SETS
+from controller.roles.scaling.sources.gathering import SourceSettings
 from tests.with_kube.managing import IMPATIENT, QUICK_QUEUE
 
 if TYPE_CHECKING:
@@ -114,17 +116,25 @@ class Scales(msgspec.Struct, frozen=True):
 
 @contextlib.asynccontextmanager
 async def scaling(
-    access: Access, namespace: str, wanted: Wanted, demand: Demand | None = None
+    access: Access,
+    namespace: str,
+    wanted: Wanted,
+    demand: Demand | None = None,
+    *,
+    sources: SourceSettings = SourceSettings(),  # noqa: B008 - frozen
+    is_real: bool = False,
 ) -> AsyncIterator[Scales]:
-    """The scaling of a namespace."""
+    """The scaling of a namespace. ``is_real``: with the real decision."""
     registry, records = CollectorRegistry(), Records()
     async with connect(access, manager="attache-manager") as client:
-        settings = ScalingSettings(namespace=namespace, informers=IMPATIENT, queue=QUICK_QUEUE, together_s=0.02)
+        settings = ScalingSettings(
+            namespace=namespace, informers=IMPATIENT, queue=QUICK_QUEUE, together_s=0.02, sources=sources
+        )
         one = Scaling(
             client,
             settings,
             ScalingMetrics(registry),
-            deciding=wanted.deciding,
+            deciding=DECIDING if is_real else wanted.deciding,
             demand=demand or Demand(),
             records=records,
         )

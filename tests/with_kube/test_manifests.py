@@ -94,10 +94,18 @@ async def test_the_server_takes_them_as_they_are(client: Client, plane: ControlP
     assert (await client.get(GATEWAY_CONFIGS, "gateway", SYSTEM))["spec"]["messageTimeout"] == "5s"
     words = ["apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-k"]
     await apply_crds(client, [assets.crds])
-    for folder in ("gateway", "gateway-api", "runtimes", "samples", "samples-gateway-api", "samples-models"):
+    for folder in (
+        "gateway",
+        "gateway-api",
+        "runtimes",
+        "samples",
+        "samples-gateway-api",
+        "samples-models",
+        "samples-autoscaling",
+    ):
         assert await kubectl(plane, assets, *words, str(MANIFESTS / folder)) == 0
     # they replace fields of a Deployment that is there, which a dry run refuses; their patches check what they patch
-    for folder in ("local", "local-gateway-api", "local-manager"):
+    for folder in ("local", "local-gateway-api", "local-manager", "manager-with-exports"):
         assert await kubectl(plane, assets, "kustomize", str(MANIFESTS / folder)) == 0
 
 

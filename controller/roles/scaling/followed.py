@@ -17,7 +17,7 @@ from controller.cluster.resources import (
 )
 from controller.roles.scaling.bindings import BindingView, PolicyView, slim_binding, slim_policy
 from controller.roles.scaling.namespaces import NamespacedPods
-from controller.roles.scaling.owning import scaled_by_others, slim_autoscaler
+from controller.roles.scaling.owning import misused_by, scaled_by_others, slim_autoscaler
 from controller.roles.scaling.scalables import KINDS, Scalable, ScalableKind, kind_of, reader
 from controller.roles.work.following import Following
 
@@ -136,6 +136,10 @@ class Followed:
             self._others_scale = scaled_by_others(one for each in self._others for one in each.objects.values())
         return self._others_scale.get(place, "")
 
+    def misused_by(self, place: Place) -> str:
+        """The HorizontalPodAutoscaler that scales it by our metric, but takes that for a ratio; empty if none does."""
+        return misused_by(self._others[0].objects.values()).get(place, "") if self.scaler_of(place) else ""
+
     def servers_in(self, namespace: str) -> list[tuple[str, Mapping[str, str]]]:
         """Keys and selectors of ModelServers, by key."""
         found = [(key, one["selector"]) for key, one in self._servers.objects.items() if one["selector"]]
@@ -145,6 +149,11 @@ class Followed:
         """The model that a ModelServer says to serve; its key if it says none, empty if there is none."""
         found = self._servers.get(server)
         return "" if found is None else str(found["model"])
+
+    def port_of(self, server: str) -> int | None:
+        """Where the engines of a ModelServer serve; None if there is none."""
+        found = self._servers.get(server)
+        return None if found is None else found["port"]
 
     def _binding_changed(self, key: str) -> None:
         before, now = self._known.pop(key, None), self.binding(key)
@@ -209,5 +218,7 @@ def _asks(view: BindingView | None) -> tuple[object, ...] | None:
 def _slim_server(thing: Object) -> Object:
     metadata = thing["metadata"]
     kept = {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion") if name in metadata}
-    selector = ((thing.get("spec") or {}).get("workloadSelector") or {}).get("matchLabels") or {}
-    return {"metadata": kept, "selector": selector, "model": (thing.get("spec") or {}).get("model") or key_of(thing)}
+    spec = thing.get("spec") or {}
+    selector = (spec.get("workloadSelector") or {}).get("matchLabels") or {}
+    port = (spec.get("workloadPort") or {}).get("port")
+    return {"metadata": kept, "selector": selector, "model": spec.get("model") or key_of(thing), "port": port}

@@ -22,6 +22,7 @@ from controller.roles.scaling.records import Record, Records
 from controller.roles.scaling.resolving import Resolver
 from controller.roles.scaling.series import Series
 from controller.roles.scaling.situations import situations_of
+from controller.roles.scaling.sources.gathering import Sources
 from controller.roles.scaling.telling import Looked, Scaled, digest_of, events_of, status_of
 from controller.roles.work.telling import Recorder, write_status
 
@@ -50,6 +51,7 @@ class Parts(msgspec.Struct, frozen=True):
     keeping: Keeping
     records: Records
     series: Series
+    sources: Sources
     clock: Callable[[], float]
     concerns: Callable[[str, Sequence[str]], None]
 
@@ -82,6 +84,10 @@ class Looker:
         if looked.policy.mode == "Paused":
             await self._tell(view, looked)
             return "paused", period_s
+        situations = await self._parts.sources.measured(
+            view.namespace, looked.policy, looked.resolved, looked.situations
+        )
+        looked = msgspec.structs.replace(looked, situations=situations)
         try:
             looked, again_s = await self._act(view, self._decided(view, looked))
         except DecideAgain:

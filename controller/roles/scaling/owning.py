@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from controller.resources.autoscaling_binding import ScaleTarget
     from controller.roles.scaling.scalables import Scalable
+
+# Metrics of ours that are numbers of replicas, with the older prefix, too.
+_REPLICAS: Final = ("wva_desired_replicas", "inferno_desired_replicas")
 
 Place = tuple[str, str, str, str]
 """What is scaled: namespace, group, kind, name."""
@@ -81,6 +84,15 @@ def scaled_by_others(autoscalers: Iterable[Object]) -> Mapping[Place, str]:
     return found
 
 
+def misused_by(autoscalers: Iterable[Object]) -> Mapping[Place, str]:
+    """HorizontalPodAutoscalers that take our metric for a ratio, by what they scale."""
+    return {
+        (one["metadata"].get("namespace", ""), *one["ref"]): one["metadata"]["name"]
+        for one in autoscalers
+        if one["ref"] and one["misuses"]
+    }
+
+
 def slim_autoscaler(kind: str, default_kind: str = "", default_group: str = "") -> Callable[[Object], Object]:
     """Keeps what an autoscaler scales."""
 
@@ -90,9 +102,20 @@ def slim_autoscaler(kind: str, default_kind: str = "", default_group: str = "") 
         said = (thing.get("spec") or {}).get("scaleTargetRef") or {}
         named = said.get("kind") or default_kind
         group = str(said["apiVersion"]).rpartition("/")[0] if said.get("apiVersion") else default_group
-        return {"metadata": kept, "kind": kind, "ref": (group, named, said["name"]) if said.get("name") else None}
+        ref = (group, named, said["name"]) if said.get("name") else None
+        return {"metadata": kept, "kind": kind, "ref": ref, "misuses": _misuses(thing)}
 
     return slim
+
+
+def _misuses(autoscaler: Object) -> bool:
+    """By a target of type Value an HPA multiplies the replicas that there are by those that there should be."""
+    for one in (autoscaler.get("spec") or {}).get("metrics") or ():
+        external = one.get("external") or {}
+        name = (external.get("metric") or {}).get("name", "")
+        if name in _REPLICAS and (external.get("target") or {}).get("type") == "Value":
+            return True
+    return False
 
 
 def is_changed(found: Scalable, mine: Claim) -> bool:

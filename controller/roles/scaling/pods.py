@@ -12,6 +12,7 @@ from controller.autoscale.situation import EngineState
 from controller.cluster.resources import Object, key_of
 from controller.reconcile.model_infer.times import seconds_of
 from controller.roles.scaling.names import DELETION_COST, DRAIN, DRAINING
+from controller.roles.work.node_room import quantity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +37,8 @@ _NO_NODE: Final = frozenset({"Unschedulable", "SchedulingGated"})
 class PodView(msgspec.Struct, frozen=True, kw_only=True):
     """``key``: ``namespace/name``. ``ip``: empty until it has one. ``state``: of the engine in it. ``created_at_s`` and
     ``ready_at_s``: since the epoch. ``draining_at_s``: since when our mark is on it; None without. ``deletion_cost``: as
-    its annotation says; None without one.
+    its annotation says; None without one. ``cpu`` and ``memory``: that its containers request, in cores and bytes; 0 if any
+    of them requests none.
     """
 
     key: str
@@ -51,6 +53,8 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True):
     is_ended: bool = False
     is_going: bool = False
     is_ready: bool = False
+    cpu: float = 0.0
+    memory: float = 0.0
 
     @property
     def name(self) -> str:
@@ -93,7 +97,15 @@ def view_of(pod: Object) -> PodView:
         is_ended=is_ended,
         is_going=is_going,
         is_ready=is_ready,
+        cpu=_requested(pod, "cpu"),
+        memory=_requested(pod, "memory"),
     )
+
+
+def _requested(pod: Object, name: str) -> float:
+    containers = (pod.get("spec") or {}).get("containers") or ()
+    amounts = [quantity(((one.get("resources") or {}).get("requests") or {}).get(name, 0)) for one in containers]
+    return sum(amounts) if all(amounts) else 0.0
 
 
 def _state(pod: Object, scheduled: Mapping[str, Any], *, is_ready: bool, leaves: bool) -> EngineState:

@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from controller.roles.scaling.followed import Followed
 
 # Reasons of conditions, the gravest first.
-PROBLEMS: Final = ("Conflict", "OtherAutoscaler", "UnknownKind", "TargetNotFound", "ServerNotFound")
+PROBLEMS: Final = (
+    "Conflict",
+    "WrongMetricTarget",
+    "OtherAutoscaler",
+    "UnknownKind",
+    "TargetNotFound",
+    "ServerNotFound",
+)
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -123,6 +130,13 @@ class Resolver:
         first = rival(view.claim, others) or ("" if others else other_owner(found, view.claim, self._followed.exists))
         if first:
             return Problem("Conflict", f"{name} is scaled by the AutoscalingPolicyBinding {first}, which is older")
+        wrong = self._followed.misused_by(place)
+        if wrong:
+            said = (
+                f"the HorizontalPodAutoscaler {wrong} scales {name} by our metric with a target of type Value, and so "
+                "without end; write AverageValue 1"
+            )
+            return Problem("WrongMetricTarget", said)
         other = self._followed.scaler_of(place)
         if other:
             return Problem("OtherAutoscaler", f"{name} is scaled by the {other}; delete one, or use the mode Export")

@@ -21,6 +21,7 @@ from controller.roles.scaling.names import SCALER
 from controller.roles.scaling.policies import PolicyStatuses
 from controller.roles.scaling.resolving import Resolver
 from controller.roles.scaling.series import Series
+from controller.roles.scaling.sources.gathering import Sources, SourceSettings
 from controller.roles.work.telling import Recorder
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class ScalingSettings(msgspec.Struct, frozen=True, kw_only=True):
     gateway_namespaces: tuple[str, ...] = ()
     informers: InformerTiming = InformerTiming()
     queue: QueueTiming = QueueTiming()
+    sources: SourceSettings = SourceSettings()
 
 
 def wall_s() -> float:
@@ -81,6 +83,7 @@ class Scaling:
         self._servers: dict[str, frozenset[str]] = {}
         self._users: dict[str, set[str]] = defaultdict(set)
         self._is_begun = False
+        self._sources = Sources(client, settings.sources, clock, self._followed.port_of)
         self._looker = Looker(
             Parts(
                 followed=self._followed,
@@ -92,6 +95,7 @@ class Scaling:
                 keeping=Keeping(scaler),
                 records=records,
                 series=Series(metrics, self._followed.model_of),
+                sources=self._sources,
                 clock=clock,
                 concerns=self._concerns,
             )
@@ -104,6 +108,7 @@ class Scaling:
         finally:
             self._metrics.follow(tuple)
             self._records.clear()
+            await self._sources.close()
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -16,7 +16,7 @@ from controller.reconcile.plan import Happened
 from controller.resources.autoscaling import AutoscalingPolicySpec
 from controller.roles.scaling.deciding import Step
 from controller.roles.scaling.owning import Hold
-from controller.roles.scaling.resolving import PROBLEMS, Resolved
+from controller.roles.scaling.resolving import PROBLEMS, Problem, Resolved
 
 # Rules of a decision's steps that kept it from what the laws asked for.
 LIMITING: Final = frozenset({"Limited", "ScalingLimited", "Schedule", "Budget"})
@@ -128,7 +128,7 @@ def _targets(looked: Looked, before: Mapping[Any, Mapping[str, Any]]) -> Iterato
             said["ready"] = ready.get(name, 0)
         if step is not None and step.replicas is not None:
             said["desired"] = step.replicas
-        reason = _reason(target, step, looked.waits_for.get(name, ()))
+        reason = _reason(_problem(target, looked), step, looked.waits_for.get(name, ()))
         old = before.get(name) or {}
         # reasons have numbers that change all the time
         if old.get("reason") and all(old.get(one) == said.get(one) for one in ("current", "desired", "ready")):
@@ -140,9 +140,16 @@ def _ready(engines: Sequence[Any]) -> int:
     return sum(one.state.value == "ready" for one in engines)
 
 
-def _reason(target: Resolved, step: Step | None, waits_for: Sequence[str]) -> str:
-    if target.problem is not None and target.problem.forbids:
-        return target.problem.message[:_LONGEST]
+def _problem(target: Resolved, looked: Looked) -> Problem | None:
+    """Another autoscaler is none where we only tell what we have decided."""
+    problem, policy = target.problem, looked.policy
+    told = policy is not None and policy.mode in ("Export", "Recommend")
+    return None if told and problem is not None and problem.reason == "OtherAutoscaler" else problem
+
+
+def _reason(problem: Problem | None, step: Step | None, waits_for: Sequence[str]) -> str:
+    if problem is not None and problem.forbids:
+        return problem.message[:_LONGEST]
     if step is None:
         return ""
     if step.held:
@@ -163,7 +170,7 @@ def _conditions(looked: Looked) -> Iterator[dict[str, Any]]:
 
 
 def _resolved(looked: Looked) -> dict[str, Any]:
-    problems = [one.problem for one in looked.resolved if one.problem is not None]
+    problems = [problem for one in looked.resolved if (problem := _problem(one, looked)) is not None]
     if problems:
         gravest = min(problems, key=lambda one: PROBLEMS.index(one.reason))
         said = "; ".join(dict.fromkeys(one.message for one in problems))

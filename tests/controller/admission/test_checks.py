@@ -23,6 +23,15 @@ PICKER = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{
 SCALED = [{"name": "a", "maxReplicas": 2}]
 
 
+def metrics(*listed: Object, strategy: str = "Target") -> Object:
+    return resource("AutoscalingPolicy", "p", {"strategies": [{"name": strategy}], "metrics": list(listed)})
+
+
+def by_query(address: str, name: str = "queue", **more: str) -> Object:
+    source = {"address": address, "query": "sum(queue)", **more}
+    return {"name": name, "value": 5, "source": "Prometheus", "prometheus": source}
+
+
 def binding(name: str, *targets: dict[str, Any], policy: str = "default") -> Object:
     listed = [{"name": f"t{at}", "maxReplicas": 3, **one} for at, one in enumerate(targets)]
     return resource("AutoscalingPolicyBinding", name, {"policyRef": policy, "targets": listed})
@@ -102,6 +111,10 @@ def test_mistakes_are_refused(thing: Object, said: str) -> None:
             [],
             "no ModelRoute 'gone'",
         ),
+        (metrics({"name": "memory", "value": 0.7, "source": "Resource"}), [], "the metric memory scales nothing well"),
+        (metrics({"name": "gpu", "value": 0.7, "source": "Resource"}), [], "there are cpu and memory"),
+        (metrics(by_query("http://prometheus:9090", secretRef="keys")), [], "with https alone"),
+        (metrics({"name": "requests_queued", "value": 5}, strategy="Work"), [], "metrics are for the strategy Target"),
         (
             resource("Model", "m", {"uri": "hf://a/b", "autoscaling": {"policyRef": "none"}, "backends": SCALED}),
             [],
@@ -126,6 +139,8 @@ def test_what_another_object_may_mend_is_a_warning(thing: Object, others: Sequen
         (resource("GatewayConfig", "g", {}), []),
         (binding("b", target("a"), target("a", role="prefill")), [resource("AutoscalingPolicy", "default", {})]),
         (resource("Model", "m", {"uri": "hf://a/b"}), []),
+        (metrics(by_query("https://prometheus:9090", secretRef="keys"), by_query("http://prometheus", "other")), []),
+        (resource("AutoscalingPolicy", "p", {}), []),
     ],
 )
 def test_what_is_right_is_taken_without_a_word(thing: Object, others: Sequence[Object]) -> None:
