@@ -104,12 +104,29 @@ async def test_the_replicas_of_a_deployment_are_written_and_told(client: Client,
             "namespace": namespace,
             "accelerator_type": "",
             "model_name": "org/llama",
+            "variant_kind": "Deployment",
         }
         assert running.metric("wva_desired_replicas", **its) == 5
         assert running.metric("wva_replica_scaling_total", **its) == 1
         assert [one.decision.binding for one in running.records.latest().values()] == [f"{namespace}/one"]
         await client.delete(AUTOSCALING_POLICY_BINDINGS, "one", namespace)
         await eventually(lambda: labels_of(running, "wva_desired_replicas") == [], timeout_s=SOON_S)
+
+
+@FAKE
+async def test_two_kinds_of_one_name_have_series_of_their_own(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    await client.create(MODEL_INFERS, model_infer(namespace, replicas=1))
+    await bind(client, namespace, target(), {**target("ModelInfer"), "name": "other"})
+    async with scaling(kube.admin, namespace, Wanted(main=4, other=3)) as running:
+        await until_replicas(client, namespace, 4)
+
+        def are_apart() -> bool:
+            found = labels_of(running, "wva_desired_replicas")
+            return sorted(one["variant_kind"] for one in found) == ["Deployment", "ModelInfer"]
+
+        await eventually(are_apart, timeout_s=SOON_S)
 
 
 async def test_a_settled_binding_causes_no_writes(client: Client, kube: Kube, namespace: str) -> None:
