@@ -13,6 +13,7 @@ from controller.cluster.resources import (
     AUTOSCALING_POLICY_BINDINGS,
     DEPLOYMENTS,
     MODEL_INFERS,
+    NODES,
     PODS,
     Resource,
 )
@@ -127,6 +128,40 @@ async def test_two_kinds_of_one_name_have_series_of_their_own(client: Client, ku
             return sorted(one["variant_kind"] for one in found) == ["Deployment", "ModelInfer"]
 
         await eventually(are_apart, timeout_s=SOON_S)
+
+
+@FAKE
+async def test_room_on_nodes_counts_where_targets_have_accelerators(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    for name in ("llama", "other"):
+        await client.create(DEPLOYMENTS, deployment(namespace, name=name, replicas=1))
+    labels = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": f"n-{namespace}", "labels": labels}, "spec": {}}
+    await client.create(NODES, node)
+    status = {"allocatable": {"nvidia.com/gpu": "8"}, "conditions": [{"type": "Ready", "status": "True"}]}
+    await client.merge_patch(NODES, f"n-{namespace}", None, {"status": status}, subresource="status")
+    first = target(accelerator="H100", accelerators=2)
+    second = {**target(name="other", accelerator="B200"), "name": "second"}
+    await bind(client, namespace, first, second)
+    wanted = Wanted(main=1, second=1)
+
+    def rooms() -> list[int | None]:
+        return [one.room for each in wanted.situations for one in each.targets]
+
+    try:
+        async with scaling(kube.admin, namespace, wanted):
+            await eventually(lambda: rooms() == [4, 0], timeout_s=SOON_S)
+            taken = {"nvidia.com/gpu": "3"}
+            container = {"name": "c", "image": "i", "resources": {"requests": taken, "limits": taken}}
+            spec = {"nodeName": f"n-{namespace}", "containers": [container]}
+            metadata = {"name": "guest", "namespace": namespace}
+            await client.create(PODS, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+            await eventually(lambda: rooms() == [2, 0], timeout_s=SOON_S)
+            # nowhere is room: whatever is cheapest may be asked for, as nodes may be added
+            await client.merge_patch(NODES, f"n-{namespace}", None, {"spec": {"unschedulable": True}})
+            await eventually(lambda: rooms() == [None, None], timeout_s=SOON_S)
+    finally:
+        await client.delete(NODES, f"n-{namespace}")
 
 
 async def test_a_settled_binding_causes_no_writes(client: Client, kube: Kube, namespace: str) -> None:

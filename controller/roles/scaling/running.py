@@ -20,6 +20,7 @@ from controller.roles.scaling.looking import Looker, Parts
 from controller.roles.scaling.names import SCALER
 from controller.roles.scaling.policies import PolicyStatuses
 from controller.roles.scaling.resolving import Resolver
+from controller.roles.scaling.rooms import Rooms
 from controller.roles.scaling.series import Series
 from controller.roles.work.telling import Recorder
 
@@ -77,6 +78,7 @@ class Scaling:
         self._queue = WorkQueue[str](self._rng, settings.queue)
         scaler = client.as_manager(SCALER)
         self._followed = Followed(client, settings.namespace, settings.informers, self._soon)
+        self._rooms = Rooms(client, settings.informers)
         self._policies = PolicyStatuses(scaler, self._followed, metrics.wrote)
         self._servers: dict[str, frozenset[str]] = {}
         self._users: dict[str, set[str]] = defaultdict(set)
@@ -86,6 +88,7 @@ class Scaling:
                 followed=self._followed,
                 resolver=Resolver(self._followed),
                 demand=demand,
+                rooms=self._rooms,
                 deciding=deciding,
                 actor=Actor(scaler, metrics.wrote),
                 recorder=Recorder(client, SCALER, _loop_s, metrics.wrote),
@@ -115,6 +118,7 @@ class Scaling:
             for key in self._followed.bindings():
                 self._queue.add_in(key, self._rng.uniform(0.0, 1.0))
             tasks.create_task(self._policies.run(), name="statuses of policies")
+            tasks.create_task(self._rooms.run(), name="room on nodes")
             await self._queue.run(self._look, self._settings.workers)
 
     async def _look(self, key: str) -> float | None:
