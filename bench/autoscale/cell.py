@@ -107,11 +107,11 @@ def run_cell(cell: Cell, traces: Path) -> CellResult:
     load, policy = load_of(cell), policy_named(cell.policy)
     workload = load.workload(cell.half, cell.seed, traces)
     period_s = cell.period_s or policy.native_period_s
-    setup = Setup(load, workload, cell.knob, period_s)
+    setup = Setup(load, workload, cell.knob, period_s, load.min_replicas if policy.has_zero else 1)
     work = work_by_second(load, workload)
     need = [float(one) for one in needed(work, _FULL)]
     first = sum(work[: int(WARM_UP_S)]) / WARM_UP_S / _AT_FIRST
-    initial = {load.variants[0].name: max(setup.min_replicas, math.ceil(first))}
+    initial = {load.variants[0].name: max(1, math.ceil(first))}
     fleet = Fleet(load.variants, initial, seed=cell.seed)
     _drive(fleet, policy.make(setup), setup)
     results = fleet.simulation.run(workload)
@@ -130,8 +130,8 @@ def _drive(fleet: Fleet, scaler: Scaler, setup: Setup) -> None:
         nonlocal next_at_s
         fleet.collect(now)
         pictures.take(fleet.simulation.core.demand(now), now)
-        if now >= next_at_s:
-            next_at_s += setup.period_s
+        if now >= next_at_s or (not setup.min_replicas and pictures.is_missed(fleet)):
+            next_at_s = max(next_at_s, now + setup.period_s)
             desired = scaler.decide(pictures.situation(fleet, now))
             if now >= WARM_UP_S:
                 fleet.order(desired, now)

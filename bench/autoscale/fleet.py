@@ -33,6 +33,8 @@ _FLOW_CONTROL: Final[Mapping[str, Any]] = {
     "maxBytes": "64Gi",
     "bands": [{"name": "all", "priority": -(2**31), "share": 1, "maxRequests": 1_000_000, "maxBytes": "64Gi"}],
 }
+# And without any engine, for the first one.
+_ACTIVATION: Final[Mapping[str, Any]] = {"holdTimeout": "30m", "maxRequests": 100_000, "maxBytes": "64Gi"}
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -62,7 +64,8 @@ class Fleet:
         self._addresses = iter(addresses(_ADDRESSES))
         for name, count in self.desired.items():
             for _ in range(count):
-                self._create(name, 0.0).ready_at_s = 0.0
+                # as if it had been ordered in time
+                self._create(name, -self.variants[name].start_s).ready_at_s = 0.0
         engines = {one.address: self._kinds[one.target] for one in self.replicas}
         self._snapshot = _snapshot(list(engines))
         self.simulation = Simulation(self._snapshot, engines, seed=seed)
@@ -147,4 +150,5 @@ class Fleet:
 
 
 def _snapshot(engines: list[str]) -> Snapshot:
-    return load({"lab.yaml": documents(engines, gateway={}, more={"flowControl": dict(_FLOW_CONTROL)}).encode()})
+    more = {"flowControl": dict(_FLOW_CONTROL), "activation": dict(_ACTIVATION)}
+    return load({"lab.yaml": documents(engines, gateway={}, more=more).encode()})

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from bench.autoscale.scaler import told_objective
 from controller.autoscale.decide import decide
-from controller.resources.autoscaling import AutoscalingPolicySpec, Strategy
+from controller.resources.autoscaling import AutoscalingPolicySpec, LatencyObjective, ScaleToZero, Strategy
 from controller.resources.autoscaling_binding import AutoscalingPolicyBinding, AutoscalingPolicyBindingSpec
 from controller.resources.scaling_laws import WorkParameters
 from extproc.config.quantities import Duration
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from controller.autoscale.situation import Situation
 
 # Of the epoch: the lab's clock begins at 0, and schedules need a day.
-_BEGIN_S = 1_700_000_000.0
+_BEGIN_S: Final = 1_700_000_000.0
+_WORK: Final = Strategy(name="Work")
+# Shorter than the default of ten minutes, because the lab's idle times are short.
+_TO_ZERO: Final = ScaleToZero(idle=Duration("60s"))
 
 
 class Live:
@@ -52,14 +55,21 @@ class Live:
 
 def by_objective(setup: Setup) -> Live:
     """The defaults. The knob: the share of the objective's latencies that the policy asks for."""
-    objective = told_objective(setup, setup.knob)
-    return Live(setup, AutoscalingPolicySpec(objective=objective, period=Duration(f"{setup.period_s:g}s")))
+    return Live(setup, _policy(setup, told_objective(setup, setup.knob)))
 
 
 def by_utilization(setup: Setup) -> Live:
     """The knob: the utilization of the strategy Work."""
     work = Strategy(name="Work", work=WorkParameters(utilization=setup.knob))
-    spec = AutoscalingPolicySpec(
-        strategies=(work,), objective=told_objective(setup), period=Duration(f"{setup.period_s:g}s")
+    return Live(setup, _policy(setup, told_objective(setup), (work,)))
+
+
+def _policy(
+    setup: Setup, objective: LatencyObjective, strategies: tuple[Strategy, ...] = (_WORK,)
+) -> AutoscalingPolicySpec:
+    return AutoscalingPolicySpec(
+        strategies=strategies,
+        objective=objective,
+        period=Duration(f"{setup.period_s:g}s"),
+        scale_to_zero=None if setup.min_replicas else _TO_ZERO,
     )
-    return Live(setup, spec)

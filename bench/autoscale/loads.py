@@ -57,7 +57,7 @@ class Lengths(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True):
     """What a fleet has to carry. ``shapes``: by half, for generated requests. ``trace``: a file instead, whose first half
     of time is for tuning. ``copies``: how many requests of the lab one of the trace is. ``mean``: the mean request of a
-    trace. ``duration_s``: of a half; of a trace: at most.
+    trace. ``duration_s``: of a half; of a trace: at most. ``min_replicas``: 0 where policies that can may go to zero.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Load(msgspec.Struct, frozen=True):
     trace_mean: Mean | None = None
     objective: LatencyObjective = LatencyObjective(ttft_s=3.0, tpot_s=0.075)
     variants: tuple[Variant, ...] = ONE
+    min_replicas: int = 1
 
     @property
     def mean(self) -> Mean:
@@ -154,14 +155,17 @@ _LOADS: Final = (
     _shaped("sines", Sines(5, ((400, 3), (90, 0.7))), Sines(6, ((280, 2.5), (700, 2), (60, 0.5))), 1200),
     _shaped("days", days(5, 1200), days(6, 900, begins_at=5), 1200),
     _shaped("noise", Sines(5, ()), Sines(3.4, ()), 1200),
-    _shaped(
-        "idle",
-        steps((0, 4), (180, 0.05), (480, 5), (660, 0), (960, 3)),
-        steps((0, 3), (240, 0), (540, 6), (660, 0.05), (900, 4)),
-        1140,
+    msgspec.structs.replace(
+        _shaped(
+            "idle",
+            steps((0, 4), (180, 0.05), (480, 5), (660, 0), (960, 3)),
+            steps((0, 3), (240, 0), (540, 6), (660, 0.05), (900, 4)),
+            1140,
+        ),
+        min_replicas=0,
     ),
     _shaped("kinds", _RAMP_TUNING, _RAMP_HELD, 1140, SEVERAL),
-    Load("azure-code", 900, trace="azure2023_code_a.csv.gz", copies=3, trace_mean=Mean(2048, 0, 28)),
+    Load("azure-code", 720, trace="azure2023_code_a.csv.gz", copies=3, trace_mean=Mean(2048, 0, 28)),
     Load("azure-chat", 900, trace="azure2023_conv_a.csv.gz", copies=2.5, trace_mean=Mean(1155, 0, 211)),
     Load(
         "mooncake",

@@ -1,132 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what the core says each second, and from the fleet, to the situation that scalers decide on."""
+"""From what the core says each second, through the live merge, to the situation that scalers decide on."""
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from controller.autoscale.situation import (
-    Engine,
-    EngineReport,
-    EngineState,
-    Freshness,
-    Situation,
-    Speed,
-    Target,
-    Waiting,
-)
-from controller.autoscale.traffic import Point, Totals, Traffic
+from controller.autoscale.signals import Signals
+from controller.autoscale.situation import Engine, EngineState, Situation, Target
+from controller.autoscale.speeds import speed_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from bench.autoscale.fleet import Fleet
     from bench.autoscale.replicas import Replica
+    from controller.autoscale.engine_signals import EngineSignal
     from controller.resources.autoscaling import LatencyObjective
-    from extproc.config.demand import Demand, EngineDemand, ServerDemand
+    from extproc.config.demand import Demand, EngineDemand
 
-# As long as any law looks back.
-_HISTORY_S: Final = 1800.0
+# In a namespace of its own, with the ModelServer.
+_GATEWAY: Final = "default/lab"
 
 
 class Pictures:
-    """The history of one ModelServer, and the fleet as it is."""
+    """One ModelServer with one gateway, and the fleet as it is."""
 
     def __init__(self, objective: LatencyObjective, *, min_replicas: int) -> None:
         """``min_replicas``: of the first target."""
         self._objective = objective
         self._min_replicas = min_replicas
-        self._points: deque[Point] = deque()
-        self._server: ServerDemand | None = None
+        self._signals = Signals()
+        self._signals_at_s = 0.0
+        self._servers: tuple[str, ...] = ()
+        self._engines: Mapping[str, EngineDemand] = {}
 
     def take(self, demand: Demand, now: float) -> None:
         """A page of the core."""
-        (self._server,) = demand.servers.values()
-        self._points.append(Point(now, _totals(self._server)))
-        while self._points[0].at_s < now - _HISTORY_S:
-            self._points.popleft()
+        if not self._servers:
+            self._servers = tuple(demand.servers)
+            self._signals.follow(self._servers, now)
+            self._signals.present([_GATEWAY], now)
+        self._signals.hear(_GATEWAY, demand, now)
+        self._signals.tick(now)
+        self._signals_at_s = now
+        self._engines = demand.servers[self._servers[0]].engines
+
+    def is_missed(self, fleet: Fleet) -> bool:
+        """Whether a request waits and no replica is there or ordered."""
+        waiting = self._signals.of(self._servers, self._signals_at_s).waiting
+        return waiting.requests > 0 and not any(one.is_wanted for one in fleet.replicas)
 
     def situation(self, fleet: Fleet, now: float) -> Situation:
         """At an instant after the first page."""
-        server = self._server
-        assert server is not None
-        targets = tuple(
-            Target(
-                spec=variant.target(0 if number else self._min_replicas),
-                current=fleet.desired[variant.name],
-                engines=tuple(_engines(fleet.replicas, variant.name, server.engines, now)),
-                speed=_speed(fleet.replicas, variant.name, server.engines),
-                start_s=variant.start_s,
+        known = self._signals.of(self._servers, now)
+        targets = []
+        for number, variant in enumerate(fleet.variants.values()):
+            spec = variant.target(0 if number else self._min_replicas)
+            mine = [one for one in fleet.replicas if one.target == variant.name and one.gone_at_s is None]
+            said = [self._engines[one.address] for one in mine if one.address in self._engines]
+            targets.append(
+                Target(
+                    spec=spec,
+                    current=fleet.desired[variant.name],
+                    engines=tuple(_engines(mine, known.engines)),
+                    speed=speed_of(spec.capacity, said),
+                    start_s=variant.start_s,
+                )
             )
-            for number, variant in enumerate(fleet.variants.values())
-        )
         return Situation(
             now_s=now,
-            targets=targets,
-            traffic=Traffic(tuple(self._points)),
-            waiting=Waiting(server.queued, server.queued_tokens, server.oldest_wait_s, server.at_zero),
-            freshness=Freshness(),
+            targets=tuple(targets),
+            traffic=known.traffic,
+            waiting=known.waiting,
+            freshness=known.freshness,
             objective=self._objective,
         )
 
 
-def _totals(server: ServerDemand) -> Totals:
-    counts = list(server.counted.values())
-    return Totals(
-        arrivals=sum(one.arrivals for one in counts),
-        refused=sum(one.refused for one in counts),
-        finished=sum(one.finished for one in counts),
-        prompt_tokens=sum(one.prompt_tokens for one in counts),
-        cached_tokens=sum(one.cached_tokens for one in counts),
-        output_tokens=sum(one.output_tokens for one in counts),
-        prefill_work=sum(one.prefill_work for one in counts),
-        ttft=server.ttft,
-        tpot=server.tpot,
-    )
-
-
-def _speed(replicas: Iterable[Replica], target: str, said: dict[str, EngineDemand]) -> Speed | None:
-    """The mean of what its engines are known to do; None before any is."""
-    known = [
-        said[one.address] for one in replicas if one.target == target and one.gone_at_s is None and one.address in said
-    ]
-    rates = [one.prefill_tokens_per_s for one in known if one.prefill_tokens_per_s is not None]
-    steps = [
-        (one.step_s, one.step_s_per_token)
-        for one in known
-        if one.step_s is not None and one.step_s_per_token is not None
-    ]
-    if not rates or not steps:
-        return None
-    return Speed(
-        prefill_tokens_per_s=statistics.fmean(rates),
-        step_s=statistics.fmean(step for step, _ in steps),
-        step_s_per_token=statistics.fmean(more for _, more in steps),
-        kv_tokens=max(one.kv_capacity_tokens for one in known) or None,
-        is_measured=True,
-    )
-
-
-def _engines(replicas: Iterable[Replica], target: str, said: dict[str, EngineDemand], now: float) -> Iterable[Engine]:
+def _engines(replicas: Iterable[Replica], said: Mapping[str, EngineSignal]) -> Iterable[Engine]:
     for one in replicas:
-        if one.target != target or one.gone_at_s is not None:
-            continue
         state = EngineState.STARTING if one.is_starting else EngineState.READY
         if one.draining_at_s is not None:
             state = EngineState.DRAINING
-        report = _report(said[one.address], now) if one.address in said else None
+        signal = said.get(one.address)
+        report = None if signal is None else signal.report
         yield Engine(one.name, state, one.created_at_s, one.ready_at_s, report)
-
-
-def _report(demand: EngineDemand, now: float) -> EngineReport:
-    return EngineReport(
-        at_s=now - (demand.report_age_s or 0.0),
-        in_flight=demand.in_flight,
-        in_flight_tokens=demand.in_flight_tokens,
-        waiting=demand.waiting,
-        running=demand.running,
-        kv_usage=demand.kv_usage,
-        kv_capacity_tokens=demand.kv_capacity_tokens,
-    )

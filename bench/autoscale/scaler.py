@@ -55,7 +55,8 @@ def _duration(value_s: float) -> Duration:
 
 class Policy(msgspec.Struct, frozen=True):
     """A scaler by name. ``knob``: what is varied, in words; ``grid``: the values to try, which are tuned on.
-    ``native_period_s``: how often its own program decides.
+    ``native_period_s``: how often its own program decides. ``has_zero``: it can do without any
+    replica, and is asked at once when a request then comes.
     """
 
     name: str
@@ -63,3 +64,4 @@ class Policy(msgspec.Struct, frozen=True):
     knob: str
     grid: tuple[float, ...]
     native_period_s: float
+    has_zero: bool = False

@@ -65,8 +65,7 @@ def _late(situation: Situation) -> str:
     objective, now_s = situation.objective, situation.now_s
     if objective is None:
         return ""
-    ttft_s = situation.traffic.ttft_s(objective.percentile, _LATENCY_WINDOW_S, now_s)
-    tpot_s = situation.traffic.tpot_s(objective.percentile, _LATENCY_WINDOW_S, now_s)
+    ttft_s, tpot_s = situation.traffic.latencies_s(objective.percentile, _LATENCY_WINDOW_S, now_s)
     for name, value, limit in (("TTFT", ttft_s, objective.ttft), ("TPOT", tpot_s, objective.tpot)):
         if value is not None and limit is not None and value > _NEAR_OBJECTIVE * limit:
             return f"P{objective.percentile:g} of {name} is {value:.3g} s, the objective {limit}"

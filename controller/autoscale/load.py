@@ -74,18 +74,19 @@ class Load(msgspec.Struct, frozen=True):
 
 def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
     """``window_s``: the shortest window. None without two points."""
-    bins = _Bins.of(traffic, bin_s=window_s / _BINS_PER_WINDOW, now_s=now_s)
+    times = traffic.times
+    bins = _Bins.of(traffic, times, bin_s=window_s / _BINS_PER_WINDOW, now_s=now_s)
     if bins is None:
         return None
     if bins.is_still:
         # what is below comes to the same, by far more work: most ModelServers are idle most of the time
-        longest_s = min(len(bins.edges) - 1, _BINS_PER_WINDOW * 2**_DOUBLINGS) * bins.bin_s
-        return Load(arrivals_per_s=0.0, window_s=longest_s, slope=0.0, dispersion=1.0, per_request=None)
+        seen_s = (len(bins.edges) - 1) * bins.bin_s
+        return Load(arrivals_per_s=0.0, window_s=seen_s, slope=0.0, dispersion=1.0, per_request=None)
     counts = bins.differences(_admitted)
     dispersion = _dispersion(counts)
     used = _settled_bins(counts, dispersion)
     rate, seen_s = max(0.0, sum(counts[-used:])) / (used * bins.bin_s), used * bins.bin_s
-    rate, seen_s = _burst(traffic, rate, dispersion, now_s) or (rate, seen_s)
+    rate, seen_s = _burst(traffic, times[: bisect_right(times, now_s)], rate, dispersion) or (rate, seen_s)
     return Load(
         arrivals_per_s=rate,
         window_s=seen_s,
@@ -96,41 +97,61 @@ def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
 
 
 class _Bins(msgspec.Struct, frozen=True):
-    """``edges``: the sums at the last points before the ends of bins, the oldest first, one more than there are bins.
-    ``is_still``: they are all the same.
-    """
+    """``edges``: the sums at the ends of bins, the oldest first, one more than there are bins."""
 
     bin_s: float
     edges: Sequence[Totals]
-    is_still: bool
+
+    @property
+    def is_still(self) -> bool:
+        """Whether nothing was counted: sums only grow."""
+        return _counted(self.edges[0]) == _counted(self.edges[-1])
 
     @staticmethod
-    def of(traffic: Traffic, *, bin_s: float, now_s: float) -> _Bins | None:
-        most, times = _BINS_PER_WINDOW * 2**_DOUBLINGS, traffic.times
+    def of(traffic: Traffic, times: Sequence[float], *, bin_s: float, now_s: float) -> _Bins | None:
         last = bisect_right(times, now_s) - 1
         if last < 1:
             return None
-        end_s = times[last]
-        # a point more, as that before the first bin's begin counts
-        first = max(0, bisect_right(times, end_s - most * bin_s) - 1)
-        span_s = end_s - times[first]
-        if span_s <= 0:
-            return None
-        old, new = traffic.counted(first), traffic.counted(last)
-        # sums only grow
-        is_still = (old.arrivals, old.refused, old.finished) == (new.arrivals, new.refused, new.finished)
+        end_s, span_s = times[last], times[last] - times[0]
         if span_s < bin_s:
-            return _Bins(span_s, (old, new), is_still)
-        count = min(most, int(span_s / bin_s + 1e-6))
-        if is_still:
-            return _Bins(bin_s, (old,) * (count + 1), is_still)
-        ends = (end_s - bin_s * (count - index) for index in range(count + 1))
-        places = (max(first, bisect_right(times, end + 1e-6) - 1) for end in ends)
-        return _Bins(bin_s, [traffic.counted(one) for one in places], is_still)
+            return _Bins(bin_s=span_s, edges=(traffic.counters(0), traffic.counters(last))) if span_s > 0 else None
+        count = min(_BINS_PER_WINDOW * 2**_DOUBLINGS, int(span_s / bin_s + 1e-6))
+        first = max(0, bisect_right(times, end_s - bin_s * count + 1e-6) - 1)
+        oldest, newest = traffic.counters(first), traffic.counters(last)
+        if _counted(oldest) == _counted(newest):
+            return _Bins(bin_s=bin_s, edges=(oldest,) * (count + 1))
+        ends = (max(times[0], end_s - bin_s * (count - index)) for index in range(count + 1))
+        known: dict[int, Totals] = {}
+        return _Bins(bin_s=bin_s, edges=[_sums_at(traffic, times, end, bin_s, known) for end in ends])
 
     def differences(self, value: Callable[[Totals], float]) -> list[float]:
-        values = [value(one) for one in self.edges]
+        values = [value(edge) for edge in self.edges]
         return [new - old for old, new in itertools.pairwise(values)]
+
+
+def _counted(sums: Totals) -> tuple[float, float, float]:
+    return sums.arrivals, sums.refused, sums.finished
+
+
+def _sums_at(traffic: Traffic, times: Sequence[float], at_s: float, bin_s: float, known: dict[int, Totals]) -> Totals:
+    """Of the last point, or where points are further apart than bins, between two of them. ``known``: by index."""
+    index = bisect_right(times, at_s + 1e-6) - 1
+    if index not in known:
+        known[index] = traffic.counters(index)
+    old = known[index]
+    if index + 1 >= len(times) or times[index + 1] - times[index] <= bin_s:
+        return old
+    if index + 1 not in known:
+        known[index + 1] = traffic.counters(index + 1)
+    new, share = known[index + 1], (at_s - times[index]) / (times[index + 1] - times[index])
+    return Totals(
+        arrivals=old.arrivals + share * (new.arrivals - old.arrivals),
+        refused=old.refused + share * (new.refused - old.refused),
+        finished=old.finished + share * (new.finished - old.finished),
+        prompt_tokens=old.prompt_tokens + share * (new.prompt_tokens - old.prompt_tokens),
+        output_tokens=old.output_tokens + share * (new.output_tokens - old.output_tokens),
+        prefill_work=old.prefill_work + share * (new.prefill_work - old.prefill_work),
+    )
 
 
 def _dispersion(counts: Sequence[float]) -> float:
@@ -162,20 +183,20 @@ def _settled_bins(counts: Sequence[float], dispersion: float) -> int:
     return lengths[chosen]
 
 
-def _burst(traffic: Traffic, rate: float, dispersion: float, now_s: float) -> tuple[float, float] | None:
+def _burst(traffic: Traffic, times: Sequence[float], rate: float, dispersion: float) -> tuple[float, float] | None:
     """Arrivals a second, and the span in which they came, where some seconds have many more than ``rate`` explains.
 
     Of these arrivals one standard error is taken off: what they were by chance is known some seconds later.
     """
-    found, times = None, traffic.times
-    last = bisect_right(times, now_s) - 1
-    admitted = _admitted(traffic.counted(last))
+    found = None
+    last = len(times) - 1
     for span_s, sigmas in _BURSTS:
         first = max(0, bisect_right(times, times[last] - span_s + 1e-6) - 1)
         seen_s = times[last] - times[first]
         if not 0 < seen_s <= 2 * span_s:
             continue
-        number, expected = admitted - _admitted(traffic.counted(first)), rate * seen_s
+        number = _admitted(traffic.counters(last)) - _admitted(traffic.counters(first))
+        expected = rate * seen_s
         if number > expected + sigmas * math.sqrt(dispersion * max(1.0, expected)):
             least = (number - math.sqrt(dispersion * number)) / seen_s
             found = max(found or (rate, 0.0), (least, seen_s))
@@ -238,13 +259,17 @@ def _admitted(sums: Totals) -> float:
 
 def _per_request(bins: _Bins, arrivals: Sequence[float]) -> PerRequest | None:
     """Over the longest window that agrees with the shorter ones; prefill is known at arrival, the rest at the end."""
-    finished = bins.differences(lambda one: one.finished)
+    finished = bins.differences(lambda sums: sums.finished)
     if sum(finished) <= 0:
         return None
     return PerRequest(
-        prefill_work=_mean(bins.differences(lambda one: one.prefill_work), arrivals),
-        prompt_tokens=_mean(bins.differences(lambda one: one.prompt_tokens), finished),
-        output_tokens=_mean(bins.differences(lambda one: one.output_tokens), finished),
+        prefill_work=_mean(bins.differences(lambda sums: sums.prefill_work), arrivals),
+        # counted when they are sent or when they end, as the engine tells
+        prompt_tokens=_mean(
+            bins.differences(lambda sums: sums.prompt_tokens),
+            [max(pair) for pair in zip(finished, arrivals, strict=True)],
+        ),
+        output_tokens=_mean(bins.differences(lambda sums: sums.output_tokens), finished),
     )
 
 

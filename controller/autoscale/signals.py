@@ -111,8 +111,14 @@ class Signals:
                     heard.server = None
 
     def tick(self, now: float) -> None:
-        """Write the sums down. Once a second; called more often, it does nothing."""
-        if now - self._ticked_at_s < _SHORTEST_TICK_S:
+        """Write the sums down. Once a second; called more often, it does nothing.
+
+        After the clock has been set back, what was written before has no place in time any more, and is forgotten.
+        """
+        if now < self._ticked_at_s - _SHORTEST_TICK_S:
+            for server in self._servers.values():
+                server.since_s, server.history, server.has_changed = now, History(), True
+        elif now - self._ticked_at_s < _SHORTEST_TICK_S:
             return
         self._ticks += 1
         self._ticked_at_s = now

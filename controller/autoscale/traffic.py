@@ -44,8 +44,8 @@ class Points(Sequence[Point]):
         """Of the points."""
 
     @abstractmethod
-    def counted(self, at: int) -> Totals:
-        """The sums of a point without its histograms, which are most of the work. ``at``: from 0."""
+    def counters(self, at: int) -> Totals:
+        """The sums of one point without its histograms, which take long to make."""
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -67,31 +67,37 @@ class Traffic(msgspec.Struct, frozen=True):
 
     points: Sequence[Point] = ()
 
-    def at(self, at_s: float) -> Totals | None:
-        """The sums at an instant: those of the last point that is not later; None before the first."""
-        index = self.known(at_s)
-        return self.points[index - 1].totals if index else None
+    def latencies_s(self, percent: float, window_s: float, until_s: float) -> tuple[float | None, float | None]:
+        """``ttft_s`` and ``tpot_s`` at once, which takes half as long."""
+        new, old = self.at(until_s), self.at(until_s - window_s)
+        if new is None:
+            return None, None
+        ttft = _since(new.ttft, old.ttft if old is not None else ())
+        tpot = _since(new.tpot, old.tpot if old is not None else ())
+        return percentile(ttft, TTFT_BOUNDS_S, percent), percentile(tpot, TPOT_BOUNDS_S, percent)
 
     @property
     def times(self) -> Sequence[float]:
         """Of the points."""
-        points = self.points
-        return points.times if isinstance(points, Points) else [one.at_s for one in points]
+        return self.points.times if isinstance(self.points, Points) else [one.at_s for one in self.points]
 
-    def counted(self, index: int) -> Totals:
-        """The sums of a point, possibly without its histograms. ``index``: from 0."""
-        points = self.points
-        return points.counted(index) if isinstance(points, Points) else points[index].totals
+    def counters(self, at: int) -> Totals:
+        """The sums of one point; histograms may be left out."""
+        return self.points.counters(at) if isinstance(self.points, Points) else self.points[at].totals
+
+    def at(self, at_s: float) -> Totals | None:
+        """The sums at an instant: those of the last point that is not later; None before the first."""
+        index = self._known(at_s)
+        return self.points[index - 1].totals if index else None
 
     def rates(self, window_s: float, until_s: float) -> Rates | None:
         """Means of the last ``window_s``, or of as much of it as is known; None without two points in it."""
-        times = self.times
-        last = bisect_right(times, until_s) - 1
-        first = max(0, bisect_right(times, until_s - window_s) - 1)
+        last = self._known(until_s) - 1
+        first = max(0, self._known(until_s - window_s) - 1)
         if last <= first:
             return None
-        new, old = self.counted(last), self.counted(first)
-        span_s = times[last] - times[first]
+        new, old = self.counters(last), self.counters(first)
+        span_s = self._time(last) - self._time(first)
         return Rates(
             window_s=span_s,
             arrivals=(new.arrivals - old.arrivals) / span_s,
@@ -110,7 +116,10 @@ class Traffic(msgspec.Struct, frozen=True):
         """The percentile of times per output token that became known in the window; None without any."""
         return percentile(self._histogram("tpot", window_s, until_s), TPOT_BOUNDS_S, percent)
 
-    def known(self, at_s: float) -> int:
+    def _time(self, at: int) -> float:
+        return self.points.times[at] if isinstance(self.points, Points) else self.points[at].at_s
+
+    def _known(self, at_s: float) -> int:
         """How many points are not later."""
         if isinstance(self.points, Points):
             return bisect_right(self.points.times, at_s)
@@ -120,6 +129,9 @@ class Traffic(msgspec.Struct, frozen=True):
         new, old = self.at(until_s), self.at(until_s - window_s)
         if new is None:
             return ()
-        counts: tuple[int, ...] = getattr(new, name)
-        before: tuple[int, ...] = getattr(old, name) if old is not None else ()
-        return tuple(count - (before[index] if index < len(before) else 0) for index, count in enumerate(counts))
+        return _since(getattr(new, name), getattr(old, name) if old is not None else ())
+
+
+def _since(counts: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+    known = len(before)
+    return tuple(count - (before[index] if index < known else 0) for index, count in enumerate(counts))

@@ -23,7 +23,7 @@ _PATIENCE: Final = 3.0
 def followed(memory: StageMemory, situation: Situation) -> StageMemory:
     """``memory`` with what the situation says about activity. A gap in the data counts as activity."""
     traffic = situation.traffic
-    totals = traffic.counted(len(traffic.points) - 1) if traffic.points else None
+    totals = traffic.counters(len(traffic.points) - 1) if traffic.points else None
     arrivals, finished = (
         (totals.arrivals, totals.finished) if totals is not None else (memory.arrivals, memory.finished)
     )

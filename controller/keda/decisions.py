@@ -11,6 +11,8 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from controller.autoscale.decision import Decision
+
 
 class Wanted(msgspec.Struct, frozen=True):
     """``desired``: replicas of the target. ``is_active``: whether there should be any at all: with False KEDA goes to
@@ -23,6 +25,12 @@ class Wanted(msgspec.Struct, frozen=True):
 
 class Unknown(Exception):
     """There is no such binding or target, or no decision about it yet; the message says which."""
+
+
+def wanted_of(decision: Decision) -> dict[str, Wanted]:
+    """By target, as far as it was decided what each should have."""
+    known = [(one.name, one.desired) for one in decision.targets if one.desired is not None]
+    return {name: Wanted(desired, is_active=desired > 0) for name, desired in known}
 
 
 class Decisions:
@@ -42,6 +50,11 @@ class Decisions:
         """The binding is gone, or no longer ours to decide about."""
         if self._by_binding.pop(binding, None) is not None:
             self._wake()
+
+    def clear(self) -> None:
+        """This replica does not lead any more."""
+        self._by_binding.clear()
+        self._wake()
 
     def wanted(self, binding: str, target: str) -> Wanted:
         """The last decision; ``target`` may be empty if there is only one. Raises Unknown."""

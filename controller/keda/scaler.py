@@ -53,13 +53,25 @@ class Source(Protocol):
 
 
 class KedaScaler:
-    """Answers KEDA from ``source``, on one grpc.aio server."""
+    """Answers KEDA from ``source``, on one grpc.aio server, which serves once.
+
+    Only the replica that decides serves: behind a Service the others refuse connections, and KEDA's client tries on until
+    it finds the one that knows.
+    """
 
     def __init__(self, source: Source, *, repeat_s: float = _REPEAT_S) -> None:
         self._source = source
         self._repeat_s = repeat_s
         self._server = grpc.aio.server(options=_OPTIONS)
         self._server.add_generic_rpc_handlers((self._service(),))
+
+    async def run(self, address: str, credentials: grpc.ServerCredentials | None = None) -> None:
+        """Until cancelled. Raises OSError."""
+        await self.start(address, credentials)
+        try:
+            await self._server.wait_for_termination()
+        finally:
+            await self.stop(None)
 
     async def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
         """Listen on ``ip:port``; returns the port. ``credentials``: for TLS. Raises OSError."""
@@ -73,7 +85,7 @@ class KedaScaler:
         await self._server.start()
         return port
 
-    async def stop(self, grace_s: float = 1.0) -> None:
+    async def stop(self, grace_s: float | None = 1.0) -> None:
         """Take no more calls, and end streams after ``grace_s``."""
         await self._server.stop(grace_s)
 

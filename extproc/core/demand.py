@@ -17,7 +17,7 @@ from extproc.core.feedback import usage_of
 from extproc.core.states import State
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from extproc.core.record import Record, Run
     from extproc.core.types import Arrival, Outcome
@@ -73,18 +73,20 @@ class DemandMeter:
 
     def page(self, pools: Mapping[str, Pool], now: float, *, began_at_s: float = 0.0) -> Demand:
         """All of it. ``began_at_s``: when the process began."""
+        return self.page_of(dict(self.servers(pools, now)), now - began_at_s)
+
+    def page_of(self, servers: dict[str, ServerDemand], age_s: float) -> Demand:
+        """A page of ``servers``, with the next number. ``age_s``: since the process began."""
         self._sequence += 1
-        return Demand(
-            instance=self._instance,
-            sequence=self._sequence,
-            age_s=now - began_at_s,
-            servers={name: _server_demand(pool, self._servers.get(name), now) for name, pool in pools.items()}
-            | {
-                name: _counts(server, {address: _flight(one) for address, one in server.in_flight.items()}, now)
-                for name, server in self._servers.items()
-                if name not in pools and (server.in_flight or server.waiting)
-            },
-        )
+        return Demand(self._instance, self._sequence, age_s, servers)
+
+    def servers(self, pools: Mapping[str, Pool], now: float) -> Iterator[tuple[str, ServerDemand]]:
+        """One after the other; requests may come and go in between."""
+        for name, pool in list(pools.items()):
+            yield name, _server_demand(pool, self._servers.get(name), now)
+        for name, server in list(self._servers.items()):
+            if name not in pools and (server.in_flight or server.waiting):
+                yield name, _counts(server, {address: _flight(one) for address, one in server.in_flight.items()}, now)
 
     def _meter_of(self, arrival: Arrival) -> ModelMeter:
         pool, model = arrival.pool, arrival.destination.model
@@ -160,7 +162,7 @@ def count_outcome(record: Record, run: Run, outcome: Outcome) -> None:
             meter.cached_tokens += outcome.cached_tokens or 0
     if run.is_streamed and outcome.ttfb_s is not None and 200 <= outcome.status < 300:
         # of each answer: all are written side by side
-        steps = (written or 0) / max(1, run.answers) - 1
+        steps = (written or 0) / (run.answers or 1) - 1
         tpot_s = (outcome.duration_s - outcome.ttfb_s) / steps if steps > 0 else None
         meter.server.count_times(outcome.ttfb_s, tpot_s)
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import msgspec
 
-from extproc.config.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_of
+from extproc.config.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S
 
 
 class InFlight(msgspec.Struct):
@@ -69,9 +71,10 @@ class ServerMeter(msgspec.Struct):
 
     def count_times(self, ttft_s: float, tpot_s: float | None) -> None:
         """A streamed answer has ended. ``tpot_s``: None if it had a single token, or nobody knows."""
-        self.ttft[bucket_of(ttft_s, TTFT_BOUNDS_S)] += 1
+        # as ``bucket_of``, at the cost of one call less for each request
+        self.ttft[bisect_left(TTFT_BOUNDS_S, ttft_s)] += 1
         if tpot_s is not None:
-            self.tpot[bucket_of(tpot_s, TPOT_BOUNDS_S)] += 1
+            self.tpot[bisect_left(TPOT_BOUNDS_S, tpot_s)] += 1
 
 
 class ModelMeter(msgspec.Struct):

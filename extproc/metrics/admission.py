@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from extproc.admission.gate import Gate
     from extproc.admission.queued_request import QueuedRequest
+    from extproc.core.awaiting import ZeroDemand
     from extproc.core.effects import Decision, Left, Refused, Settled
 
 MOST_TENANTS: Final = 500
@@ -30,9 +31,14 @@ _REDIS_BUCKETS: Final = (1e-4, 2e-4, 3e-4, 5e-4, 7.5e-4, 1e-3, 1.5e-3, 2.5e-3, 5
 
 
 class AdmissionMetrics:
-    """Series of one extproc process. ``gates``: by ModelServer."""
+    """Series of one extproc process. ``gates``: by ModelServer. ``at_zero``: those that wait before them for engines."""
 
-    def __init__(self, registry: CollectorRegistry, gates: Callable[[], Mapping[str, Gate]]) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        gates: Callable[[], Mapping[str, Gate]],
+        at_zero: Callable[[], Mapping[str, ZeroDemand]],
+    ) -> None:
         self._gates = gates
         self._tenants: set[str] = set()
         self._waits = DeferredHistograms(
@@ -54,7 +60,7 @@ class AdmissionMetrics:
         self._redis_seconds = DeferredHistogram(
             "attache_limits_redis_seconds", "Round trips to Redis for limits.", _REDIS_BUCKETS, registry
         )
-        registry.register(_QueueSeries(gates))
+        registry.register(_QueueSeries(gates, at_zero))
 
     def sent(self, decision: Decision, queued: QueuedRequest) -> None:
         """A request goes to an engine, at once or after a wait."""
@@ -104,8 +110,11 @@ class AdmissionMetrics:
 class _QueueSeries(Collector):
     """Read from the queues when Prometheus asks."""
 
-    def __init__(self, gates: Callable[[], Mapping[str, Gate]]) -> None:
+    def __init__(
+        self, gates: Callable[[], Mapping[str, Gate]], at_zero: Callable[[], Mapping[str, ZeroDemand]]
+    ) -> None:
         self._gates = gates
+        self._at_zero = at_zero
 
     def describe(self) -> Iterable[Metric]:
         """Nothing to check for clashes; asking would need the gates."""
@@ -133,5 +142,8 @@ class _QueueSeries(Collector):
                 flows.add_metric([name, band.spec.name], len(band.flows))
             full.add_metric([name], gate.saturation)
             stale.add_metric([name], gate.stale_endpoints)
-            wanted.add_metric([name], len(gate.queue) if gate.wants_engines else 0)
+        at_zero = {name: one.requests for name, one in self._at_zero().items()}
+        queued = {name: len(gate.queue) if gate.wants_engines else 0 for name, gate in self._gates().items()}
+        for name in dict.fromkeys((*queued, *at_zero)):
+            wanted.add_metric([name], queued.get(name, 0) + at_zero.get(name, 0))
         yield from (waiting, held, flows, full, stale, wanted)

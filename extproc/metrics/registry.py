@@ -51,7 +51,7 @@ class Metrics:
         """
         self.decision_log = log
         self.registry = CollectorRegistry()
-        self.admission = AdmissionMetrics(self.registry, gates)
+        self.admission = AdmissionMetrics(self.registry, gates, at_zero)
         self._adapters = AdapterMetrics(self.registry, pools)
         self._activation = ActivationMetrics(self.registry, at_zero)
         self._wall_clock = wall_clock

@@ -56,7 +56,7 @@ async def serve_pages(
 
     async def show_demand(request: web.Request) -> web.StreamResponse:
         if "watch" not in request.query:
-            return web.Response(body=demand.line(), content_type="application/json")
+            return web.Response(body=await demand.line(), content_type="application/json")
         return await _stream(request, demand)
 
     async def end_streams(_: web.Application) -> None:

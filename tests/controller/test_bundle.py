@@ -174,6 +174,25 @@ def test_envoy_waits_for_messages_as_configured_and_for_held_requests_as_extproc
     assert filters_of(snapshot_of("one", "two"))["envoy.filters.http.ext_proc"]["message_timeout"] == "5s"
 
 
+def test_envoy_gives_a_request_without_engines_the_time_to_wait_for_one() -> None:
+    held = "  flowControl: {timeout: 90s}\n  activation: {holdTimeout: 10m}\n---"
+    text = SERVER.replace("NAME", "one").replace("---", held, 1) + SERVER.replace("NAME", "two")
+    text += ROUTE.replace("SECOND", "two")
+    manager = filters_of(load({"all.yaml": text.encode()}))["manager"]
+    # the queue after the wait, too
+    assert manager["stream_idle_timeout"] == "990s"
+    assert manager["request_timeout"] == "810s"
+    assert manager["http2_protocol_options"]["connection_keepalive"] == {"interval": "30s", "timeout": "20s"}
+    unlimited = "\n---\napiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {name: g}\nspec: {requestTimeout: 0s}\n"
+    manager = filters_of(load({"all.yaml": (text + unlimited).encode()}))["manager"]
+    assert manager["request_timeout"] == "0s"
+
+
+def test_silent_connections_of_clients_are_probed() -> None:
+    (listener,) = resources(build(snapshot_of("one", "two"), "/etc/attache"), "lds.json")
+    assert listener["tcp_keepalive"] == {"keepalive_time": 30, "keepalive_interval": 10, "keepalive_probes": 3}
+
+
 def test_llm_ds_flow_control_counts_for_the_longest_hold() -> None:
     text = SERVER.replace("NAME", "one").replace("---", "  pickerConfig: epp.yaml\n---", 1)
     epp = """

@@ -71,7 +71,7 @@ async def in_use(stack: Stack, name: str, text: bytes) -> None:
     """Until extproc uses the file."""
 
     async def is_used() -> bool:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             report = (await http.get(f"{stack.metrics}/config")).json()
         return bool(report["files"].get(f"{name}.yaml") == content_digest(text))
 
@@ -79,7 +79,7 @@ async def in_use(stack: Stack, name: str, text: bytes) -> None:
 
 
 async def waiting(stack: Stack, name: str) -> int:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         page = (await http.get(f"{stack.metrics}/demand")).json()
     return int(page["servers"].get(f"default/{name}", {}).get("atZero", 0))
 
@@ -169,13 +169,17 @@ class Clients:
         try:
             answer = await ask(self._http, self._stack, self._model, stream=stream)
         except httpx.HTTPError as error:
-            self.wrong.append(repr(error))
+            self._note(repr(error))
             return
         is_whole = "[DONE]" in answer.text if stream else answer.status_code == 200 and "usage" in answer.json()
         if answer.status_code == 200 and is_whole:
             self.served += 1
         else:
-            self.wrong.append(f"{answer.status_code} {answer.text[:200]} {json.dumps(dict(answer.headers))}")
+            self._note(f"{answer.status_code} {answer.text[:200]} {json.dumps(dict(answer.headers))}")
+
+    def _note(self, what: str) -> None:
+        log.warning("%s: %s", self._model, what)
+        self.wrong.append(what)
 
 
 class _Load(msgspec.Struct, rename="camel"):
@@ -183,7 +187,7 @@ class _Load(msgspec.Struct, rename="camel"):
 
 
 async def in_flight(stack: Stack, address: str) -> int:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         page = (await http.get(f"{stack.metrics}/loads")).content
     return msgspec.json.decode(page, type=dict[str, _Load]).get(address, _Load()).in_flight
 

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
+import yaml
 
 from controller.cluster.client import connect
 from controller.cluster.errors import Invalid
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from controller.cluster.client import Client
     from tests.with_kube.kubes import Kube
 
+GOLDEN = Path(__file__).parents[1] / "controller" / "converters" / "golden"
+CONVERTED = {file.stem: file.read_text() for file in sorted(GOLDEN.glob("*.converted"))}
 RESOURCES = {
     kind.name: Resource(GROUP, VERSION, kind.plural, kind.name, namespaced=kind.scope == "Namespaced") for kind in KINDS
 }
@@ -65,6 +69,15 @@ async def test_a_real_server_takes_and_refuses_what_the_rules_say(client: Client
         else:
             with pytest.raises(Invalid):
                 await client.create(target, document, dry_run=True)
+
+
+@pytest.mark.parametrize("kube", ["real"], indirect=True)
+@pytest.mark.parametrize("file", CONVERTED)
+async def test_a_real_server_takes_what_was_converted(client: Client, namespace: str, file: str) -> None:
+    for document in yaml.safe_load_all(CONVERTED[file]):
+        if document is not None:
+            document["metadata"]["namespace"] = namespace
+            await client.create(RESOURCES[document["kind"]], document, dry_run=True)
 
 
 def metadata(case: Case, name: str, namespace: str) -> dict[str, str]:

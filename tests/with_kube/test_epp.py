@@ -67,7 +67,7 @@ async def epp(kube: Kube, client: Client, namespace: str, tmp_path: Path) -> Asy
     )
     running = Epp(process, probes, metrics)
     try:
-        await eventually(lambda: running.says(SERVING, "liveness"), timeout_s=30)
+        await eventually(lambda: running.says(SERVING, "liveness"), timeout_s=120)
         yield running
     finally:
         if process.returncode is None:

@@ -146,13 +146,13 @@ async def test_objects_become_a_directory_and_say_so(client: Client, namespace: 
         await set_ready(client, namespace, "b")
         await eventually(lambda: addresses(tmp_path) == ["127.0.1.1:8000", "127.0.1.2:8000"])
 
-        async def is_programmed() -> bool:
+        async def are_told() -> bool:
+            thing = await client.get(MODEL_SERVERS, "llama", namespace)
             found = await conditions(client, MODEL_SERVERS, "llama", namespace)
-            return found.get("Available") == ("True", "Available")
+            # the status that tells of the first pod alone may come before that of both
+            return found.get("Available") == ("True", "Available") and thing["status"]["ready"] == 2
 
-        await eventually(is_programmed)
-        thing = await client.get(MODEL_SERVERS, "llama", namespace)
-        assert thing["status"]["ready"] == 2
+        await eventually(are_told)
         assert (await conditions(client, MODEL_ROUTES, "llama", namespace))["Programmed"][0] == "True"
         events = await client.list(EVENTS, namespace)
         assert {one["involvedObject"]["name"] for one in events.items if one["source"].get("component")} >= {"llama"}

@@ -125,7 +125,7 @@ async def account(client: Client, kinds: None, plane: ControlPlane, assets: Asse
     async with connect(access, manager=CONTROLLER) as one:
         yield one
     await remove_pods(client, "default")
-    assert await kubectl(plane, assets, "delete", "-k", str(PICKER / "base")) == 0
+    assert await kubectl(plane, assets, "delete", "--ignore-not-found", "-k", str(PICKER / "base")) == 0
 
 
 async def test_the_picker_needs_all_that_its_account_may_do(

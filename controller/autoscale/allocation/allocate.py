@@ -23,7 +23,7 @@ _MODES: Final[Mapping[Mode, Callable[[float, Sequence[Variant], Rules], Allocati
     "Weights": by_weights,
     "Expansion": by_expansion,
 }
-_HALVINGS: Final = 10
+_HALVINGS: Final = 7
 
 
 def rules_of(spec: AutoscalingPolicyBindingSpec, free: Mapping[str, int] | None = None) -> Rules:
@@ -64,34 +64,73 @@ def allocate_stages(
     Where limits do not allow what all ask for, each stage gets the same share of its need, as large as limits allow:
     more prefill than decode can follow serves nobody.
     """
-    free_rules = msgspec.structs.replace(rules, cost_per_hour=None, accelerators={}, free={})
-    alone = len(needs) == 1
-    whole = {stage: allocate(need, variants[stage], rules if alone else free_rules) for stage, need in needs.items()}
-    if alone or _keeps(whole, variants, rules):
+    unlimited = msgspec.structs.replace(rules, cost_per_hour=None, accelerators={}, free={})
+    if len(needs) == 1:
+        return {stage: allocate(need, variants[stage], rules) for stage, need in needs.items()}
+    whole = {stage: allocate(need, variants[stage], unlimited) for stage, need in needs.items()}
+    if _keeps(whole, variants, rules):
         return whole
+    for order in (list(needs), list(needs)[::-1]):
+        whole = _in_turn(order, needs, variants, rules)
+        if not any(one.missing for one in whole.values()):
+            return whole
     low, high = 0.0, 1.0
-    found = {stage: allocate(0.0, variants[stage], free_rules) for stage in needs}
+    found = _in_turn(list(needs), dict.fromkeys(needs, 0.0), variants, rules)
     for _ in range(_HALVINGS):
         share = (low + high) / 2
-        tried = {stage: allocate(share * need, variants[stage], free_rules) for stage, need in needs.items()}
-        if _keeps(tried, variants, rules):
-            low, found = share, tried
-        else:
+        tried = _in_turn(list(needs), {stage: share * need for stage, need in needs.items()}, variants, rules)
+        if any(one.missing for one in tried.values()):
             high = share
-    problem = f"limits allow for {low:.0%} of what the stages need"
+        else:
+            low, found = share, tried
+    reasons = dict.fromkeys(text for one in whole.values() for text in one.problems)
+    problems = (*reasons, f"limits allow for {low:.0%} of what the stages need")
     return {
-        stage: msgspec.structs.replace(
-            one, problems=(*one.problems, problem), missing=max(0.0, needs[stage] - one.capacity)
-        )
+        stage: msgspec.structs.replace(one, problems=problems, missing=max(0.0, needs[stage] - one.capacity))
         for stage, one in found.items()
     }
 
 
+def _in_turn(
+    order: Sequence[str], needs: Mapping[str, float], variants: Mapping[str, Sequence[Variant]], rules: Rules
+) -> dict[str, Allocation]:
+    """One stage after the other, each within what those before it and the lower bounds of those behind it leave."""
+    taken = {stage: {one.name: min(one.least, one.attainable) for one in variants[stage]} for stage in order}
+    found: dict[str, Allocation] = {}
+    for stage in order:
+        others = [(one, n[one.name]) for other, n in taken.items() if other != stage for one in variants[other]]
+        found[stage] = allocate(needs[stage], variants[stage], _less(rules, others))
+        taken[stage] = dict(found[stage].replicas)
+    return {stage: found[stage] for stage in needs}
+
+
+def _less(rules: Rules, taken: Sequence[tuple[Variant, int]]) -> Rules:
+    """What these replicas leave of the limits."""
+    cost = rules.cost_per_hour
+    if cost is not None:
+        cost = max(0.0, cost - sum(one.cost * n for one, n in taken))
+    return msgspec.structs.replace(
+        rules,
+        cost_per_hour=cost,
+        accelerators={
+            kind: max(0, limit - sum(one.accelerators * n for one, n in taken if one.accelerator == kind))
+            for kind, limit in rules.accelerators.items()
+        },
+        free={
+            kind: max(0, limit - sum(_fresh(one, n) for one, n in taken if one.accelerator == kind))
+            for kind, limit in rules.free.items()
+        },
+    )
+
+
+def _fresh(one: Variant, replicas: int) -> int:
+    """Accelerators of those that do not run yet."""
+    return one.accelerators * max(0, replicas - one.running)
+
+
 def _keeps(found: Mapping[str, Allocation], variants: Mapping[str, Sequence[Variant]], rules: Rules) -> bool:
     """Whether all stages together are within the limits."""
-    rows = [
-        (one, found[stage].replicas[one.name]) for stage, those in variants.items() if stage in found for one in those
-    ]
+    rows = [(one, found[stage].replicas[one.name]) for stage in found for one in variants[stage]]
     if rules.cost_per_hour is not None and sum(one.cost * n for one, n in rows) > rules.cost_per_hour:
         return False
     if any(
@@ -100,6 +139,5 @@ def _keeps(found: Mapping[str, Allocation], variants: Mapping[str, Sequence[Vari
     ):
         return False
     return all(
-        sum(one.accelerators * max(0, n - one.running) for one, n in rows if one.accelerator == kind) <= limit
-        for kind, limit in rules.free.items()
+        sum(_fresh(one, n) for one, n in rows if one.accelerator == kind) <= limit for kind, limit in rules.free.items()
     )

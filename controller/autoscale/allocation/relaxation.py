@@ -19,9 +19,7 @@ SCALE: Final = 1 << 20
 _FINE: Final = 1 << 80
 _SWEEPS: Final = 2
 _HALVINGS: Final = 8
-# Of one limit that binds, and of each of several: bounds take time to make.
-_FACTORS: Final = (0.0, 0.5, 0.9, 1.1, 2.0)
-_FEW_FACTORS: Final = (0.5, 1.5)
+_FACTORS: Final = (0.5, 1.5)
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -180,8 +178,7 @@ def _first(pair: tuple[float, object]) -> float:
 def around(prices: Prices) -> list[Prices]:
     """Lower and higher prices for each limit: what is best at the beginning need not be best after some decisions."""
     binding = [(place, price) for place, price in enumerate((*prices.pools, prices.on_demand)) if price]
-    factors = _FACTORS if len(binding) == 1 else _FEW_FACTORS
-    return [_with(prices, place, round(price * factor)) for place, price in binding for factor in factors]
+    return [_with(prices, place, round(price * factor)) for place, price in binding for factor in _FACTORS]
 
 
 def _with(prices: Prices, place: int, price: int) -> Prices:

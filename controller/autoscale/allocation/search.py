@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from operator import mul
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.autoscale.allocation.improving import improved
 from controller.autoscale.allocation.relaxation import (
     SCALE,
     Prices,
@@ -25,7 +27,10 @@ if TYPE_CHECKING:
     from controller.autoscale.allocation.problem import Problem
 
 # Bounds that are looked up, each in about half a microsecond.
-EFFORT: Final = 1200
+EFFORT: Final = 1250
+# Choices of one variant that are looked at: in the first of two passes, and in the other.
+_BROAD: Final = 2
+_ALL: Final = 1_000_000
 # While there is no answer at all, so many times that.
 _PATIENCE: Final = 10
 
@@ -43,7 +48,10 @@ def lightest(problem: Problem, effort: int = EFFORT) -> Answer | None:
         return None
     search = _Search(problem, effort)
     search.run()
-    return None if search.best is None else Answer(search.best, search.effort > 0)
+    if search.best is None:
+        return None
+    is_proven = search.effort > 0
+    return Answer(search.best if is_proven else improved(problem, search.best), is_proven)
 
 
 class _Relaxed:
@@ -72,6 +80,7 @@ class _Search:
         self.best: tuple[int, ...] | None = None
         self._problem = problem
         self._best_weight = 0
+        self._width = _ALL
         need = problem.need - sum(low * one for low, one in zip(problem.lows, problem.capacity, strict=True))
         self._need = max(0, need)
         prices = prices_of(problem, self._need)
@@ -92,7 +101,15 @@ class _Search:
         problem = self._problem
         weight = sum(problem.weight(index, low) for index, low in enumerate(problem.lows))
         balance = sum(problem.balance(index, low) for index, low in enumerate(problem.lows))
-        self._visit(0, self._need, weight, (balance, *(pool.left for pool in problem.pools)))
+        state = (balance, *(pool.left for pool in problem.pools))
+        if len(self._relaxed) > 1:
+            # where limits bind, first guesses may be wrong early: look broadly before looking closely
+            whole, self._width = self.effort, _BROAD
+            self.effort = whole // 2
+            self._visit(0, self._need, weight, state)
+            self.effort, self._width = self.effort + whole - whole // 2, _ALL
+            self._seen.clear()
+        self._visit(0, self._need, weight, state)
 
     def _visit(self, depth: int, need: int, weight: int, state: tuple[int, ...]) -> None:
         """``weight``: of what is decided, and of the lower bounds of the rest."""
@@ -108,7 +125,7 @@ class _Search:
         index = self._order[depth]
         problem, low = self._problem, self._problem.lows[index]
         base = problem.weight(index, low)
-        for more in self._choices(depth, need, weight, state):
+        for more in islice(self._choices(depth, need, weight, state), self._width):
             replicas = low + more
             self._chosen[index] = replicas
             self._visit(

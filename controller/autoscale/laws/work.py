@@ -10,12 +10,13 @@ The reason names the bound.
 
 Backlog: work that waits at the gateways and in the engines' queues. It is carried forward to the time when a replica
 ordered now would be ready. Until then engines that serve, and those that start as they become ready, take work off it,
-and arrivals add to it. Only what is left then calls for more replicas, as many as do it within ``drain_budget``. So what
+and arrivals add to it. Only what is left then calls for more replicas, as many as do it within ``drain_budget``, or half of the start time if that is longer. So what
 replicas that are starting will mend is not ordered twice.
 
-Correction: the model may be wrong about engines. While latency is above the objective although no more than ``ready``
-replicas were called for since a while, the factor grows; with latency well below it, it falls back to 1 with time. It
-stays within 1 and ``_MOST_CORRECTION``.
+Correction: the model may be wrong about engines. In a steady minute, measured TPOT says how busy they are: 1 - alpha /
+TPOT. The factor moves towards what makes the model say the same, so errors of learned speeds cancel out but for alpha's.
+Besides, while latency is above the objective although no more than ``ready`` replicas were called for since a while, it
+grows. It stays within its bounds, and without news it falls back to 1 over hours.
 
 Scale-in: the answer for n - 1 replicas has to hold with a tenth more load as well, so load at an edge does not make
 replicas come and go.
@@ -37,6 +38,7 @@ from controller.autoscale.queueing import (
     replicas_for_cache,
     replicas_for_tpot,
     replicas_for_ttft,
+    utilization_for_tpot,
 )
 from controller.autoscale.situation import EngineState, Situation, Speed
 from controller.autoscale.speeds import work_of
@@ -49,7 +51,16 @@ _UTILIZATION: Final = 0.8
 _MOST_LEAD_S: Final = 600.0
 _SCALE_IN_ROOM: Final = 1.1
 _IN_FLIGHT: Final = 32
+_LEAST_CORRECTION: Final = 0.5
 _MOST_CORRECTION: Final = 2.0
+# Only from this share of the objective on can measured TPOT call for more than the model does.
+_NEAR_OBJECTIVE: Final = 0.8
+# Corrections that are worth telling.
+_TOLD: Final = 0.005
+# In which the correction follows what is measured.
+_FOLLOWING_S: Final = 180.0
+# Measured steps that are hardly slower than idle ones say little about how busy an engine is.
+_LEAST_BUSY: Final = 0.1
 # The correction grows by so much of itself in a second for each multiple of the objective. It halves its distance from 1
 # in an hour: what the model does not know of an engine stays so, and each trial of less makes replicas come and go.
 _GROWTH_PER_S: Final = 1 / 120
@@ -60,12 +71,15 @@ _FEWEST_ANSWERS: Final = 20
 
 class WorkMemory(msgspec.Struct, frozen=True):
     """``at_s``: of the last answer. ``correction``: see the module. ``enough_since_s``: since when no more replicas
-    were called for than were ready; None: they are now.
+    were called for than were ready; None: they are now. ``ready``: replicas; ``steady_since_s``: since when they are as
+    many, nothing waits and none is starting.
     """
 
     at_s: float
     correction: float = 1.0
     enough_since_s: float | None = None
+    ready: float = 0.0
+    steady_since_s: float = 0.0
 
 
 class _Need(msgspec.Struct, frozen=True):
@@ -101,9 +115,10 @@ class WorkLaw(msgspec.Struct, frozen=True):
         rate = load.arrivals_in(lead_s) if self.parameters.trend else load.arrivals_per_s
         now = self._carried(load.arrivals_per_s, work, speed, situation.objective)
         need = self._carried(rate, work, speed, situation.objective) if rate > load.arrivals_per_s else now
-        correction, memory = self._corrected(situation, now, memory)
+        measured = _measured(situation, load.arrivals_per_s, work, speed)
+        correction, memory = self._corrected(situation, now, measured, memory)
         left_s = _backlog_left(situation, load.arrivals_per_s * work.total_s, work, speed, lead_s)
-        drain_s = max(self.parameters.drain_budget, lead_s)
+        drain_s = max(self.parameters.drain_budget, lead_s / 2)
         for_backlog = rate * work.total_s + left_s / drain_s if left_s > 0 else 0.0
         carried = need.replicas * correction
         wanted = max(carried, for_backlog)
@@ -147,23 +162,32 @@ class WorkLaw(msgspec.Struct, frozen=True):
             needs.append(_Need(by_cache, "tokens in flight within the caches"))
         return max(needs, key=lambda one: one.replicas)
 
-    def _corrected(self, situation: Situation, need: _Need, memory: WorkMemory | None) -> tuple[float, WorkMemory]:
-        """The correction of the model, and what to remember."""
-        now_s = situation.now_s
-        before = memory if memory is not None else WorkMemory(at_s=now_s)
+    def _corrected(
+        self, situation: Situation, need: _Need, measured: float | None, memory: WorkMemory | None
+    ) -> tuple[float, WorkMemory]:
+        """The correction of the model, and what to remember. ``measured``: what it should be by measured TPOT."""
+        now_s, ready = situation.now_s, situation.units(EngineState.READY)
+        before = memory if memory is not None else WorkMemory(at_s=now_s, ready=ready, steady_since_s=now_s)
         elapsed_s = min(60.0, max(0.0, now_s - before.at_s))
-        ready = situation.units(EngineState.READY)
+        is_calm = not situation.waiting.requests and not situation.starting
+        steady_since_s = before.steady_since_s if is_calm and ready == before.ready else now_s
         # what waits is late for another reason: it came when there were too few
         is_enough = need.replicas * before.correction <= ready and not situation.waiting.requests
         since_s = (before.enough_since_s if before.enough_since_s is not None else now_s) if is_enough else None
         correction = 1 + (before.correction - 1) * 0.5 ** (elapsed_s / _HALVING_S)
-        worst = _worst_latency(situation) if self.parameters.guard else None
-        # what arrived before there were enough is late for another window
-        is_settled = since_s is not None and now_s - since_s > _LATENCY_WINDOW_S
-        if worst is not None and worst > 1 and is_settled and not situation.starting:
-            correction = before.correction * (1 + min(1.0, worst - 1) * elapsed_s * _GROWTH_PER_S)
-        correction = min(_MOST_CORRECTION, correction)
-        return correction, WorkMemory(at_s=now_s, correction=correction, enough_since_s=since_s)
+        if self.parameters.guard:
+            worst = _worst_latency(situation) or 0.0
+            # what arrived before there were enough is late for another window
+            is_settled = since_s is not None and now_s - since_s > _LATENCY_WINDOW_S
+            is_steady = now_s - steady_since_s > _LATENCY_WINDOW_S
+            if worst > 1 and is_settled and is_calm:
+                correction = before.correction * (1 + min(1.0, worst - 1) * elapsed_s * _GROWTH_PER_S)
+            elif measured is not None and is_steady and worst <= 1:
+                correction = before.correction + (measured - before.correction) * min(1.0, elapsed_s / _FOLLOWING_S)
+        correction = min(_MOST_CORRECTION, max(_LEAST_CORRECTION, correction))
+        return correction, WorkMemory(
+            at_s=now_s, correction=correction, enough_since_s=since_s, ready=ready, steady_since_s=steady_since_s
+        )
 
     def _by_concurrency(self, situation: Situation) -> Recommendation:
         """Without speeds: by requests in flight, and never fewer than now."""
@@ -205,14 +229,30 @@ def _backlog_left(situation: Situation, busy: float, work: RequestWork, speed: S
     return backlog
 
 
+def _measured(situation: Situation, rate: float, work: RequestWork, speed: Speed) -> float | None:
+    """How much more work measured TPOT shows than the model expects; None if it shows nothing."""
+    objective = situation.objective
+    if objective is None or objective.tpot is None or work.decode_s <= 0 or rate <= 0:
+        return None
+    _, tpot_s = situation.traffic.latencies_s(objective.percentile, _LATENCY_WINDOW_S, situation.now_s)
+    if tpot_s is None:
+        return None
+    limits = {"step_s": speed.step_s, "tpot_s": float(objective.tpot)}
+    expected = replicas_for_tpot(rate, work, percent=objective.percentile, **limits) * utilization_for_tpot(**limits)
+    busy = situation.units(EngineState.READY) * max(_LEAST_BUSY, 1 - speed.step_s / tpot_s)
+    # far below the objective the idle step's error would count more than what is measured
+    most = _MOST_CORRECTION if tpot_s > _NEAR_OBJECTIVE * objective.tpot else 1.0
+    return min(most, max(_LEAST_CORRECTION, busy / expected))
+
+
 def _worst_latency(situation: Situation) -> float | None:
     """The larger of TTFT and TPOT, each over its objective; None with few answers, or without an objective."""
     objective = situation.objective
     rates = situation.traffic.rates(_LATENCY_WINDOW_S, situation.now_s)
     if objective is None or rates is None or rates.finished * rates.window_s < _FEWEST_ANSWERS:
         return None
-    window = (objective.percentile, _LATENCY_WINDOW_S, situation.now_s)
-    pairs = ((situation.traffic.ttft_s(*window), objective.ttft), (situation.traffic.tpot_s(*window), objective.tpot))
+    ttft_s, tpot_s = situation.traffic.latencies_s(objective.percentile, _LATENCY_WINDOW_S, situation.now_s)
+    pairs = ((ttft_s, objective.ttft), (tpot_s, objective.tpot))
     shares = [value / limit for value, limit in pairs if value is not None and limit]
     return max(shares) if shares else None
 
@@ -220,8 +260,10 @@ def _worst_latency(situation: Situation) -> float | None:
 def _reason(need: _Need, load: Load, rate: float, wanted: float, is_backlog: bool, correction: float) -> str:
     ahead = f", {rate:.3g} by their trend when a replica would be ready" if rate > load.arrivals_per_s * 1.001 else ""
     text = f"{load.arrivals_per_s:.3g} requests/s{ahead}; {need.replicas:.2f} replicas for {need.bound}"
-    if correction > 1 + 1e-3:
-        text += f", times {correction:.2f} as latencies were higher than that explains"
+    if abs(correction - 1) > _TOLD:
+        text += (
+            f", times {correction:.2f} as latencies were {'higher' if correction > 1 else 'lower'} than that explains"
+        )
     if is_backlog:
         text += f"; {wanted:.2f} to work off what waits"
     return text

@@ -117,3 +117,16 @@ def test_every_policy_plays_within_its_bounds_and_loses_nobody(policy: str) -> N
     assert not found.lost
     assert not found.refused
     assert 0 < found.bill.replica_hours <= ONE[0].max_replicas * found.hours
+
+
+def test_a_fleet_without_replicas_holds_its_requests_until_one_has_started() -> None:
+    fleet = Fleet(ONE, {"a100": 1}, seed=0)
+    late = Workload("test", (Session(50.0, (SessionTurn(one_piece("late", 500), 20),)),))
+    fleet.simulation.at(10.0, lambda now: fleet.order({"a100": 0}, now))
+    fleet.simulation.at(51.0, lambda now: fleet.order({"a100": 1}, now))
+    (result,) = fleet.simulation.run(late)
+    first, second = fleet.replicas
+    assert first.gone_at_s == 10.0
+    assert not result.error
+    assert second.ready_at_s is not None
+    assert second.ready_at_s < result.first_token_at_s < second.ready_at_s + 1.0

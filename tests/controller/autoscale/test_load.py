@@ -111,3 +111,13 @@ def test_a_steep_rise_is_seen_within_two_seconds() -> None:
 def test_noise_is_hardly_ever_a_burst() -> None:
     windows = [load(noisy(5.0, seed)).window_s for seed in range(300)]
     assert sum(window < 30 for window in windows) <= 2
+
+
+def test_points_that_are_further_apart_are_no_bursts() -> None:
+    every = noisy(10.0, seed=5).points
+    # as histories are kept: all points of five minutes, before that one of thirty
+    thinned = Traffic(tuple(point for index, point in enumerate(every) if index % 30 == 0 or index >= 300))
+    found, whole = load(thinned), load(Traffic(every))
+    assert found.arrivals_per_s == pytest.approx(whole.arrivals_per_s)
+    assert found.dispersion == 1.0
+    assert found.slope == 0

@@ -42,9 +42,9 @@ def test_counters_are_those_of_the_points(seed: int) -> None:
     rng = random.Random(seed)
     one, other = history_of(rng, idle_from=600), history_of(rng, idle_from=100, ticks=SECONDS)
     for points in (one, summed([one, other])):
-        assert [points.counted(at) for at in range(len(points))] == [without_histograms(each.totals) for each in points]
-        with pytest.raises(IndexError):
-            points.counted(len(points))
+        assert [points.counters(at) for at in range(len(points))] == [
+            without_histograms(each.totals) for each in points
+        ]
 
 
 @pytest.mark.parametrize("idle_from", [0, 1, 150, 300, 650, SECONDS])

@@ -408,3 +408,19 @@ def test_what_is_followed_no_more_is_forgotten() -> None:
     made.follow((LLAMA,), 3.0)
     made.hear(GATEWAYS[0], said("a", 2, 3.0, arrivals=7), 3.0)
     assert arrivals(made, 3.0) == 0
+
+
+def test_after_the_clock_was_set_back_time_begins_anew_and_sums_go_on() -> None:
+    made = signals(gateways=GATEWAYS[:1])
+    for second in range(1, 11):
+        made.hear(GATEWAYS[0], said("a", second, second, arrivals=second), 1000.0 + second)
+        made.tick(1000.0 + second)
+    for second in range(11, 21):
+        made.hear(GATEWAYS[0], said("a", second, second, arrivals=second), 500.0 + second)
+        made.tick(500.0 + second)
+    found = of(made, 520.0)
+    assert found.traffic.points[-1].totals.arrivals == 20
+    rates = found.traffic.rates(5.0, 520.0)
+    assert rates is not None
+    assert (rates.window_s, rates.arrivals) == (5.0, 1.0)
+    assert (found.freshness.silent, found.freshness.since_s) == ((), 9.0)

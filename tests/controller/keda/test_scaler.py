@@ -4,14 +4,22 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
-from controller.keda.decisions import Decisions, Wanted
+from controller.autoscale.decision import Decision, TargetDecision
+from controller.keda.decisions import Decisions, Wanted, wanted_of
 from controller.keda.scaler import KedaScaler
 from controller.keda.tls import TlsFiles, server_credentials
 from tests.certificates import Authority
@@ -207,6 +215,51 @@ def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:
     missing = TlsFiles(tmp_path / "no.crt", tmp_path / "no.key")
     with pytest.raises(OSError, match="no\\.crt"):
         server_credentials(missing)
+    authority = Authority()
+    first, second = authority.issue(), authority.issue()
+    files = TlsFiles(tmp_path / "tls.crt", tmp_path / "tls.key")
+    files.certificate.write_bytes(first.cert)
+    files.key.write_bytes(second.key)
+    with pytest.raises(ValueError, match="not that of the certificate"):
+        server_credentials(files)
+    key = load_pem_private_key(first.key, None)
+    encryption = BestAvailableEncryption(b"secret")
+    files.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
+    with pytest.raises(ValueError, match="password"):
+        server_credentials(files)
+
+
+def test_what_was_decided_by_target() -> None:
+    targets = (
+        TargetDecision(name="h100", current=1, desired=3),
+        TargetDecision(name="l40s", current=1, desired=0),
+        TargetDecision(name="gone", current=None, desired=None),
+    )
+    decision = Decision(binding="shop/llama", at_s=0.0, mode="Export", targets=targets)
+    assert wanted_of(decision) == {"h100": Wanted(3, is_active=True), "l40s": Wanted(0, is_active=False)}
+
+
+async def test_it_serves_until_it_is_cancelled(decisions: Decisions) -> None:
+    decisions.tell("shop/llama", {"h100": Wanted(3, is_active=True)})
+    free = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+    free.close()
+    async with asyncio.timeout(30), grpc.aio.insecure_channel(address) as channel:
+        for _ in range(2):
+            serving = asyncio.create_task(KedaScaler(decisions).run(address))
+            asked = channel.unary_unary(PATH + "IsActive")
+            assert fields(await asked(reference("shop", binding="llama"), wait_for_ready=True)) == {1: 1}
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await asked(reference("shop", binding="llama"))
+
+
+async def test_who_no_longer_leads_knows_nothing(channel: grpc.aio.Channel, decisions: Decisions) -> None:
+    decisions.tell("shop/llama", {"h100": Wanted(2, is_active=True)})
+    decisions.clear()
+    code, _ = await refusal(channel, "IsActive", reference("shop", binding="llama"))
+    assert code is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_an_address_that_is_taken_is_told(decisions: Decisions) -> None:

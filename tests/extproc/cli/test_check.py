@@ -57,6 +57,21 @@ def test_what_is_valid_and_has_no_effect_is_noted(tmp_path: Path, capsys: pytest
     assert "sk-0123456789" not in said
 
 
+def test_waits_that_are_longer_together_than_envoy_waits_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = """
+apiVersion: attache.dev/v1alpha1
+kind: ModelServer
+metadata: {name: llama}
+spec: {model: m, endpoints: [], activation: {holdTimeout: 59m}, flowControl: {timeout: 2m}}
+"""
+    (tmp_path / "a.yaml").write_text(server)
+    assert main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "note: ModelServer default/llama: flowControl and activation hold requests for up to 3660 s" in said
+
+
 def test_models_that_no_route_serves_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.yaml").write_text(
         CONFIG.replace("flowControl: {timeout: 59m, noEndpointTimeout: 1h}", "")

@@ -102,6 +102,8 @@ class Zero:
         self.core = Core(self._snapshot(), rng=random.Random(seed), ticket_prefix="t")
         self.ends: dict[str, Decision | Refused] = {}
         self.order: list[str] = []
+        # whether decisions have reasons
+        self.explains = False
         # whether a draining engine got something new
         self.sent_to_leaving = False
         # how long each held request may take, as its gateway was told, and how long each took
@@ -150,7 +152,9 @@ class Zero:
         body = json.dumps({"model": model, "messages": [{"role": "user", "content": "x" * size}]}).encode()
         head = Head("POST", "/v1/chat/completions", {"x-urgency": urgency}, has_body=True)
         for _ in range(count):
-            own, effects = self.core.arrive(self.core.intake.receive(Api.CHAT, head, body), self.now, attachment)
+            own, effects = self.core.arrive(
+                self.core.intake.receive(Api.CHAT, head, body), self.now, attachment, wants_reasons=self.explains
+            )
             tickets.append(own.ticket)
             self.asked_at_s[own.ticket] = self.now
             if isinstance(own, Held):
@@ -179,6 +183,9 @@ class Zero:
         end = self.ends[ticket]
         assert isinstance(end, Decision), end
         return end.assignment.endpoint.address
+
+    def decisions(self) -> list[Decision]:
+        return [one for one in self.ends.values() if isinstance(one, Decision)]
 
     def refusal(self, ticket: str) -> Refusal:
         end = self.ends[ticket]

@@ -54,3 +54,21 @@ def test_the_cost_of_decoding_is_found_among_steps_that_computed_prompts() -> No
         cost.learn(tokens=tokens, tpot_s=tpot_s)
     assert cost.step_s_per_token == pytest.approx(5e-8, rel=0.3)
     assert cost.step_s == pytest.approx(0.017, rel=0.3)
+
+
+@pytest.mark.parametrize(("step_s", "step_s_per_token"), [(0.026, 3e-7), (0.0075, 8e-8), (0.002, 2e-8)])
+def test_the_cost_of_decoding_is_known_after_a_hundred_answers_however_slow_the_engine(
+    step_s: float, step_s_per_token: float
+) -> None:
+    cost, rng = AnswerCost(), random.Random(0)
+    assert not cost.is_learned
+    for _ in range(100):
+        tokens = rng.uniform(2_000, 30_000)
+        tpot_s = (step_s + step_s_per_token * tokens) * rng.uniform(0.97, 1.03)
+        if rng.random() < 0.4:
+            tpot_s *= rng.uniform(1.0, 2.0)
+        cost.learn(tokens=tokens, tpot_s=tpot_s)
+    assert cost.is_learned
+    for tokens in (1_000.0, 30_000.0, 100_000.0):
+        found = cost.step_s + cost.step_s_per_token * tokens
+        assert found == pytest.approx(step_s + step_s_per_token * tokens, rel=0.15)

@@ -231,6 +231,8 @@ class Oracle:
             return  # the garbage collector deletes the same pods now, without draining any
         if look.observed.thing["spec"].get("recovery") == "Group" and self._has_failed(look, seen):
             return  # the group is dead as a whole; what runs on its other engines has the grace of their pods
+        if look.observed.thing["spec"].get("recovery") == "Role" and self._is_broken(look, seen):
+            return  # so is a replica without one of its pods, even if its others still say that they are ready
         drain_s = duration_s(look.observed.thing["spec"]["template"].get("drainTimeout", "5m"))
         if not self._is_idle(look, seen, drain_s):
             raise Broken("drained before deletion", f"{action.key} has requests or was never drained")
@@ -243,6 +245,17 @@ class Oracle:
         ]
         roles = spec["template"]["roles"]
         return len(serving) < sum(one.get("replicas", 1) * (1 + one.get("workerReplicas", 0)) for one in roles)
+
+    def _is_broken(self, look: Look, pod: Object) -> bool:
+        """Whether its replica lacks a pod that serves."""
+        seat, spec = seat_of(pod), look.observed.thing["spec"]
+        size = next(
+            (1 + one.get("workerReplicas", 0) for one in spec["template"]["roles"] if one["name"] == seat.role), 1
+        )
+        # those that only drain count: they have requests
+        there = [one for one in look.observed.pods if is_ready(one) and "deletionTimestamp" not in one["metadata"]]
+        own = (seat.group, seat.role, seat.replica)
+        return len([its for its in map(seat_of, there) if (its.group, its.role, its.replica) == own]) < size
 
     def _is_idle(self, look: Look, pod: Object, drain_s: float) -> bool:
         """Whether it drains and has nothing left, or has had its time; a worker pod does what its entry pod does."""

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of ModelServers without engines, from the effects of a core."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+
+from extproc.metrics.decision_log import DecisionLog
+from extproc.metrics.registry import Metrics
+from tests.extproc.core.zero import SMALL, Zero, engine
+
+
+def test_who_waits_how_long_and_what_a_start_took() -> None:
+    zero = Zero()
+    metrics = Metrics(list, lambda: 0.0, lambda: 0.0, at_zero=zero.core.at_zero)
+
+    def sample(name: str) -> float | None:
+        return metrics.registry.get_sample_value(name, {"server": SMALL})
+
+    assert sample("attache_engine_waiting") is None
+    zero.ask(2)
+    assert sample("attache_engine_waiting") == 2
+    assert sample("attache_wanted_engines") == 2
+    zero.passes(12.0)
+    zero.have(SMALL, engine(1))
+    for effect in zero.effects:
+        metrics.count(effect)
+    assert sample("attache_engine_waiting") is None
+    assert sample("attache_engine_wait_seconds_sum") == 24.0
+    assert sample("attache_engine_start_seconds_sum") == 12.0
+
+
+def test_a_line_of_the_decision_log_says_how_long_a_request_waited_for_an_engine() -> None:
+    zero, file = Zero(), io.StringIO()
+    log = DecisionLog(file, share=1.0, rng=random.Random(0), wall_clock=lambda: 0.0)
+    zero.explains = True
+    zero.ask(1)
+    zero.passes(7.0)
+    zero.have(SMALL, engine(1))
+    for end in zero.decisions():
+        log.decided(end)
+    assert json.loads(file.getvalue())["engine_wait_s"] == 7.0
