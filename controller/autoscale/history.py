@@ -33,7 +33,6 @@ TPOT_BUCKETS: Final = len(TPOT_BOUNDS_S) + 1
 
 # the counters, then of both histograms: the first bucket that is not empty, and how many there are from there on
 _HEAD: Final = Struct("<7d4B")
-_COUNTERS: Final = Struct("<7d")
 _COUNT: Final = "I"
 _COUNT_BYTES: Final = array(_COUNT).itemsize
 
@@ -115,19 +114,14 @@ class PackedPoints(Points):
         """Of the points."""
         return self._times
 
+    def counters(self, at: int) -> Totals:
+        """The sums of one point without its histograms."""
+        from_end = at % len(self._times) - len(self._times)
+        heads = [_HEAD.unpack_from(series[from_end])[:7] for series in self._series if len(series) >= -from_end]
+        return _counters(heads[0] if len(heads) == 1 else [sum(each) for each in zip(*heads, strict=True)])
+
     def __len__(self) -> int:
         return len(self._times)
-
-    def counters(self, at: int) -> Totals:
-        """See ``Points``."""
-        length = len(self._times)
-        if not 0 <= at < length:
-            raise IndexError(at)
-        from_end = at - length
-        if len(self._series) == 1:
-            return _counters(_COUNTERS.unpack_from(self._series[0][from_end]))
-        found = [_COUNTERS.unpack_from(series[from_end]) for series in self._series if len(series) >= -from_end]
-        return _counters([sum(several) for several in zip(*found, strict=True)])
 
     @overload
     def __getitem__(self, at: int) -> Point: ...
@@ -168,12 +162,23 @@ def _unpacked(packed: bytes) -> Sums:
 
 
 def _totals(sums: Sums) -> Totals:
-    return _counters(sums.counters, tuple(sums.ttft), tuple(sums.tpot))
+    arrivals, refused, finished, prompt_tokens, cached_tokens, output_tokens, prefill_work = sums.counters
+    return Totals(
+        arrivals,
+        refused,
+        finished,
+        prompt_tokens,
+        cached_tokens,
+        output_tokens,
+        prefill_work,
+        tuple(sums.ttft),
+        tuple(sums.tpot),
+    )
 
 
-def _counters(counters: Sequence[float], ttft: tuple[int, ...] = (), tpot: tuple[int, ...] = ()) -> Totals:
-    arrivals, refused, finished, prompt_tokens, cached_tokens, output_tokens, prefill_work = counters
-    return Totals(arrivals, refused, finished, prompt_tokens, cached_tokens, output_tokens, prefill_work, ttft, tpot)
+def _counters(values: Sequence[float]) -> Totals:
+    arrivals, refused, finished, prompt_tokens, cached_tokens, output_tokens, prefill_work = values
+    return Totals(arrivals, refused, finished, prompt_tokens, cached_tokens, output_tokens, prefill_work)
 
 
 def _with(packed: bytes, more: Sums, share: float) -> bytes:

@@ -143,7 +143,7 @@ class _Bins(msgspec.Struct, frozen=True):
         count = min(most, int(span_s / bin_s + 1e-6))
         if is_still:
             return _Bins(bin_s, (old,) * (count + 1), is_still)
-        ends = (end_s - bin_s * (count - index) for index in range(count + 1))
+        ends = (max(times[0], end_s - bin_s * (count - index)) for index in range(count + 1))
         known: dict[int, Totals] = {}
         return _Bins(bin_s, [_sums_at(traffic, times, end, bin_s, known) for end in ends], is_still)
 

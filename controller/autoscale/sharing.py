@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Where targets differ, needs and capacities are rounded to these steps: noise of learned speeds moves no replicas.
 _NEED_STEP: Final = 0.1
 _CAPACITY_DIGITS: Final = 2
+_EPSILON: Final = 1e-6
 
 
 class Sharing(msgspec.Struct, frozen=True):
@@ -60,8 +61,12 @@ def shared_out(
         if targets:
             name = targets[0].spec.stage
             held = sum((one.current or 0) * one.capacity for one in stage.situation.targets if one.name in fixed)
-            needs[name] = _need(max(0.0, stage.answer.replicas - held), stage)
             variants[name] = tuple(_variant(one, stage, policy) for one in targets)
+            needs[name] = _need(max(0.0, stage.answer.replicas - held), stage)
+            if stage.answer.replicas <= stage.situation.current + _EPSILON:
+                # rounding up must not ask for more than there is, or it would at each decision
+                there = [(one.current or 0) * each.capacity for one, each in zip(targets, variants[name], strict=True)]
+                needs[name] = min(needs[name], sum(there))
     rules = rules_of(binding, free)
     shared = before
     if before is None or (before.needs, before.variants, before.rules) != (needs, variants, rules):

@@ -13,6 +13,7 @@ from controller.cluster.resources import (
     AUTOSCALING_POLICY_BINDINGS,
     DEPLOYMENTS,
     MODEL_INFERS,
+    NODES,
     PODS,
     Resource,
 )
@@ -104,12 +105,63 @@ async def test_the_replicas_of_a_deployment_are_written_and_told(client: Client,
             "namespace": namespace,
             "accelerator_type": "",
             "model_name": "org/llama",
+            "variant_kind": "Deployment",
         }
         assert running.metric("wva_desired_replicas", **its) == 5
         assert running.metric("wva_replica_scaling_total", **its) == 1
         assert [one.decision.binding for one in running.records.latest().values()] == [f"{namespace}/one"]
         await client.delete(AUTOSCALING_POLICY_BINDINGS, "one", namespace)
         await eventually(lambda: labels_of(running, "wva_desired_replicas") == [], timeout_s=SOON_S)
+
+
+@FAKE
+async def test_two_kinds_of_one_name_have_series_of_their_own(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
+    await client.create(MODEL_INFERS, model_infer(namespace, replicas=1))
+    await bind(client, namespace, target(), {**target("ModelInfer"), "name": "other"})
+    async with scaling(kube.admin, namespace, Wanted(main=4, other=3)) as running:
+        await until_replicas(client, namespace, 4)
+
+        def are_apart() -> bool:
+            found = labels_of(running, "wva_desired_replicas")
+            return sorted(one["variant_kind"] for one in found) == ["Deployment", "ModelInfer"]
+
+        await eventually(are_apart, timeout_s=SOON_S)
+
+
+@FAKE
+async def test_room_on_nodes_counts_where_targets_have_accelerators(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    for name in ("llama", "other"):
+        await client.create(DEPLOYMENTS, deployment(namespace, name=name, replicas=1))
+    labels = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": f"n-{namespace}", "labels": labels}, "spec": {}}
+    await client.create(NODES, node)
+    status = {"allocatable": {"nvidia.com/gpu": "8"}, "conditions": [{"type": "Ready", "status": "True"}]}
+    await client.merge_patch(NODES, f"n-{namespace}", None, {"status": status}, subresource="status")
+    first = target(accelerator="H100", accelerators=2)
+    second = {**target(name="other", accelerator="B200"), "name": "second"}
+    await bind(client, namespace, first, second)
+    wanted = Wanted(main=1, second=1)
+
+    def rooms() -> list[int | None]:
+        return [one.room for each in wanted.situations for one in each.targets]
+
+    try:
+        async with scaling(kube.admin, namespace, wanted):
+            await eventually(lambda: rooms() == [4, 0], timeout_s=SOON_S)
+            taken = {"nvidia.com/gpu": "3"}
+            container = {"name": "c", "image": "i", "resources": {"requests": taken, "limits": taken}}
+            spec = {"nodeName": f"n-{namespace}", "containers": [container]}
+            metadata = {"name": "guest", "namespace": namespace}
+            await client.create(PODS, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+            await eventually(lambda: rooms() == [2, 0], timeout_s=SOON_S)
+            # nowhere is room: whatever is cheapest may be asked for, as nodes may be added
+            await client.merge_patch(NODES, f"n-{namespace}", None, {"spec": {"unschedulable": True}})
+            await eventually(lambda: rooms() == [None, None], timeout_s=SOON_S)
+    finally:
+        await client.delete(NODES, f"n-{namespace}")
 
 
 async def test_a_settled_binding_causes_no_writes(client: Client, kube: Kube, namespace: str) -> None:

@@ -20,6 +20,7 @@ from controller.roles.scaling.learned import Keeping, unpacked
 from controller.roles.scaling.owning import Hold, hold_of, is_changed
 from controller.roles.scaling.records import Record, Records
 from controller.roles.scaling.resolving import Resolver
+from controller.roles.scaling.rooms import Rooms
 from controller.roles.scaling.series import Series
 from controller.roles.scaling.situations import situations_of
 from controller.roles.scaling.sources.gathering import Sources
@@ -45,6 +46,7 @@ class Parts(msgspec.Struct, frozen=True):
     followed: Followed
     resolver: Resolver
     demand: DemandSource
+    rooms: Rooms
     deciding: Deciding
     actor: Actor
     recorder: Recorder
@@ -118,6 +120,7 @@ class Looker:
             now_s,
             holds=holds,
             blocked=lambda target: self._blockages.of(view.key, target, now_s),
+            rooms=parts.rooms.of(view.key, resolved),
         )
         return Looked(now_s=now_s, policy=spec, resolved=resolved, situations=situations, holds=holds)
 
@@ -249,6 +252,7 @@ class Looker:
         self._parts.keeping.forget(key)
         self._parts.records.forget(key)
         self._parts.resolver.forget(key)
+        self._parts.rooms.forget(key)
         self._parts.series.forget(key)
         self._parts.concerns(key, ())
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-_TARGET: Final = ("variant_name", "namespace", "accelerator_type", "model_name")
+# llm-d's labels, and the kind: a Deployment and a StatefulSet may have one name.
+_TARGET: Final = ("variant_name", "namespace", "accelerator_type", "model_name", "variant_kind")
 _STAGE: Final = ("namespace", "binding", "stage")
 
 
@@ -26,7 +27,7 @@ class TargetSeries(msgspec.Struct, frozen=True, kw_only=True):
     start. ``cost``: of its current replicas in an hour.
     """
 
-    labels: tuple[str, str, str, str]
+    labels: tuple[str, str, str, str, str]
     current: int
     desired: int
     ready: int

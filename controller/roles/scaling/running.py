@@ -20,6 +20,7 @@ from controller.roles.scaling.looking import Looker, Parts
 from controller.roles.scaling.names import SCALER
 from controller.roles.scaling.policies import PolicyStatuses
 from controller.roles.scaling.resolving import Resolver
+from controller.roles.scaling.rooms import Rooms
 from controller.roles.scaling.series import Series
 from controller.roles.scaling.sources.gathering import Sources, SourceSettings
 from controller.roles.work.telling import Recorder
@@ -79,6 +80,7 @@ class Scaling:
         self._queue = WorkQueue[str](self._rng, settings.queue)
         scaler = client.as_manager(SCALER)
         self._followed = Followed(client, settings.namespace, settings.informers, self._soon)
+        self._rooms = Rooms(client, settings.informers)
         self._policies = PolicyStatuses(scaler, self._followed, metrics.wrote)
         self._servers: dict[str, frozenset[str]] = {}
         self._users: dict[str, set[str]] = defaultdict(set)
@@ -89,6 +91,7 @@ class Scaling:
                 followed=self._followed,
                 resolver=Resolver(self._followed),
                 demand=demand,
+                rooms=self._rooms,
                 deciding=deciding,
                 actor=Actor(scaler, metrics.wrote),
                 recorder=Recorder(client, SCALER, _loop_s, metrics.wrote),
@@ -120,6 +123,7 @@ class Scaling:
             for key in self._followed.bindings():
                 self._queue.add_in(key, self._rng.uniform(0.0, 1.0))
             tasks.create_task(self._policies.run(), name="statuses of policies")
+            tasks.create_task(self._rooms.run(), name="room on nodes")
             await self._queue.run(self._look, self._settings.workers)
 
     async def _look(self, key: str) -> float | None:

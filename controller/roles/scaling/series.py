@@ -82,7 +82,7 @@ class Series:
         desired = self._desired.get(place, current)
         engines = target.engines if target is not None else ()
         return TargetSeries(
-            labels=(one.place[3], one.place[0], one.spec.accelerator or "", self._model_of(one.server)),
+            labels=(one.place[3], one.place[0], one.spec.accelerator or "", self._model_of(one.server), one.place[2]),
             current=current,
             desired=desired,
             ready=_count(engines, EngineState.READY),

@@ -95,3 +95,17 @@ def test_ratios_raise_the_short_side() -> None:
     # decode needs 5.5, so 6, and prefill alone would need 5
     assert [one.desired for one in decision.targets] == [6, 6]
     assert [step.rule for stage in decision.stages for step in stage.steps] == ["Ratio"]
+
+
+def test_replicas_that_stay_do_not_grow_by_rounding_of_nearly_equal_speeds() -> None:
+    almost = msgspec.structs.replace(SPEED, prefill_tokens_per_s=SPEED.prefill_tokens_per_s * 1.000_01)
+    third = msgspec.structs.replace(SPEED, prefill_tokens_per_s=SPEED.prefill_tokens_per_s * 1.37)
+    memory, current = None, 3
+    for look in range(30):
+        now_s = NOW_S + 5 * look
+        first = target_of(ready=current, spec=LARGE)
+        others = [target_of(ready=1, spec=SMALL, speed=almost), target_of(ready=1, spec=spec_of("third"), speed=third)]
+        found = situation_of([first, *others], traffic=traffic_of(1.0, now_s=now_s), now_s=now_s)
+        decision, memory = decide(POLICY, binding_of(LARGE, SMALL, spec_of("third")), [found], memory, now_s)
+        if now_s - NOW_S < 100:
+            assert [one.desired for one in decision.targets] == [3, 1, 1], decision.stages[0].steps

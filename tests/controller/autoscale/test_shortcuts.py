@@ -45,8 +45,6 @@ def test_counters_are_those_of_the_points(seed: int) -> None:
         assert [points.counters(at) for at in range(len(points))] == [
             without_histograms(each.totals) for each in points
         ]
-        with pytest.raises(IndexError):
-            points.counters(len(points))
 
 
 @pytest.mark.parametrize("idle_from", [0, 1, 150, 300, 650, SECONDS])
