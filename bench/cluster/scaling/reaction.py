@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import random
 from typing import TYPE_CHECKING, Final
 
@@ -20,17 +22,22 @@ if TYPE_CHECKING:
     from bench.cluster.scaling.site import Site
     from bench.cluster.scaling.watching import Replicas
 
-# An engine with room for 8 requests, each of some seconds.
-_ENGINE: Final = ("--max-num-seqs", "8", "--speed", "0.2")
-_BURST: Final = 64
+# An engine that computes some 2,000 tokens of prompts a second; a burst is minutes of work for it.
+_ENGINE: Final = ("--speed", "0.05")
+_BURST: Final = 150
+_WORDS: Final = 2000
 _CALM_PER_S: Final = 0.5
+_OBJECTIVE: Final = {"ttft": "4s", "tpot": "500ms"}
+_LATEST_S: Final = 40.0
 # Replicas that somebody else has set are honoured for so long, and the load forgotten.
 _POLICY: Final = {
     "manualHold": "1s",
     "drain": "0s",
+    "objective": _OBJECTIVE,
     "behavior": {"scaleDown": {"stabilizationWindowSeconds": 3}},
 }
-_ALIKE: Final = 3
+_ALIKE: Final = 1
+_TURNS: Final = 6
 
 
 class Reaction(msgspec.Struct, frozen=True):
@@ -43,33 +50,50 @@ class Reaction(msgspec.Struct, frozen=True):
 async def overloads(
     site: Site, trials: int, *, has_queue: bool = True, tell: Callable[[str], None] = lambda _: None
 ) -> list[Reaction]:
-    """Calm, then a burst of many more requests than an engine takes, which leave once replicas are written; then one
-    replica again. ``has_queue``: whether extproc holds what engines have no room for.
+    """Calm, then a burst that is minutes of work for an engine, which leaves once replicas are written; then one replica
+    again. Several models take turns, so that each has time to calm down. ``has_queue``: whether extproc holds what engines
+    have no room for. Raises TimeoutError.
     """
     server = {"flowControl": {}} if has_queue else {}
     name = "overload" if has_queue else "overload-plain"
-    model = Model(name=name, engine=_ENGINE, policy=_POLICY, server=server, target={"minReplicas": 1})
+    models = [
+        Model(name=f"{name}-{number}", most=2, engine=_ENGINE, policy=_POLICY, server=server, target={"minReplicas": 1})
+        for number in range(min(_TURNS, trials))
+    ]
     rng, found = random.Random(1), list[Reaction]()
-    async with site.serving(model) as replicas, Asking(site.gateways[0].url, name) as calm:
-        steady = asyncio.create_task(calm.steadily(_CALM_PER_S, tokens=2))
-        try:
-            for number in range(trials):
+    async with contextlib.AsyncExitStack() as stack:
+        followed = await asyncio.gather(*(_calm(site, one, stack) for one in models))
+        for number, (model, replicas) in zip(range(trials), itertools.cycle(zip(models, followed, strict=True))):
+            # at any moment of the manager's period, and nothing is written of its own accord meanwhile
+            while True:
                 await _calmed(site, model, replicas)
-                # at any moment of the manager's period
-                await asyncio.sleep(rng.uniform(0, 6))
-                found.append(await _burst(site, model, replicas))
-                tell(f"{name} {number}: {found[-1].write_s:.2f} s to {found[-1].replicas} replicas")
-        finally:
-            steady.cancel()
+                await asyncio.sleep(rng.uniform(0, 5))
+                if replicas.now == 1:
+                    break
+            found.append(await _burst(site, model, replicas))
+            await site.set_replicas(model, 1)
+            tell(f"{name} {number}: {found[-1].write_s:.2f} s to {found[-1].replicas} replicas")
     return found
+
+
+async def _calm(site: Site, model: Model, stack: contextlib.AsyncExitStack) -> Replicas:
+    """A model with a little load."""
+    replicas = await stack.enter_async_context(site.serving(model))
+    calm = await stack.enter_async_context(Asking(site.gateways[0].url, model.name))
+    steady = asyncio.create_task(calm.steadily(_CALM_PER_S, tokens=8, words=300))
+    stack.callback(steady.cancel)
+    return replicas
 
 
 async def _burst(site: Site, model: Model, replicas: Replicas) -> Reaction:
     async with Asking(site.gateways[0].url, model.name) as asking:
         began_s = now_s()
         for _ in range(_BURST):
-            asking.ask(tokens=60, words=200)
-        change = await replicas.until(lambda one: one > 1, timeout_s=PATIENCE_S)
+            asking.ask(tokens=8, words=_WORDS)
+        try:
+            change = await replicas.until(lambda one: one > 1, timeout_s=_LATEST_S)
+        except TimeoutError:
+            raise TimeoutError(f"nothing is written: {await site.decision(model.name)}") from None
         return Reaction(change.at_s - began_s, change.replicas)
 
 

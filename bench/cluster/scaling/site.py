@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -29,7 +29,8 @@ from controller.cluster.resources import GATEWAY_CONFIGS, NAMESPACES, NODES, POD
 from extproc.config.loads import LOADS_LABEL
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
 
     from bench.cluster.control_plane import ControlPlane
     from bench.cluster.scaling.objects import Model
@@ -150,9 +151,7 @@ class Site(msgspec.Struct, frozen=True):
 
 
 @contextlib.asynccontextmanager
-async def running_site(
-    plane: ControlPlane, folder: Path, *, namespace: str, gateways: int = 1
-) -> AsyncIterator[Site]:
+async def running_site(plane: ControlPlane, folder: Path, *, namespace: str, gateways: int = 1) -> AsyncIterator[Site]:
     """Everything around the control plane. Raises StartFailed, TimeoutError, EnvoyMissing."""
     async with connect(plane.admin, manager="bench") as client, Processes(folder) as processes:
         await _make_namespace(client, namespace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -57,7 +58,7 @@ class Replicas:
     def falls(self, since_s: float) -> int:
         """How often there were fewer than before."""
         found = self.since(since_s)
-        return sum(after < before for before, after in zip(found, found[1:], strict=False))
+        return sum(after < before for before, after in itertools.pairwise(found))
 
 
 @contextlib.asynccontextmanager
