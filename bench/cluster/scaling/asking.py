@@ -76,7 +76,7 @@ class Asking:
         """Begin streams at even distances, until cancelled."""
         next_s = now_s()
         while True:
-            self.ask(tokens=tokens, words=words)
+            _ = self.ask(tokens=tokens, words=words)
             next_s += 1 / per_s
             await asyncio.sleep(next_s - now_s())
 
@@ -90,8 +90,8 @@ class Asking:
                 async for chunk in answer.content.iter_any():
                     first_s = first_s or now_s()
                     tail = (tail + chunk)[-400:]
-        except (aiohttp.ClientError, TimeoutError) as error:
-            status = f"{status}, {error!r}"
+        except (aiohttp.ClientError, TimeoutError) as caught:
+            status = f"{status}, {caught!r}"
         finally:
             self.open -= 1
         is_whole = status == "200" and tail.endswith(b"data: [DONE]\n\n")

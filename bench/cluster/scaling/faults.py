@@ -35,6 +35,8 @@ _MODEL: Final = Model(
     most=_REPLICAS + 1,
     engine=("--speed", f"{_SPEED:g}"),
     policy={
+        # nobody is obeyed until there is load
+        "mode": "Recommend",
         "period": "1s",
         "drain": "0s",
         "staleness": {"soft": "4s", "hard": "20s"},
@@ -73,6 +75,7 @@ async def survived(site: Site, *, for_s: float = 30.0, tell: Callable[[str], Non
         clients = [await stack.enter_async_context(Asking(one.url, _MODEL.name)) for one in site.gateways]
         tasks = [asyncio.create_task(_again_and_again(one)) for one in clients for _ in range(_STREAMS)]
         await asyncio.sleep(15)
+        await site.obey(_MODEL)
         for name, fault in faults.items():
             began_s = now_s()
             async with fault(site):

@@ -40,6 +40,8 @@ async def scaled_in(site: Site, kind: str, *, streams: int = 18) -> Left:
     """Three replicas with streams of 10 to 30 s, and then only a little load until one replica is left."""
     name = f"leaves-{kind.lower()}"
     policy = {
+        # nobody is obeyed until all streams have begun
+        "mode": "Recommend",
         "period": "1s",
         "drain": "90s",
         "strategies": [{"name": "Concurrency", "concurrency": {"target": 8, "stableWindow": "6s"}}],
@@ -57,11 +59,11 @@ async def scaled_in(site: Site, kind: str, *, streams: int = 18) -> Left:
     )
     rng, under_way = random.Random(4), list[int]()
     async with site.serving(model) as replicas, Asking(site.gateways[0].url, name) as asking:
-        await site.set_replicas(model, _REPLICAS)
         began_s = now_s()
         for _ in range(streams):
             asking.ask(tokens=round(rng.uniform(10, 30) * _TOKENS_PER_S))
             await asyncio.sleep(0.05)
+        await site.obey(model)
         little = asyncio.create_task(asking.steadily(1.0, tokens=_TOKENS_PER_S))
         last = replicas.now
         async with asyncio.timeout(PATIENCE_S):

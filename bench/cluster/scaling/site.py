@@ -25,7 +25,14 @@ from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
 from controller.cluster.client import Client, connect
 from controller.cluster.errors import NotFound
-from controller.cluster.resources import GATEWAY_CONFIGS, NAMESPACES, NODES, PODS, SERVICE_ACCOUNTS
+from controller.cluster.resources import (
+    AUTOSCALING_POLICIES,
+    GATEWAY_CONFIGS,
+    NAMESPACES,
+    NODES,
+    PODS,
+    SERVICE_ACCOUNTS,
+)
 from extproc.config.loads import LOADS_LABEL
 
 if TYPE_CHECKING:
@@ -116,6 +123,11 @@ class Site(msgspec.Struct, frozen=True):
         """As ``kubectl scale`` does."""
         patch = {"spec": {"replicas": count}}
         await self.client.merge_patch(model.resource, model.name, self.namespace, patch, subresource="scale")
+
+    async def obey(self, model: Model) -> None:
+        """From now on decisions are carried out."""
+        patch = {"spec": {"mode": "Auto"}}
+        await self.client.merge_patch(AUTOSCALING_POLICIES, model.name, self.namespace, patch)
 
     def freeze(self, process: str) -> None:
         """It answers nobody, and its connections stay open."""

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from extproc.config.demand import Demand, ServerDemand
 
 _TICK_S: Final = 1.0
-# So many more requests here or at engines since the last message, and twice as many, are a jump. Where nothing queues
-# here, because flow control is off, they are all at engines.
+# So many more requests here or at engines than at the last jump, or than at their fewest since then, and twice as many,
+# are a jump. Where nothing queues here, because flow control is off, they are all at engines. A burst takes gateways
+# seconds to read, so one message is not compared with the one before it alone.
 _JUMP: Final = 8
 _TWICE: Final = 2
 
@@ -101,8 +102,9 @@ class GatewayDemand:
             self._unfinished.pop(place, None)
             return False
         at_zero, unfinished = self._unfinished.get(place, (0, 0))
-        self._unfinished[place] = now
-        return now[0] > at_zero or now[1] >= max(unfinished + _JUMP, unfinished * _TWICE)
+        is_more = now[1] >= max(unfinished + _JUMP, unfinished * _TWICE)
+        self._unfinished[place] = now[0], now[1] if is_more else min(now[1], unfinished)
+        return now[0] > at_zero or is_more
 
 
 def by_pod(

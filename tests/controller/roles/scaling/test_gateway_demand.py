@@ -34,7 +34,12 @@ def in_flight(*numbers: int) -> ServerDemand:
         ([ServerDemand(queued=3), ServerDemand(queued=7), ServerDemand(queued=20)], [False, False, True]),
         ([ServerDemand(queued=100), ServerDemand(queued=120)], [True, False]),
         # without flow control all are at engines
-        ([in_flight(2, 3), in_flight(4, 5), in_flight(20, 20), in_flight(25, 25)], [False, False, True, False]),
+        ([in_flight(2, 3), in_flight(3, 3), in_flight(20, 20), in_flight(25, 25)], [False, False, True, False]),
+        # a burst that takes several messages to come, and one after a calm
+        (
+            [in_flight(20), in_flight(35), in_flight(45), in_flight(2), in_flight(9), in_flight(11)],
+            [True, False, True, False, False, True],
+        ),
         ([in_flight(2, 3), in_flight(0, 0), in_flight(2, 3)], [False, False, False]),
         ([ServerDemand(queued=4), msgspec.structs.replace(in_flight(4, 4), queued=4)], [False, True]),
     ],
