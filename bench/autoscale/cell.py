@@ -103,19 +103,28 @@ def worths(load: Load) -> dict[str, float]:
 
 def run_cell(cell: Cell, traces: Path) -> CellResult:
     """Raises TraceInvalid or PolicyUnknown. ``traces``: the directory with trace files."""
+    return run_load(cell, load_of(cell), traces)
+
+
+def run_load(cell: Cell, load: Load, traces: Path) -> CellResult:
+    """The same with a load that need not be among those with names. Raises TraceInvalid or PolicyUnknown."""
     began = time.process_time()
-    load, policy = load_of(cell), policy_named(cell.policy)
+    policy = policy_named(cell.policy)
     workload = load.workload(cell.half, cell.seed, traces)
     period_s = cell.period_s or policy.native_period_s
     setup = Setup(load, workload, cell.knob, period_s, load.min_replicas if policy.has_zero else 1)
     work = work_by_second(load, workload)
     need = [float(one) for one in needed(work, _FULL)]
-    first = sum(work[: int(WARM_UP_S)]) / WARM_UP_S / _AT_FIRST
-    initial = {load.variants[0].name: max(1, math.ceil(first))}
+    initial = {load.variants[0].name: first_replicas(work)}
     fleet = Fleet(load.variants, initial, seed=cell.seed)
     _drive(fleet, policy.make(setup), setup)
     results = fleet.simulation.run(workload)
     return _result(cell, load, workload, results, fleet, need, time.process_time() - began)
+
+
+def first_replicas(work: Sequence[float]) -> int:
+    """The initial fleet. ``work``: engines' worth by second."""
+    return max(1, math.ceil(sum(work[: int(WARM_UP_S)]) / WARM_UP_S / _AT_FIRST))
 
 
 def _drive(fleet: Fleet, scaler: Scaler, setup: Setup) -> None:

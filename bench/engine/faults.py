@@ -48,6 +48,13 @@ class Ill(msgspec.Struct, frozen=True, tag_field="fault", tag="ill"):
     times: Count
 
 
+class IllPage(msgspec.Struct, frozen=True, tag_field="fault", tag="ill-page"):
+    """Answer the next ``times`` requests for metrics wrongly: as ``Ill`` says, or with a page that has none (``empty``)."""
+
+    kind: Literal["garbage", "silence", "drip", "empty"]
+    times: Count
+
+
 class DropEvents(msgspec.Struct, frozen=True, tag_field="fault", tag="drop-events"):
     """Do not send the next ``times`` messages with KV events, although they are numbered and kept for replay."""
 
@@ -62,7 +69,7 @@ class FailLoads(msgspec.Struct, frozen=True, tag_field="fault", tag="fail-loads"
     after_s: Seconds = 0.0
 
 
-Fault = Refuse | Stall | Cut | Unavailable | Ill | DropEvents | FailLoads
+Fault = Refuse | Stall | Cut | Unavailable | Ill | IllPage | DropEvents | FailLoads
 
 
 class FaultPlan:
@@ -72,9 +79,10 @@ class FaultPlan:
         self._cut = Cut(0, 0)
         self._unavailable = Unavailable(0)
         self._ill = Ill("garbage", 0)
+        self._page = IllPage("garbage", 0)
         self._loads = FailLoads(0)
 
-    def set(self, fault: Cut | Unavailable | Ill | FailLoads) -> None:
+    def set(self, fault: Cut | Unavailable | Ill | IllPage | FailLoads) -> None:
         """Plan a fault; it replaces an earlier one of its kind."""
         match fault:
             case Cut():
@@ -83,6 +91,8 @@ class FaultPlan:
                 self._unavailable = fault
             case Ill():
                 self._ill = fault
+            case IllPage():
+                self._page = fault
             case FailLoads():
                 self._loads = fault
 
@@ -117,4 +127,12 @@ class FaultPlan:
         if not fault.times:
             return None
         self._ill = msgspec.structs.replace(fault, times=fault.times - 1)
+        return fault.kind
+
+    def next_page(self) -> str | None:
+        """How to answer this request for metrics wrongly; None: serve it."""
+        fault = self._page
+        if not fault.times:
+            return None
+        self._page = msgspec.structs.replace(fault, times=fault.times - 1)
         return fault.kind

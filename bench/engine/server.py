@@ -238,14 +238,19 @@ class EngineServer:
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
 
-    async def _show_metrics(self, _: web.Request) -> web.Response:
+    async def _show_metrics(self, http: web.Request) -> web.StreamResponse:
+        illness = self._faults.next_page()
+        if illness == "empty":
+            return web.Response(body=b"", headers={"Content-Type": CONTENT_TYPE_LATEST})
+        if illness is not None:
+            return await answer_wrongly(http, illness)
         return web.Response(body=generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _fault(self, http: web.Request) -> web.Response:
         try:
             fault = msgspec.json.decode(await http.read(), type=Fault)
         except msgspec.DecodeError as error:
-            message = f"{error}; faults are refuse, stall, cut, unavailable, ill, drop-events and fail-loads"
+            message = f"{error}; faults are refuse, stall, cut, unavailable, ill, ill-page, drop-events and fail-loads"
             return _error(400, message, "BadRequestError")
         if isinstance(fault, Stall):
             self._driver.stall(fault.for_s)

@@ -17,7 +17,7 @@ from controller.autoscale.law import Law, Recommendation
 from controller.autoscale.memory import MOST_TURNS, StageMemory
 from controller.autoscale.panic import PanicState, panicking
 from controller.autoscale.situation import EngineState, Situation
-from controller.autoscale.zero import from_zero, why_not_zero
+from controller.autoscale.zero import from_zero, to_zero, why_not_zero
 from controller.resources.autoscaling import Behavior, ScalingRule
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def decided(
     answer, panic = _steadied(answer, memory, situation, policy)
     answer = _after_restart(answer, memory, situation, policy)
     doubt = too_old(situation, policy) or not_for_scale_in(situation, policy) or _just_begun(memory, situation, policy)
+    if not doubt:
+        answer = to_zero(answer, policy, situation, memory, recommendations)
     answer = from_zero(answer, policy, situation)
     answer = _bounded(answer, situation, bounds)
     memory = msgspec.structs.replace(memory, laws=kept, panic=panic)

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.autoscale.combine import BOUNDS
 from controller.autoscale.freshness import REQUESTS_A_REPLICA, not_for_scale_in, too_old
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from controller.autoscale.answer import Answer
+    from controller.autoscale.law import Recommendation
     from controller.autoscale.memory import StageMemory
     from controller.autoscale.situation import Situation
     from controller.resources.autoscaling import AutoscalingPolicySpec
@@ -62,6 +66,25 @@ def why_not_zero(policy: AutoscalingPolicySpec, situation: Situation, memory: St
     if memory.woken_at_s is not None and situation.now_s - memory.woken_at_s < _PATIENCE * start_s:
         return "it has just been woken and has served nobody yet"
     return ""
+
+
+def to_zero(
+    answer: Answer,
+    policy: AutoscalingPolicySpec,
+    situation: Situation,
+    memory: StageMemory,
+    recommendations: Sequence[Recommendation],
+) -> Answer:
+    """Idle for long enough, the last replica goes although laws ask for it: the few requests of their longer windows, or
+    speeds that so few did not teach, say nothing about the next one. Lower bounds hold, and so does it if a law does not
+    know.
+    """
+    if not 0 < answer.replicas <= 1 or any(one.replicas is None for one in recommendations):
+        return answer
+    is_bound = any(one.law in BOUNDS and one.replicas for one in recommendations)
+    if is_bound or why_not_zero(policy, situation, memory):
+        return answer
+    return answer.at_most("Idle", 0.0, f"idle for {situation.now_s - memory.active_at_s:.0f} s")
 
 
 def from_zero(answer: Answer, policy: AutoscalingPolicySpec, situation: Situation) -> Answer:

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from extproc.config.demand import Demand, ServerDemand
 
 _TICK_S: Final = 1.0
-# A queue that has become so much longer since the last message, and twice as long, is a jump.
+# So many more requests here or at engines than at the last jump, or than at their fewest since then, and twice as many,
+# are a jump. Where nothing queues here, because flow control is off, they are all at engines. A burst takes gateways
+# seconds to read, so one message is not compared with the one before it alone.
 _JUMP: Final = 8
 _TWICE: Final = 2
 
@@ -48,7 +50,7 @@ class GatewayDemand:
         self._feed = DemandFeed(lambda: self._gateways.objects, self._hear, clock=clock, rng=Random(), trusted=trusted)
         self._urgent: Urgent = _nobody
         self._wanted: Collection[str] | None = None
-        self._queued: dict[tuple[str, str], tuple[int, int]] = {}
+        self._unfinished: dict[tuple[str, str], tuple[int, int]] = {}
         self._last: tuple[tuple[str, ...], float, DemandView] | None = None
 
     async def run(self, urgent: Urgent) -> None:
@@ -94,14 +96,15 @@ class GatewayDemand:
                 self._urgent(name)
 
     def _jumps(self, place: tuple[str, str], server: ServerDemand) -> bool:
-        """Whether more wait at zero than the last time, or many more wait at all."""
-        now = server.at_zero, server.queued
+        """Whether more wait at zero than the last time, or many more wait or are in flight at all."""
+        now = server.at_zero, server.queued + sum(one.in_flight for one in server.engines.values())
         if now == (0, 0):
-            self._queued.pop(place, None)
+            self._unfinished.pop(place, None)
             return False
-        at_zero, queued = self._queued.get(place, (0, 0))
-        self._queued[place] = now
-        return now[0] > at_zero or now[1] >= max(queued + _JUMP, queued * _TWICE)
+        at_zero, unfinished = self._unfinished.get(place, (0, 0))
+        is_more = now[1] >= max(unfinished + _JUMP, unfinished * _TWICE)
+        self._unfinished[place] = now[0], now[1] if is_more else min(now[1], unfinished)
+        return now[0] > at_zero or is_more
 
 
 def by_pod(

@@ -161,7 +161,7 @@ async def test_faults_come_as_often_as_asked(engine: Engine) -> None:
 
     refused = await engine.http.post("/faults", json={"fault": "explode"})
     assert refused.status_code == 400
-    assert "refuse, stall, cut, unavailable, ill, drop-events and fail-loads" in refused.text
+    assert "refuse, stall, cut, unavailable, ill, ill-page, drop-events and fail-loads" in refused.text
 
 
 async def test_it_refuses_connections_for_a_while_and_comes_back(engine: Engine) -> None:

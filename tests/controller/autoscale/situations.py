@@ -85,11 +85,14 @@ def traffic_of(
     *,
     seconds: int = 600,
     now_s: float = NOW_S,
+    before: float = 0.0,
     ttft_s: float | None = None,
     tpot_s: float | None = None,
 ) -> Traffic:
-    """``rate``: requests a second, also as a function of the seconds before now (negative). Latencies: of all requests."""
-    arrivals, points = 0.0, []
+    """``rate``: requests a second, also as a function of the seconds before now (negative). ``before``: requests that had
+    come before. Latencies: of all requests.
+    """
+    arrivals, points = before, []
     for second in range(-seconds, 1):
         arrivals += rate if isinstance(rate, (int, float)) else rate(second)
         points.append(Point(now_s + second, _totals(arrivals, ttft_s, tpot_s)))

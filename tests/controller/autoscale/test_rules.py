@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from controller.autoscale.decide import decide
 from controller.autoscale.memory import Memory, decoded, encoded
-from controller.autoscale.situation import EngineReport, EngineState, Freshness, Metric, Waiting
+from controller.autoscale.situation import EngineReport, EngineState, Freshness, Metric, Speed, Waiting
 from controller.autoscale.traffic import Traffic
 from controller.resources.autoscaling import (
     AutoscalingPolicySpec,
@@ -24,7 +24,7 @@ from controller.resources.autoscaling import (
     Strategy,
 )
 from extproc.config.quantities import Duration
-from tests.controller.autoscale.situations import NOW_S, binding_of, situation_of, spec_of, target_of, traffic_of
+from tests.controller.autoscale.situations import NOW_S, SPEED, binding_of, situation_of, spec_of, target_of, traffic_of
 
 POLICY = AutoscalingPolicySpec()
 
@@ -44,7 +44,8 @@ class Stage:
         self.now_s += after_s
         target = self.fields["target"]
         traffic = self.fields["traffic"]
-        traffic = traffic if isinstance(traffic, Traffic) else traffic_of(traffic, now_s=self.now_s)
+        if not isinstance(traffic, Traffic):
+            traffic = traffic_of(traffic, now_s=self.now_s, before=traffic * (self.now_s - NOW_S))
         rest = {name: value for name, value in self.fields.items() if name not in {"target", "traffic", "metrics"}}
         situation = situation_of(target, traffic=traffic, now_s=self.now_s, **rest)
         situation = msgspec.structs.replace(situation, metrics=self.fields.get("metrics", {}))
@@ -210,6 +211,21 @@ def test_without_requests_for_long_enough_it_goes_to_zero() -> None:
 )
 def test_with_any_doubt_it_does_not(fields: dict[str, Any]) -> None:
     stage = zero_stage(**fields)
+    assert {stage.look(5.0)[0] for _ in range(90)} == {1}
+
+
+@pytest.mark.parametrize("speed", [SPEED, None])
+def test_a_few_requests_long_ago_and_unknown_speeds_do_not_keep_an_idle_replica(speed: Speed | None) -> None:
+    # a minute before the first look, and six before the last one
+    few = traffic_of(lambda second: 1.0 if second == -460 else 0.0, seconds=1000, now_s=NOW_S + 400)
+    stage = zero_stage(target=target_of(ready=1, spec=spec_of(least=0), speed=speed), traffic=few)
+    seen = [stage.look(5.0) for _ in range(62)]
+    assert [one[0] for one in seen[:59]] == [1] * 59
+    assert seen[-1] == (0, ["Idle"])
+
+
+def test_a_law_that_cannot_tell_keeps_an_idle_replica() -> None:
+    stage = zero_stage(traffic=Traffic())
     assert {stage.look(5.0)[0] for _ in range(90)} == {1}
 
 

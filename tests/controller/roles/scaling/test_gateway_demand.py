@@ -5,16 +5,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import msgspec
 import pytest
 
 from controller.autoscale.engine_signals import EngineSignal
 from controller.autoscale.situation import EngineReport
 from controller.cluster.informer import InformerTiming
 from controller.roles.scaling.gateway_demand import GatewayDemand, by_pod
-from extproc.config.demand import Demand, ServerDemand
+from extproc.config.demand import Demand, EngineDemand, ServerDemand
 
 if TYPE_CHECKING:
     from controller.cluster.client import Client
+
+
+def in_flight(*numbers: int) -> ServerDemand:
+    """A server whose engines have so many requests each."""
+    engines = {f"10.0.0.{one}:8000": EngineDemand(in_flight=number) for one, number in enumerate(numbers)}
+    return ServerDemand(engines=engines)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +33,15 @@ if TYPE_CHECKING:
         ([ServerDemand(queued=1, at_zero=1), ServerDemand(), ServerDemand(queued=1, at_zero=1)], [True, False, True]),
         ([ServerDemand(queued=3), ServerDemand(queued=7), ServerDemand(queued=20)], [False, False, True]),
         ([ServerDemand(queued=100), ServerDemand(queued=120)], [True, False]),
+        # without flow control all are at engines
+        ([in_flight(2, 3), in_flight(3, 3), in_flight(20, 20), in_flight(25, 25)], [False, False, True, False]),
+        # a burst that takes several messages to come, and one after a calm
+        (
+            [in_flight(20), in_flight(35), in_flight(45), in_flight(2), in_flight(9), in_flight(11)],
+            [True, False, True, False, False, True],
+        ),
+        ([in_flight(2, 3), in_flight(0, 0), in_flight(2, 3)], [False, False, False]),
+        ([ServerDemand(queued=4), msgspec.structs.replace(in_flight(4, 4), queued=4)], [False, True]),
     ],
 )
 async def test_only_what_is_new_rings(said: list[ServerDemand], rings: list[bool]) -> None:

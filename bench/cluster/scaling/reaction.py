@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast replicas are written: after overload, and after a request for a model without engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from bench.cluster.scaling.asking import Asking
+from bench.cluster.scaling.objects import Model
+from bench.cluster.scaling.site import PATIENCE_S, until
+from bench.cluster.scaling.watching import now_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bench.cluster.scaling.site import Site
+    from bench.cluster.scaling.watching import Replicas
+
+# An engine that computes some 2,000 tokens of prompts a second; a burst is minutes of work for it.
+_ENGINE: Final = ("--speed", "0.05")
+_BURST: Final = 150
+_WORDS: Final = 2000
+_CALM_PER_S: Final = 0.5
+_OBJECTIVE: Final = {"ttft": "4s", "tpot": "500ms"}
+_LATEST_S: Final = 40.0
+# Replicas that somebody else has set are honoured for so long, and the load forgotten.
+_POLICY: Final = {
+    "manualHold": "1s",
+    "drain": "0s",
+    "objective": _OBJECTIVE,
+    "behavior": {"scaleDown": {"stabilizationWindowSeconds": 3}},
+}
+_ALIKE: Final = 1
+_TURNS: Final = 6
+
+
+class Reaction(msgspec.Struct, frozen=True):
+    """``write_s``: from the first request to the event of the written replicas. ``replicas``: written."""
+
+    write_s: float
+    replicas: int
+
+
+async def overloads(
+    site: Site, trials: int, *, has_queue: bool = True, tell: Callable[[str], None] = lambda _: None
+) -> list[Reaction]:
+    """Calm, then a burst that is minutes of work for an engine, which leaves once replicas are written; then one replica
+    again. Several models take turns, so that each has time to calm down. ``has_queue``: whether extproc holds what engines
+    have no room for. Raises TimeoutError.
+    """
+    server = {"flowControl": {}} if has_queue else {}
+    name = "overload" if has_queue else "overload-plain"
+    models = [
+        Model(name=f"{name}-{number}", most=2, engine=_ENGINE, policy=_POLICY, server=server, target={"minReplicas": 1})
+        for number in range(min(_TURNS, trials))
+    ]
+    rng, found = random.Random(1), list[Reaction]()
+    async with contextlib.AsyncExitStack() as stack:
+        followed = await asyncio.gather(*(_calm(site, one, stack) for one in models))
+        for number, (model, replicas) in zip(range(trials), itertools.cycle(zip(models, followed, strict=True))):
+            # at any moment of the manager's period, and nothing is written of its own accord meanwhile
+            while True:
+                await _calmed(site, model, replicas)
+                await asyncio.sleep(rng.uniform(0, 5))
+                if replicas.now == 1:
+                    break
+            found.append(await _burst(site, model, replicas))
+            await site.set_replicas(model, 1)
+            tell(f"{name} {number}: {found[-1].write_s:.2f} s to {found[-1].replicas} replicas")
+    return found
+
+
+async def _calm(site: Site, model: Model, stack: contextlib.AsyncExitStack) -> Replicas:
+    """A model with a little load."""
+    replicas = await stack.enter_async_context(site.serving(model))
+    calm = await stack.enter_async_context(Asking(site.gateways[0].url, model.name))
+    steady = asyncio.create_task(calm.steadily(_CALM_PER_S, tokens=8, words=300))
+    stack.callback(steady.cancel)
+    return replicas
+
+
+async def _burst(site: Site, model: Model, replicas: Replicas) -> Reaction:
+    async with Asking(site.gateways[0].url, model.name) as asking:
+        began_s = now_s()
+        for _ in range(_BURST):
+            asking.ask(tokens=8, words=_WORDS)
+        try:
+            change = await replicas.until(lambda one: one > 1, timeout_s=_LATEST_S)
+        except TimeoutError:
+            raise TimeoutError(f"nothing is written: {await site.decision(model.name)}") from None
+        return Reaction(change.at_s - began_s, change.replicas)
+
+
+async def _calmed(site: Site, model: Model, replicas: Replicas) -> None:
+    """Until one replica is asked for, is there, and is what decisions say several times."""
+    if replicas.now > 1:
+        await site.set_replicas(model, 1)
+        await replicas.until(lambda one: one == 1, timeout_s=PATIENCE_S)
+    alike, last = 0, 0.0
+    began_s = now_s()
+
+    async def is_calm() -> bool:
+        nonlocal alike, last
+        if replicas.now > 1:
+            alike = 0
+            await site.set_replicas(model, 1)
+        decision = await site.decision(model.name)
+        if decision and decision["at_s"] != last:
+            last = decision["at_s"]
+            alike = alike + 1 if all(one["desired"] == 1 for one in decision["targets"]) else 0
+        return alike >= _ALIKE
+
+    await until(is_calm, f"{model.name} does not calm down since {began_s:.0f}")
+    await site.until_ready(model, 1)
+
+
+async def wakings(site: Site, trials: int, *, tell: Callable[[str], None] = lambda _: None) -> list[Reaction]:
+    """A request for a model without engines, whose client leaves once replicas are written; then none again. The engine
+    never starts, so trials are short.
+    """
+    name = "waking"
+    policy = {**_POLICY, "scaleToZero": {"idle": "1s"}}
+    server = {"activation": {}}
+    model = Model(name=name, replicas=0, start_s=3600, policy=policy, server=server)
+    rng, found = random.Random(2), list[Reaction]()
+    async with site.serving(model) as replicas:
+        for number in range(trials):
+            await _emptied(site, model, replicas)
+            await asyncio.sleep(rng.uniform(0, 6))
+            async with Asking(site.gateways[0].url, name) as asking:
+                began_s = now_s()
+                asking.ask()
+                change = await replicas.until(lambda one: one > 0, timeout_s=PATIENCE_S)
+            found.append(Reaction(change.at_s - began_s, change.replicas))
+            tell(f"{name} {number}: {found[-1].write_s * 1000:.0f} ms")
+    return found
+
+
+async def _emptied(site: Site, model: Model, replicas: Replicas) -> None:
+    async def is_empty() -> bool:
+        if replicas.now:
+            await site.set_replicas(model, 0)
+            await asyncio.sleep(0.5)
+            return False
+        decision = await site.decision(model.name)
+        return bool(decision) and all(one["desired"] == 0 for one in decision["targets"])
+
+    await until(is_empty, f"{model.name} has replicas still")
+    await site.until_ready(model, 0)
