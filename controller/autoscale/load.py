@@ -15,25 +15,26 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from controller.autoscale.traffic import Totals, Traffic
+from controller.autoscale.load_bins import BINS_PER_WINDOW, MOST_BINS, Bins, windows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from controller.autoscale.traffic import Totals, Traffic
 
 # Differences of fewer standard errors than this are noise: one in 370 by chance.
 _SIGMAS: Final = 3.0
 # Of the newer part of a window, before more counts than its mean.
 _RISE_SIGMAS: Final = 1.5
-_BINS_PER_WINDOW: Final = 3
 # Seconds in which a burst is looked for, and standard errors that make one: chance has many seconds to look like one.
 _BURSTS: Final = ((3.0, 5.0), (10.0, 4.0))
 # The newest part of a trend may be steeper or flatter than all of it by so many.
 _STILL_ON_LINE: Final = 2.0
-# Windows of 1, 2, 4, 8 and 16 times the shortest.
-_DOUBLINGS: Final = 4
 # Of the difference of two equal normal values: median absolute value over their standard deviation.
 _MEDIAN_OF_DIFFERENCE: Final = 0.9539
 # Tokens of requests vary about as much as they are large.
@@ -83,12 +84,12 @@ class Load(msgspec.Struct, frozen=True):
 def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
     """``window_s``: the shortest window. None without two points."""
     times = traffic.times
-    bins = _Bins.of(traffic, times, bin_s=window_s / _BINS_PER_WINDOW, now_s=now_s)
+    bins = Bins.of(traffic, times, bin_s=window_s / BINS_PER_WINDOW, now_s=now_s)
     if bins is None:
         return None
     if bins.is_still:
         # what is below comes to the same, by far more work: most ModelServers are idle most of the time
-        longest_s = min(len(bins.edges) - 1, _BINS_PER_WINDOW * 2**_DOUBLINGS) * bins.bin_s
+        longest_s = min(len(bins.edges) - 1, MOST_BINS) * bins.bin_s
         return Load(
             arrivals_per_s=0.0,
             seen_s=longest_s,
@@ -115,64 +116,6 @@ def load_of(traffic: Traffic, *, window_s: float, now_s: float) -> Load | None:
     )
 
 
-class _Bins(msgspec.Struct, frozen=True):
-    """``edges``: the sums at the ends of bins, the oldest first, one more than there are bins. ``is_still``: they are all
-    the same.
-    """
-
-    bin_s: float
-    edges: Sequence[Totals]
-    is_still: bool
-
-    @staticmethod
-    def of(traffic: Traffic, times: Sequence[float], *, bin_s: float, now_s: float) -> _Bins | None:
-        last = bisect_right(times, now_s) - 1
-        if last < 1:
-            return None
-        most, end_s = _BINS_PER_WINDOW * 2**_DOUBLINGS, times[last]
-        # a point more, as that before the first bin's begin counts
-        first = max(0, bisect_right(times, end_s - most * bin_s) - 1)
-        span_s = end_s - times[first]
-        if span_s <= 0:
-            return None
-        old, new = traffic.counters(first), traffic.counters(last)
-        # sums only grow
-        is_still = (old.arrivals, old.refused, old.finished) == (new.arrivals, new.refused, new.finished)
-        if span_s < bin_s:
-            return _Bins(span_s, (old, new), is_still)
-        count = min(most, int(span_s / bin_s + 1e-6))
-        if is_still:
-            return _Bins(bin_s, (old,) * (count + 1), is_still)
-        ends = (max(times[0], end_s - bin_s * (count - index)) for index in range(count + 1))
-        known: dict[int, Totals] = {}
-        return _Bins(bin_s, [_sums_at(traffic, times, end, bin_s, known) for end in ends], is_still)
-
-    def differences(self, value: Callable[[Totals], float]) -> list[float]:
-        values = [value(edge) for edge in self.edges]
-        return [new - old for old, new in itertools.pairwise(values)]
-
-
-def _sums_at(traffic: Traffic, times: Sequence[float], at_s: float, bin_s: float, known: dict[int, Totals]) -> Totals:
-    """Of the last point, or where points are further apart than bins, between two of them. ``known``: by index."""
-    index = bisect_right(times, at_s + 1e-6) - 1
-    if index not in known:
-        known[index] = traffic.counters(index)
-    old = known[index]
-    if index + 1 >= len(times) or times[index + 1] - times[index] <= bin_s:
-        return old
-    if index + 1 not in known:
-        known[index + 1] = traffic.counters(index + 1)
-    new, share = known[index + 1], (at_s - times[index]) / (times[index + 1] - times[index])
-    return Totals(
-        arrivals=old.arrivals + share * (new.arrivals - old.arrivals),
-        refused=old.refused + share * (new.refused - old.refused),
-        finished=old.finished + share * (new.finished - old.finished),
-        prompt_tokens=old.prompt_tokens + share * (new.prompt_tokens - old.prompt_tokens),
-        output_tokens=old.output_tokens + share * (new.output_tokens - old.output_tokens),
-        prefill_work=old.prefill_work + share * (new.prefill_work - old.prefill_work),
-    )
-
-
 def _dispersion(counts: Sequence[float]) -> float:
     """The variance of a bin's count over its mean; at least 1."""
     mean = sum(counts) / len(counts)
@@ -182,15 +125,9 @@ def _dispersion(counts: Sequence[float]) -> float:
     return max(1.0, typical * typical / mean)
 
 
-def _windows(bins: int) -> list[int]:
-    """Lengths in bins, the shortest first; the last one is what there is."""
-    lengths = [_BINS_PER_WINDOW * 2**power for power in range(_DOUBLINGS + 1)]
-    return [length for length in lengths if length < bins] + [bins] if bins < lengths[-1] else lengths
-
-
 def _settled_bins(counts: Sequence[float], dispersion: float) -> int:
     """How many of the newest bins count: see the module."""
-    lengths = _windows(len(counts))
+    lengths = windows(len(counts))
     means = [sum(counts[-length:]) / length for length in lengths]
     chosen = 0
     for longer in range(1, len(lengths)):
@@ -208,7 +145,7 @@ def _risen(counts: Sequence[float], dispersion: float, bin_s: float, rate: float
     Too few replicas cost more than too many, so a rise need not be proven: what is left of it counts at once.
     """
     found = None
-    for length in _windows(len(counts))[:-1]:
+    for length in windows(len(counts))[:-1]:
         mean = sum(counts[-length:]) / length
         least = (mean - _RISE_SIGMAS * math.sqrt(dispersion * max(0.0, mean) / length)) / bin_s
         if least > (found or (rate,))[0]:
@@ -290,7 +227,7 @@ def _admitted(sums: Totals) -> float:
     return sums.arrivals - sums.refused
 
 
-def _per_request(bins: _Bins, arrivals: Sequence[float]) -> PerRequest | None:
+def _per_request(bins: Bins, arrivals: Sequence[float]) -> PerRequest | None:
     """Over the longest window that agrees with the shorter ones; prefill is known at arrival, the rest at the end."""
     finished = bins.differences(lambda sums: sums.finished)
     if sum(finished) <= 0:
@@ -306,7 +243,7 @@ def _per_request(bins: _Bins, arrivals: Sequence[float]) -> PerRequest | None:
 def _mean(tokens: Sequence[float], requests_in: Sequence[float], fewest_bins: int = 1) -> float:
     seen: list[tuple[float, float]] = []
     mean = 0.0
-    for length in _windows(len(requests_in)):
+    for length in windows(len(requests_in)):
         if length < min(fewest_bins, len(requests_in)):
             continue
         requests = sum(requests_in[-length:])

@@ -30,11 +30,18 @@ Unknown speeds: the law then asks for ``_IN_FLIGHT`` requests for each replica, 
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.autoscale.latency import (
+    ANSWERED_S,
+    LEAST_CORRECTION,
+    MOST_CORRECTION,
+    crowd,
+    measured_correction,
+    worst_latency,
+)
 from controller.autoscale.law import Recommendation
 from controller.autoscale.load import Load, load_of
 from controller.autoscale.queueing import (
@@ -43,7 +50,6 @@ from controller.autoscale.queueing import (
     replicas_for_cache,
     replicas_for_tpot,
     replicas_for_ttft,
-    utilization_for_tpot,
 )
 from controller.autoscale.situation import EngineState, Situation, Speed
 from controller.autoscale.speeds import work_of
@@ -56,26 +62,15 @@ _UTILIZATION: Final = 0.8
 _MOST_LEAD_S: Final = 600.0
 _SCALE_IN_ROOM: Final = 1.1
 _IN_FLIGHT: Final = 32
-_LEAST_CORRECTION: Final = 0.5
-_MOST_CORRECTION: Final = 2.0
-# Only from this share of the objective on can measured TPOT call for more than the model does.
-_NEAR_OBJECTIVE: Final = 0.8
 # Corrections that are worth telling.
 _TOLD: Final = 0.005
 # In which the correction follows what is measured.
 _FOLLOWING_S: Final = 60.0
-# Measured steps that are hardly slower than idle ones say little about how busy an engine is.
-_LEAST_BUSY: Final = 0.1
 # The correction grows by so much of itself in a second for each multiple of the objective. It halves its distance from 1
 # in an hour: what the model does not know of an engine stays so, and each trial of less makes replicas come and go.
 _GROWTH_PER_S: Final = 1 / 240
 _HALVING_S: Final = 3600.0
-_MOST_CROWD: Final = 1.5
-_LATENCY_WINDOW_S: Final = 60.0
-# Answers that end in the window began before it.
-_ANSWERED_S: Final = 90.0
 _SETTLED_S: Final = 180.0
-_FEWEST_ANSWERS: Final = 20
 
 
 class WorkMemory(msgspec.Struct, frozen=True):
@@ -126,13 +121,13 @@ class WorkLaw(msgspec.Struct, frozen=True):
         rate = load.arrivals_in(lead_s) if self.parameters.trend else load.arrivals_per_s
         now = self._carried(load.arrivals_per_s, work, speed, situation.objective)
         need = self._carried(rate, work, speed, situation.objective) if rate > load.arrivals_per_s else now
-        measured = _measured(situation, _peak(situation, memory)[0], work, speed)
+        measured = measured_correction(situation, _peak(situation, memory)[0], work, speed)
         correction, memory = self._corrected(situation, now, measured, memory)
         left_s = _backlog_left(situation, load.arrivals_per_s * work.total_s, work, speed, lead_s)
         drain_s = max(self.parameters.drain_budget, lead_s / 2)
         for_backlog = rate * work.total_s + left_s / drain_s if left_s > 0 else 0.0
-        crowd = _crowd(situation, load, work)
-        carried = need.replicas * correction * crowd
+        crowded = crowd(situation, load, work)
+        carried = need.replicas * correction * crowded
         wanted = max(carried, for_backlog)
         reason = _reason(need, load, rate, wanted, for_backlog > carried, correction)
         if wanted < situation.current:
@@ -148,7 +143,7 @@ class WorkLaw(msgspec.Struct, frozen=True):
             "replicas_for_backlog": for_backlog,
             "backlog_left_s": left_s,
             "correction": correction,
-            "crowd": crowd,
+            "crowd": crowded,
         }
         return Recommendation(self.name, wanted, reason, inputs), memory
 
@@ -189,14 +184,14 @@ class WorkLaw(msgspec.Struct, frozen=True):
         since_s = (before.enough_since_s if before.enough_since_s is not None else now_s) if is_enough else None
         correction = 1 + (before.correction - 1) * 0.5 ** (elapsed_s / _HALVING_S)
         if self.parameters.guard:
-            worst = _worst_latency(situation) or 0.0
+            worst = worst_latency(situation) or 0.0
             # what arrived before there were enough is late, and ends late
             is_settled = since_s is not None and now_s - max(since_s, steady_since_s) > _SETTLED_S
             if worst > 1 and is_settled and is_calm:
                 correction = before.correction * (1 + min(1.0, worst - 1) * elapsed_s * _GROWTH_PER_S)
             elif measured is not None and worst <= 1 and not situation.waiting.requests:
                 correction = before.correction + (measured - before.correction) * min(1.0, elapsed_s / _FOLLOWING_S)
-        correction = min(_MOST_CORRECTION, max(_LEAST_CORRECTION, correction))
+        correction = min(MOST_CORRECTION, max(LEAST_CORRECTION, correction))
         peak, peak_at_s = _peak(situation, memory)
         return correction, WorkMemory(
             at_s=now_s,
@@ -248,58 +243,12 @@ def _backlog_left(situation: Situation, busy: float, work: RequestWork, speed: S
     return backlog
 
 
-def _crowd(situation: Situation, load: Load, work: RequestWork) -> float:
-    """In flight over what would be at the objective, by Little's law, within bounds: engines that are slower than
-    expected, or load that has risen since it was measured, show here first.
-    """
-    objective = situation.objective
-    if objective is None or objective.tpot is None or load.arrivals_per_s <= 0 or work.output_tokens <= 0:
-        return 1.0
-    in_flight = sum(one.report.in_flight for one in situation.engines if one.report is not None)
-    allowed = load.arrivals_per_s * work.output_tokens * objective.tpot
-    spare = 2 * math.sqrt(max(1.0, allowed))
-    return min(_MOST_CROWD, max(1.0, (in_flight + situation.waiting.requests - spare) / allowed))
-
-
 def _peak(situation: Situation, memory: WorkMemory | None) -> tuple[float, float]:
     """The most replicas that were ready in the time of the measured answers, and when."""
     ready, now_s = situation.units(EngineState.READY), situation.now_s
-    if memory is None or ready >= memory.peak or now_s - memory.peak_at_s > _ANSWERED_S:
+    if memory is None or ready >= memory.peak or now_s - memory.peak_at_s > ANSWERED_S:
         return ready, now_s
     return memory.peak, memory.peak_at_s
-
-
-def _measured(situation: Situation, ready: float, work: RequestWork, speed: Speed) -> float | None:
-    """How much more work measured TPOT shows than the model expects; None if it shows nothing. ``ready``: replicas of
-    the time in which the requests were answered that are measured.
-    """
-    objective = situation.objective
-    rates = situation.traffic.rates(_ANSWERED_S, situation.now_s)
-    if objective is None or objective.tpot is None or work.decode_s <= 0 or rates is None or rates.arrivals <= 0:
-        return None
-    _, tpot_s = situation.traffic.latencies_s(objective.percentile, _LATENCY_WINDOW_S, situation.now_s)
-    if tpot_s is None:
-        return None
-    limits = {"step_s": speed.step_s, "tpot_s": float(objective.tpot)}
-    expected = replicas_for_tpot(rates.arrivals, work, percent=objective.percentile, **limits) * utilization_for_tpot(
-        **limits
-    )
-    busy = ready * max(_LEAST_BUSY, 1 - speed.step_s / tpot_s)
-    # far below the objective the idle step's error would count more than what is measured
-    most = _MOST_CORRECTION if tpot_s > _NEAR_OBJECTIVE * objective.tpot else 1.0
-    return min(most, max(_LEAST_CORRECTION, busy / expected))
-
-
-def _worst_latency(situation: Situation) -> float | None:
-    """The larger of TTFT and TPOT, each over its objective; None with few answers, or without an objective."""
-    objective = situation.objective
-    rates = situation.traffic.rates(_LATENCY_WINDOW_S, situation.now_s)
-    if objective is None or rates is None or rates.finished * rates.window_s < _FEWEST_ANSWERS:
-        return None
-    ttft_s, tpot_s = situation.traffic.latencies_s(objective.percentile, _LATENCY_WINDOW_S, situation.now_s)
-    pairs = ((ttft_s, objective.ttft), (tpot_s, objective.tpot))
-    shares = [value / limit for value, limit in pairs if value is not None and limit]
-    return max(shares) if shares else None
 
 
 def _reason(need: _Need, load: Load, rate: float, wanted: float, is_backlog: bool, correction: float) -> str:
