@@ -61,14 +61,14 @@ async def scaled_in(site: Site, kind: str, *, streams: int = 18) -> Left:
     async with site.serving(model) as replicas, Asking(site.gateways[0].url, name) as asking:
         began_s = now_s()
         for _ in range(streams):
-            asking.ask(tokens=round(rng.uniform(10, 30) * _TOKENS_PER_S))
+            _ = asking.ask(tokens=round(rng.uniform(10, 30) * _TOKENS_PER_S))
             await asyncio.sleep(0.05)
         await site.obey(model)
         little = asyncio.create_task(asking.steadily(1.0, tokens=_TOKENS_PER_S))
         last = replicas.now
         async with asyncio.timeout(PATIENCE_S):
             while replicas.now > 1:
-                await replicas.until(lambda one, last=last: one != last, timeout_s=PATIENCE_S)
+                await replicas.until(last.__ne__, timeout_s=PATIENCE_S)
                 under_way.append(asking.open)
                 last = replicas.now
         took_s = now_s() - began_s

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import random
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -17,7 +17,7 @@ from bench.cluster.scaling.site import PATIENCE_S, until
 from bench.cluster.scaling.watching import now_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from bench.cluster.scaling.site import Site
     from bench.cluster.scaling.watching import Replicas
@@ -54,7 +54,7 @@ async def overloads(
     again. Several models take turns, so that each has time to calm down. ``has_queue``: whether extproc holds what engines
     have no room for. Raises TimeoutError.
     """
-    server = {"flowControl": {}} if has_queue else {}
+    server: Mapping[str, Any] = {"flowControl": {}} if has_queue else {}
     name = "overload" if has_queue else "overload-plain"
     models = [
         Model(name=f"{name}-{number}", most=2, engine=_ENGINE, policy=_POLICY, server=server, target={"minReplicas": 1})
@@ -89,7 +89,7 @@ async def _burst(site: Site, model: Model, replicas: Replicas) -> Reaction:
     async with Asking(site.gateways[0].url, model.name) as asking:
         began_s = now_s()
         for _ in range(_BURST):
-            asking.ask(tokens=8, words=_WORDS)
+            _ = asking.ask(tokens=8, words=_WORDS)
         try:
             change = await replicas.until(lambda one: one > 1, timeout_s=_LATEST_S)
         except TimeoutError:
@@ -126,7 +126,7 @@ async def wakings(site: Site, trials: int, *, tell: Callable[[str], None] = lamb
     """
     name = "waking"
     policy = {**_POLICY, "scaleToZero": {"idle": "1s"}}
-    server = {"activation": {}}
+    server: Mapping[str, Any] = {"activation": {}}
     model = Model(name=name, replicas=0, start_s=3600, policy=policy, server=server)
     rng, found = random.Random(2), list[Reaction]()
     async with site.serving(model) as replicas:
@@ -135,7 +135,7 @@ async def wakings(site: Site, trials: int, *, tell: Callable[[str], None] = lamb
             await asyncio.sleep(rng.uniform(0, 6))
             async with Asking(site.gateways[0].url, name) as asking:
                 began_s = now_s()
-                asking.ask()
+                _ = asking.ask()
                 change = await replicas.until(lambda one: one > 0, timeout_s=PATIENCE_S)
             found.append(Reaction(change.at_s - began_s, change.replicas))
             tell(f"{name} {number}: {found[-1].write_s * 1000:.0f} ms")
