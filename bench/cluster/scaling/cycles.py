@@ -50,8 +50,6 @@ async def cycled(
         "scaleToZero": {"idle": f"{_IDLE_S:g}s"},
         "period": "1s",
         "drain": "20s",
-        # a leader that ends between two writes leaves replicas that its successor takes for somebody else's
-        "manualHold": "5s",
         "behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}},
     }
     model = Model(name=name, kind=kind, replicas=0, most=1, policy=policy, server={"activation": {"holdTimeout": "4m"}})

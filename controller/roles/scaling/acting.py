@@ -49,7 +49,11 @@ class Actor:
             del self._wrote[place]
             return found
         return msgspec.structs.replace(
-            found, replicas=wrote.replicas, scaled_to=wrote.replicas, is_ours=True, version=wrote.version
+            found,
+            replicas=wrote.replicas,
+            scaled_to=frozenset({wrote.replicas}),
+            is_ours=True,
+            version=wrote.version,
         )
 
     def forget(self, places: Sequence[Place]) -> None:
@@ -64,12 +68,16 @@ class Actor:
     async def scale(self, place: Place, found: Scalable, replicas: int) -> None:
         """Write the replicas of a target, if it still is what was decided about: others' writes of anything else do not
         matter. Raises DecideAgain otherwise.
+
+        What is intended is written first: a leader that ends in between leaves a number that its successor knows.
         """
         namespace, name = split_key(found.key)
         version = found.version
         for _ in range(3):
-            patch = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
             try:
+                intended = {SCALED_TO: f"{replicas} from {found.replicas}"}
+                version = await self._patch(found, intended, version)
+                patch = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
                 written = await self.client.merge_patch(found.resource, name, namespace, patch, subresource="scale")
                 break
             except NotFound as error:
@@ -106,15 +114,18 @@ class Actor:
             raise DecideAgain(f"{found.key} is gone") from error
 
     async def _annotate(self, found: Scalable, annotations: dict[str, str], version: str = "") -> str:
-        """The version of the object after that."""
+        """The version of the object after that. Raises DecideAgain."""
+        try:
+            return await self._patch(found, annotations, version)
+        except (NotFound, Conflict) as error:
+            raise DecideAgain(f"{found.key} has changed") from error
+
+    async def _patch(self, found: Scalable, annotations: dict[str, str], version: str) -> str:
         namespace, name = split_key(found.key)
         metadata: dict[str, object] = {"uid": found.uid, "annotations": annotations}
         if version:
             metadata["resourceVersion"] = version
-        try:
-            written = await self.client.merge_patch(found.resource, name, namespace, {"metadata": metadata})
-        except (NotFound, Conflict) as error:
-            raise DecideAgain(f"{found.key} has changed") from error
+        written = await self.client.merge_patch(found.resource, name, namespace, {"metadata": metadata})
         self._counted(found.resource.kind, "claim")
         return str(written["metadata"]["resourceVersion"])
 

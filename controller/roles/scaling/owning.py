@@ -120,8 +120,8 @@ def _misuses(autoscaler: Object) -> bool:
 
 def is_changed(found: Scalable, mine: Claim) -> bool:
     """Whether somebody else has changed the replicas since we took the target over, or last wrote them."""
-    known = found.scaled_by == mine.text and found.scaled_to is not None
-    return known and found.replicas != found.scaled_to and not found.is_ours
+    is_known = found.scaled_by == mine.text and bool(found.scaled_to)
+    return is_known and found.replicas not in found.scaled_to and not found.is_ours
 
 
 def hold_of(found: Scalable, mine: Claim, noticed_at_s: float, hold_s: float, now_s: float) -> Hold | None:

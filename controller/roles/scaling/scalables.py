@@ -22,8 +22,8 @@ _LWS: Final = "leaderworkerset.sigs.k8s.io/"
 class Scalable(msgspec.Struct, frozen=True, kw_only=True):
     """``replicas``: that were asked for. ``selector``: labels of its pods; empty if they cannot be told by labels alone.
     ``template``: labels that the pods get which requests are sent to; ``roles``: the same by role of a ModelInfer.
-    ``scaled_by`` and ``scaled_to``: our annotations. ``is_ours``: the replicas were
-    last written by us. ``writer`` and ``written_at_s``: who else wrote them last, and when; empty and 0 if nobody is
+    ``scaled_by`` and ``scaled_to``: our annotations; ``scaled_to`` has two numbers while we change one into the other.
+    ``is_ours``: the replicas were last written by us. ``writer`` and ``written_at_s``: who else wrote them last, and when; empty and 0 if nobody is
     known. ``is_going``: it is being deleted.
     """
 
@@ -36,7 +36,7 @@ class Scalable(msgspec.Struct, frozen=True, kw_only=True):
     template: Mapping[str, str]
     roles: Mapping[str, Mapping[str, str]] = {}
     scaled_by: str = ""
-    scaled_to: int | None = None
+    scaled_to: frozenset[int] = frozenset()
     is_ours: bool = False
     writer: str = ""
     written_at_s: float = 0.0
@@ -96,7 +96,7 @@ def scalable_of(kind: ScalableKind, thing: Object) -> Scalable:
         template=template,
         roles=_roles(thing) if kind.resource == MODEL_INFERS else {},
         scaled_by=annotations.get(SCALED_BY, ""),
-        scaled_to=_number(annotations.get(SCALED_TO)),
+        scaled_to=_numbers(annotations.get(SCALED_TO)),
         is_ours=is_ours,
         writer=writer,
         written_at_s=written_at_s,
@@ -119,8 +119,10 @@ def _writers(managed: Any) -> tuple[bool, str, float]:  # noqa: ANN401 - JSON
     return is_ours, writer, at_s
 
 
-def _number(text: object) -> int | None:
-    return int(text) if isinstance(text, str) and text.isdecimal() else None
+def _numbers(text: object) -> frozenset[int]:
+    """``3``, or ``3 from 1``. Empty for what nobody of us has written."""
+    parts = text.split(" from ") if isinstance(text, str) else []
+    return frozenset(map(int, parts)) if all(one.isdecimal() for one in parts) else frozenset()
 
 
 def _by_selector(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:

@@ -40,7 +40,7 @@ def deployment(replicas: int, *, writer: str = "", annotations: dict[str, str] |
     return scalable_of(kind, thing)
 
 
-def ours(to: int) -> dict[str, str]:
+def ours(to: object) -> dict[str, str]:
     return {SCALED_BY: MINE.text, SCALED_TO: str(to)}
 
 
@@ -67,6 +67,10 @@ def test_a_mark_of_a_binding_that_is_gone_keeps_nobody_off() -> None:
         (7, SCALER, ours(3), False),  # ours, and the annotation was not written any more
         (7, "kubectl", {}, False),  # as it was when we came
         (7, "", ours(3), True),  # a server that does not say who
+        (7, "", ours("7 from 3"), False),  # a leader that ended after it wrote the replicas
+        (3, "", ours("7 from 3"), False),  # and one that ended before
+        (5, "kubectl", ours("7 from 3"), True),
+        (5, "kubectl", ours("many"), False),  # somebody wrote into our annotation
     ],
 )
 def test_what_somebody_else_wrote_is_held(
