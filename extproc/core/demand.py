@@ -229,7 +229,7 @@ def _counts(
 
 def _engines(pool: Pool, server: ServerMeter | None, now: float) -> dict[str, EngineDemand]:
     """All that are configured, and those that have left and still answer."""
-    table, cost = pool.table, pool.caches.answer_cost
+    table, cost = pool.table, pool.caches.decode_speed
     flights = {} if server is None else server.in_flight
     stages = pool.stages()
     prefill, decode = ([], []) if stages is None else (stages[0].tolist(), stages[1].tolist())

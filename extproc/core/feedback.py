@@ -207,7 +207,9 @@ def _learn_rate(run: Run, outcome: Outcome) -> None:
         record_latency(pool.table, assignment.endpoint.row, ttft_s=outcome.ttfb_s, tpot_s=tpot_s)
         if tpot_s is not None and assignment.in_flight_tokens:
             now_there = float(pool.table.in_flight_tokens[assignment.endpoint.row]) + assignment.tokens
-            pool.caches.answer_cost.learn(tokens=(assignment.in_flight_tokens + now_there) / 2, tpot_s=tpot_s)
+            tokens = (assignment.in_flight_tokens + now_there) / 2
+            pool.caches.answer_cost.learn(tokens=tokens, tpot_s=tpot_s)
+            pool.caches.decode_speed.learn(tokens=tokens, tpot_s=tpot_s)
 
 
 def _learn_prefix(run: Run, outcome: Outcome) -> None:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from extproc.endpoints.answer_cost import AnswerCost
+from extproc.endpoints.decode_speed import DecodeSpeed
 from extproc.endpoints.prompt_cost import PromptCost
 from extproc.prefix.hashing import COVERED_UNITS, FIRST_BLOCK_BYTES, hash_blocks
 from extproc.prefix.index import Match, PrefixIndex
@@ -84,6 +85,7 @@ class CacheEstimator:
         self.ratio_samples = 0
         self.prompt_cost = PromptCost()
         self.answer_cost = AnswerCost()
+        self.decode_speed = DecodeSpeed()
         # initial guess: the mean is 343 in Mooncake's conversations, 211 in Azure's, 28 in Azure's code completions
         self.output_tokens = 200.0
         self.index = self._new_index(FIRST_BLOCK_BYTES)

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from extproc.endpoints.answer_cost import AnswerCost
+from extproc.endpoints.decode_speed import DecodeSpeed
 from extproc.endpoints.prompt_cost import INITIAL_ATTENTION, PromptCost
 
 
@@ -44,8 +45,11 @@ def test_first_tokens_that_mostly_waited_for_others_teach_nothing() -> None:
     assert cost.attention == INITIAL_ATTENTION
 
 
-def test_the_cost_of_decoding_is_found_among_steps_that_computed_prompts() -> None:
-    cost, rng = AnswerCost(), random.Random(0)
+@pytest.mark.parametrize("kind", [AnswerCost, DecodeSpeed])
+def test_the_cost_of_decoding_is_found_among_steps_that_computed_prompts(
+    kind: type[AnswerCost | DecodeSpeed],
+) -> None:
+    cost, rng = kind(), random.Random(0)
     for _ in range(1500):
         tokens = rng.uniform(2_000, 400_000)
         tpot_s = (0.017 + 5e-8 * tokens) * rng.uniform(0.97, 1.03)
@@ -57,10 +61,10 @@ def test_the_cost_of_decoding_is_found_among_steps_that_computed_prompts() -> No
 
 
 @pytest.mark.parametrize(("step_s", "step_s_per_token"), [(0.026, 3e-7), (0.0075, 8e-8), (0.002, 2e-8)])
-def test_the_cost_of_decoding_is_known_after_a_hundred_answers_however_slow_the_engine(
+def test_the_speed_of_decoding_is_known_after_a_hundred_answers_however_slow_the_engine(
     step_s: float, step_s_per_token: float
 ) -> None:
-    cost, rng = AnswerCost(), random.Random(0)
+    cost, rng = DecodeSpeed(), random.Random(0)
     assert not cost.is_learned
     for _ in range(100):
         tokens = rng.uniform(2_000, 30_000)
