@@ -63,6 +63,9 @@ class World:
         self.is_asking = True
         self.running: list[tuple[Grant, Taken]] = []
         self.taken: list[Taken] = []
+        # of the last answer that was read, and grants that are in a level that was read later, but were never told
+        self.read_at_s = 0.0
+        self.untold = 0
 
     def ask(self, amount: float) -> None:
         """Ask the store, or, after a failure, grant alone."""
@@ -110,6 +113,7 @@ class World:
         is_late = one.settles is None and not one.is_awaited and not one.is_payment
         if not is_late and one.level is not None:
             self.memory.answered("k", one.stated, one.level, store_at_s=one.store_at_s, now=self.now)
+            self.read_at_s = max(self.read_at_s, one.store_at_s)
         if isinstance(one.found, Grant) and one.is_awaited:
             # the limit counts from when the store granted it, and its bucket has filled since
             self._take(one.found, one.charge, one.store_at_s)
@@ -131,6 +135,7 @@ class World:
         if is_empty:
             self.store.forget()
         lost = self.sent
+        self.untold += sum(isinstance(one.found, Grant) and one.store_at_s < self.read_at_s for one in lost)
         self.time_out()
         self.sent = []
         for one in lost:
@@ -242,15 +247,17 @@ def test_no_window_sees_more_than_rate_and_burst(events: list[tuple[str, float, 
 
 
 @settings(max_examples=examples(1500), deadline=None)
+@example(events=[*[("ask", 0.0, 0)] * 2, *[("arrive", 0.0, 0)] * 2, ("answer", 0.0, 1), ("lose", 0.0, 0)])
 @given(events=EVENTS)
 def test_requests_are_granted_as_often_as_the_limit_says_and_not_less(events: list[tuple[str, float, int]]) -> None:
     world = play(events, rate=1e-9, amount=2.0)
     drain(world, amount=2.0)
     granted = sum(one.used for one in world.taken)
     assert granted <= CAPACITY
-    # what the store granted, and could not tell before the connection broke, is gone if the store was not
+    # What the store granted, and could not tell before the connection broke, is gone if the store was not; and if it was,
+    # where a later answer overtook the one that was lost: its level was without that grant already.
     if "crash" not in {event for event, *_ in events}:
-        assert granted == CAPACITY
+        assert granted >= CAPACITY - 2.0 * world.untold
 
 
 def steps(*names: str) -> list[tuple[str, float, int]]:
