@@ -80,6 +80,7 @@ class Site(msgspec.Struct, frozen=True):
         try:
             async with replicas_of(self.client, model.resource, model.name, self.namespace) as replicas:
                 await self.until_decided(model.name)
+                await asyncio.gather(*(self._until_listed(one, model.name) for one in self.gateways))
                 if model.replicas:
                     await self.until_ready(model, model.replicas)
                     await asyncio.gather(*(self._until_answered(one, model.name) for one in self.gateways))
@@ -140,6 +141,20 @@ class Site(msgspec.Struct, frozen=True):
     async def kill_manager(self) -> None:
         """It is killed and started again."""
         await self.processes.restart(_MANAGER, signal.SIGKILL)
+
+    async def _until_listed(self, gateway: Gateway, model: str) -> None:
+        """Until a gateway knows the model, whether or not there is an engine."""
+
+        async def is_listed() -> bool:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with (
+                    aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http,
+                    http.get(f"{gateway.url}/v1/models") as answer,
+                ):
+                    return answer.status == 200 and any(one["id"] == model for one in (await answer.json())["data"])
+            return False
+
+        await until(is_listed, f"{gateway.url} does not know {model}")
 
     async def _until_answered(self, gateway: Gateway, name: str) -> None:
         async with Asking(gateway.url, name) as asking:
