@@ -24,17 +24,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final
 
 import msgspec
 
+from controller.autoscale.behavior import DEFAULT_TOLERANCE
 from controller.autoscale.law import Recommendation
 from controller.autoscale.laws.reading import is_whole
 from controller.autoscale.metrics import gateway_metric
 from controller.autoscale.situation import EngineState, Metric, Situation
 from controller.resources.autoscaling import MetricTarget
-
-DEFAULT_TOLERANCE: Final = 0.1
 
 
 class Tolerance(msgspec.Struct, frozen=True):
