@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from operator import sub
+from operator import add, sub
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
-from controller.autoscale.history import MOST_COUNTED, Sums
+from controller.autoscale.history import MOST_COUNTED, NONE_OF_TPOT, NONE_OF_TTFT, Sums
 from extproc.config.demand import EngineDemand, ServerDemand
 
 if TYPE_CHECKING:
@@ -38,13 +38,12 @@ class Heard(msgspec.Struct):
         before, self.server = self.server, said
         if before is not None and (before.counted, before.ttft, before.tpot) == (said.counted, said.ttft, said.tpot):
             return None
-        highest, more = self.highest, Sums()
-        for at, value in enumerate(_counters(said)):
-            if value > highest.counters[at]:
-                more.counters[at], highest.counters[at] = value - highest.counters[at], value
-        more.ttft = _rise(highest.ttft, said.ttft)
-        more.tpot = _rise(highest.tpot, said.tpot)
-        return more
+        highest, counters = self.highest, _counters(said)
+        return Sums(
+            _grown(highest.counters, counters),
+            NONE_OF_TTFT if before is not None and before.ttft == said.ttft else _rise(highest.ttft, said.ttft),
+            NONE_OF_TPOT if before is not None and before.tpot == said.tpot else _rise(highest.tpot, said.tpot),
+        )
 
 
 def cleaned(said: ServerDemand) -> ServerDemand:
@@ -128,9 +127,25 @@ def _counters(said: ServerDemand) -> list[float]:
             one.output_tokens,
             one.prefill_work,
         )
-        for at, value in enumerate(values):
-            found[at] += bounded(value)
+        # what is no number makes the sum none
+        if not (min(values) >= 0 and sum(values) <= MOST):
+            values = tuple(map(bounded, values))
+        found = list(map(add, found, values))
     return found
+
+
+def _grown(highest: list[float], said: list[float]) -> list[float]:
+    """By how much the counters have grown; ``highest`` grows with them."""
+    more = list(map(sub, said, highest))
+    if min(more) >= 0:
+        highest[:] = said
+        return more
+    for at, value in enumerate(more):
+        if value > 0:
+            highest[at] = said[at]
+        else:
+            more[at] = 0.0
+    return more
 
 
 def _rise(highest: list[int], said: tuple[int, ...]) -> list[int]:

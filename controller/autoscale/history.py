@@ -30,6 +30,9 @@ MOST_COUNTED: Final = 2**32 - 1
 
 TTFT_BUCKETS: Final = len(TTFT_BOUNDS_S) + 1
 TPOT_BUCKETS: Final = len(TPOT_BOUNDS_S) + 1
+# Nothing was counted. They are the same objects each time, and must not be changed.
+NONE_OF_TTFT: Final = [0] * TTFT_BUCKETS
+NONE_OF_TPOT: Final = [0] * TPOT_BUCKETS
 
 # the counters, then of both histograms: the first bucket that is not empty, and how many there are from there on
 _HEAD: Final = Struct("<7d4B")
@@ -46,7 +49,10 @@ class Sums(msgspec.Struct):
 
     def add(self, more: Sums, share: float = 1.0) -> None:
         """Add ``share`` of ``more``."""
-        self.counters = [one + share * other for one, other in zip(self.counters, more.counters, strict=True)]
+        if share == 1.0:
+            self.counters = list(map(add, self.counters, more.counters))
+        else:
+            self.counters = [one + share * other for one, other in zip(self.counters, more.counters, strict=True)]
         self.ttft = _added(self.ttft, more.ttft, share)
         self.tpot = _added(self.tpot, more.tpot, share)
 
@@ -188,7 +194,7 @@ def _with(packed: bytes, more: Sums, share: float) -> bytes:
 
 
 def _added(counts: list[int], more: list[int], share: float) -> list[int]:
-    if not any(more):
+    if more is NONE_OF_TTFT or more is NONE_OF_TPOT or not any(more):
         return counts
     parts = more if share == 1.0 else [int(share * one) for one in more]
     found = list(map(add, counts, parts))

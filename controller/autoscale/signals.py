@@ -99,16 +99,18 @@ class Signals:
         if found is None:
             return
         process, before_s = found
-        for name, server in self._servers.items():
-            if self._may_speak(gateway, name):
-                heard, page = process.servers.get(name), said.servers.get(name)
-                if page is not None:
-                    is_new = heard is not None or before_s >= server.since_s
-                    if heard is None:
-                        heard = process.servers[name] = Heard()
-                    _count(server, heard, page, is_new=is_new, since_s=before_s, now=received_at_s)
-                elif heard is not None:
-                    heard.server = None
+        for name, page in said.servers.items():
+            server = self._servers.get(name)
+            if server is None or not self._may_speak(gateway, name):
+                continue
+            heard = process.servers.get(name)
+            is_new = heard is not None or before_s >= server.since_s
+            if heard is None:
+                heard = process.servers[name] = Heard()
+            _count(server, heard, page, is_new=is_new, since_s=before_s, now=received_at_s)
+        for name, heard in process.servers.items():
+            if name not in said.servers:
+                heard.server = None
 
     def tick(self, now: float) -> None:
         """Write the sums down. Once a second; called more often, it does nothing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from functools import cached_property
 
 import msgspec
 
@@ -65,7 +66,7 @@ class Speed(msgspec.Struct, frozen=True, gc=False):
     is_measured: bool = False
 
 
-class Target(msgspec.Struct, frozen=True):
+class Target(msgspec.Struct, frozen=True, dict=True):
     """One target of a binding. ``spec``: as it is written. ``current``: replicas that were asked for last; None if the
     object is not there. ``speed``: of its replicas; None if nothing is known. ``capacity``: work that one replica does,
     in replicas of the binding's first target. ``start_s``: how long a replica takes from its creation to its first
@@ -92,7 +93,17 @@ class Target(msgspec.Struct, frozen=True):
 
     def having(self, *states: EngineState) -> tuple[Engine, ...]:
         """Its engines in these states."""
+        if len(states) == 1:
+            return self._by_state.get(states[0], ())
         return tuple(one for one in self.engines if one.state in states)
+
+    @cached_property
+    def _by_state(self) -> Mapping[EngineState, tuple[Engine, ...]]:
+        """Asked for many times in a decision; kept beside the fields, so it is no part of what is compared or copied."""
+        found: dict[EngineState, tuple[Engine, ...]] = {}
+        for one in self.engines:
+            found[one.state] = (*found.get(one.state, ()), one)
+        return found
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -134,8 +145,8 @@ class Metric(msgspec.Struct, frozen=True):
     is_lower_bound: bool = False
 
 
-class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage of a binding (prefill, decode, or both in one) at one instant.
+class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One stage of a binding (prefill, decode, or both in one) at one instant. What follows from its fields is made once.
 
     ``targets``: in the order of the binding, with the same stage. ``traffic``: of the stage's ModelServers.
     ``objective``: latencies to keep. ``metrics``: by the names in the policy.
@@ -149,26 +160,33 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Mapping[str, Metric] = {}
     objective: LatencyObjective | None = None
 
-    @property
+    @cached_property
     def engines(self) -> tuple[Engine, ...]:
         """Of all targets."""
-        return tuple(engine for target in self.targets for engine in target.engines)
+        return tuple([engine for target in self.targets for engine in target.engines])
 
-    @property
+    @cached_property
     def ready(self) -> tuple[Engine, ...]:
         """Engines that serve."""
-        return tuple(one for one in self.engines if one.state is EngineState.READY)
+        return tuple([one for one in self.engines if one.state is EngineState.READY])
 
-    @property
+    @cached_property
     def starting(self) -> tuple[Engine, ...]:
         """Engines that will serve."""
-        return tuple(one for one in self.engines if one.state is EngineState.STARTING)
+        return tuple([one for one in self.engines if one.state is EngineState.STARTING])
 
-    @property
+    @cached_property
     def current(self) -> float:
         """What was asked for last, in replicas of the first target."""
-        return sum((one.current or 0) * one.capacity for one in self.targets)
+        return sum([(one.current or 0) * one.capacity for one in self.targets])
 
     def units(self, state: EngineState) -> float:
         """Engines in this state, in replicas of the first target."""
-        return sum(len(one.having(state)) * one.capacity for one in self.targets)
+        known = self._units.get(state)
+        if known is None:
+            known = self._units[state] = sum([len(one.having(state)) * one.capacity for one in self.targets])
+        return known
+
+    @cached_property
+    def _units(self) -> dict[EngineState, float]:
+        return {}
