@@ -118,7 +118,7 @@ def _counters(said: ServerDemand) -> list[float]:
     """Of all models, in the order of ``Totals``."""
     found = [0.0] * 7
     for one in _first(said.counted, MOST_MODELS).values():
-        values = (
+        values: tuple[float, ...] = (
             one.arrivals,
             one.refused,
             one.finished,

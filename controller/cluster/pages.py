@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 import msgspec
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 
 from controller.cluster.demand_relay import DemandRelay
+from controller.cluster.exposition import page_of
 from controller.cluster.loads import read_loads
 from extproc.config.demand import DEMAND_PATH
 from extproc.config.loads import LOADS_PATH
@@ -48,7 +49,7 @@ async def pages(
 
     async def metrics(_: web.Request) -> web.Response:
         # thousands of series take longer than anybody should wait for the loop
-        text = await asyncio.to_thread(generate_latest, registry)
+        text = await asyncio.to_thread(page_of, registry)
         return web.Response(body=text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def healthy(_: web.Request) -> web.Response:

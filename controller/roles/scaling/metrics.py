@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from controller.autoscale.decision import StageDecision
+from controller.cluster.exposition import Family, labels_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # llm-d's labels, and the kind: a Deployment and a StatefulSet may have one name.
 _TARGET: Final = ("variant_name", "namespace", "accelerator_type", "model_name", "variant_kind")
 _STAGE: Final = ("namespace", "binding", "stage")
+_BINDING: Final = ("namespace", "binding")
 
 
 class TargetSeries(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,73 +92,69 @@ class ScalingMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Called in the thread of a scrape."""
         bindings = self._series()
-        targets = [(one, each) for one in bindings for each in one.targets]
-        yield from _of_targets([each for _, each in targets])
+        yield from _of_targets(bindings)
         yield from _of_bindings(bindings)
-        total = CounterMetricFamily("wva_replica_scaling", "Writes of replicas", labels=_TARGET)
-        for _, one in targets:
-            total.add_metric(one.labels, float(one.scalings))
-        yield total
-        decided = GaugeMetricFamily("wva_last_scaling_decision_timestamp", "When it was last decided", labels=_TARGET)
-        saturation = GaugeMetricFamily("wva_saturation_level", "Mean saturation of the engines, 0 to 1", labels=_TARGET)
-        for binding, one in targets:
-            decided.add_metric(one.labels, binding.at_s)
-            if binding.saturation is not None:
-                saturation.add_metric(one.labels, binding.saturation)
-        yield decided
-        yield saturation
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: what is collected depends on the bindings."""
         return iter(())
 
 
-def _of_targets(targets: list[TargetSeries]) -> Iterator[Metric]:
-    def family(name: str, said: str, value: Callable[[TargetSeries], float]) -> Metric:
-        made = GaugeMetricFamily(name, said, labels=_TARGET)
-        for one in targets:
-            made.add_metric(one.labels, value(one))
-        return made
+def _of_targets(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
+    targets = [(labels_of(_TARGET, one.labels), binding, one) for binding in bindings for one in binding.targets]
+
+    def family(name: str, said: str, value: Callable[[TargetSeries], float], kind: str = "gauge") -> Metric:
+        return Family(name, said, kind, [(labels, value(one)) for labels, _, one in targets])
 
     yield family("wva_desired_replicas", "Replicas that it should have", lambda one: one.desired)
     yield family("wva_current_replicas", "Replicas that it has", lambda one: one.current)
     yield family(
         "wva_desired_ratio",
         "Desired over current replicas; the desired ones where there are none",
-        lambda one: one.desired / one.current if one.current else float(one.desired),
+        lambda one: one.desired / one.current if one.current else one.desired,
     )
     yield family("attache_scaling_ready_replicas", "Replicas that serve", lambda one: one.ready)
     yield family("attache_scaling_pending_replicas", "Replicas that start", lambda one: one.pending)
-    yield family("attache_scaling_blocked", "1 while no more replicas can be had", lambda one: float(one.blocked))
-    yield family("attache_scaling_held", "1 while what was decided is not written", lambda one: float(one.held))
+    yield family("attache_scaling_blocked", "1 while no more replicas can be had", lambda one: one.blocked)
+    yield family("attache_scaling_held", "1 while what was decided is not written", lambda one: one.held)
     yield family("attache_scaling_cost_rate", "Cost of the current replicas in an hour", lambda one: one.cost)
+    yield family("wva_replica_scaling", "Writes of replicas", lambda one: one.scalings, "counter")
+    decided = [(labels, binding.at_s) for labels, binding, _ in targets]
+    yield Family("wva_last_scaling_decision_timestamp", "When it was last decided", "gauge", decided)
+    saturation = [(labels, one.saturation) for labels, one, _ in targets if one.saturation is not None]
+    yield Family("wva_saturation_level", "Mean saturation of the engines, 0 to 1", "gauge", saturation)
 
 
 def _of_bindings(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
-    by_law = GaugeMetricFamily(
-        "attache_scaling_law_replicas", "What a law asks for, in replicas of the first target", labels=(*_STAGE, "law")
-    )
-    need = GaugeMetricFamily("attache_scaling_need_replicas", "What the laws ask for together", labels=_STAGE)
-    kept = GaugeMetricFamily(
-        "attache_scaling_kept_replicas",
-        "By how much a rule has changed what the laws ask for",
-        labels=(*_STAGE, "rule"),
-    )
-    age = GaugeMetricFamily(
-        "attache_scaling_data_age_seconds", "Age of the oldest data", labels=("namespace", "binding")
-    )
-    for binding in bindings:
-        for stage in binding.stages:
-            labels = (binding.namespace, binding.name, stage.stage)
-            for one in stage.recommendations:
-                if one.replicas is not None:
-                    by_law.add_metric((*labels, one.law), one.replicas)
-            if stage.combined is not None:
-                need.add_metric(labels, stage.combined)
-            changes: dict[str, float] = {}
-            for step in stage.steps:
-                changes[step.rule] = changes.get(step.rule, 0.0) + step.after - step.before
-            for rule, change in changes.items():
-                kept.add_metric((*labels, rule), change)
-        age.add_metric((binding.namespace, binding.name), binding.age_s)
-    yield from (by_law, need, kept, age)
+    stages = [
+        ((one.namespace, one.name, stage.stage), stage, labels_of(_STAGE, (one.namespace, one.name, stage.stage)))
+        for one in bindings
+        for stage in one.stages
+    ]
+    by_law = [
+        (labels_of((*_STAGE, "law"), (*values, one.law)), one.replicas)
+        for values, stage, _ in stages
+        for one in stage.recommendations
+        if one.replicas is not None
+    ]
+    need = [(labels, stage.combined) for _, stage, labels in stages if stage.combined is not None]
+    kept = [
+        (labels_of((*_STAGE, "rule"), (*values, rule)), change)
+        for values, stage, _ in stages
+        for rule, change in _changes(stage).items()
+    ]
+    age = [(labels_of(_BINDING, (one.namespace, one.name)), one.age_s) for one in bindings]
+    said = "What a law asks for, in replicas of the first target"
+    yield Family("attache_scaling_law_replicas", said, "gauge", by_law)
+    yield Family("attache_scaling_need_replicas", "What the laws ask for together", "gauge", need)
+    said = "By how much a rule has changed what the laws ask for"
+    yield Family("attache_scaling_kept_replicas", said, "gauge", kept)
+    yield Family("attache_scaling_data_age_seconds", "Age of the oldest data", "gauge", age)
+
+
+def _changes(stage: StageDecision) -> dict[str, float]:
+    """By rule."""
+    found: dict[str, float] = {}
+    for step in stage.steps:
+        found[step.rule] = found.get(step.rule, 0.0) + step.after - step.before
+    return found

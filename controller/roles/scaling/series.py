@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from controller.autoscale.decision import StageDecision
-    from controller.autoscale.situation import Engine, Situation, Target
+    from controller.autoscale.situation import Situation, Target
     from controller.roles.scaling.bindings import BindingView
+    from controller.roles.scaling.deciding import Step
     from controller.roles.scaling.resolving import Resolved
     from controller.roles.scaling.telling import Looked
 
@@ -59,7 +60,9 @@ class Series:
         return [self._binding(view, looked) for view, looked in list(self._looked.values())]
 
     def _binding(self, view: BindingView, looked: Looked) -> BindingSeries:
-        situated = {one.name: one for each in looked.situations for one in each.targets}
+        situated = {one.spec.name: one for each in looked.situations for one in each.targets}
+        steps = {one.target.spec.name: one for one in looked.steps}
+        written = {one.name: one.after for one in looked.scaled}
         return BindingSeries(
             namespace=view.namespace,
             name=view.key.partition("/")[2],
@@ -67,26 +70,27 @@ class Series:
             age_s=max((one.freshness.age_s for one in looked.situations), default=0.0),
             saturation=saturation(looked.situations),
             targets=tuple(
-                self._target(view, one, situated.get(one.spec.name), looked)
+                self._target(
+                    view.key, one, situated.get(one.spec.name), steps.get(one.spec.name), written.get(one.spec.name)
+                )
                 for one in looked.resolved
                 if one.found is not None
             ),
             stages=self._stages.get(view.key, ()),
         )
 
-    def _target(self, view: BindingView, one: Resolved, target: Target | None, looked: Looked) -> TargetSeries:
-        place = (view.key, one.spec.name)
-        step = next((each for each in looked.steps if each.target.spec.name == one.spec.name), None)
-        written = next((each.after for each in looked.scaled if each.name == one.spec.name), None)
+    def _target(
+        self, key: str, one: Resolved, target: Target | None, step: Step | None, written: int | None
+    ) -> TargetSeries:
+        place = (key, one.spec.name)
         current = written if written is not None else one.found.replicas if one.found is not None else 0
         desired = self._desired.get(place, current)
-        engines = target.engines if target is not None else ()
         return TargetSeries(
             labels=(one.place[3], one.place[0], one.spec.accelerator or "", self._model_of(one.server), one.place[2]),
             current=current,
             desired=desired,
-            ready=_count(engines, EngineState.READY),
-            pending=_count(engines, EngineState.STARTING) + _count(engines, EngineState.UNSCHEDULABLE),
+            ready=_count(target, EngineState.READY),
+            pending=_count(target, EngineState.STARTING) + _count(target, EngineState.UNSCHEDULABLE),
             blocked=target is not None and bool(target.blocked),
             held=step is not None and bool(step.held) and desired != current,
             cost=one.spec.cost * current,
@@ -94,8 +98,8 @@ class Series:
         )
 
 
-def _count(engines: Sequence[Engine], state: EngineState) -> int:
-    return sum(one.state is state for one in engines)
+def _count(target: Target | None, state: EngineState) -> int:
+    return 0 if target is None else len(target.having(state))
 
 
 def saturation(situations: Sequence[Situation]) -> float | None:

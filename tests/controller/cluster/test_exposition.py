@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of many series are what prometheus_client would write."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.registry import Collector
+
+from controller.cluster.exposition import Family, labels_of, page_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client.core import Metric
+
+NAMES = ("variant_name", "namespace")
+VALUES = [
+    0,
+    1,
+    True,
+    0.1,
+    -2.5,
+    1e-9,
+    123456.75,
+    999999.5,
+    1e6,
+    1.7e9,
+    1763811600.123,
+    3e20,
+    float("inf"),
+    float("nan"),
+]
+
+
+class Families(Collector):
+    def collect(self) -> Iterator[Metric]:
+        rows = [(labels_of(NAMES, (f"b{at}", "default")), value) for at, value in enumerate(VALUES)]
+        rows.append((labels_of(NAMES, ('a "b" \\ \n ü', "")), 1.0))
+        yield Family("some_gauge", "What \\ it is\nand more", "gauge", rows)
+        yield Family("some_writes", "Writes", "counter", rows)
+        yield Family("none", "Without series", "gauge", [])
+
+
+def test_the_page_is_what_the_client_library_writes() -> None:
+    registry = CollectorRegistry()
+    Counter("before", "One", ("by",), registry=registry).labels("x").inc()
+    registry.register(Families())
+    Histogram("after_seconds", "Another", registry=registry).observe(0.2)
+    page = page_of(registry)
+    assert page == generate_latest(registry)
+    assert page.count(b"\n") > len(VALUES) * 2
+
+
+@pytest.mark.parametrize(("name", "value"), [("some_gauge", 0.1), ("some_writes_total", 0.1)])
+def test_who_knows_no_families_finds_samples(name: str, value: float) -> None:
+    registry = CollectorRegistry()
+    registry.register(Families())
+    assert registry.get_sample_value(name, {"variant_name": "b3", "namespace": "default"}) == value
