@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
@@ -58,7 +59,10 @@ class Followed:
         self._known: dict[str, BindingView] = {}
         self._claims: dict[str, str] = {}
         self._others_scale: Mapping[Place, str] | None = None
-        # grows with each change of a ModelServer, of what a binding asks for, and of what other autoscalers scale
+        # what ModelServers say, by key, and those with a selector by its namespace and first label
+        self._served: dict[str, tuple[object, ...]] = {}
+        self._selectors: dict[tuple[str, str, str], list[tuple[str, Mapping[str, str]]]] | None = None
+        # grows with each change of what a ModelServer says, of what a binding asks for, and of what other autoscalers scale
         self.servers_version = 0
         self.owners_version = 0
         self._scalables_version = 0
@@ -66,7 +70,7 @@ class Followed:
         self._policies.subscribe(lambda key: self._tell(self._by_policy.get(key, ())))
         self._servers.subscribe(self._server_changed)
         for one in self._others:
-            one.subscribe(self._other_changed)
+            one.subscribe(self._other_changed(one))
         for resource, informer in self._scalables.items():
             informer.subscribe(self._scalable_changed(resource))
 
@@ -140,10 +144,20 @@ class Followed:
         """The HorizontalPodAutoscaler that scales it by our metric, but takes that for a ratio; empty if none does."""
         return misused_by(self._others[0].objects.values()).get(place, "") if self.scaler_of(place) else ""
 
-    def servers_in(self, namespace: str) -> list[tuple[str, Mapping[str, str]]]:
-        """Keys and selectors of ModelServers, by key."""
-        found = [(key, one["selector"]) for key, one in self._servers.objects.items() if one["selector"]]
-        return sorted((key, selector) for key, selector in found if key.partition("/")[0] == namespace)
+    def servers_selecting(self, namespace: str, labels: Mapping[str, str]) -> list[tuple[str, Mapping[str, str]]]:
+        """Keys and selectors of ModelServers that select pods with these labels."""
+        if self._selectors is None:
+            self._selectors = defaultdict(list)
+            for key, one in self._servers.objects.items():
+                # a pod that is selected has each label of the selector: one of them is enough to find it by
+                for label in itertools.islice(one["selector"].items(), 1):
+                    self._selectors[(key.partition("/")[0], *label)].append((key, one["selector"]))
+        return [
+            (key, selector)
+            for label in labels.items()
+            for key, selector in self._selectors.get((namespace, *label), ())
+            if selector.items() <= labels.items()
+        ]
 
     def model_of(self, server: str) -> str:
         """The model that a ModelServer says to serve; its key if it says none, empty if there is none."""
@@ -177,12 +191,26 @@ class Followed:
             self.pods.want({one.namespace for one in self._known.values()})
             self._tell([key, *(other for place in now.places for other in self._by_place[place])] if now else [key])
 
-    def _server_changed(self, _: str) -> None:
-        self.servers_version += 1
+    def _server_changed(self, key: str) -> None:
+        found = self._servers.get(key)
+        now = None if found is None else (found["selector"], found["model"], found["port"])
+        # most changes are of statuses, and a resync changes nothing
+        if _is_new(self._served, key, now):
+            self._selectors = None
+            self.servers_version += 1
 
-    def _other_changed(self, _: str) -> None:
-        self._others_scale = None
-        self.owners_version += 1
+    def _other_changed(self, informer: Informer) -> Callable[[str], None]:
+        said: dict[str, tuple[object, ...]] = {}
+
+        def changed(key: str) -> None:
+            found = informer.get(key)
+            now = None if found is None else (found["ref"], found["misuses"])
+            # most changes are of statuses
+            if _is_new(said, key, now):
+                self._others_scale = None
+                self.owners_version += 1
+
+        return changed
 
     def _scalable_changed(self, resource: Resource) -> Callable[[str], None]:
         informer, said = self._scalables[resource], dict[str, tuple[object, ...]]()
@@ -209,6 +237,17 @@ class Followed:
     def _tell(self, keys: Iterable[str]) -> None:
         for key in set(keys):
             self._changed(key)
+
+
+def _is_new(said: dict[str, tuple[object, ...]], key: str, now: tuple[object, ...] | None) -> bool:
+    """Whether an object says something else than before; ``now``: None if it is gone. ``said`` has it then."""
+    if said.get(key) == now:
+        return False
+    if now is None:
+        del said[key]
+    else:
+        said[key] = now
+    return True
 
 
 def _asks(view: BindingView | None) -> tuple[object, ...] | None:

@@ -162,8 +162,8 @@ class Resolver:
         templates = [one for one in (found.template, *found.roles.values()) if one]
         fitting = [
             (-len(selector), key)
-            for key, selector in self._followed.servers_in(namespace)
-            if any(selector.items() <= one.items() for one in templates)
+            for template in templates
+            for key, selector in self._followed.servers_selecting(namespace, template)
         ]
         return min(fitting)[1] if fitting else ""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections import defaultdict
 from random import Random
@@ -118,6 +119,7 @@ class Scaling:
             tasks.create_task(self._followed.run(), name="what scaling follows")
             tasks.create_task(_awaited(self._demand.run(self._urgent)), name="demand")
             await self._followed.synced()
+            _spare_the_collector()
             self._is_begun = True
             # spread over a period, as later looks come a period after the one before
             for key in self._followed.bindings():
@@ -158,6 +160,15 @@ class Scaling:
             self._servers.pop(key, None)
         self._users = defaultdict(set, {server: keys for server, keys in self._users.items() if keys})
         self._demand.follow(self._users.keys())
+
+
+def _spare_the_collector() -> None:
+    """Objects of informers are hundreds of thousands, live long and make no cycles, so the collector need not scan them
+    again and again: with 5,000 targets that took a fifth of the time of the process.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 async def _awaited(demand: object) -> None:
