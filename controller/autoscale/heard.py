@@ -36,6 +36,8 @@ class Heard(msgspec.Struct):
     def take(self, said: ServerDemand) -> Sums | None:
         """Remember it; returns what it has counted since the last time, None if nothing."""
         before, self.server = self.server, said
+        if before is said:
+            return None
         if before is not None and (before.counted, before.ttft, before.tpot) == (said.counted, said.ttft, said.tpot):
             return None
         highest, counters = self.highest, _counters(said)

@@ -15,7 +15,7 @@ import msgspec
 from controller.cluster.backoff import Backoff
 from controller.cluster.loads import teller
 from controller.cluster.resources import split_key
-from extproc.config.demand import DEMAND_PATH, Demand
+from extproc.config.demand import DEMAND_PATH, Demand, completed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Mapping
@@ -39,6 +39,8 @@ _LONGEST_WAIT_S: Final = 5.0
 _MOST_OWN: Final = 32
 # Without news of pods; a safety net.
 _LOOK_AGAIN_S: Final = 30.0
+# Processes of a pod that a stream tells of.
+_MOST_SLOTS: Final = 64
 _DECODER: Final = msgspec.json.Decoder(Demand)
 
 
@@ -50,16 +52,15 @@ class BadStream(Exception):
 BROKEN: Final = (TimeoutError, aiohttp.ClientError, OSError, BadStream)
 
 
-async def messages(
-    http: aiohttp.ClientSession, address: str, longest: int = _LONGEST_LINE
-) -> AsyncGenerator[tuple[Demand, bytes]]:
-    """What is said at ``address`` (``ip:port``): each message, also as it was written, without the end of the line.
+async def messages(http: aiohttp.ClientSession, address: str, longest: int = _LONGEST_LINE) -> AsyncGenerator[Demand]:
+    """What is said at ``address`` (``ip:port``). Lines may name changed servers alone; messages name all, and those of
+    which nothing new was said are the same objects as in the message before.
 
     ``longest``: bytes that a line may have.
 
     Raises TimeoutError, ClientError or BadStream when it ends, breaks, or says nothing for a while.
     """
-    url = f"http://{address}{DEMAND_PATH}?watch"
+    url = f"http://{address}{DEMAND_PATH}?watch=changes"
     timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_S)
     async with asyncio.timeout(IDLE_S):
         # nothing small that becomes large
@@ -68,14 +69,28 @@ async def messages(
         if answer.status != HTTPStatus.OK or answer.headers.get("Content-Encoding", "identity") != "identity":
             raise BadStream(f"the answer is {answer.status} {answer.reason}, or compressed")
         rest = bytearray()
+        told: dict[str, Demand] = {}
         while True:
             async with asyncio.timeout(IDLE_S):
                 line = await _line(answer.content, rest, longest)
-            try:
-                message = _DECODER.decode(line)
-            except ValueError as error:  # the decoder's error is one
-                raise BadStream(f"a line is no message: {error}") from None
-            yield message, line
+            yield _message(line, told)
+
+
+def _message(line: bytes, told: dict[str, Demand]) -> Demand:
+    """``told``: the last message of each slot."""
+    try:
+        said = _DECODER.decode(line)
+    except ValueError as error:  # the decoder's error is one
+        raise BadStream(f"a line is no message: {error}") from None
+    whole = completed(said, told.get(said.slot))
+    if whole is None:
+        raise BadStream("a line does not go on from the one before")
+    # that a process does not answer says nothing of its servers
+    if whole.instance:
+        if whole.slot not in told and len(told) >= _MOST_SLOTS:
+            raise BadStream(f"it tells of more than {_MOST_SLOTS} processes")
+        told[whole.slot] = whole
+    return whole
 
 
 async def _line(content: aiohttp.StreamReader, rest: bytearray, longest: int) -> bytes:
@@ -164,7 +179,7 @@ class DemandFeed:
         while True:
             try:
                 async with contextlib.aclosing(messages(http, address, longest)) as stream:
-                    async for message, _ in stream:
+                    async for message in stream:
                         if not has_spoken:
                             log.info("gateway %s says again what its clients ask for", key)
                         has_spoken = True

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from controller.cluster.demand import BROKEN, FIRST_WAIT_S, IDLE_S, messages
-from extproc.config.demand import Demand
+from extproc.config.demand import Demand, changed_since
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection
@@ -29,11 +28,14 @@ class DemandRelay:
         """``addresses``: where the processes have their pages."""
         self._http = http
         self._addresses = addresses
-        self._latest: dict[str, bytes] = {}
+        self._latest: dict[str, Demand] = {}
         self._news = asyncio.Event()
 
-    async def lines(self) -> AsyncGenerator[bytes]:
-        """As they come; of a process that does not answer, once a second that it does not."""
+    async def lines(self, *, changes: bool = False) -> AsyncGenerator[bytes]:
+        """As they come; of a process that does not answer, once a second that it does not. ``changes``: without servers of
+        which nothing new is to be told.
+        """
+        told: dict[str, Demand] = {}
         following = [asyncio.create_task(self._follow(one), name=f"demand of {one}") for one in self._addresses]
         loop = asyncio.get_running_loop()
         said_at_s = dict.fromkeys(self._addresses, loop.time())
@@ -44,12 +46,14 @@ class DemandRelay:
                 self._news.clear()
                 latest, self._latest, now = self._latest, {}, loop.time()
                 for address in self._addresses:
-                    line = latest.get(address)
-                    if line is None and now - said_at_s[address] >= IDLE_S / 2:
-                        line = _silent(address)
-                    if line is not None:
+                    said = latest.get(address)
+                    if said is not None:
+                        before, told[address] = told.get(address), said
                         said_at_s[address] = now
-                        yield line
+                        yield _line(changed_since(said, before) if changes and before is not None else said)
+                    elif now - said_at_s[address] >= IDLE_S / 2:
+                        said_at_s[address] = now
+                        yield _line(_silent(address))
         finally:
             for task in following:
                 task.cancel()
@@ -62,25 +66,29 @@ class DemandRelay:
     async def _first(self, address: str) -> bytes:
         with contextlib.suppress(*BROKEN):
             async with contextlib.aclosing(messages(self._http, address)) as stream:
-                async for _, line in stream:
-                    return _with_slot(address, line)
-        return _silent(address)
+                async for said in stream:
+                    return _line(_with_slot(address, said))
+        return _line(_silent(address))
 
     async def _follow(self, address: str) -> None:
         while True:
             with contextlib.suppress(*BROKEN):
                 async with contextlib.aclosing(messages(self._http, address)) as stream:
-                    async for _, line in stream:
-                        self._latest[address] = _with_slot(address, line)
+                    async for said in stream:
+                        self._latest[address] = _with_slot(address, said)
                         self._news.set()
             # on the same machine: it is asked often
             await asyncio.sleep(FIRST_WAIT_S)
 
 
-def _with_slot(slot: str, line: bytes) -> bytes:
+def _with_slot(slot: str, said: Demand) -> Demand:
     """A message that names no slot, with one."""
-    return b'{"slot":%s,%s\n' % (json.dumps(slot).encode(), line.lstrip()[1:])
+    return msgspec.structs.replace(said, slot=slot)
 
 
-def _silent(slot: str) -> bytes:
-    return msgspec.json.encode(Demand("", 0, 0.0, slot=slot)) + b"\n"
+def _silent(slot: str) -> Demand:
+    return Demand("", 0, 0.0, slot=slot)
+
+
+def _line(said: Demand) -> bytes:
+    return msgspec.json.encode(said) + b"\n"

@@ -20,7 +20,7 @@ from extproc.config.loads import LOADS_PATH
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
     from aiohttp.typedefs import Middleware
 
@@ -99,7 +99,8 @@ class _DemandPage:
                 return web.Response(body=await relay.once(), content_type="application/x-ndjson")
             answer = web.StreamResponse(headers={"content-type": "application/x-ndjson"})
             await answer.prepare(request)
-            stream = asyncio.create_task(_write(answer, relay), name="demand for a follower")
+            lines = relay.lines(changes=request.query["watch"] == "changes")
+            stream = asyncio.create_task(_write(answer, lines), name="demand for a follower")
             self._streams.add(stream)
             try:
                 await asyncio.wait([stream])
@@ -115,9 +116,9 @@ class _DemandPage:
             stream.cancel()
 
 
-async def _write(answer: web.StreamResponse, relay: DemandRelay) -> None:
-    """Lines until the follower has gone or does not read them."""
-    async with contextlib.aclosing(relay.lines()) as lines:
+async def _write(answer: web.StreamResponse, lines: AsyncGenerator[bytes]) -> None:
+    """Until the follower has gone or does not read them."""
+    async with contextlib.aclosing(lines):
         async for line in lines:
             try:
                 async with asyncio.timeout(_SLOWEST_S):

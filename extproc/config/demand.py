@@ -2,7 +2,8 @@
 """What clients ask of an extproc and what it knows of its engines, on the wire: the page /demand, for autoscalers.
 
 A page is one JSON object. With ``?watch`` it is a stream of them, a line each: one a second, and one at once when a
-request begins to wait for a ModelServer without engines.
+request begins to wait for a ModelServer without engines. With ``?watch=changes`` lines after the first leave out
+ModelServers of which nothing new is to be told.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Demand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """What one process knows. ``instance``: its name, another one after each start. ``sequence``: grows with each
     message. ``age_s``: since the process began. ``servers``: by ``namespace/name``. ``slot``: which of its pod's processes
     it is, the same after each start; empty where there is one. With an empty ``instance``, the pod says that the process
-    in this slot does not answer.
+    in this slot does not answer. ``since``: the number of the message that this one goes on from: ModelServers that it
+    does not name are as they were there; 0: it names all of them.
     """
 
     instance: str
@@ -87,6 +89,26 @@ class Demand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     age_s: float
     servers: dict[str, ServerDemand] = msgspec.field(default_factory=dict)
     slot: str = ""
+    since: int = 0
+
+
+def changed_since(now: Demand, before: Demand) -> Demand:
+    """What to tell whom ``before`` was told last: servers that are other objects there, or all if others are named."""
+    if now.instance != before.instance or now.servers.keys() != before.servers.keys():
+        return now
+    changed = {name: one for name, one in now.servers.items() if one is not before.servers[name]}
+    return Demand(now.instance, now.sequence, now.age_s, changed, now.slot, before.sequence)
+
+
+def completed(said: Demand, before: Demand | None) -> Demand | None:
+    """The whole of a message that may name changed servers alone; None if it does not go on from ``before``."""
+    if not said.since:
+        return said
+    if before is None or (before.instance, before.sequence) != (said.instance, said.since):
+        return None
+    if not said.servers.keys() <= before.servers.keys():
+        return None
+    return Demand(said.instance, said.sequence, said.age_s, {**before.servers, **said.servers}, said.slot)
 
 
 def bucket_of(value_s: float, bounds: tuple[float, ...]) -> int:

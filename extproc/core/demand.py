@@ -80,13 +80,35 @@ class DemandMeter:
         self._sequence += 1
         return Demand(self._instance, self._sequence, age_s, servers)
 
+    def names(self, pools: Mapping[str, Pool]) -> list[str]:
+        """Of the servers that a page tells of: those with a pool, and those that have left and still work."""
+        return [*pools, *(name for name, one in self._servers.items() if name not in pools and one.is_busy)]
+
     def servers(self, pools: Mapping[str, Pool], now: float) -> Iterator[tuple[str, ServerDemand]]:
-        """One after the other; requests may come and go in between."""
-        for name, pool in list(pools.items()):
-            yield name, _server_demand(pool, self._servers.get(name), now)
-        for name, server in list(self._servers.items()):
-            if name not in pools and (server.in_flight or server.waiting):
-                yield name, _counts(server, {address: _flight(one) for address, one in server.in_flight.items()}, now)
+        """All of them."""
+        for name in self.names(pools):
+            found = self.server(pools, name, now)
+            if found is not None:
+                yield name, found
+
+    def server(self, pools: Mapping[str, Pool], name: str, now: float) -> ServerDemand | None:
+        """One of them; None if it has left by now."""
+        pool, server = pools.get(name), self._servers.get(name)
+        if pool is not None:
+            return _server_demand(pool, server, now)
+        if server is None or not server.is_busy:
+            return None
+        return _counts(server, {address: _flight(one) for address, one in server.in_flight.items()}, now)
+
+    def quiet_mark(self, pools: Mapping[str, Pool], name: str) -> object | None:
+        """While it stays the same, this process has done nothing for a server; None while it does something."""
+        pool, server = pools.get(name), self._servers.get(name)
+        if pool is None or (server is not None and server.is_busy):
+            return None
+        counted = (
+            0 if server is None else sum(one.arrivals + one.refused + one.finished for one in server.models.values())
+        )
+        return counted, pool.spec, len(pool.table.active_rows)
 
     def _meter_of(self, arrival: Arrival) -> ModelMeter:
         pool, model = arrival.pool, arrival.destination.model

@@ -37,6 +37,11 @@ class ServerMeter(msgspec.Struct):
     waiting_tokens: float = 0.0
     in_flight: dict[str, InFlight] = {}
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests wait here or are at engines."""
+        return bool(self.in_flight or self.waiting)
+
     def begin_wait(self, ticket: str, wait: Wait) -> None:
         """The request waits, or waits for something else than before."""
         known = self.waiting.get(ticket)

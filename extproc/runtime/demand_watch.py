@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.config.demand import changed_since
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
-    from extproc.config.demand import ServerDemand
+    from extproc.config.demand import Demand, ServerDemand
     from extproc.core.core import Core
 
 # Who follows: the manager, the one before it that has not hung up, and people.
@@ -20,6 +22,9 @@ MOST_WATCHERS: Final = 8
 _EVERY_S: Final = 1.0
 # Clients can make requests wait and leave as often as they like; a line of many servers takes milliseconds.
 _SHORTEST_PAUSE_S: Final = 0.05
+# A server at which this process has nothing to do is looked at so often: until then, all that changes is the age of
+# what its engines reported.
+_QUIET_S: Final = 5.0
 # Requests get their turn after so many servers: each takes some 20 µs.
 _AT_ONCE: Final = 16
 
@@ -33,6 +38,8 @@ class DemandWatch:
         self._began_at_s = clock()
         self._missed = 0
         self._watchers: set[asyncio.Event] = set()
+        # of servers that had nothing to do: by name, when they were looked at, by what that is known, and what was said
+        self._quiet: dict[str, tuple[float, object, ServerDemand]] = {}
         self._is_closed = False
 
     @property
@@ -42,13 +49,34 @@ class DemandWatch:
 
     async def line(self) -> bytes:
         """All that is known now, as JSON."""
+        return _line(await self._page(spares=False))
+
+    async def _page(self, *, spares: bool) -> Demand:
+        """``spares``: a server that has nothing to do may be as it was seconds ago, and is the same object then."""
         core, now = self._core, self._clock()
         servers: dict[str, ServerDemand] = {}
-        for name, server in core.meter.servers(core.pools, now):
-            servers[name] = server
-            if len(servers) % _AT_ONCE == 0:
+        names = core.meter.names(core.pools)
+        for at, name in enumerate(names, start=1):
+            server = self._server(name, now, spares=spares)
+            if server is not None:
+                servers[name] = server
+            if at % _AT_ONCE == 0:
                 await asyncio.sleep(0)
-        return msgspec.json.encode(core.meter.page_of(servers, now - self._began_at_s)) + b"\n"
+        for name in self._quiet.keys() - servers.keys():
+            del self._quiet[name]
+        return core.meter.page_of(servers, now - self._began_at_s)
+
+    def _server(self, name: str, now: float, *, spares: bool) -> ServerDemand | None:
+        pools, meter = self._core.pools, self._core.meter
+        mark, known = meter.quiet_mark(pools, name), self._quiet.get(name)
+        if spares and mark is not None and known is not None and known[1] == mark and now - known[0] < _QUIET_S:
+            return known[2]
+        made = meter.server(pools, name, now)
+        if mark is None or made is None:
+            self._quiet.pop(name, None)
+        else:
+            self._quiet[name] = now, mark, made
+        return made
 
     def look(self) -> None:
         """Called after everything that the core does: those who follow hear at once of engines that are missed."""
@@ -56,14 +84,17 @@ class DemandWatch:
             self._missed = self._core.meter.missed
             self._wake()
 
-    async def lines(self) -> AsyncGenerator[bytes]:
-        """The first one at once."""
+    async def lines(self, *, changes: bool = False) -> AsyncGenerator[bytes]:
+        """The first one at once. ``changes``: those after it leave out servers of which nothing new is to be told."""
+        told: Demand | None = None
         news = asyncio.Event()
         self._watchers.add(news)
         try:
             while not self._is_closed:
                 news.clear()
-                yield await self.line()
+                page = await self._page(spares=changes)
+                yield _line(changed_since(page, told) if changes and told is not None else page)
+                told = page
                 await asyncio.sleep(_SHORTEST_PAUSE_S)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(news.wait(), _EVERY_S - _SHORTEST_PAUSE_S)
@@ -78,3 +109,7 @@ class DemandWatch:
     def _wake(self) -> None:
         for news in self._watchers:
             news.set()
+
+
+def _line(page: Demand) -> bytes:
+    return msgspec.json.encode(page) + b"\n"

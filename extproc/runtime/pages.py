@@ -80,7 +80,8 @@ async def _stream(request: web.Request, demand: DemandWatch) -> web.StreamRespon
     if not demand.has_room:
         return web.Response(text="too many follow this page already\n", status=503)
     answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-    async with contextlib.aclosing(demand.lines()) as lines:
+    changes = request.query["watch"] == "changes"
+    async with contextlib.aclosing(demand.lines(changes=changes)) as lines:
         await answer.prepare(request)
         async for line in lines:
             try:

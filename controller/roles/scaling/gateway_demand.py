@@ -51,6 +51,8 @@ class GatewayDemand:
         self._urgent: Urgent = _nobody
         self._wanted: Collection[str] | None = None
         self._unfinished: dict[tuple[str, str], tuple[int, int]] = {}
+        # by gateway and slot
+        self._said: dict[tuple[str, str], Mapping[str, ServerDemand]] = {}
         self._last: tuple[tuple[str, ...], float, DemandView] | None = None
 
     async def run(self, urgent: Urgent) -> None:
@@ -63,7 +65,9 @@ class GatewayDemand:
             tasks.create_task(self._feed.run(), name="demand of gateways")
             while True:
                 now_s = self._clock()
-                self._signals.present(self._feed.present().keys(), now_s)
+                present = self._feed.present().keys()
+                self._signals.present(present, now_s)
+                self._said = {slot: said for slot, said in self._said.items() if slot[0] in present}
                 self._follow(now_s)
                 self._signals.tick(now_s)
                 await asyncio.sleep(_TICK_S)
@@ -91,8 +95,11 @@ class GatewayDemand:
 
     def _hear(self, gateway: str, said: Demand, at_s: float) -> None:
         self._signals.hear(gateway, said, at_s)
+        slot = gateway, said.slot
+        before, self._said[slot] = self._said.get(slot, {}), said.servers
         for name, server in said.servers.items():
-            if self._jumps((said.instance, name), server):
+            # what is the same object jumps no more than it did
+            if server is not before.get(name) and self._jumps((said.instance, name), server):
                 self._urgent(name)
 
     def _jumps(self, place: tuple[str, str], server: ServerDemand) -> bool:

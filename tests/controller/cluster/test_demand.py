@@ -19,7 +19,7 @@ from bench.processes import free_ports
 from controller.cluster import demand
 from controller.cluster.demand import DemandFeed
 from controller.cluster.pages import pages
-from extproc.config.demand import DEMAND_PATH, Demand, ServerDemand
+from extproc.config.demand import DEMAND_PATH, Demand, ServerDemand, completed
 from extproc.config.loads import LOADS_LABEL
 from tests.waiting import eventually
 
@@ -221,6 +221,55 @@ async def test_fifty_gateways_are_followed_and_of_those_nobody_vouches_for_a_few
             stand.set(**pods)
             await eventually(lambda: len(stand.heard) == 32, timeout_s=20.0)
             assert len(stand.feed.present()) == 50
+
+
+def waiting(requests: int) -> ServerDemand:
+    return ServerDemand(model="m", queued=requests)
+
+
+async def changes_then_a_gap(answer: web.StreamResponse) -> None:
+    await answer.write(line("x", 1, a=waiting(1), b=waiting(2)))
+    for said in (Demand("x", 2, 1.0, {"b": waiting(3)}, since=1), Demand("x", 4, 1.0, since=3)):
+        await answer.write(msgspec.json.encode(said) + b"\n")
+    await asyncio.sleep(10)
+
+
+async def test_lines_that_name_changed_servers_alone_are_heard_as_whole_ones() -> None:
+    async with speaking(changes_then_a_gap) as address, following() as stand:
+        stand.set(g=gateway(address))
+        # what does not go on from the line before ends the stream, and the next one begins with all
+        await eventually(lambda: len(stand.heard.get("default/g", ())) >= 3)
+    first, second, again = stand.heard["default/g"][:3]
+    assert [first.sequence, second.sequence, again.sequence] == [1, 2, 1]
+    assert second.servers == {"a": waiting(1), "b": waiting(3)}
+    assert second.servers["a"] is first.servers["a"]
+
+
+async def test_a_pod_tells_its_followers_changes_if_they_ask_for_these() -> None:
+    async def speak(answer: web.StreamResponse) -> None:
+        await answer.write(line("x", 1, a=waiting(1), b=waiting(2)))
+        for sequence in range(2, 200):
+            said = Demand("x", sequence, 1.0, {"b": waiting(sequence)}, since=sequence - 1)
+            await answer.write(msgspec.json.encode(said) + b"\n")
+            await asyncio.sleep(0.02)
+
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    async with (
+        speaking(speak) as process,
+        pages(address, CollectorRegistry(), lambda: True, extprocs=[process]),
+        aiohttp.ClientSession() as http,
+    ):
+        lines: dict[str, list[Demand]] = {}
+        for query in ("watch", "watch=changes"):
+            async with http.get(f"http://{address}{DEMAND_PATH}?{query}") as answer:
+                lines[query] = [msgspec.json.decode(await answer.content.readline(), type=Demand) for _ in range(5)]
+    assert all(one.servers.keys() == {"a", "b"} and not one.since for one in lines["watch"])
+    known: Demand | None = None
+    for said in lines["watch=changes"]:
+        is_first, known = known is None, completed(said, known)
+        assert known is not None
+        assert known.servers == {"a": waiting(1), "b": waiting(known.servers["b"].queued)}
+        assert is_first or list(said.servers) == ["b"]
 
 
 async def test_a_pod_tells_what_each_of_its_processes_says_and_which_say_nothing() -> None:

@@ -15,7 +15,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from bench.processes import free_ports
-from extproc.config.demand import DEMAND_PATH, Demand
+from extproc.config.demand import DEMAND_PATH, Demand, completed
 from extproc.config.load import load
 from extproc.config.report import ConfigReport
 from extproc.core.core import Core
@@ -135,3 +135,30 @@ async def test_the_end_of_the_process_ends_the_streams() -> None:
         async with asyncio.timeout(3.0):
             await stand.runner.cleanup()
         assert await asyncio.wait_for(answer.content.read(), 3.0) == b""
+
+
+async def test_who_asks_for_changes_is_told_of_a_server_when_it_does_something() -> None:
+    async with page() as stand, aiohttp.ClientSession() as http, http.get(f"{stand.url}?watch=changes") as answer:
+        first, quiet = await next_line(answer), await next_line(answer)
+        assert (list(first.servers), first.since) == ([SERVER], 0)
+        assert (list(quiet.servers), quiet.since) == ([], first.sequence)
+        stand.arrive()
+        busy, still_busy = await next_line(answer), await next_line(answer)
+        assert (busy.servers[SERVER].at_zero, busy.since) == (1, quiet.sequence)
+        # it waits, and for longer
+        assert still_busy.servers[SERVER].oldest_wait_s > busy.servers[SERVER].oldest_wait_s
+
+
+async def test_what_changes_say_is_what_whole_lines_say() -> None:
+    async with page() as stand, aiohttp.ClientSession() as http:
+        async with http.get(f"{stand.url}?watch=changes") as answer:
+            known: Demand | None = None
+            for at in range(4):
+                known = completed(await next_line(answer), known)
+                assert known is not None
+                if at == 1:
+                    stand.core.leave(stand.arrive(), time.monotonic())  # noqa: TID251 - a real clock
+        async with http.get(stand.url) as answer:
+            whole = msgspec.json.decode(await answer.read(), type=Demand)
+    assert known.servers == whole.servers
+    assert whole.servers[SERVER].counted["m"].arrivals == 1
