@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 _CLOCK: Final = time.perf_counter  # benchmarks have clocks
 _NAMESPACE: Final = "default"
 _AT_ONCE: Final = 16
-_LATEST_S: Final = 300.0
+_LATEST_S: Final = 600.0
+# While it settles, scrapes must not be what it is busy with.
+_LOOK_EACH_S: Final = 5.0
 _POD: Final = {"containers": [{"name": "engine", "image": "attache/engine-sim"}]}
 
 
@@ -61,10 +63,19 @@ class Cost(msgspec.Struct, frozen=True):
     writes: float
 
 
+class Load(msgspec.Struct, frozen=True):
+    """``busy``: the share of ModelServers that get requests. ``requests_per_s``: at each of those, as a gateway tells it
+    each second.
+    """
+
+    requests_per_s: float
+    busy: float
+
+
 async def measure(
-    count: int, targets: int, *, period_s: float, for_s: float, requests_per_s: float, directory: Path
+    count: int, targets: int, *, period_s: float, for_s: float, load: Load, directory: Path
 ) -> Sequence[Cost]:
-    """Without scaling, and with it. ``requests_per_s``: at each ModelServer, as a gateway tells it each second.
+    """Without scaling, and with it.
 
     Raises StartFailed, AssetsMissing, TimeoutError.
     """
@@ -79,8 +90,8 @@ async def measure(
         await client.create(AUTOSCALING_POLICIES, policy)
         await _all(_make(client, number, targets) for number in range(count))
         (port,) = free_ports(1)
-        words = ["-m", "bench.cluster.demand_teller", f"{count}", f"{targets}", f"{requests_per_s:g}", f"{port}"]
-        await processes.start("gateway", [sys.executable, *words])
+        words = [f"{count}", f"{targets}", f"{load.requests_per_s:g}", f"{round(load.busy * count)}", f"{port}"]
+        await processes.start("gateway", [sys.executable, "-m", "bench.cluster.demand_teller", *words])
         await _make_pod(client, "gateway", "127.0.0.1", {LOADS_LABEL: str(port)})
         bare = await _run(processes, plane, for_s, 0, "--no-scaling")
         return [bare, await _run(processes, plane, for_s, count)]
@@ -157,10 +168,10 @@ async def _run(processes: Processes, plane: ControlPlane, for_s: float, count: i
 
 
 async def _settled(http: aiohttp.ClientSession, port: int, count: int) -> None:
-    """All was looked at, and nothing was written for ten seconds."""
+    """All was looked at, and nothing was written for at least ten seconds."""
     writes, since_s = -1.0, _CLOCK()
     while _CLOCK() - since_s < 10.0:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(_LOOK_EACH_S)
         page = await _page(http, port)
         now = _sum(page, "attache_scaling_writes_total")
         is_begun = "attache_manager_leader 1.0" in page and _sum(page, "attache_scaling_looks_total") >= 3 * count
@@ -210,6 +221,7 @@ def main() -> int:
     add("--targets", type=int, default=10, metavar="N", help="of each binding (default: %(default)s)")
     add("--period", type=float, default=5.0, metavar="S", help="between two decisions (default: %(default)s)")
     add("--requests", type=float, default=5.0, metavar="N", help="a second, of each ModelServer (default: %(default)s)")
+    add("--busy", type=float, default=1.0, metavar="SHARE", help="of ModelServers with requests (default: %(default)s)")
     add("--for", dest="for_s", type=float, default=60.0, metavar="S", help="how long (default: %(default)s)")
     options = made.parse_args()
     console = Console()
@@ -220,14 +232,16 @@ def main() -> int:
                 options.targets,
                 period_s=options.period,
                 for_s=options.for_s,
-                requests_per_s=options.requests,
+                load=Load(options.requests, options.busy),
                 directory=Path(directory),
             )
             costs = uvloop.run(measuring)
     except (AssetsMissing, StartFailed, ClusterError) as error:
         console.print(str(error), style="red", markup=False)
         return 2
-    table = Table(title=f"{options.count} bindings of {options.targets} targets, every {options.period:g} s")
+    table = Table(
+        title=f"{options.count} bindings of {options.targets} targets, every {options.period:g} s, {options.busy:.0%} busy"
+    )
     for column in ("manager", "cores", "memory", "looks a second", "scrape", "writes"):
         table.add_column(column, justify="right")
     for name, cost in zip(("without scaling", "with scaling"), costs, strict=True):

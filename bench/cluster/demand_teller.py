@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that tells demand as a gateway does: of many ModelServers, whose engines keep up with it."""
+"""Tells demand as a gateway does: of many ModelServers, all or some of them busy."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 from random import Random
 from typing import TYPE_CHECKING, Final
@@ -20,13 +21,16 @@ from extproc.config.demand import (
     EngineDemand,
     ServerDemand,
     bucket_of,
+    changed_since,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 _PROMPT_TOKENS: Final = 1000.0
 _OUTPUT_TOKENS: Final = 200.0
+# Of a server without requests only its engines' reports are new, and told so often.
+_QUIET_S: Final = 5
 _TTFT_S: Final = (0.1, 0.15, 0.3, 0.6)
 _TPOT_S: Final = (0.01, 0.012, 0.015, 0.02)
 
@@ -86,31 +90,58 @@ class Server:
         )
 
 
-def _pages(servers: Mapping[str, Server], requests_per_s: float) -> web.Application:
-    async def page(request: web.Request) -> web.StreamResponse:
+class Gateway:
+    """``busy``: how many of the ``servers``, the first ones, get requests."""
+
+    def __init__(self, servers: Mapping[str, Server], requests_per_s: float, busy: int) -> None:
+        self._servers = servers
+        self._requests_per_s = requests_per_s
+        self._busy = busy
+
+    def pages(self) -> web.Application:
+        """Serves the page, one follower at a time."""
+        app = web.Application()
+        app.add_routes([web.get(DEMAND_PATH, self._page)])
+        return app
+
+    async def _page(self, request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse()
         await answer.prepare(request)
-        sequence = 0
-        while True:
-            sequence += 1
-            said = {name: one.after(requests_per_s) for name, one in servers.items()}
-            await answer.write(msgspec.json.encode(Demand("teller", sequence, float(sequence), said)) + b"\n")
+        told: Demand | None = None
+        for second in itertools.count(1):
+            page = Demand(
+                "teller", second, float(second), dict(self._said(second, {} if told is None else told.servers))
+            )
+            line = page if told is None or request.query.get("watch") != "changes" else changed_since(page, told)
+            told = page
+            try:
+                await answer.write(msgspec.json.encode(line) + b"\n")
+            except ConnectionError:
+                break
             await asyncio.sleep(1.0)
+        return answer
 
-    app = web.Application()
-    app.add_routes([web.get(DEMAND_PATH, page)])
-    return app
+    def _said(self, second: int, before: Mapping[str, ServerDemand]) -> Iterator[tuple[str, ServerDemand]]:
+        for number, (name, one) in enumerate(self._servers.items()):
+            if number < self._busy:
+                yield name, one.after(self._requests_per_s)
+            elif name in before and (second + number) % _QUIET_S:
+                yield name, before[name]
+            else:
+                yield name, one.after(0.0)
 
 
 def main() -> None:
-    """``COUNT TARGETS REQUESTS_PER_S PORT``: ModelServers ``default/b0`` and so on, with an engine for each target."""
-    count, targets, requests_per_s, port = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+    """``COUNT TARGETS REQUESTS_PER_S BUSY PORT``: ModelServers ``default/b0`` and so on, with an engine for each target."""
+    count, targets, requests_per_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    busy, port = int(sys.argv[4]), int(sys.argv[5])
     rng = Random(1)
     servers = {
         f"default/b{one}": Server([address_of(one * targets + each) for each in range(targets)], rng)
         for one in range(count)
     }
-    web.run_app(_pages(servers, requests_per_s), host="127.0.0.1", port=port, print=None)
+    gateway = Gateway(servers, requests_per_s, busy)
+    web.run_app(gateway.pages(), host="127.0.0.1", port=port, print=None)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ def prepared(
     )
     blockages = {one.name: judge(one, memory.blockages.get(one.name, Blockage()), now_s) for one in targets}
     targets = tuple(
-        one if one.blocked else msgspec.structs.replace(one, blocked=blockages[one.name].at(now_s)) for one in targets
+        one if one.blocked or not (why := blockages[one.name].at(now_s)) else msgspec.structs.replace(one, blocked=why)
+        for one in targets
     )
     situation = with_fresh_metrics(msgspec.structs.replace(situation, targets=targets), policy.staleness)
     memory = msgspec.structs.replace(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -22,19 +23,27 @@ class Start(msgspec.Struct, frozen=True):
     took_s: float
 
 
-class StartTimes(msgspec.Struct, frozen=True):
+class StartTimes(msgspec.Struct, frozen=True, dict=True):
     """``starts``: the newest last."""
 
     starts: tuple[Start, ...] = ()
 
     def percentile(self, percent: float) -> float | None:
         """By the nearest rank; None without any."""
-        ordered = sorted(one.took_s for one in self.starts)
+        ordered = self._ordered
         return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else None
+
+    @cached_property
+    def _ordered(self) -> list[float]:
+        return sorted([one.took_s for one in self.starts])
+
+    @cached_property
+    def _engines(self) -> frozenset[str]:
+        return frozenset([one.engine for one in self.starts])
 
     def seen(self, target: Target) -> StartTimes:
         """With the engines of ``target`` that serve and are not known yet."""
-        known = {one.engine for one in self.starts}
+        known = self._engines
         new = [
             Start(one.name, max(_LEAST_S, one.ready_at_s - one.created_at_s))
             for one in target.engines

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -11,6 +11,9 @@ from controller.autoscale.situation import EngineState
 
 if TYPE_CHECKING:
     from controller.autoscale.situation import Engine, Target
+
+
+_STUCK: Final = (EngineState.UNSCHEDULABLE, EngineState.FAILING)
 
 
 class BackOff(msgspec.Struct, frozen=True):
@@ -46,9 +49,12 @@ def judge(target: Target, before: Blockage, now_s: float, rules: BackOff | None 
     It returns by itself when its time is over, and is then tried like any other. A replica that became ready since, or
     a time without trouble as long as the longest back-off, makes the next time the first again.
     """
-    rules = rules or BackOff()
     if now_s < before.until_s:
         return before
+    if not before.times and all(one.state not in _STUCK for one in target.engines):
+        # as nearly always
+        return before
+    rules = rules or BackOff()
     stuck = [one for one in target.engines if _is_stuck(one, target, before, now_s, rules)]
     is_forgiven = any(
         one.state is EngineState.READY and one.ready_at_s is not None and one.ready_at_s > before.since_s
@@ -63,7 +69,7 @@ def judge(target: Target, before: Blockage, now_s: float, rules: BackOff | None 
 
 
 def _is_stuck(one: Engine, target: Target, before: Blockage, now_s: float, rules: BackOff) -> bool:
-    if one.state not in {EngineState.UNSCHEDULABLE, EngineState.FAILING}:
+    if one.state not in _STUCK:
         return False
     # what was stuck before gets the same time again as a new one
     begun_s = max(one.created_at_s, before.until_s)
