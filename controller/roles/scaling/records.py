@@ -49,6 +49,8 @@ class Records:
 
     def __init__(self) -> None:
         self._latest: dict[str, Record] = {}
+        # the first one of a binding is the dictionary that the others are packed with: they say nearly the same
+        self._first: dict[str, bytes] = {}
         self._kept: dict[str, deque[bytes]] = {}
         self._kept_at_s: dict[str, float] = {}
         self._news: dict[str, Sequence[object]] = {}
@@ -60,13 +62,14 @@ class Records:
         self._latest[key] = record
         if self._news.get(key) != news or at_s - self._kept_at_s[key] >= _EACH_S:
             self._news[key] = news
-            packed = zlib.compress(encoded(record), level=1)
+            text = encoded(record)
+            packed = _packed(text, self._first.setdefault(key, text))
             self._kept.setdefault(key, deque(maxlen=_MOST)).append(packed)
             self._kept_at_s[key] = at_s
 
     def forget(self, key: str) -> None:
         """The binding is gone."""
-        for one in (self._latest, self._kept, self._kept_at_s, self._news):
+        for one in (self._latest, self._first, self._kept, self._kept_at_s, self._news):
             one.pop(key, None)
 
     def clear(self) -> None:
@@ -86,9 +89,14 @@ class Records:
         newest = encoded(latest)
         yield newest
         for packed in reversed(self._kept[key]):
-            text = zlib.decompress(packed)
+            text = zlib.decompressobj(zdict=self._first[key]).decompress(packed)
             if text != newest:
                 yield text
+
+
+def _packed(text: bytes, like: bytes) -> bytes:
+    packer = zlib.compressobj(zdict=like)
+    return packer.compress(text) + packer.flush()
 
 
 def _news(record: Record) -> Sequence[object]:
