@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who follows the page /demand: a line a second, and one at once when a request waits for engines that are not there."""
+"""Who follows the page /demand: a line a second, and one at once when engines are missed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DemandWatch:
         self._core = core
         self._clock = clock
         self._began_at_s = clock()
-        self._missed = 0
+        self._alarms = 0
         self._watchers: set[asyncio.Event] = set()
         self._is_closed = False
 
@@ -51,9 +51,11 @@ class DemandWatch:
         return msgspec.json.encode(core.meter.page_of(servers, now - self._began_at_s)) + b"\n"
 
     def look(self) -> None:
-        """Called after everything that the core does: those who follow hear at once of engines that are missed."""
-        if self._core.meter.missed != self._missed:
-            self._missed = self._core.meter.missed
+        """Called after everything that the core does: those who follow hear at once of engines that are missed, and of far
+        more requests than they know of.
+        """
+        if self._core.meter.alarms != self._alarms:
+            self._alarms = self._core.meter.alarms
             self._wake()
 
     async def lines(self) -> AsyncGenerator[bytes]:

@@ -90,13 +90,17 @@ class Site(msgspec.Struct, frozen=True):
 
     async def decision(self, name: str) -> dict[str, Any]:
         """The last one of a binding; empty while there is none."""
-        url = f"http://{self.manager}/decisions/{self.namespace}/{name}?last=1"
+        found = await self.decisions(name, 1)
+        return found[0] if found else {}
+
+    async def decisions(self, name: str, last: int) -> list[dict[str, Any]]:
+        """The last ones of a binding in which something was new, the newest first."""
+        url = f"http://{self.manager}/decisions/{self.namespace}/{name}?last={last}"
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http, http.get(url) as answer:
                 if answer.status == 200:
-                    found: dict[str, Any] = (await answer.json())["decisions"][0]["decision"]
-                    return found
-        return {}
+                    return [one["decision"] for one in (await answer.json())["decisions"]]
+        return []
 
     async def until_decided(self, name: str) -> None:
         """Until the manager has looked at a binding."""
