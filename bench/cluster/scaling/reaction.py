@@ -46,6 +46,7 @@ _ALIKE: Final = 1
 _MANY: Final = 8
 _DECISIONS: Final = 50
 _RECORDED_S: Final = 0.5
+_RECORDED_TRIES: Final = 10
 _TURNS: Final = 6
 
 
@@ -112,15 +113,23 @@ async def _burst(site: Site, model: Model, replicas: Replicas) -> Reaction:
             change = await replicas.until(lambda one: one > 1, timeout_s=_LATEST_S)
         except TimeoutError:
             raise TimeoutError(f"nothing is written: {await site.decision(model.name)}") from None
-        # its record and the gateway's next line come after it
+        decided_s = await _decided_s(site, model, began_at_s)
+        told_s = min((at_s - began_s for at_s in told if at_s > began_s), default=math.nan)
+        return Reaction(change.at_s - began_s, change.replicas, told_s, decided_s)
+
+
+async def _decided_s(site: Site, model: Model, began_at_s: float) -> float:
+    """After how long the first decision for more replicas began. Its record is there some time after the write."""
+    for _ in range(_RECORDED_TRIES):
         await asyncio.sleep(_RECORDED_S)
         asked = [
             one["at_s"] - began_at_s
             for one in await site.decisions(model.name, _DECISIONS)
             if one["at_s"] > began_at_s and any((each["desired"] or 0) > 1 for each in one["targets"])
         ]
-        told_s = min((at_s - began_s for at_s in told if at_s > began_s), default=math.nan)
-        return Reaction(change.at_s - began_s, change.replicas, told_s, min(asked, default=math.nan))
+        if asked:
+            return float(min(asked))
+    return math.nan
 
 
 @contextlib.asynccontextmanager
