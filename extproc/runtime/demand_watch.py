@@ -22,6 +22,10 @@ _EVERY_S: Final = 1.0
 _SHORTEST_PAUSE_S: Final = 0.05
 # Requests get their turn after so many servers: each takes some 20 µs.
 _AT_ONCE: Final = 16
+# Who follows is told of an alarm before further requests are read, if that takes no longer: turns of the event loop, and
+# seconds after which an alarm that a follower does not take is no concern of requests any more.
+_TURNS: Final = 8
+_URGENT_S: Final = 0.1
 
 
 class DemandWatch:
@@ -33,6 +37,9 @@ class DemandWatch:
         self._began_at_s = clock()
         self._alarms = 0
         self._watchers: set[asyncio.Event] = set()
+        # those that have yet to be told of the last alarm, and until when requests let them go first
+        self._untold: set[asyncio.Event] = set()
+        self._urgent_until_s = 0.0
         self._is_closed = False
 
     @property
@@ -56,7 +63,16 @@ class DemandWatch:
         """
         if self._core.meter.alarms != self._alarms:
             self._alarms = self._core.meter.alarms
+            self._untold |= self._watchers
+            self._urgent_until_s = self._clock() + _URGENT_S
             self._wake()
+
+    async def let_go_first(self) -> None:
+        """Awaited before a request is read: a burst is told of when it begins, not when all of it has been read."""
+        turns = 0
+        while self._untold and turns < _TURNS and self._clock() < self._urgent_until_s:
+            turns += 1
+            await asyncio.sleep(0)
 
     async def lines(self) -> AsyncGenerator[bytes]:
         """The first one at once."""
@@ -66,11 +82,14 @@ class DemandWatch:
             while not self._is_closed:
                 news.clear()
                 yield await self.line()
+                # it is written
+                self._untold.discard(news)
                 await asyncio.sleep(_SHORTEST_PAUSE_S)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(news.wait(), _EVERY_S - _SHORTEST_PAUSE_S)
         finally:
             self._watchers.discard(news)
+            self._untold.discard(news)
 
     def close(self) -> None:
         """Nobody follows from now on."""

@@ -127,6 +127,33 @@ async def test_a_burst_is_told_at_once() -> None:
     assert second.age_s - first.age_s < 0.9
 
 
+async def test_a_burst_is_told_before_all_of_it_has_been_read() -> None:
+    one = "{address: '10.0.0.1:8000'}"
+    async with page(one) as stand, aiohttp.ClientSession() as http, http.get(f"{stand.url}?watch") as answer:
+        await next_line(answer)
+        # the follower has to wait no longer after the line before
+        await asyncio.sleep(0.1)
+
+        async def ask() -> None:
+            await stand.watch.let_go_first()
+            stand.arrive()
+
+        await asyncio.gather(*(ask() for _ in range(200)))
+        second = await next_line(answer)
+    assert second.servers[SERVER].engines["10.0.0.1:8000"].in_flight < 50
+
+
+async def test_nobody_waits_for_a_follower_that_takes_nothing() -> None:
+    async with page() as stand:
+        lines = stand.watch.lines()
+        await anext(lines)
+        stand.arrive()
+        async with asyncio.timeout(3.0):
+            for _ in range(1000):
+                await stand.watch.let_go_first()
+        await lines.aclose()
+
+
 async def test_followers_are_few_and_make_room_when_they_leave() -> None:
     async with page() as stand, aiohttp.ClientSession() as http, contextlib.AsyncExitStack() as stack:
         url = f"{stand.url}?watch"
