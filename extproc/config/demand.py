@@ -2,8 +2,8 @@
 """What clients ask of an extproc and what it knows of its engines, on the wire: the page /demand, for autoscalers.
 
 A page is one JSON object. With ``?watch`` it is a stream of them, a line each: one a second, and one at once when a
-request begins to wait for a ModelServer without engines. With ``?watch=changes`` lines after the first leave out
-ModelServers of which nothing new is to be told.
+request begins to wait for a ModelServer without engines, or when far more requests are unfinished than the last line said.
+With ``?watch=changes`` lines after the first leave out ModelServers of which nothing new is to be told.
 """
 
 from __future__ import annotations

@@ -3,19 +3,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.config.validation import parse_address
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from extproc.config.model_server import ModelServer
     from extproc.config.snapshot import Snapshot
 
+# An Envoy that has refused its configuration says for ever that it does not know an engine.
+_LONGEST_S: Final = 60.0
+
 
 class Settling:
-    """Another process tells Envoy of them, each at its own pace: new engines stand for some seconds before they are used.
+    """Another process tells Envoy of them, each at its own pace: new engines stand for some seconds before they are used,
+    and for longer while Envoy says that it does not know them yet.
 
     Where a server has engines, Envoy passes over one that it does not know yet; where it has none, the request would fail.
     Each engine waits by itself, so that changes of other servers are not delayed. Instants are seconds of any one clock.
@@ -25,33 +31,45 @@ class Settling:
         self._settle_s = settle_s
         # by server and address
         self._since_s: dict[tuple[str, str], float] = {}
-        self._due_at_s: float | None = None
+        self._known: set[tuple[str, str]] = set()
 
-    def is_due(self, now: float) -> bool:
-        """Whether an engine that was kept back may be used now."""
-        return self._due_at_s is not None and self._due_at_s <= now
+    def asks(self, now: float) -> frozenset[str]:
+        """Servers with an engine that has stood long enough: call ``hear`` with what Envoy knows of them."""
+        return frozenset(
+            one[0] for one, at_s in self._since_s.items() if at_s + self._settle_s <= now and one not in self._known
+        )
+
+    def hear(self, known: Mapping[str, Collection[tuple[str, int]]], now: float) -> bool:
+        """``known``: IP addresses and ports that Envoy knows, by server; without servers of which it cannot be asked. Returns
+        whether an engine that was kept back may be used from now on.
+        """
+        news = {
+            (server, address)
+            for (server, address), at_s in self._since_s.items()
+            if at_s + self._settle_s <= now
+            and (server not in known or parse_address(address) in known[server] or at_s + _LONGEST_S <= now)
+        } - self._known
+        self._known |= news
+        return bool(news)
 
     def settled(self, snapshot: Snapshot, has_engines: Callable[[str], bool], now: float) -> Snapshot:
         """``snapshot`` without engines that are too new. ``has_engines``: whether a server has some already."""
+        if self._settle_s <= 0:
+            return snapshot
         new = dict(_first_engines(snapshot, has_engines))
         addresses = {(server, address) for server, found in new.items() for address in found}
         self._since_s = {one: self._since_s.get(one, now) for one in addresses}
-        due = [at_s + self._settle_s for at_s in self._since_s.values() if at_s + self._settle_s > now]
-        self._due_at_s = min(due, default=None)
-        if self._due_at_s is None:
+        self._known &= addresses
+        if self._known == addresses:
             return snapshot
         return msgspec.structs.replace(
             snapshot,
-            servers=tuple(self._without_new(one, now) if one.metadata.key in new else one for one in snapshot.servers),
+            servers=tuple(self._without_new(one) if one.metadata.key in new else one for one in snapshot.servers),
         )
 
-    def _without_new(self, server: ModelServer, now: float) -> ModelServer:
+    def _without_new(self, server: ModelServer) -> ModelServer:
         key = server.metadata.key
-        stay = tuple(
-            one
-            for one in server.spec.endpoints
-            if one.draining or self._since_s[key, one.address] + self._settle_s <= now
-        )
+        stay = tuple(one for one in server.spec.endpoints if one.draining or (key, one.address) in self._known)
         return msgspec.structs.replace(server, spec=msgspec.structs.replace(server.spec, listed=stay))
 
 

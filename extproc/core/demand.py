@@ -27,16 +27,21 @@ if TYPE_CHECKING:
 WAITING: Final = frozenset({State.AWAITING_ENGINE, State.LOADING, State.QUEUED})
 # Servers that have left the configuration are remembered, so that counts go on if they return: at most so many in all.
 _MOST_SERVERS: Final = 10_000
+# So many more requests than were told of, and so many times as many, are told at once.
+_MANY_MORE: Final = 8
+_TIMES_AS_MANY: Final = 2
 # Adapters come and go with the configuration: beyond so many, new ones count as their base model.
 _MOST_MODELS: Final = 1_000
 
 
 class DemandMeter:
-    """Of one process. ``missed``: grows when a request is the first to wait for a ModelServer without engines."""
+    """Of one process. ``alarms``: grows when a request is the first to wait for a ModelServer without engines, and when far
+    more are unfinished than was told.
+    """
 
     def __init__(self, instance: str) -> None:
         """``instance``: the name of this process, another one after each start."""
-        self.missed = 0
+        self.alarms = 0
         self._instance = instance
         self._sequence = 0
         self._servers: dict[str, ServerMeter] = {}
@@ -46,6 +51,10 @@ class DemandMeter:
         meter = self._meter_of(arrival)
         meter.arrivals += 1
         record.meter, record.arrived_at_s = meter, now
+        server = meter.server
+        if server.unfinished >= max(server.told + _MANY_MORE, server.told * _TIMES_AS_MANY):
+            server.told = server.unfinished
+            self.alarms += 1
 
     def moved(self, record: Record, arrival: Arrival) -> None:
         """A request that waits for an engine goes to another ModelServer. It counts as an arrival at the first one alone."""
@@ -67,7 +76,7 @@ class DemandMeter:
             not any(one.awaits_engine for one in server.waiting.values()) if awaits_engine else not server.waiting
         )
         if is_first and (awaits_engine or not pool.readiness.can_serve):
-            self.missed += 1
+            self.alarms += 1
         uncached = _count_work(meter, record)
         server.begin_wait(record.ticket, Wait(record.arrived_at_s, uncached, awaits_engine))
 
@@ -94,6 +103,8 @@ class DemandMeter:
     def server(self, pools: Mapping[str, Pool], name: str, now: float) -> ServerDemand | None:
         """One of them; None if it has left by now."""
         pool, server = pools.get(name), self._servers.get(name)
+        if server is not None:
+            server.told = server.unfinished
         if pool is not None:
             return _server_demand(pool, server, now)
         if server is None or not server.is_busy:

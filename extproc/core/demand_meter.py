@@ -28,6 +28,7 @@ class Wait(msgspec.Struct, frozen=True):
 class ServerMeter(msgspec.Struct):
     """One ModelServer. ``models``: by the model asked for. ``ttft``, ``tpot``: requests by bucket. ``waiting``: by ticket,
     the first to come first. ``waiting_tokens``: the sum of theirs. ``in_flight``: by address, of engines with requests.
+    ``running``: the sum of these. ``told``: of ``unfinished`` requests, when somebody was last told.
     """
 
     models: dict[str, ModelMeter] = {}
@@ -36,6 +37,13 @@ class ServerMeter(msgspec.Struct):
     waiting: dict[str, Wait] = {}
     waiting_tokens: float = 0.0
     in_flight: dict[str, InFlight] = {}
+    running: int = 0
+    told: int = 0
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that wait here or are at engines."""
+        return len(self.waiting) + self.running
 
     @property
     def is_busy(self) -> bool:
@@ -59,6 +67,7 @@ class ServerMeter(msgspec.Struct):
 
     def begin_run(self, address: str, tokens: float) -> None:
         """An engine gets a request."""
+        self.running += 1
         flight = self.in_flight.get(address)
         if flight is None:
             self.in_flight[address] = InFlight(1, tokens)
@@ -68,6 +77,7 @@ class ServerMeter(msgspec.Struct):
 
     def end_run(self, address: str, tokens: float) -> None:
         """An engine is free of a request."""
+        self.running -= 1
         flight = self.in_flight[address]
         flight.requests -= 1
         flight.tokens -= tokens

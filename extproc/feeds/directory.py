@@ -13,9 +13,10 @@ from extproc.config.errors import ConfigInvalid
 from extproc.config.lingering import LingeringChosen
 from extproc.config.report import ConfigReport
 from extproc.config.settling import Settling
+from extproc.feeds.envoy_endpoints import endpoints_in_envoy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Collection, Mapping
 
     from extproc.config.directory import Directory
     from extproc.config.snapshot import Snapshot
@@ -43,13 +44,17 @@ class DirectoryFeed:
         settle_s: float,
         apply: Callable[[Snapshot], object],
         clock: Callable[[], float],
+        known_to_envoy: Callable[
+            [str, Collection[str]], Awaitable[Mapping[str, Collection[tuple[str, int]]]]
+        ] = endpoints_in_envoy,
     ) -> None:
         """``apply`` puts a snapshot into use; raises ConfigInvalid, with nothing changed.
 
         ``settle_s``: how long a configuration with a new ModelServer must stand before it is applied, and a server's first
         engine before it is used. Another process tells Envoy of them, which until then has no route or no endpoint for the
-        server.
+        server. ``known_to_envoy``: asks at its admin address which first engines it has by then.
         """
+        self._known_to_envoy = known_to_envoy
         self._apply = apply
         self._directory = directory
         self._settle_s = settle_s
@@ -76,7 +81,7 @@ class DirectoryFeed:
             if self._directory.has_changed():
                 await self._reload()
             else:
-                self._go_on()
+                await self._go_on()
             await asyncio.sleep(_POLL_S)
 
     async def _reload(self) -> None:
@@ -94,6 +99,7 @@ class DirectoryFeed:
             await asyncio.sleep(self._settle_s)
             if self._directory.has_changed():
                 return  # and begin again with what is there now
+        await self._hears_of_engines()
         now = self._clock()
         if self._snapshot is not None:
             self._lingering.follow(self._snapshot, snapshot, now)
@@ -110,15 +116,22 @@ class DirectoryFeed:
             len(snapshot.servers),
         )
 
-    def _go_on(self) -> None:
+    async def _go_on(self) -> None:
         """Forget servers that have left, once Envoy names them no more, and use engines that it knows by now."""
-        now = self._clock()
-        if self._snapshot is None or (self._lingering.is_empty and not self._settling.is_due(now)):
+        has_engines = await self._hears_of_engines()
+        if self._snapshot is None or (self._lingering.is_empty and not has_engines):
             return
-        is_due = self._settling.is_due(now)
-        usable = self._usable(self._snapshot, now)
-        if is_due or len(usable.servers) != len(self._core.pools):
+        usable = self._usable(self._snapshot, self._clock())
+        if has_engines or len(usable.servers) != len(self._core.pools):
             self._put_into_use(usable)
+
+    async def _hears_of_engines(self) -> bool:
+        """Whether Envoy knows, or should know, another of the engines that were kept back."""
+        servers = self._settling.asks(self._clock())
+        if not servers:
+            return False
+        known = await self._known_to_envoy(self._core.snapshot.gateway.admin, servers)
+        return self._settling.hear(known, self._clock())
 
     def _usable(self, snapshot: Snapshot, now: float) -> Snapshot:
         """With servers that linger, and without engines that Envoy may not know yet."""

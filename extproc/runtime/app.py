@@ -134,6 +134,7 @@ class App:
             streams,
             new_exchange=lambda is_trusted, origin: Exchange(streams, Duplex, is_trusted=is_trusted, origin=origin),
             answer_to=performer.answer_to,
+            before_each=self._demand.let_go_first,
         )
         self._health_port = HealthPort(self._server.health)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who follows the page /demand: a line a second, and one at once when a request waits for engines that are not there."""
+"""Who follows the page /demand: a line a second, and one at once when engines are missed."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ _SHORTEST_PAUSE_S: Final = 0.05
 _QUIET_S: Final = 5.0
 # Requests get their turn after so many servers: each takes some 20 µs.
 _AT_ONCE: Final = 16
+# Who follows is told of an alarm before further requests are read, if that takes no longer: turns of the event loop, and
+# seconds after which an alarm that a follower does not take is no concern of requests any more.
+_TURNS: Final = 8
+_URGENT_S: Final = 0.1
 
 
 class DemandWatch:
@@ -36,10 +40,13 @@ class DemandWatch:
         self._core = core
         self._clock = clock
         self._began_at_s = clock()
-        self._missed = 0
+        self._alarms = 0
         self._watchers: set[asyncio.Event] = set()
         # of servers that had nothing to do: by name, when they were looked at, by what that is known, and what was said
         self._quiet: dict[str, tuple[float, object, ServerDemand]] = {}
+        # those that have yet to be told of the last alarm, and until when requests let them go first
+        self._untold: set[asyncio.Event] = set()
+        self._urgent_until_s = 0.0
         self._is_closed = False
 
     @property
@@ -79,10 +86,21 @@ class DemandWatch:
         return made
 
     def look(self) -> None:
-        """Called after everything that the core does: those who follow hear at once of engines that are missed."""
-        if self._core.meter.missed != self._missed:
-            self._missed = self._core.meter.missed
+        """Called after everything that the core does: those who follow hear at once of engines that are missed, and of far
+        more requests than they know of.
+        """
+        if self._core.meter.alarms != self._alarms:
+            self._alarms = self._core.meter.alarms
+            self._untold |= self._watchers
+            self._urgent_until_s = self._clock() + _URGENT_S
             self._wake()
+
+    async def let_go_first(self) -> None:
+        """Awaited before a request is read: a burst is told of when it begins, not when all of it has been read."""
+        turns = 0
+        while self._untold and turns < _TURNS and self._clock() < self._urgent_until_s:
+            turns += 1
+            await asyncio.sleep(0)
 
     async def lines(self, *, changes: bool = False) -> AsyncGenerator[bytes]:
         """The first one at once. ``changes``: those after it leave out servers of which nothing new is to be told."""
@@ -94,12 +112,15 @@ class DemandWatch:
                 news.clear()
                 page = await self._page(spares=changes)
                 yield _line(changed_since(page, told) if changes and told is not None else page)
+                # it is written
+                self._untold.discard(news)
                 told = page
                 await asyncio.sleep(_SHORTEST_PAUSE_S)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(news.wait(), _EVERY_S - _SHORTEST_PAUSE_S)
         finally:
             self._watchers.discard(news)
+            self._untold.discard(news)
 
     def close(self) -> None:
         """Nobody follows from now on."""

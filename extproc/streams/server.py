@@ -45,6 +45,10 @@ OPTIONS: Final = (
 )
 
 
+async def _nothing() -> None:
+    """Comes before no message."""
+
+
 class GrpcServer:
     """Owns the listening socket and answers with what ``new_exchange`` decides."""
 
@@ -54,14 +58,17 @@ class GrpcServer:
         *,
         new_exchange: Callable[[Callable[[], bool], Callable[[], Origin]], Exchange],
         answer_to: Callable[[Pending, Callable[[], Awaitable[None]]], Awaitable[Answer | Decision | Refused]],
+        before_each: Callable[[], Awaitable[None]] = _nothing,
     ) -> None:
         """``new_exchange``: takes two functions, whether headers are trusted, and where the stream comes from.
         ``answer_to``: awaits a Pending.
 
-        It first awaits its second argument if the request is held: the gateway must know.
+        It first awaits its second argument if the request is held: the gateway must know. ``before_each``: awaited before
+        a message is read.
         """
         self._streams = context
         self._answer_to = answer_to
+        self._before_each = before_each
         self._metrics = context.metrics
         self._new_exchange = new_exchange
         self._failures = FailureLog(log)
@@ -121,6 +128,7 @@ class GrpcServer:
         try:
             # grpc.aio's read and write cost half of its async iterators
             while not is_end(message := await context.read()):
+                await self._before_each()
                 answers = exchange.receive(message)
                 while (pending := exchange.pending) is not None:
                     answers = exchange.resume(await self._answer_to(pending, partial(_ask_to_wait, exchange, context)))

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import random
+import signal
 from typing import TYPE_CHECKING, Self
 
 import httpx
@@ -84,6 +85,13 @@ async def waiting(stack: Stack, name: str) -> int:
     return int(page["servers"].get(f"default/{name}", {}).get("atZero", 0))
 
 
+async def envoy_counted(stack: Stack) -> str:
+    """What Envoy counted of requests that extproc did not decide, and of those without an engine: why one was lost."""
+    async with httpx.AsyncClient(timeout=60) as http:
+        page = (await http.get(f"{stack.admin}/stats?filter=ext_proc|cx_none_healthy|health_check.failure")).text
+    return ", ".join(line for line in page.splitlines() if not line.endswith(": 0"))
+
+
 async def ask(http: httpx.AsyncClient, stack: Stack, model: str, *, stream: bool = False) -> httpx.Response:
     body = {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20, "stream": stream}
     return await http.post(f"{stack.url}/v1/chat/completions", json=body)
@@ -108,6 +116,27 @@ async def test_a_request_is_held_longer_than_every_other_time_limit_and_then_ser
         answer = await asked
         assert answer.status_code == 200
         assert "[DONE]" in answer.text if stream else answer.json()["usage"]["completion_tokens"] == 20
+
+
+async def test_a_first_engine_is_not_used_before_envoy_knows_it_however_long_that_takes(zero: Stack) -> None:
+    await in_use(zero, "unknown", put(zero, "unknown", []))
+    bundle = zero.processes.pid("bundle")
+    async with httpx.AsyncClient(timeout=60) as http:
+        asked = asyncio.create_task(ask(http, zero, "unknown"))
+
+        async def waits() -> bool:
+            return await waiting(zero, "unknown") == 1
+
+        await eventually(waits)
+        os.kill(bundle, signal.SIGSTOP)
+        try:
+            await in_use(zero, "unknown", put(zero, "unknown", [engine_of(zero, -1)]))
+            # longer than extproc waits in any case
+            await asyncio.sleep(5.0)
+            assert await waits()
+        finally:
+            os.kill(bundle, signal.SIGCONT)
+        assert (await asked).status_code == 200
 
 
 async def test_a_deadline_that_passes_says_when_to_come_back(zero: Stack) -> None:
@@ -228,7 +257,7 @@ async def test_engines_go_and_come_while_requests_arrive_and_none_is_lost(zero: 
             for _ in range(CYCLES // MODELS):
                 await cycle(zero, clients, name, engines, pick)
                 engines = engines[1], engines[0]
-                assert clients.wrong == []
+                assert clients.wrong == [], await envoy_counted(zero)
         return clients
 
     all_clients = await asyncio.gather(*map(of_model, range(MODELS)))

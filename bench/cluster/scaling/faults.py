@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
@@ -12,6 +13,7 @@ import msgspec
 
 from bench.cluster.scaling.asking import Asking
 from bench.cluster.scaling.objects import Model
+from bench.cluster.scaling.prometheus import PROMETHEUS, in_flight, running_prometheus
 from bench.cluster.scaling.watching import now_s
 
 if TYPE_CHECKING:
@@ -20,31 +22,42 @@ if TYPE_CHECKING:
     from bench.cluster.scaling.site import Site
 
 _REPLICAS: Final = 3
-# Of each gateway. An engine is to have 1.2 requests in flight; the load of both gateways needs more than two of them.
+_MOST: Final = 6
+_NAME: Final = "faults"
+# Of each gateway. An engine is to have 2.1 requests in flight (70% of 3): both gateways' streams need three engines, those
+# of one need two.
 _STREAMS: Final = 3
 _TOKENS: Final = 28
 _SPEED: Final = 0.1
 _FOREVER: Final = 1_000_000
 _LAWS: Final = (
-    {"name": "Concurrency", "concurrency": {"target": 2, "stableWindow": "6s"}},
+    {"name": "Target"},
+    {"name": "Concurrency", "concurrency": {"target": 3, "stableWindow": "6s"}},
     {"name": "Work"},
 )
-_MODEL: Final = Model(
-    name="faults",
-    replicas=_REPLICAS,
-    most=_REPLICAS + 1,
-    engine=("--speed", f"{_SPEED:g}"),
-    policy={
-        # nobody is obeyed until there is load
-        "mode": "Recommend",
-        "period": "1s",
-        "drain": "0s",
-        "staleness": {"soft": "4s", "hard": "20s"},
-        "strategies": _LAWS,
-        "behavior": {"scaleDown": {"stabilizationWindowSeconds": 8}},
-    },
-    target={"minReplicas": 1},
-)
+
+
+def _model(site: Site) -> Model:
+    """Below its maximum and above its minimum: replicas could grow and fall."""
+    query = in_flight(site.namespace, _NAME)
+    source = {"address": f"http://{site.prometheus}", "query": query}
+    return Model(
+        name=_NAME,
+        replicas=_REPLICAS,
+        most=_MOST,
+        engine=("--speed", f"{_SPEED:g}"),
+        policy={
+            # nobody is obeyed until there is load
+            "mode": "Recommend",
+            "period": "1s",
+            "drain": "0s",
+            "staleness": {"soft": "4s", "hard": "20s"},
+            "strategies": _LAWS,
+            "metrics": [{"name": "in_flight", "value": 2.2, "source": "Prometheus", "prometheus": source}],
+            "behavior": {"scaleDown": {"stabilizationWindowSeconds": 8}},
+        },
+        target={"minReplicas": 1},
+    )
 
 
 class Survived(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +77,7 @@ async def survived(site: Site, *, for_s: float = 30.0, tell: Callable[[str], Non
     """
     faults: dict[str, Callable[[Site], contextlib.AbstractAsyncContextManager[None]]] = {
         "half of the gateways silent": _silent_gateway,
+        "Prometheus killed": _killed_prometheus,
         "the manager killed": _killed_manager,
         "engines' pages garbage": _pages("garbage"),
         "engines' pages hang": _pages("silence"),
@@ -71,16 +85,18 @@ async def survived(site: Site, *, for_s: float = 30.0, tell: Callable[[str], Non
     }
     found = list[Survived]()
     async with contextlib.AsyncExitStack() as stack:
-        replicas = await stack.enter_async_context(site.serving(_MODEL))
-        clients = [await stack.enter_async_context(Asking(one.url, _MODEL.name)) for one in site.gateways]
+        await stack.enter_async_context(running_prometheus(site))
+        model = _model(site)
+        replicas = await stack.enter_async_context(site.serving(model))
+        clients = [await stack.enter_async_context(Asking(one.url, _NAME)) for one in site.gateways]
         tasks = [asyncio.create_task(_again_and_again(one)) for one in clients for _ in range(_STREAMS)]
         await asyncio.sleep(15)
-        await site.obey(_MODEL)
+        await site.obey(model)
         for name, fault in faults.items():
             began_s = now_s()
             async with fault(site):
                 await asyncio.sleep(for_s)
-                reasons = [one["reason"] for one in (await site.decision(_MODEL.name)).get("targets", ())]
+                reasons = [one["reason"] for one in (await site.decision(_NAME)).get("targets", ())]
             # what was learned during the fault must not be acted upon afterwards either
             await asyncio.sleep(for_s / 3)
             done = Survived(
@@ -116,6 +132,15 @@ async def _silent_gateway(site: Site) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
+async def _killed_prometheus(site: Site) -> AsyncIterator[None]:
+    await site.processes.end(PROMETHEUS, signal.SIGKILL)
+    try:
+        yield
+    finally:
+        await site.processes.start_again(PROMETHEUS)
+
+
+@contextlib.asynccontextmanager
 async def _killed_manager(site: Site) -> AsyncIterator[None]:
     await site.kill_manager()
     yield
@@ -136,7 +161,7 @@ def _pages(kind: str) -> Callable[[Site], contextlib.AbstractAsyncContextManager
 async def _set(site: Site, kind: str, times: int) -> None:
     fault = {"fault": "ill-page", "kind": kind, "times": times}
     async with aiohttp.ClientSession() as http:
-        pods = [one for one in await site.pods(_MODEL) if "deletionTimestamp" not in one["metadata"]]
+        pods = [one for one in await site.pods(_model(site)) if "deletionTimestamp" not in one["metadata"]]
         await asyncio.gather(*(_post(http, f"http://{one['status']['podIP']}:8000/faults", fault) for one in pods))
 
 

@@ -6,18 +6,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import random
 from typing import TYPE_CHECKING, Any, Final
 
+import aiohttp
 import msgspec
 
 from bench.cluster.scaling.asking import Asking
 from bench.cluster.scaling.objects import Model
 from bench.cluster.scaling.site import PATIENCE_S, until
 from bench.cluster.scaling.watching import now_s
+from controller.cluster.demand import messages
+from controller.roles.scaling.running import wall_s
+from extproc.config.demand import ServerDemand
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from bench.cluster.scaling.site import Site
     from bench.cluster.scaling.watching import Replicas
@@ -37,14 +42,28 @@ _POLICY: Final = {
     "behavior": {"scaleDown": {"stabilizationWindowSeconds": 3}},
 }
 _ALIKE: Final = 1
+# Requests that are more than the little load has, and decisions that a trial can see.
+_MANY: Final = 8
+_DECISIONS: Final = 50
+_RECORDED_S: Final = 0.5
+_RECORDED_TRIES: Final = 10
 _TURNS: Final = 6
 
 
 class Reaction(msgspec.Struct, frozen=True):
-    """``write_s``: from the first request to the event of the written replicas. ``replicas``: written."""
+    """Seconds from the first request. ``write_s``: to the event of the written replicas. ``replicas``: written. ``told_s``:
+    until the gateway told of many more requests; ``decided_s``: until the decision that asked for more replicas began.
+    """
 
     write_s: float
     replicas: int
+    told_s: float = math.nan
+    decided_s: float = math.nan
+
+    @property
+    def split(self) -> str:
+        """Where the time went."""
+        return f"told after {self.told_s:.2f} s, decided after {self.decided_s:.2f} s"
 
 
 async def overloads(
@@ -72,7 +91,7 @@ async def overloads(
                     break
             found.append(await _burst(site, model, replicas))
             await site.set_replicas(model, 1)
-            tell(f"{name} {number}: {found[-1].write_s:.2f} s to {found[-1].replicas} replicas")
+            tell(f"{name} {number}: {found[-1].write_s:.2f} s to {found[-1].replicas} replicas; {found[-1].split}")
     return found
 
 
@@ -86,15 +105,61 @@ async def _calm(site: Site, model: Model, stack: contextlib.AsyncExitStack) -> R
 
 
 async def _burst(site: Site, model: Model, replicas: Replicas) -> Reaction:
-    async with Asking(site.gateways[0].url, model.name) as asking:
-        began_s = now_s()
+    async with Asking(site.gateways[0].url, model.name) as asking, _told(site, model) as told:
+        began_s, began_at_s = now_s(), wall_s()
         for _ in range(_BURST):
             _ = asking.ask(tokens=8, words=_WORDS)
         try:
             change = await replicas.until(lambda one: one > 1, timeout_s=_LATEST_S)
         except TimeoutError:
             raise TimeoutError(f"nothing is written: {await site.decision(model.name)}") from None
-        return Reaction(change.at_s - began_s, change.replicas)
+        decided_s = await _decided_s(site, model, began_at_s)
+        told_s = min((at_s - began_s for at_s in told if at_s > began_s), default=math.nan)
+        return Reaction(change.at_s - began_s, change.replicas, told_s, decided_s)
+
+
+async def _decided_s(site: Site, model: Model, began_at_s: float) -> float:
+    """After how long the first decision for more replicas began. Its record is there some time after the write."""
+    for _ in range(_RECORDED_TRIES):
+        await asyncio.sleep(_RECORDED_S)
+        asked = [
+            one["at_s"] - began_at_s
+            for one in await site.decisions(model.name, _DECISIONS)
+            if one["at_s"] > began_at_s and any((each["desired"] or 0) > 1 for each in one["targets"])
+        ]
+        if asked:
+            return float(min(asked))
+    return math.nan
+
+
+@contextlib.asynccontextmanager
+async def _told(site: Site, model: Model) -> AsyncIterator[Sequence[float]]:
+    """When the gateway's lines told of many more requests than the first line did."""
+    instants: list[float] = []
+    server = f"{site.namespace}/{model.name}"
+    is_heard = asyncio.Event()
+
+    async def follow() -> None:
+        fewest: int | None = None
+        async with (
+            aiohttp.ClientSession() as http,
+            contextlib.aclosing(messages(http, site.gateways[0].pages)) as lines,
+        ):
+            async for message, _ in lines:
+                one = message.servers.get(server, ServerDemand())
+                unfinished = one.queued + sum(each.in_flight for each in one.engines.values())
+                fewest = unfinished if fewest is None else min(fewest, unfinished)
+                if unfinished >= fewest + _MANY:
+                    instants.append(now_s())
+                is_heard.set()
+
+    task = asyncio.create_task(follow())
+    try:
+        await is_heard.wait()
+        yield instants
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 async def _calmed(site: Site, model: Model, replicas: Replicas) -> None:

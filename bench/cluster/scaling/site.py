@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -37,7 +38,6 @@ from extproc.config.loads import LOADS_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
 
     from bench.cluster.control_plane import ControlPlane
     from bench.cluster.scaling.objects import Model
@@ -64,13 +64,17 @@ class Gateway(msgspec.Struct, frozen=True):
 
 
 class Site(msgspec.Struct, frozen=True):
-    """A namespace whose gateways, manager and engines run. ``decisions``: address of the manager's pages."""
+    """A namespace whose gateways, manager and engines run. ``manager``: address of its pages. ``folder``: for files.
+    ``prometheus``: where the manager may ask one, if somebody starts it.
+    """
 
     client: Client
     namespace: str
     gateways: Sequence[Gateway]
     processes: Processes
     manager: str
+    folder: Path
+    prometheus: str
 
     @contextlib.asynccontextmanager
     async def serving(self, model: Model) -> AsyncIterator[Replicas]:
@@ -90,13 +94,17 @@ class Site(msgspec.Struct, frozen=True):
 
     async def decision(self, name: str) -> dict[str, Any]:
         """The last one of a binding; empty while there is none."""
-        url = f"http://{self.manager}/decisions/{self.namespace}/{name}?last=1"
+        found = await self.decisions(name, 1)
+        return found[0] if found else {}
+
+    async def decisions(self, name: str, last: int) -> list[dict[str, Any]]:
+        """The last ones of a binding in which something was new, the newest first."""
+        url = f"http://{self.manager}/decisions/{self.namespace}/{name}?last={last}"
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http, http.get(url) as answer:
                 if answer.status == 200:
-                    found: dict[str, Any] = (await answer.json())["decisions"][0]["decision"]
-                    return found
-        return {}
+                    return [one["decision"] for one in (await answer.json())["decisions"]]
+        return []
 
     async def until_decided(self, name: str) -> None:
         """Until the manager has looked at a binding."""
@@ -187,13 +195,13 @@ async def running_site(plane: ControlPlane, folder: Path, *, namespace: str, gat
         async with running_nodes(client, [node], folder / "pods", timing=_QUICK):
             names = [chr(ord("a") + number) for number in range(gateways)]
             started = [await _gateway(client, processes, plane, folder, namespace, name) for name in names]
-            (port,) = free_ports(1)
-            manager = f"127.0.0.1:{port}"
+            manager, prometheus = (f"127.0.0.1:{port}" for port in free_ports(2))
             words = ["--no-webhooks", "--watch-namespace", namespace, "--lease-namespace", namespace]
+            words += ["--prometheus-allow", f"http://{prometheus}"]
             words += ["--gateway-namespace", namespace, "--lease-duration", str(_LEASE_S), "--metrics", manager]
             await processes.start(_MANAGER, [*_attache(plane), "manager", *words, "--image", "attache"])
             try:
-                yield Site(client, namespace, started, processes, manager)
+                yield Site(client, namespace, started, processes, manager, folder, prometheus)
             finally:
                 for one in started:
                     await client.delete(PODS, f"gateway-{one.name}", namespace, grace_s=0)

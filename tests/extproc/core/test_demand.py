@@ -170,15 +170,37 @@ def test_work_of_a_request_that_waited_counts_when_it_came() -> None:
 
 def test_who_waits_for_engines_that_are_not_there_is_missed_once() -> None:
     core = core_of("", GATE)
-    before = core.meter.missed
+    before = core.meter.alarms
     first, second = arrive(core), arrive(core)
-    assert core.meter.missed == before + 1
+    assert core.meter.alarms == before + 1
     assert server(core).at_zero == 2
     core.leave(first, 1.0)
     core.leave(second, 1.0)
     assert server(core).at_zero == 0
     arrive(core, 2.0)
-    assert core.meter.missed == before + 2
+    assert core.meter.alarms == before + 2
+
+
+def test_far_more_requests_than_were_told_of_are_an_alarm() -> None:
+    core = core_of()
+    tickets = [arrive(core) for _ in range(5)]
+    assert (server(core).engines[FIRST].in_flight, core.meter.alarms) == (5, 0)
+    # eight more than were told of, and twice as many
+    tickets += [arrive(core) for _ in range(8)]
+    assert core.meter.alarms == 0
+    tickets.append(arrive(core))
+    assert core.meter.alarms == 1
+    tickets += [arrive(core) for _ in range(12)]
+    assert core.meter.alarms == 1
+    for one in tickets[2:]:
+        core.finish(one, 1.0)
+    # nobody was told that they have ended
+    tickets = [arrive(core) for _ in range(10)]
+    assert core.meter.alarms == 1
+    assert server(core).engines[FIRST].in_flight == 12
+    for _ in range(13):
+        arrive(core)
+    assert core.meter.alarms == 2
 
 
 def test_a_request_that_no_engine_can_take_is_refused_and_its_work_was_asked_for() -> None:

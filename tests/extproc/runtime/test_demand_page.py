@@ -37,7 +37,7 @@ kind: ModelServer
 metadata: {name: llama}
 spec:
   model: m
-  endpoints: []
+  endpoints: [%s]
   flowControl: {}
 ---
 apiVersion: attache.dev/v1alpha1
@@ -67,8 +67,8 @@ class Page:
 
 
 @contextlib.asynccontextmanager
-async def page() -> AsyncIterator[Page]:
-    core = Core(load({"a.yaml": CONFIGURATION}), rng=random.Random(0), ticket_prefix="t")
+async def page(endpoints: str = "") -> AsyncIterator[Page]:
+    core = Core(load({"a.yaml": CONFIGURATION % endpoints.encode()}), rng=random.Random(0), ticket_prefix="t")
     watch = DemandWatch(core, time.monotonic)  # noqa: TID251 - a real clock for a real page
     port = free_ports(1)[0]
     runner = await serve_pages(
@@ -114,6 +114,44 @@ async def test_the_first_request_that_waits_for_engines_is_told_at_once() -> Non
         third = await next_line(answer)
         assert third.servers[SERVER].at_zero == 2
         assert third.age_s - second.age_s > 0.9
+
+
+async def test_a_burst_is_told_at_once() -> None:
+    one = "{address: '10.0.0.1:8000'}"
+    async with page(one) as stand, aiohttp.ClientSession() as http, http.get(f"{stand.url}?watch") as answer:
+        first = await next_line(answer)
+        for _ in range(20):
+            stand.arrive()
+        second = await next_line(answer)
+    assert second.servers[SERVER].engines["10.0.0.1:8000"].in_flight == 20
+    assert second.age_s - first.age_s < 0.9
+
+
+async def test_a_burst_is_told_before_all_of_it_has_been_read() -> None:
+    one = "{address: '10.0.0.1:8000'}"
+    async with page(one) as stand, aiohttp.ClientSession() as http, http.get(f"{stand.url}?watch") as answer:
+        await next_line(answer)
+        # the follower has to wait no longer after the line before
+        await asyncio.sleep(0.1)
+
+        async def ask() -> None:
+            await stand.watch.let_go_first()
+            stand.arrive()
+
+        await asyncio.gather(*(ask() for _ in range(200)))
+        second = await next_line(answer)
+    assert second.servers[SERVER].engines["10.0.0.1:8000"].in_flight < 50
+
+
+async def test_nobody_waits_for_a_follower_that_takes_nothing() -> None:
+    async with page() as stand:
+        lines = stand.watch.lines()
+        await anext(lines)
+        stand.arrive()
+        async with asyncio.timeout(3.0):
+            for _ in range(1000):
+                await stand.watch.let_go_first()
+        await lines.aclose()
 
 
 async def test_followers_are_few_and_make_room_when_they_leave() -> None:
