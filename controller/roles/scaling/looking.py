@@ -76,7 +76,7 @@ class Looker:
         if view is None or view.thing["metadata"].get("deletionTimestamp"):
             self._forget(key)
             return "gone", None
-        if not self._parts.followed.pods.knows(view.namespace):
+        if not self._parts.followed.knows(view):
             return "waiting", _SOON_S
         looked = self._read(view)
         if looked.problem is not None or looked.policy is None or view.binding is None:
@@ -175,7 +175,7 @@ class Looker:
             if not step.target.may_write or looked.policy is None or looked.policy.mode not in _SCALING:
                 continue
             if step.target.found is not None and step.target.found.scaled_by != view.claim.text:
-                await self._parts.actor.claim(step.target.found, view.claim)
+                await self._parts.actor.claim(step.target.place, step.target.found, view.claim)
                 # what it is from now on comes by the informer
                 again_s = min(again_s, _SOON_S)
             if not step.writes or _is_settled(step):
