@@ -80,7 +80,8 @@ class AutoscalingPolicyBindingSpec(Spec, frozen=True):
     together. ``allocation``: how replicas are shared out among several targets: Cheapest has the least cost, Priority
     fills one after the other, Weights keeps their shares, Expansion takes batches of growing size, the cheapest first.
     ``expansion_rate_percent``: by which these batches grow. ``min_on_demand``: the share of capacity that must not be
-    spot. ``budget``: limits of all targets together. ``ratios``: between targets.
+    spot. ``budget``: limits of all targets together. ``ratios``: between targets. ``priority``: of bindings that want the
+    same accelerators the one with the higher priority gets them first, then the older one.
     """
 
     CEL: ClassVar = (
@@ -100,6 +101,7 @@ class AutoscalingPolicyBindingSpec(Spec, frozen=True):
     min_on_demand: Share = 0.0
     budget: Budget | None = None
     ratios: Annotated[tuple[RatioConstraint, ...], msgspec.Meta(max_length=4)] = ()
+    priority: Annotated[int, msgspec.Meta(ge=-1_000_000, le=1_000_000)] = 0
 
 
 class AutoscalingPolicyBinding(msgspec.Struct, frozen=True, kw_only=True):
