@@ -33,6 +33,7 @@ class ScaleTarget(Spec, frozen=True):
     ``min_replicas`` and ``max_replicas``: bounds. ``cost``: of a replica and hour, relative to other targets.
     ``accelerator``: its kind of GPU. ``accelerators``: of one replica. ``priority``: higher is filled first. ``weight``:
     its share where they are shared out by weights. ``spot``: may be taken away. ``capacity``: what is known of its speed.
+    ``start_time``: what a replica takes from its creation to its first request, until starts were measured.
     """
 
     CEL: ClassVar = (
@@ -53,6 +54,7 @@ class ScaleTarget(Spec, frozen=True):
     weight: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 1
     spot: bool = False
     capacity: EngineCapacity = EngineCapacity()
+    start_time: Duration = Duration("60s")
 
 
 class RatioConstraint(Spec, frozen=True):

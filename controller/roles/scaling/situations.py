@@ -96,6 +96,7 @@ def _target(
         current=one.found.replicas,
         engines=engines_of(one.kind, one.pods, demand.reports),
         speed=_speed(one, demand),
+        start_s=float(one.spec.start_time),
         set_by=hold.writer if hold is not None else "",
         set_at_s=hold.until_s - policy.manual_hold if hold is not None else 0.0,
     )
