@@ -186,6 +186,21 @@ async def test_an_object_that_comes_later_is_scaled(client: Client, kube: Kube, 
         await until_size(client, namespace, 3)
 
 
+@FAKE
+async def test_what_cannot_be_read_is_told_and_read_again(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await make_fleet(client, namespace)
+    await bind(client, namespace, fleet())
+    assert kube.fake is not None
+    kube.fake.faults.refuse(1000, 503, of=lambda call: call.target.kind.resource.kind == "Fleet")
+    async with scaling(kube.admin, namespace, Wanted(main=3)):
+        await until_says(client, namespace, "TargetsResolved", "False", "TargetNotFound")
+        assert "cannot be read: 503" in await message(client, namespace)
+        kube.fake.faults.heal()
+        await until_size(client, namespace, 3)
+
+
 @REAL
 async def test_the_owner_of_a_kind_has_to_allow_it(
     client: Client, account: Access, plane: ControlPlane, assets: Assets, namespace: str

@@ -127,7 +127,8 @@ class OtherKinds:
         except ClusterError as error:
             self._failing_since_s.setdefault(place, _loop_s())
             log.warning("%s cannot be read, and is as it was: %s", _name(place), error)
-            now = before
+            unread = Read(lacks=Lacks("TargetNotFound", f"{_name(place)} cannot be read: {error}"))
+            now = before if place in self._read else unread
         if place in self._wanted and (now != before or place not in self._read):
             self._read[place] = now
             self.version += 1
