@@ -122,7 +122,22 @@ def test_every_port_with_metrics_is_scraped() -> None:
         for container in (*(spec.get("initContainers") or ()), *spec["containers"]):
             # Envoy's own statistics are not ours, and these ports are for requests and probes
             named |= {port["name"] for port in container["ports"]} - {"http", "grpc", "health", "webhooks"}
-    monitor = yaml.safe_load((MANIFESTS / "monitoring" / "pod-monitor" / "pod-monitor.yaml").read_text())
-    assert {one["port"] for one in monitor["spec"]["podMetricsEndpoints"]} == named
-    (selected,) = monitor["spec"]["selector"]["matchExpressions"]
-    assert set(selected["values"]) == deployed
+    of_gateways, of_manager = monitors("pod-monitor", "pod-monitor.yaml")
+    assert {one["port"] for one in of_gateways["spec"]["podMetricsEndpoints"]} == named
+    assert [one["port"] for one in of_manager["spec"]["podMetricsEndpoints"]] == ["metrics"]
+    (selected,) = of_gateways["spec"]["selector"]["matchExpressions"]
+    also = of_manager["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"]
+    assert {*selected["values"], also} == deployed
+
+
+def monitors(folder: str, file: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((MANIFESTS / "monitoring" / folder / file).read_text()))
+
+
+def test_services_with_metrics_are_scraped_by_one_monitor_each() -> None:
+    services = monitors("service-monitor", "service.yaml")
+    for service, monitor in zip(services, monitors("service-monitor", "service-monitor.yaml"), strict=True):
+        assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+        assert {one["port"] for one in monitor["spec"]["endpoints"]} == {
+            one["name"] for one in service["spec"]["ports"]
+        }

@@ -23,6 +23,7 @@ from controller.autoscale.stage import StageAnswer, decided, keeps_one, told
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from controller.autoscale.decision import StageDecision
     from controller.autoscale.law import Recommendation
     from controller.autoscale.sharing import Sharing
     from controller.resources.autoscaling import AutoscalingPolicySpec
@@ -57,7 +58,8 @@ def decide(
     sharing = shared_out(stages, policy, binding.spec, free, before.shared)
     decision = msgspec.structs.replace(
         _decision(policy, binding, now_s, _targets(stages, sharing)),
-        stages=tuple(told(stage, sharing.steps) for stage in stages),
+        stages=tuple(_told(stage, sharing) for stage in stages),
+        lacks=sharing.lacks,
         inputs={f"start_s_{target.name}": target.start_s for stage in stages for target in stage.situation.targets},
     )
     kept = {_name(stage.situation): stage.memory for stage in stages}
@@ -112,8 +114,15 @@ def _targets(stages: Sequence[StageAnswer], sharing: Sharing) -> tuple[TargetDec
         why = steps[-1].reason if steps else max(stage.recommendations, key=_asked).reason
         for target in targets:
             reason = sharing.reasons.get(target.name, "") if len(targets) > 1 else ""
+            limit = sharing.limits.get(_name(stage.situation))
+            reason = limit.reason if limit is not None and not reason else reason
             found.append(_target(target, sharing.replicas[target.name], reason or why))
     return tuple(found)
+
+
+def _told(stage: StageAnswer, sharing: Sharing) -> StageDecision:
+    limit = sharing.limits.get(_name(stage.situation))
+    return told(stage, sharing.steps, () if limit is None else (limit,))
 
 
 def _asked(recommendation: Recommendation) -> float:

@@ -50,7 +50,8 @@ class StageDecision(msgspec.Struct, frozen=True):
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """``binding``: its key. ``at_s``: when. ``mode``: of the policy. ``targets``: what each should have. ``look_again_at_s``:
-    when the next decision is due. ``inputs``: more numbers that were used, such as learned start times.
+    when the next decision is due. ``inputs``: more numbers that were used, such as learned start times. ``lacks``: replicas
+    that targets would have as well, were there accelerators for them, by target.
     """
 
     binding: str
@@ -60,3 +61,4 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StageDecision, ...] = ()
     look_again_at_s: float = 0.0
     inputs: Mapping[str, float] = {}
+    lacks: Mapping[str, int] = {}

@@ -13,6 +13,7 @@ from controller.autoscale.allocation.variants import Allocation, Rules, Variant
 from controller.autoscale.behavior import Past
 from controller.autoscale.panic import PanicState
 from controller.autoscale.schedule import Bounds
+from controller.autoscale.season import KeptSeason, kept_season, remembered_season
 from controller.autoscale.situation import Speed
 from controller.autoscale.start_times import StartTimes
 from controller.resources.autoscaling import Schedule
@@ -72,13 +73,19 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True):
 
     speeds: Mapping[str, Speed] = {}
     starts: Mapping[str, StartTimes] = {}
+    seasons: Mapping[str, KeptSeason] = {}
 
 
 def encoded(memory: Memory) -> bytes:
-    """JSON of what is slow to learn: speeds and start times. The rest is about the last minutes and known again soon."""
-    return msgspec.json.encode(
-        {name: _Stored(speeds=stage.speeds, starts=stage.starts) for name, stage in memory.stages.items()}
-    )
+    """JSON of what is slow to learn: speeds, start times and seasons. The rest is about the last minutes and known again
+    soon.
+    """
+    return msgspec.json.encode({name: _stored(stage) for name, stage in memory.stages.items()})
+
+
+def _stored(stage: StageMemory) -> _Stored:
+    seasons = {law: kept for law, known in stage.laws.items() if (kept := kept_season(known)) is not None}
+    return _Stored(speeds=stage.speeds, starts=stage.starts, seasons=seasons)
 
 
 def decoded(text: bytes, now_s: float) -> Memory:
@@ -87,7 +94,12 @@ def decoded(text: bytes, now_s: float) -> Memory:
     return Memory(
         {
             name: StageMemory(
-                began_at_s=now_s, decided_at_s=now_s, active_at_s=now_s, speeds=one.speeds, starts=one.starts
+                began_at_s=now_s,
+                decided_at_s=now_s,
+                active_at_s=now_s,
+                laws={law: remembered_season(kept, now_s) for law, kept in one.seasons.items()},
+                speeds=one.speeds,
+                starts=one.starts,
             )
             for name, one in stored.items()
         }

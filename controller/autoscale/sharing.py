@@ -31,11 +31,16 @@ _EPSILON: Final = 1e-6
 
 
 class Sharing(msgspec.Struct, frozen=True):
-    """``replicas`` and ``reasons``: by target. ``steps``: what ratios changed. ``shared``: to be remembered."""
+    """``replicas`` and ``reasons``: by target. ``steps``: what ratios changed. ``limits``: what kept a stage from what it
+    needs, by stage. ``lacks``: replicas that were missed for want of accelerators, by target. ``shared``: to be
+    remembered.
+    """
 
     replicas: Mapping[str, int | None]
     reasons: Mapping[str, str]
     steps: tuple[Step, ...]
+    limits: Mapping[str, Step]
+    lacks: Mapping[str, int]
     shared: Shared | None
 
 
@@ -92,8 +97,34 @@ def _with_ratios(
         replicas={name: by_name[name].current if name in fixed else count for name, count in repaired.items()},
         reasons={**reasons, **fixed},
         steps=tuple(steps),
+        limits={} if shared is None else {name: one for name in found if (one := _limit(name, shared)) is not None},
+        lacks={} if shared is None else _lacks(shared),
         shared=shared,
     )
+
+
+def _limit(stage: str, shared: Shared) -> Step | None:
+    """What budgets and nodes do not allow."""
+    need, found = shared.needs[stage], shared.found[stage]
+    if found.missing <= _EPSILON:
+        return None
+    return Step("Budget", need, need - found.missing, "; ".join(found.problems) or "limits leave no room for more")
+
+
+def _lacks(shared: Shared) -> dict[str, int]:
+    """Of each stage that is short: what the target would take that does the most for its cost among those without room."""
+    lacks: dict[str, int] = {}
+    for stage, found in shared.found.items():
+        short = [
+            one
+            for one in shared.variants[stage]
+            if one.room is not None and not one.blocked and found.replicas[one.name] < one.most
+        ]
+        if found.missing > _EPSILON and short:
+            best = min(short, key=lambda one: (one.cost / one.capacity, one.name))
+            wanted = math.ceil(found.missing / best.capacity - _EPSILON)
+            lacks[best.name] = min(wanted, best.most - found.replicas[best.name])
+    return lacks
 
 
 def _need(units: float, stage: StageAnswer) -> float:

@@ -76,15 +76,15 @@ def decided(
     return StageAnswer(situation, tuple(recommendations), first, answer, memory, doubt)
 
 
-def told(stage: StageAnswer, ratios: Sequence[Step]) -> StageDecision:
-    """The record. ``ratios``: what the ratios between targets changed."""
+def told(stage: StageAnswer, ratios: Sequence[Step], limits: Sequence[Step] = ()) -> StageDecision:
+    """The record. ``ratios``: what the ratios between targets changed. ``limits``: what budgets and nodes did not allow."""
     situation = stage.situation
     names = {f"{target.name}:" for target in situation.targets}
     return StageDecision(
         stage=situation.targets[0].spec.stage,
         recommendations=stage.recommendations,
         combined=stage.combined.replicas if stage.combined is not None else None,
-        steps=(*stage.answer.steps, *(one for one in ratios if one.reason.split(" ", 1)[0] in names)),
+        steps=(*stage.answer.steps, *limits, *(one for one in ratios if one.reason.split(" ", 1)[0] in names)),
         waiting=situation.waiting,
         freshness=situation.freshness,
     )

@@ -192,10 +192,16 @@ class Client:
     async def serves(self, resource: Resource) -> bool:
         """Whether the server knows the kind, such as that of a CRD which may not be installed."""
         try:
-            found = await self._json("GET", resource.group_path)
+            served = await self.served(resource.api_version)
         except NotFound:
             return False
-        return any(one.get("name") == resource.plural for one in found.get("resources") or ())
+        return any(one.get("name") == resource.plural for one in served)
+
+    async def served(self, api_version: str) -> tuple[Object, ...]:
+        """The kinds and subresources of a version of a group, as discovery lists them; raises NotFound."""
+        group, _, version = api_version.rpartition("/")
+        found = await self._json("GET", Resource(group, version, "", "").group_path)
+        return tuple(found.get("resources") or ())
 
     async def is_ready(self, path: str = "/readyz") -> bool:
         """Whether the server's own health check is content."""

@@ -33,6 +33,7 @@ class ScaleTarget(Spec, frozen=True):
     ``min_replicas`` and ``max_replicas``: bounds. ``cost``: of a replica and hour, relative to other targets.
     ``accelerator``: its kind of GPU. ``accelerators``: of one replica. ``priority``: higher is filled first. ``weight``:
     its share where they are shared out by weights. ``spot``: may be taken away. ``capacity``: what is known of its speed.
+    ``start_time``: what a replica takes from its creation to its first request, until starts were measured.
     """
 
     CEL: ClassVar = (
@@ -53,6 +54,7 @@ class ScaleTarget(Spec, frozen=True):
     weight: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 1
     spot: bool = False
     capacity: EngineCapacity = EngineCapacity()
+    start_time: Duration = Duration("60s")
 
 
 class RatioConstraint(Spec, frozen=True):
@@ -80,7 +82,8 @@ class AutoscalingPolicyBindingSpec(Spec, frozen=True):
     together. ``allocation``: how replicas are shared out among several targets: Cheapest has the least cost, Priority
     fills one after the other, Weights keeps their shares, Expansion takes batches of growing size, the cheapest first.
     ``expansion_rate_percent``: by which these batches grow. ``min_on_demand``: the share of capacity that must not be
-    spot. ``budget``: limits of all targets together. ``ratios``: between targets.
+    spot. ``budget``: limits of all targets together. ``ratios``: between targets. ``priority``: of bindings that want the
+    same accelerators the one with the higher priority gets them first, then the older one.
     """
 
     CEL: ClassVar = (
@@ -100,6 +103,7 @@ class AutoscalingPolicyBindingSpec(Spec, frozen=True):
     min_on_demand: Share = 0.0
     budget: Budget | None = None
     ratios: Annotated[tuple[RatioConstraint, ...], msgspec.Meta(max_length=4)] = ()
+    priority: Annotated[int, msgspec.Meta(ge=-1_000_000, le=1_000_000)] = 0
 
 
 class AutoscalingPolicyBinding(msgspec.Struct, frozen=True, kw_only=True):

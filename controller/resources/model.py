@@ -91,7 +91,8 @@ class LoraAdapter(Layered, frozen=True):
 
 
 class ModelAutoscaling(Layered, frozen=True):
-    """``policy_ref``: an AutoscalingPolicy; the default policy, if left out. ``scale_to_zero``: after so long without
+    """``policy_ref``: an AutoscalingPolicy; the default policy, if left out. Its ``scaleToZero`` counts for all backends
+    without ``minReplicas``, and its ``holdTimeout`` for requests that wait. ``scale_to_zero``: after so long without
     requests.
     """
 

@@ -41,12 +41,16 @@ if TYPE_CHECKING:
 
 
 class Wanted:
-    """Decides what ``replicas`` says, by target; None: nothing is known. ``situations``: of the last decision."""
+    """Decides what ``replicas`` says, by target; None: nothing is known. ``situations`` and ``free``: of the last
+    decision. ``rooms``: by target of any binding, when it was last decided about.
+    """
 
     def __init__(self, **replicas: int | None) -> None:
         self.replicas: dict[str, int | None] = replicas
         self.situations: Sequence[Situation] = ()
         self.decisions = 0
+        self.free: Mapping[str, int] | None = None
+        self.rooms: dict[str, int | None] = {}
 
     def decide(
         self,
@@ -55,8 +59,11 @@ class Wanted:
         situations: Sequence[Situation],
         memory: int | None,
         now_s: float,
+        *,
+        free: Mapping[str, int] | None = None,
     ) -> tuple[Decision, int]:
-        self.situations, self.decisions = situations, self.decisions + 1
+        self.situations, self.decisions, self.free = situations, self.decisions + 1, free
+        self.rooms |= {one.name: one.room for each in situations for one in each.targets}
         targets = [
             TargetDecision(one.name, one.current, self.replicas.get(one.name), reason=f"look {memory}")
             for each in situations
@@ -165,15 +172,22 @@ def target(kind: str = "Deployment", name: str = "llama", **more: Any) -> Object
     }
 
 
-async def bind(client: Client, namespace: str, *targets: Object, name: str = "one", policy: str = "plain") -> Object:
-    """A binding of these targets."""
+async def bind(
+    client: Client,
+    namespace: str,
+    *targets: Object,
+    name: str = "one",
+    policy: str = "plain",
+    **more: Any,  # noqa: ANN401 - JSON
+) -> Object:
+    """A binding of these targets. ``more``: of its specification."""
     return await client.create(
         AUTOSCALING_POLICY_BINDINGS,
         {
             "apiVersion": AUTOSCALING_POLICY_BINDINGS.api_version,
             "kind": "AutoscalingPolicyBinding",
             "metadata": {"name": name, "namespace": namespace},
-            "spec": {"policyRef": policy, "targets": list(targets)},
+            "spec": {"policyRef": policy, "targets": list(targets), **more},
         },
     )
 

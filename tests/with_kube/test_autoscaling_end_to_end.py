@@ -6,17 +6,20 @@ How fast it is, and that of very many cycles none loses anybody, is measured by 
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 
+from bench.cluster.scaling.asking import Asking
 from bench.cluster.scaling.cycles import cycled
 from bench.cluster.scaling.faults import survived
 from bench.cluster.scaling.leaving import scaled_in
+from bench.cluster.scaling.objects import Model
 from bench.cluster.scaling.reaction import overloads, wakings
-from bench.cluster.scaling.site import running_site
+from bench.cluster.scaling.site import PATIENCE_S, running_site, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -65,3 +68,44 @@ async def test_scaling_in_under_load_cuts_no_stream(site: Site, kind: str) -> No
 async def test_nothing_is_scaled_in_because_of_faults(site: Site) -> None:
     found = await survived(site, for_s=12.0)
     assert {one.fault: one.falls for one in found} == dict.fromkeys((one.fault for one in found), 0)
+
+
+async def test_the_law_target_keeps_metrics_of_the_gateways_at_their_targets(site: Site) -> None:
+    """Three streams at each of two gateways, and two to a replica, are three replicas; the other metrics are known, too."""
+    others = ("requests_queued", "requests_running", "requests_per_second", "tokens_in_flight", "kv_usage")
+    metrics = [{"name": "requests_in_flight", "value": 2}, *({"name": name, "value": 1e5} for name in others)]
+    policy = {
+        "period": "1s",
+        "drain": "0s",
+        "strategies": [{"name": "Target"}],
+        "metrics": metrics,
+        "behavior": {"scaleDown": {"stabilizationWindowSeconds": 3}},
+    }
+    model = Model(name="by-metrics", most=5, engine=("--speed", "0.1"), policy=policy, target={"minReplicas": 1})
+    async with contextlib.AsyncExitStack() as stack:
+        replicas = await stack.enter_async_context(site.serving(model))
+        clients = [await stack.enter_async_context(Asking(one.url, model.name)) for one in site.gateways]
+        for one in clients:
+            for _ in range(3):
+                _ = one.ask(tokens=100_000, words=200)
+        await replicas.until(lambda one: one == 3, timeout_s=PATIENCE_S)
+        await site.until_ready(model, 3)
+
+        async def ratios() -> dict[str, float]:
+            decision = await site.decision(model.name)
+            (law,) = decision["stages"][0]["recommendations"]
+            return {name.removesuffix("_ratio"): value for name, value in law["inputs"].items()}
+
+        async def are_known() -> bool:
+            found = await ratios()
+            return {"requests_in_flight", *others} <= found.keys() and found["requests_in_flight"] == 1.0
+
+        await until(are_known, "a metric of the gateways is not known")
+        found = await ratios()
+        # arrivals of the last minute: by now there may be none
+        assert min(found["requests_running"], found["tokens_in_flight"]) > 0
+        assert found["requests_queued"] == 0
+        assert replicas.now == 3
+        for one in clients:
+            await one.hang_up()
+        await replicas.until(lambda one: one == 1, timeout_s=PATIENCE_S)

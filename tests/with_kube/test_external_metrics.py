@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import signal
 import ssl
@@ -14,6 +15,7 @@ import aiohttp
 import grpc
 import pytest
 import pytest_asyncio
+import yaml
 
 from bench.cluster.assets import ROOT
 from bench.cluster.kubeconfig import write_kubeconfig
@@ -179,6 +181,45 @@ async def test_the_hpa_controller_scales_a_model_infer_by_our_metric(
     await eventually(is_unknown, timeout_s=SOON_S)
     assert await replicas(client, namespace) == 2
     await client.delete(HPAS, "llama", namespace)
+
+
+@pytest.mark.parametrize("kind", ["PodMonitor", "ServiceMonitor"])
+async def test_prometheus_gets_metrics_by_what_our_monitors_say(
+    kind: str, client: Client, manager: Manager, plane: ControlPlane, assets: Assets, namespace: str
+) -> None:
+    folder = "pod-monitor-with-auth" if kind == "PodMonitor" else "service-monitor-with-auth"
+    words = [str(assets.binary("kubectl")), "kustomize", str(MANIFESTS / "monitoring" / folder)]
+    built = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
+    text, _ = await built.communicate()
+    things = list(yaml.safe_load_all(text))
+    (monitor,) = (one for one in things if one["kind"] == kind and one["metadata"]["name"] == "attache-manager")
+    (asks,) = monitor["spec"].get("podMetricsEndpoints") or monitor["spec"]["endpoints"]
+    assert (asks["scheme"], asks["port"]) == ("https", "metrics")
+    scraper = MANIFESTS / "monitoring" / "metrics-auth" / "scraper.yaml"
+    assert await kubectl(plane, assets, "apply", "-f", str(scraper)) == 0
+
+    async def secret(place: dict[str, str]) -> str:
+        """Of the monitor's own namespace."""
+        data = (await client.get(SECRETS, place["name"], monitor["metadata"]["namespace"])).get("data") or {}
+        return base64.b64decode(data.get(place["key"], "")).decode()
+
+    async def has_token() -> bool:
+        return bool(await secret(asks["authorization"]["credentials"]))
+
+    await eventually(has_token, timeout_s=SOON_S)
+    token = await secret(asks["authorization"]["credentials"])
+    authority = await secret(asks["tlsConfig"]["ca"]["secret"])
+    # this manager was told another namespace than the one of the manifests
+    name = asks["tlsConfig"]["serverName"].replace(SYSTEM, namespace)
+    context = ssl.create_default_context(cadata=authority)
+    url = f"https://127.0.0.1:{manager.ports['metrics']}"
+    headers = {"authorization": f"Bearer {token}"}
+    async with aiohttp.ClientSession(headers=headers) as http:
+        async with http.get(f"{url}/metrics", ssl=context, server_hostname=name) as answer:
+            assert answer.status == 200
+            assert "attache_manager" in await answer.text()
+        async with http.get(f"{url}/decisions", ssl=context, server_hostname=name) as answer:
+            assert answer.status == 403
 
 
 async def test_the_wrong_kind_of_target_is_told(client: Client, kube: Kube, namespace: str, manager: Manager) -> None:

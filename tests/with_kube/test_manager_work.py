@@ -12,7 +12,15 @@ import pytest_asyncio
 
 from bench.cluster.assets import ROOT
 from controller.cluster.errors import Forbidden
-from controller.cluster.resources import LEASES, MODEL_INFERS, MODEL_ROUTES, MODEL_SERVERS, MODELS, PODS
+from controller.cluster.resources import (
+    AUTOSCALING_POLICIES,
+    LEASES,
+    MODEL_INFERS,
+    MODEL_ROUTES,
+    MODEL_SERVERS,
+    MODELS,
+    PODS,
+)
 from controller.handlers.thread import HandlersEnded
 from controller.manager_command import _innermost
 from controller.reconcile.model_infer import labels
@@ -350,6 +358,36 @@ async def test_an_end_of_kopf_ends_the_role_with_an_error(client: Client, kube: 
         lease = await client.get(LEASES, "manager", namespace)
         assert lease["spec"]["holderIdentity"] == "", "another may begin at once"
         manager.task.exception()
+
+
+@FAKE
+async def test_a_model_follows_the_policy_that_it_names(client: Client, kube: Kube, namespace: str) -> None:
+    policy: Object = {
+        "apiVersion": AUTOSCALING_POLICIES.api_version,
+        "kind": "AutoscalingPolicy",
+        "metadata": {"name": "quiet", "namespace": namespace},
+        "spec": {"scaleToZero": {"holdTimeout": "3m"}},
+    }
+    backends = [{"name": "default", "maxReplicas": 4}]
+    spec = {"uri": "hf://org/llama", "autoscaling": {"policyRef": "quiet"}, "backends": backends}
+    metadata = {"name": "llama", "namespace": namespace}
+
+    async def activation() -> Object | None:
+        found = (await client.list(MODEL_SERVERS, namespace)).items
+        return found[0]["spec"].get("activation") if found else None
+
+    async with managing(kube.admin, namespace):
+        model = {"apiVersion": MODELS.api_version, "kind": "Model", "metadata": metadata, "spec": spec}
+        await client.create(MODELS, model)
+        await client.create(AUTOSCALING_POLICIES, policy)
+
+        async def holds(said: str) -> bool:
+            return ((await activation()) or {}).get("holdTimeout") == said
+
+        await eventually(lambda: holds("3m"), timeout_s=SOON_S)
+        changed = {"spec": {"scaleToZero": {"holdTimeout": "9m"}}}
+        await client.merge_patch(AUTOSCALING_POLICIES, "quiet", namespace, changed)
+        await eventually(lambda: holds("9m"), timeout_s=SOON_S)
 
 
 async def test_a_model_becomes_what_serves_it_and_is_mended(client: Client, kube: Kube, namespace: str) -> None:

@@ -46,6 +46,8 @@ OVERLAYS = (
     *(f"picker/{name}" for name in ("base", "istio", "kgateway", "gke", "envoy-gateway")),
     "monitoring/pod-monitor",
     "monitoring/service-monitor",
+    "monitoring/pod-monitor-with-auth",
+    "monitoring/service-monitor-with-auth",
 )
 # Kinds of gateways, whose definitions are not at hand: a server that knows nothing but their names.
 FOREIGN = (

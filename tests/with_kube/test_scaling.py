@@ -150,16 +150,46 @@ async def test_room_on_nodes_counts_where_targets_have_accelerators(client: Clie
 
     try:
         async with scaling(kube.admin, namespace, wanted):
-            await eventually(lambda: rooms() == [4, 0], timeout_s=SOON_S)
+            # one of four is promised to the replica that has no node yet
+            await eventually(lambda: rooms() == [3, 0], timeout_s=SOON_S)
+            assert wanted.free == {"H100": 6, "B200": 0}
             taken = {"nvidia.com/gpu": "3"}
             container = {"name": "c", "image": "i", "resources": {"requests": taken, "limits": taken}}
             spec = {"nodeName": f"n-{namespace}", "containers": [container]}
             metadata = {"name": "guest", "namespace": namespace}
             await client.create(PODS, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
-            await eventually(lambda: rooms() == [2, 0], timeout_s=SOON_S)
+            await eventually(lambda: rooms() == [1, 0], timeout_s=SOON_S)
             # nowhere is room: whatever is cheapest may be asked for, as nodes may be added
             await client.merge_patch(NODES, f"n-{namespace}", None, {"spec": {"unschedulable": True}})
             await eventually(lambda: rooms() == [None, None], timeout_s=SOON_S)
+    finally:
+        await client.delete(NODES, f"n-{namespace}")
+
+
+@FAKE
+async def test_no_binding_counts_room_that_another_one_was_promised(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    for name in ("llama", "other"):
+        await client.create(DEPLOYMENTS, deployment(namespace, name=name, replicas=0))
+    labels = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": f"n-{namespace}", "labels": labels}, "spec": {}}
+    await client.create(NODES, node)
+    status = {"allocatable": {"nvidia.com/gpu": "8"}, "conditions": [{"type": "Ready", "status": "True"}]}
+    await client.merge_patch(NODES, f"n-{namespace}", None, {"status": status}, subresource="status")
+    first = bind(client, namespace, target(accelerator="H100"), name="one", budget={"accelerators": {"H100": 8}})
+    other = {**target(name="other", accelerator="h100"), "name": "second"}
+    wanted = Wanted(main=0, second=0)
+    try:
+        await first
+        async with scaling(kube.admin, namespace, wanted):
+            await eventually(lambda: wanted.rooms == {"main": 8}, timeout_s=SOON_S)
+            await bind(client, namespace, other, name="two", budget={"accelerators": {"h100": 8}})
+            await eventually(lambda: wanted.rooms == {"main": 8, "second": 8}, timeout_s=SOON_S)
+            wanted.replicas["main"] = 5
+            # there are no pods, so the five have no nodes yet, and the node looks as free as before
+            await eventually(lambda: wanted.rooms == {"main": 3, "second": 3}, timeout_s=SOON_S)
+            wanted.replicas["second"] = 2
+            await eventually(lambda: wanted.rooms == {"main": 1, "second": 1}, timeout_s=SOON_S)
     finally:
         await client.delete(NODES, f"n-{namespace}")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from bench.cluster.fake.applying import BUILT_IN_KEYS, keys_in
+from bench.cluster.fake.scales import ScalePaths, paths_of
 from controller.cluster import resources as known
 from controller.cluster.resources import Resource
 
@@ -19,12 +20,15 @@ _VERBS: Final = ["create", "delete", "deletecollection", "get", "list", "patch",
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """A kind and how its objects are treated. ``schema``: OpenAPI of a custom resource, empty for built-in kinds."""
+    """A kind and how its objects are treated. ``schema``: OpenAPI of a custom resource, empty for built-in kinds.
+    ``scale``: of a custom resource that has one; the scales of built-in kinds are the objects themselves.
+    """
 
     resource: Resource
     has_status: bool = False
     counts_generations: bool = True
     schema: dict[str, Any] = {}
+    scale: ScalePaths | None = None
     short_names: tuple[str, ...] = ()
     list_keys: dict[str, tuple[str, ...]] = msgspec.field(default_factory=lambda: dict(BUILT_IN_KEYS))
 
@@ -116,6 +120,8 @@ class Kinds:
             listed.append({**entry, "name": one.plural, "verbs": _VERBS, "shortNames": list(kind.short_names)})
             if kind.has_status:
                 listed.append({**entry, "name": f"{one.plural}/status", "verbs": ["get", "patch", "update"]})
+            if kind.scale is not None:
+                listed.append({**entry, "name": f"{one.plural}/scale", "kind": "Scale", "verbs": ["get", "patch"]})
         name = f"{group}/{version}" if group else version
         return (
             {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": name, "resources": listed}
@@ -146,6 +152,7 @@ def kinds_of(crd: Mapping[str, Any]) -> Iterable[Kind]:
             resource,
             has_status="status" in (version.get("subresources") or {}),
             schema=schema,
+            scale=paths_of(version),
             list_keys=keys_in(schema),
             short_names=tuple(names.get("shortNames") or ()),
         )

@@ -17,6 +17,7 @@ from bench.cluster.fake.answers import Refused, bad_request, expired
 from bench.cluster.fake.faults import Call, Faults
 from bench.cluster.fake.kinds import Kinds
 from bench.cluster.fake.objects import How, Objects
+from bench.cluster.fake.scales import scale_of, scaling
 from bench.cluster.fake.selectors import selector
 from bench.cluster.fake.storage import Storage
 from bench.cluster.fake.targets import Target, target_of
@@ -97,7 +98,7 @@ class FakeServer:
         if verb == "watch":
             return await self.watches.serve(request, target)
         if verb == "get":
-            return _json(self.storage.get(target.kind, target.namespace, target.name))
+            return _json(_part(target, self.storage.get(target.kind, target.namespace, target.name)))
         if verb == "list":
             return _json(self._list(target, query))
         return await self._write(verb, target, request)
@@ -116,7 +117,10 @@ class FakeServer:
             return _json(self._objects.update(target, body, how))
         if verb == "patch":
             is_new = self.storage.find(target.kind, target.namespace, target.name) is None
-            return _json(self._objects.patch(target, body, request.content_type, how), 201 if is_new else 200)
+            if target.subresource == "scale" and target.kind.scale is not None:
+                body = scaling(body, target.kind.scale)
+            made = self._objects.patch(target, body, request.content_type, how)
+            return _json(_part(target, made), 201 if is_new else 200)
         if target.name:
             return _json(self._objects.delete(target, body or {}))
         chosen = selector(query.get("labelSelector", ""), query.get("fieldSelector", ""))
@@ -181,6 +185,12 @@ async def running_fake(*, bookmark_s: float = 30.0) -> AsyncIterator[Fake]:
     finally:
         server.watches.drop()
         await runner.cleanup()
+
+
+def _part(target: Target, thing: dict[str, Any]) -> dict[str, Any]:
+    if target.subresource == "scale" and target.kind.scale is not None:
+        return scale_of(thing, target.kind.scale)
+    return thing
 
 
 def _user(request: web.Request) -> str:

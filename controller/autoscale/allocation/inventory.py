@@ -41,7 +41,7 @@ class FreeNode(Protocol):
 def free_accelerators(nodes: Iterable[FreeNode], kinds: Iterable[str]) -> dict[str, int]:
     """Of each kind, over all nodes."""
     nodes = list(nodes)
-    return {kind: sum(_free(one) for one in nodes if _has_kind(one, kind)) for kind in kinds}
+    return {kind: sum(_free(one) for one in nodes if has_kind(one, kind)) for kind in kinds}
 
 
 def room_for(nodes: Iterable[FreeNode], kind: str, accelerators: int, pods: int = 1) -> int:
@@ -53,7 +53,7 @@ def room_for(nodes: Iterable[FreeNode], kind: str, accelerators: int, pods: int 
     share = -(-accelerators // max(1, pods))
     if share == 0:
         raise ValueError("a replica without accelerators is not limited by them")
-    places = sum(_free(one) // share for one in nodes if _has_kind(one, kind))
+    places = sum(_free(one) // share for one in nodes if has_kind(one, kind))
     return places // max(1, pods)
 
 
@@ -61,8 +61,11 @@ def _free(node: FreeNode) -> int:
     return sum(max(0, int(amount)) for name, amount in node.free.items() if _RESOURCES.match(name))
 
 
-def _has_kind(node: FreeNode, kind: str) -> bool:
-    """The whole value of a label, or one of its words: H100 is NVIDIA-H100-80GB-HBM3, too."""
+def has_kind(node: FreeNode, kind: str) -> bool:
+    """Whether a node has accelerators of a kind: the whole value of a label, or one of its words.
+
+    H100 is NVIDIA-H100-80GB-HBM3, too.
+    """
     wanted = kind.lower()
     for label in _KIND_LABELS:
         value = node.labels.get(label, "").lower()

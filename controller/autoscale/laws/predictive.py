@@ -10,7 +10,7 @@ Each ``window`` gives one observation: arrivals a second. From these:
 
 The largest forecast between now and ``lead`` ahead counts: replicas that are needed on the way are needed too. From
 requests to replicas it is the same work as in the strategy Work, at ``utilization``. While the law knows too little it
-asks for nothing, and the other laws decide.
+asks for nothing, and the other laws decide. The means of past seasons outlive a restart of the manager.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import msgspec
 
 from controller.autoscale.law import Recommendation
 from controller.autoscale.load import load_of
+from controller.autoscale.season import MOST_PLACES, PredictiveMemory
 from controller.autoscale.speeds import work_of
 from controller.resources.scaling_laws import PredictiveParameters
 
@@ -32,26 +33,10 @@ _TREND: Final = 0.1
 _DAMPING: Final = 0.9
 _FEWEST: Final = 6
 _MOST_STEPS: Final = 500
-# Places of a profile: at most so many, whatever the season and the window.
-_MOST_PLACES: Final = 288
 _NEWEST_SEASON: Final = 0.5
 # How today compares with past seasons, over this many observations, and at most by this factor.
 _TODAY: Final = 0.2
 _MOST_FACTOR: Final = 3.0
-
-
-class PredictiveMemory(msgspec.Struct, frozen=True):
-    """``observed_at_s``: of the last observation. ``count``: of observations. ``level`` and ``trend``: arrivals a second,
-    and their growth in a window. ``profile``: arrivals a second by place in the season; negative: never seen.
-    ``factor``: of today over the profile.
-    """
-
-    observed_at_s: float
-    count: int = 0
-    level: float = 0.0
-    trend: float = 0.0
-    profile: tuple[float, ...] = ()
-    factor: float = 1.0
 
 
 class PredictiveLaw(msgspec.Struct, frozen=True):
@@ -81,7 +66,7 @@ class PredictiveLaw(msgspec.Struct, frozen=True):
         """With the arrivals of each window that has ended; windows without data are passed over."""
         now_s, window_s = situation.now_s, self.parameters.window
         if memory is None:
-            return PredictiveMemory(now_s, profile=(-1.0,) * self._places)
+            return PredictiveMemory(now_s, profile=(-1.0,) * self._places, season_s=self._season_s)
         if now_s - memory.observed_at_s < window_s:
             return memory
         rates = situation.traffic.rates(window_s, now_s)
@@ -100,7 +85,7 @@ class PredictiveLaw(msgspec.Struct, frozen=True):
         self, memory: PredictiveMemory, now_s: float, value: float, level: float, trend: float
     ) -> PredictiveMemory:
         profile, factor = memory.profile, memory.factor
-        if len(profile) != self._places:
+        if len(profile) != self._places or memory.season_s != self._season_s:
             profile = (-1.0,) * self._places
         if profile:
             place = self._place(now_s - self.parameters.window / 2)
@@ -110,7 +95,7 @@ class PredictiveLaw(msgspec.Struct, frozen=True):
                 factor += _TODAY * (ratio - factor)
             new = value if known < 0 else known + self._weight * (value - known)
             profile = (*profile[:place], new, *profile[place + 1 :])
-        return PredictiveMemory(now_s, memory.count + 1, level, trend, profile, factor)
+        return PredictiveMemory(now_s, memory.count + 1, level, trend, profile, factor, self._season_s)
 
     def _forecast(self, memory: PredictiveMemory, now_s: float, lead_s: float) -> tuple[float, str]:
         window_s = self.parameters.window
@@ -122,9 +107,14 @@ class PredictiveLaw(msgspec.Struct, frozen=True):
         return max(0.0, memory.level, memory.level + memory.trend * reach), "its trend"
 
     @property
+    def _season_s(self) -> float:
+        """0: there is none."""
+        return float(self.parameters.season or 0.0)
+
+    @property
     def _places(self) -> int:
         season_s = self.parameters.season
-        return 0 if season_s is None else max(1, min(_MOST_PLACES, int(season_s / self.parameters.window)))
+        return 0 if season_s is None else max(1, min(MOST_PLACES, int(season_s / self.parameters.window)))
 
     @property
     def _weight(self) -> float:

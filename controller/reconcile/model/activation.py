@@ -26,7 +26,8 @@ def may_be_at_zero(model: Resolved, made: ResolvedBackend) -> bool:
     wanted, backend = model.spec.autoscaling, made.backend
     if wanted is None or model.spec.stop or backend.max_replicas is None:
         return False
-    return wanted.scale_to_zero is not None or backend.min_replicas == 0
+    says_so = backend.min_replicas is None and model.to_zero is not None
+    return wanted.scale_to_zero is not None or backend.min_replicas == 0 or says_so
 
 
 def activation_spec(model: Resolved, made: ResolvedBackend, start_times: Mapping[str, str]) -> dict[str, Any] | None:
@@ -34,7 +35,8 @@ def activation_spec(model: Resolved, made: ResolvedBackend, start_times: Mapping
     if not may_be_at_zero(model, made):
         return None
     start_time = start_times.get(made.backend.name)
-    return {} if start_time is None else {"startTime": start_time}
+    spec = {} if start_time is None else {"startTime": start_time}
+    return spec if model.to_zero is None else {**spec, "holdTimeout": str(model.to_zero.hold_timeout)}
 
 
 def told_start_times(model: Resolved, status: Mapping[str, Any], servers: Mapping[str, Object]) -> dict[str, str]:

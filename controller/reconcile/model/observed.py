@@ -53,7 +53,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     namespace, and all ClusterServingRuntimes. ``templates`` and ``shared_templates``: ModelTemplates of its namespace,
     and of the manager's. ``children``: objects of the kinds ``CHILDREN`` in its namespace that the Model owns, or that
     have the label ``MODEL`` or a name that begins with the Model's. ``pods``: with the label ``MODEL`` of this Model.
-    ``gateways``: Services of gateways that serve this namespace, the best to tell people first.
+    ``gateways``: Services of gateways that serve this namespace, the best to tell people first. ``policies``: all
+    AutoscalingPolicies of its namespace.
     """
 
     thing: Object
@@ -64,4 +65,5 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     children: Sequence[Object] = ()
     pods: Sequence[Object] = ()
     gateways: Sequence[Object] = ()
+    policies: Sequence[Object] = ()
     settings: Settings = Settings()

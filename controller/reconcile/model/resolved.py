@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from msgspec.structs import replace
 
+from controller.resources.autoscaling import ScaleToZero
 from controller.resources.model import Backend, ModelFormat, ModelSpec
 from controller.runtimes import presets
 from controller.runtimes.arguments import unknown_settings
@@ -18,8 +19,10 @@ from controller.runtimes.mistakes import mistakes, unsupported
 from controller.runtimes.presets import Preset
 from controller.runtimes.settings import Engine
 from controller.runtimes.weights import Weights, format_of, weights_of
+from extproc.config.quantities import decode_quantity
 
 if TYPE_CHECKING:
+    from controller.cluster.resources import Object
     from controller.reconcile.model.observed import Observed
 
 RoleName = Literal["engine", "prefill", "decode"]
@@ -44,7 +47,9 @@ class ResolvedBackend(msgspec.Struct, frozen=True):
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """``spec``: over its base references. ``served_name``: what engines call the model."""
+    """``spec``: over its base references. ``served_name``: what engines call the model. ``to_zero``: what the policy says
+    that it names, if it may have no engines; None otherwise.
+    """
 
     name: str
     namespace: str
@@ -54,6 +59,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     format: ModelFormat
     weights: Weights
     backends: tuple[ResolvedBackend, ...]
+    to_zero: ScaleToZero | None = None
 
     def child(self, backend: Backend) -> str:
         """The name of what is made for a backend."""
@@ -100,7 +106,21 @@ def resolve(observed: Observed) -> Resolved | Unresolved:
         format=format_,
         weights=weights,
         backends=tuple(backends),
+        to_zero=_to_zero(spec, observed.policies),
     )
+
+
+def _to_zero(spec: ModelSpec, policies: Sequence[Object]) -> ScaleToZero | None:
+    """Of the policy that the Model names. One that has a mistake says so itself, and scales nothing."""
+    wanted = spec.autoscaling
+    for one in policies if wanted is not None else ():
+        if wanted is not None and one["metadata"]["name"] == wanted.policy_ref:
+            said = (one.get("spec") or {}).get("scaleToZero")
+            try:
+                return None if said is None else msgspec.convert(said, ScaleToZero, dec_hook=decode_quantity)
+            except (msgspec.ValidationError, ValueError):
+                return None
+    return None
 
 
 def _of_its_namespace(spec: ModelSpec, namespace: str) -> ModelSpec:

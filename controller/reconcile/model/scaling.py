@@ -44,6 +44,6 @@ def _target(model: Resolved, made: ResolvedBackend) -> dict[str, Any]:
 
 
 def _least(model: Resolved) -> int:
-    """A Model that may be scaled to zero says so once."""
+    """A Model that may be scaled to zero says so once, here or in the policy that it names."""
     wanted = model.spec.autoscaling
-    return 0 if wanted is not None and wanted.scale_to_zero is not None else 1
+    return 0 if model.to_zero is not None or (wanted is not None and wanted.scale_to_zero is not None) else 1

@@ -71,12 +71,32 @@ def _spec(template: Mapping[str, Any], place: Place, role: RoleRevision, ask: As
     if role.workers:
         spec["hostname"] = names.pod_name(ask.owner["metadata"]["name"], place)
         spec["subdomain"] = names.service_name(ask.owner["metadata"]["name"], place)
+    if place.index == 0 and "topologySpreadConstraints" not in spec:
+        spec["topologySpreadConstraints"] = [_spread(place, role, ask)]
     if ask.scheduler_name and "schedulerName" not in spec:
         spec["schedulerName"] = ask.scheduler_name
     grace = spec.get("terminationGracePeriodSeconds", _DEFAULT_GRACE_S)
     if isinstance(grace, int) and grace < ask.drain_s:
         spec["terminationGracePeriodSeconds"] = math.ceil(ask.drain_s)
     return spec
+
+
+def _spread(place: Place, role: RoleRevision, ask: Ask) -> dict[str, Any]:
+    """Entry pods of one role and revision go to different nodes where they can: else engines without requests of their
+    own for memory or CPUs may all land on one. Workers stay near the others of their group.
+    """
+    chosen = {
+        labels.MODEL_INFER: ask.owner["metadata"]["name"],
+        labels.ROLE: place.role,
+        labels.ROLE_REVISION: role.hash,
+        labels.ENTRY: "true",
+    }
+    return {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": chosen},
+    }
 
 
 def environment(place: Place, role: RoleRevision, owner: str, namespace: str) -> dict[str, str]:

@@ -15,10 +15,10 @@ from aiohttp import web
 from controller.cluster.callers import Action, Callers, User
 from controller.cluster.errors import ClusterError, NotFound
 from controller.cluster.resources import CONFIG_MAPS
+from controller.cluster.selectors import selector
 from controller.roles.exporting import documents
 from controller.roles.exporting.exported import METRICS, Exports
 from controller.roles.exporting.front_proxy import CONFIG_MAP, FrontProxy, front_proxy_of
-from controller.roles.exporting.selectors import selector
 from controller.webhooks.server import ServerTls
 from extproc.config.validation import parse_address
 

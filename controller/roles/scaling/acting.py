@@ -32,12 +32,21 @@ class Wrote(msgspec.Struct, frozen=True):
     replicas: int
 
 
-class Actor:
-    """``client``: under our own manager's name. ``counted``: called with kind and verb of each write."""
+def _nobody(_: Place) -> None:
+    """Needs to be told."""
 
-    def __init__(self, client: Client, counted: Callable[[str, str], None]) -> None:
+
+class Actor:
+    """``client``: under our own manager's name. ``counted``: called with kind and verb of each write. ``changed``: called
+    with a target that is not as it was heard of any more.
+    """
+
+    def __init__(
+        self, client: Client, counted: Callable[[str, str], None], changed: Callable[[Place], None] = _nobody
+    ) -> None:
         self.client = client
         self._counted = counted
+        self._changed = changed
         self._wrote: dict[Place, Wrote] = {}
 
     def latest(self, place: Place, found: Scalable) -> Scalable:
@@ -61,9 +70,12 @@ class Actor:
         for one in places:
             self._wrote.pop(one, None)
 
-    async def claim(self, found: Scalable, mine: Claim) -> None:
+    async def claim(self, place: Place, found: Scalable, mine: Claim) -> None:
         """Say on the target that ``mine`` scales it. Raises DecideAgain if it has changed since."""
-        await self._annotate(found, {SCALED_BY: mine.text, SCALED_TO: str(found.replicas)}, found.version)
+        try:
+            await self._annotate(found, {SCALED_BY: mine.text, SCALED_TO: str(found.replicas)}, found.version)
+        finally:
+            self._changed(place)
 
     async def scale(self, place: Place, found: Scalable, replicas: int) -> None:
         """Write the replicas of a target, if it still is what was decided about: others' writes of anything else do not
@@ -71,6 +83,12 @@ class Actor:
 
         What is intended is written first: a leader that ends in between leaves a number that its successor knows.
         """
+        try:
+            await self._scale(place, found, replicas)
+        finally:
+            self._changed(place)
+
+    async def _scale(self, place: Place, found: Scalable, replicas: int) -> None:
         namespace, name = split_key(found.key)
         version = found.version
         for _ in range(3):

@@ -3,27 +3,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
 from controller.autoscale.decision import Decision, TargetDecision
-from controller.autoscale.situation import Situation
-from controller.resources.autoscaling import AutoscalingPolicySpec
-from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
 from controller.roles.scaling.owning import Hold
 from controller.roles.scaling.resolving import Resolved
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from controller.autoscale.situation import Situation
+    from controller.resources.autoscaling import AutoscalingPolicySpec
+    from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
 
 Memory = Any
 """What a decision wants to remember until the next one; None at first."""
 
-Decide = Callable[
-    [AutoscalingPolicySpec, AutoscalingPolicyBinding, Sequence[Situation], Memory, float], tuple[Decision, Memory]
-]
+
+class Decide(Protocol):
+    """``free``: accelerators for which a binding may ask, by kind."""
+
+    def __call__(
+        self,
+        policy: AutoscalingPolicySpec,
+        binding: AutoscalingPolicyBinding,
+        situations: Sequence[Situation],
+        memory: Memory,
+        now_s: float,
+        /,
+        *,
+        free: Mapping[str, int] | None = None,
+    ) -> tuple[Decision, Memory]:
+        """The decision, and what to remember until the next."""
+        ...
 
 
 class Deciding(NamedTuple):
@@ -52,9 +66,18 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it is carried out."""
         return self.replicas is not None and not self.held
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether it will be so: by us, or by who heeds what we export."""
+        return self.replicas is not None and self.held in ("", _TOLD_ONLY["Export"])
+
 
 # Why a decision is only told, by mode.
-_TOLD_ONLY = {"Recommend": "the mode is Recommend", "Export": "the mode is Export", "Paused": "the mode is Paused"}
+_TOLD_ONLY: Final = {
+    "Recommend": "the mode is Recommend",
+    "Export": "the mode is Export",
+    "Paused": "the mode is Paused",
+}
 
 
 def steps_of(decision: Decision, resolved: Sequence[Resolved], holds: Mapping[str, Hold]) -> Iterator[Step]:

@@ -27,6 +27,12 @@ class DemandView(msgspec.Struct, frozen=True):
     reports: Mapping[str, EngineReport] = {}
     learned: Mapping[str, EngineDemand] = {}
 
+    def cut_off(self, for_s: float | None) -> DemandView:
+        """The same, where the API server has not told us anything for so long; None: it has."""
+        if for_s is None:
+            return self
+        return msgspec.structs.replace(self, freshness=msgspec.structs.replace(self.freshness, cut_off_s=for_s))
+
 
 class DemandSource(Protocol):
     """Gathers demand. One object lives for one term of leadership."""

@@ -18,6 +18,7 @@ from controller.cluster.resources import (
 )
 from controller.roles.scaling.bindings import BindingView, PolicyView, slim_binding, slim_policy
 from controller.roles.scaling.namespaces import NamespacedPods
+from controller.roles.scaling.other_kinds import OtherKinds
 from controller.roles.scaling.owning import misused_by, scaled_by_others, slim_autoscaler
 from controller.roles.scaling.scalables import KINDS, Scalable, ScalableKind, kind_of, reader
 from controller.roles.work.following import Following
@@ -54,6 +55,7 @@ class Followed:
             add(_SCALED_OBJECTS, slim=slim_autoscaler(_SCALED_OBJECTS.kind, "Deployment", "apps"), optional=True),
         ]
         self.pods = NamespacedPods(client, timing, self._all_changed)
+        self.other_kinds = OtherKinds(client, lambda place: self._tell(self._by_place.get(place, ())))
         self._by_place: dict[Place, set[str]] = defaultdict(set)
         self._by_policy: dict[str, set[str]] = defaultdict(set)
         self._known: dict[str, BindingView] = {}
@@ -79,15 +81,25 @@ class Followed:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._following.run(), name="informers of scaling")
             tasks.create_task(self.pods.run(), name="pods of targets")
+            tasks.create_task(self.other_kinds.run(), name="targets of others' kinds")
 
     def versions(self) -> tuple[int, ...]:
         """While they are the same, all targets resolve to the same."""
         served = sum(self._following.serves(one) for one in self._scalables.values())
-        return self.servers_version, self.owners_version, self._scalables_version, self.pods.index.version, served
+        scalables = self._scalables_version + self.other_kinds.version
+        return self.servers_version, self.owners_version, scalables, self.pods.index.version, served
+
+    def knows(self, view: BindingView) -> bool:
+        """Whether all that a binding is about has been heard of."""
+        others = self.other_kinds
+        return self.pods.knows(view.namespace) and all(
+            others.is_read(place) for place in view.places if is_foreign(place)
+        )
 
     def cut_off_s(self, namespace: str) -> float | None:
         """How long nothing can have been heard of pods of a namespace or of what is scaled; None if it can."""
-        found = [self.pods.cut_off_s(namespace), *(one.cut_off_for_s() for one in self._scalables.values())]
+        found = [self.pods.cut_off_s(namespace), self.other_kinds.cut_off_s(namespace)]
+        found += [one.cut_off_for_s() for one in self._scalables.values()]
         return max((one for one in found if one is not None), default=None)
 
     async def synced(self) -> None:
@@ -189,6 +201,7 @@ class Followed:
         if _asks(before) != _asks(now):
             self.owners_version += 1
             self.pods.want({one.namespace for one in self._known.values()})
+            self.other_kinds.want(key, _foreign(now))
             self._tell([key, *(other for place in now.places for other in self._by_place[place])] if now else [key])
 
     def _server_changed(self, key: str) -> None:
@@ -252,6 +265,18 @@ def _is_new(said: dict[str, tuple[object, ...]], key: str, now: tuple[object, ..
 
 def _asks(view: BindingView | None) -> tuple[object, ...] | None:
     return None if view is None else (view.claim, view.thing["metadata"].get("generation"), view.problem)
+
+
+def is_foreign(place: Place) -> bool:
+    """Whether it is of a kind of somebody else's."""
+    return kind_of(place[1], place[2]) is None
+
+
+def _foreign(view: BindingView | None) -> dict[Place, str]:
+    if view is None or view.binding is None:
+        return {}
+    pairs = zip(view.places, view.binding.spec.targets, strict=True)
+    return {place: one.ref.api_version for place, one in pairs if is_foreign(place)}
 
 
 def _slim_server(thing: Object) -> Object:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from controller.roles.scaling.bindings import BindingView
 
 # An object's annotations share 256 KiB.
-_MOST_BYTES: Final = 16_384
+_MOST_BYTES: Final = 65_536
 _FIRST_S: Final = 60.0
 _LONGEST_S: Final = 3600.0
 

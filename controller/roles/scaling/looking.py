@@ -13,7 +13,7 @@ from controller.cluster.resources import AUTOSCALING_POLICY_BINDINGS
 from controller.roles.scaling.acting import Actor, DecideAgain
 from controller.roles.scaling.blockages import Blockages
 from controller.roles.scaling.deciding import Deciding, Memory, Step, steps_of
-from controller.roles.scaling.demand import DemandSource, DemandView
+from controller.roles.scaling.demand import DemandSource
 from controller.roles.scaling.draining import drain, undone
 from controller.roles.scaling.followed import Followed
 from controller.roles.scaling.learned import Keeping, unpacked
@@ -22,7 +22,7 @@ from controller.roles.scaling.records import Record, Records
 from controller.roles.scaling.resolving import Resolver
 from controller.roles.scaling.rooms import Rooms
 from controller.roles.scaling.series import Series
-from controller.roles.scaling.situations import situations_of
+from controller.roles.scaling.situations import situations_of, with_rooms
 from controller.roles.scaling.sources.gathering import Sources
 from controller.roles.scaling.telling import Looked, Scaled, digest_of, events_of, status_of
 from controller.roles.work.telling import Recorder, write_status
@@ -76,7 +76,7 @@ class Looker:
         if view is None or view.thing["metadata"].get("deletionTimestamp"):
             self._forget(key)
             return "gone", None
-        if not self._parts.followed.pods.knows(view.namespace):
+        if not self._parts.followed.knows(view):
             return "waiting", _SOON_S
         looked = self._read(view)
         if looked.problem is not None or looked.policy is None or view.binding is None:
@@ -116,11 +116,10 @@ class Looker:
         situations = situations_of(
             resolved,
             spec,
-            lambda servers: _as_known(parts.demand.view(servers, now_s), cut_off_s),
+            lambda servers: parts.demand.view(servers, now_s).cut_off(cut_off_s),
             now_s,
             holds=holds,
             blocked=lambda target: self._blockages.of(view.key, target, now_s),
-            rooms=parts.rooms.of(view.key, resolved),
         )
         return Looked(now_s=now_s, policy=spec, resolved=resolved, situations=situations, holds=holds)
 
@@ -133,12 +132,16 @@ class Looker:
     def _decided(self, view: BindingView, looked: Looked) -> Looked:
         assert looked.policy is not None  # noqa: S101 - the caller has asked
         assert view.binding is not None  # noqa: S101
+        # nothing may come in between, or two bindings would count the same room
+        allowed = self._parts.rooms.of(view, looked.resolved)
+        situations = with_rooms(looked.situations, allowed.rooms)
         decision, memory = self._parts.deciding.decide(
-            looked.policy, view.binding, looked.situations, self._memory(view, looked.now_s), looked.now_s
+            looked.policy, view.binding, situations, self._memory(view, looked.now_s), looked.now_s, free=allowed.free
         )
         self._memories[view.key] = view.claim.uid, memory
         steps = tuple(steps_of(decision, looked.resolved, looked.holds))
-        return msgspec.structs.replace(looked, decision=decision, steps=steps)
+        self._parts.rooms.order(view, looked.resolved, steps, decision.lacks)
+        return msgspec.structs.replace(looked, situations=situations, decision=decision, steps=steps)
 
     def _memory(self, view: BindingView, now_s: float) -> Memory:
         known = self._memories.get(view.key)
@@ -175,7 +178,7 @@ class Looker:
             if not step.target.may_write or looked.policy is None or looked.policy.mode not in _SCALING:
                 continue
             if step.target.found is not None and step.target.found.scaled_by != view.claim.text:
-                await self._parts.actor.claim(step.target.found, view.claim)
+                await self._parts.actor.claim(step.target.place, step.target.found, view.claim)
                 # what it is from now on comes by the informer
                 again_s = min(again_s, _SOON_S)
             if not step.writes or _is_settled(step):
@@ -255,14 +258,6 @@ class Looker:
         self._parts.rooms.forget(key)
         self._parts.series.forget(key)
         self._parts.concerns(key, ())
-
-
-def _as_known(demand: DemandView, cut_off_s: float | None) -> DemandView:
-    """``cut_off_s``: how long the API server has not told us anything."""
-    if cut_off_s is None:
-        return demand
-    freshness = msgspec.structs.replace(demand.freshness, cut_off_s=cut_off_s)
-    return msgspec.structs.replace(demand, freshness=freshness)
 
 
 def _is_settled(step: Step) -> bool:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from controller.cluster.selectors import selector
 from controller.resources.autoscaling_binding import ScaleTarget
+from controller.roles.scaling.followed import is_foreign
 from controller.roles.scaling.owning import Claim, Place, other_owner, rival
 from controller.roles.scaling.pods import PodView
 from controller.roles.scaling.scalables import Scalable, ScalableKind
@@ -23,7 +25,9 @@ PROBLEMS: Final = (
     "WrongMetricTarget",
     "OtherAutoscaler",
     "UnknownKind",
+    "TargetForbidden",
     "TargetNotFound",
+    "SelectorUnknown",
     "ServerNotFound",
 )
 
@@ -93,6 +97,12 @@ class Resolver:
         return found
 
     def _one(self, view: BindingView, spec: ScaleTarget, place: Place) -> Resolved:
+        if is_foreign(place):
+            read = self._followed.other_kinds.of(place)
+            if read.kind is None or read.found is None:
+                problem = None if read.lacks is None else Problem(*read.lacks)
+                return Resolved(spec=spec, place=place, kind=read.kind, problem=problem)
+            return self._found(view, spec, place, read.kind, read.found)
         kind = self._followed.kind_at(place)
         if kind is None:
             said = f"{spec.ref.api_version} {spec.ref.kind} cannot be scaled here"
@@ -101,6 +111,11 @@ class Resolver:
         if found is None or found.is_going:
             said = f"there is no {place[2]} {place[3]}"
             return Resolved(spec=spec, place=place, kind=kind, problem=Problem("TargetNotFound", said))
+        return self._found(view, spec, place, kind, found)
+
+    def _found(
+        self, view: BindingView, spec: ScaleTarget, place: Place, kind: ScalableKind, found: Scalable
+    ) -> Resolved:
         pods = self._followed.pods.index.of(view.namespace, found.selector)
         versions = self._followed.servers_version, self._followed.owners_version
         now = _Known(view.claim, spec, found, pods, versions)
@@ -112,7 +127,8 @@ class Resolver:
         return made
 
     def _made(self, view: BindingView, now: _Known, place: Place, kind: ScalableKind) -> Resolved:
-        spec, found, pods = now.spec, now.found, now.pods
+        spec, found = now.spec, now.found
+        pods = _selected(now.pods, found)
         server = self._server(view.namespace, spec, place, found)
         return Resolved(
             spec=spec,
@@ -166,6 +182,14 @@ class Resolver:
             for key, selector in self._followed.servers_selecting(namespace, template)
         ]
         return min(fitting)[1] if fitting else ""
+
+
+def _selected(pods: Sequence[PodView], found: Scalable) -> Sequence[PodView]:
+    """Those that the whole selector matches."""
+    if not found.selects:
+        return pods
+    matches = selector(found.selects)
+    return [one for one in pods if matches(one.labels)]
 
 
 def _is_same(before: _Known, now: _Known) -> bool:

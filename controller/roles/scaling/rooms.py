@@ -1,30 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For how many more replicas of each target nodes have accelerators; followed only while a binding has a choice."""
+"""What each binding may ask for of nodes' accelerators; nodes are followed only while a binding has to know."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from controller.autoscale.allocation.inventory import room_for
+import msgspec
+
+from controller.autoscale.allocation.promises import Claim, Nodes, Share, left_for, room_of
 from controller.cluster.informer import Informer, InformerTiming, Selection
 from controller.cluster.resources import NODES, PODS
 from controller.roles.work.node_room import room, slim_to_requests
 from controller.roles.work.slimming import slim_node
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from controller.cluster.client import Client
-    from controller.reconcile.model_infer.observed import NodeRoom
+    from controller.roles.scaling.bindings import BindingView
+    from controller.roles.scaling.deciding import Step
     from controller.roles.scaling.resolving import Resolved
 
 # All pods of a cluster are added up at most so often.
 _EACH_S: Final = 2.0
 
 
+class Allowed(msgspec.Struct, frozen=True):
+    """``rooms``: replicas beyond those that were asked for, by target. ``free``: accelerators for them, by kind. What is
+    not named is not limited.
+    """
+
+    rooms: Mapping[str, int] = {}
+    free: Mapping[str, int] = {}
+
+
+class _Ordered(NamedTuple):
+    """What a binding decided last. ``replicas`` and ``lacks``: by target."""
+
+    view: BindingView
+    resolved: Sequence[Resolved]
+    replicas: Mapping[str, int]
+    lacks: Mapping[str, int]
+
+
 class Rooms:
-    """``run`` follows nodes and all pods while ``of`` is asked about a binding that has a choice."""
+    """``run`` follows nodes and all pods while ``of`` is asked about a binding that has to know."""
 
     def __init__(self, client: Client, timing: InformerTiming) -> None:
         self._client = client
@@ -33,35 +55,54 @@ class Rooms:
         self._wake = asyncio.Event()
         self._followed: tuple[Informer, Informer] | None = None
         self._is_old = True
-        self._nodes: tuple[float, list[NodeRoom]] = (float("-inf"), [])
+        self._read_at_s = float("-inf")
+        self._nodes = Nodes()
+        self._placed: frozenset[str] = frozenset()
+        self._ordered: dict[str, _Ordered] = {}
 
-    def of(self, key: str, resolved: Sequence[Resolved]) -> Mapping[str, int]:
-        """By target; without those of which it is unknown. ``key``: of the binding.
-
-        Empty where no target of a stage has room: then all may be asked for, as nodes may be added for pods that find none.
+    def of(self, view: BindingView, resolved: Sequence[Resolved]) -> Allowed:
+        """Empty where that is unknown, and where no target of a stage would find a node: then all may be asked for, as
+        nodes may be added for pods that find none.
         """
-        choices = [one for one in resolved if has_choice(one, resolved)]
-        if not choices:
-            self.forget(key)
-            return {}
-        if key not in self._askers:
-            self._askers.add(key)
+        limited = [one for one in resolved if is_limited(one, resolved, view)]
+        if not limited:
+            self._ask_no_more(view.key)
+            return Allowed()
+        if view.key not in self._askers:
+            self._askers.add(view.key)
             self._wake.set()
-        nodes = self._free()
-        if nodes is None:
-            return {}
-        found = {
-            one.spec.name: room_for(nodes, one.spec.accelerator, one.spec.accelerators, _pods_of_replica(one))
-            for one in choices
-            if one.spec.accelerator is not None
+        if not self._look():
+            return Allowed()
+        # its decision begins with what was asked for, whatever it has decided before
+        mine = self._claim(_Ordered(view, resolved, {}, {}))
+        others = [self._claim(one) for key, one in self._ordered.items() if key != view.key]
+        shares = {one.spec.name: share for one in resolved if (share := self._share(one)) is not None}
+        left = {one.kind: left_for(mine, one.kind, self._nodes, others) for one in shares.values()}
+        rooms = {
+            one.spec.name: room_of(shares[one.spec.name], left[shares[one.spec.name].kind], self._nodes)
+            for one in limited
+            if one.spec.name in shares and _is_possible(one, resolved, shares, self._nodes)
         }
-        return {one.spec.name: found[one.spec.name] for one in choices if _is_possible(one, resolved, found)}
+        open_ = {share.kind for name, share in shares.items() if name not in rooms}
+        return Allowed(rooms, {kind: count for kind, count in left.items() if kind not in open_})
+
+    def order(
+        self, view: BindingView, resolved: Sequence[Resolved], steps: Sequence[Step], lacks: Mapping[str, int]
+    ) -> None:
+        """What a binding has decided: from now on others count it. ``lacks``: how many more replicas it would take, by
+        target.
+        """
+        owned = [one for one in resolved if one.may_write and self._share(one) is not None]
+        replicas = {one.target.spec.name: one.replicas for one in steps if one.is_ordered and one.replicas is not None}
+        if owned:
+            self._ordered[view.key] = _Ordered(view, owned, replicas, lacks)
+        else:
+            self._ordered.pop(view.key, None)
 
     def forget(self, key: str) -> None:
-        """The binding is gone, or has no choice any more."""
-        if key in self._askers:
-            self._askers.discard(key)
-            self._wake.set()
+        """The binding is gone."""
+        self._ordered.pop(key, None)
+        self._ask_no_more(key)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -71,6 +112,11 @@ class Rooms:
                 await self._follow()
             else:
                 await self._wake.wait()
+
+    def _ask_no_more(self, key: str) -> None:
+        if key in self._askers:
+            self._askers.discard(key)
+            self._wake.set()
 
     async def _follow(self) -> None:
         nodes = Informer(self._client, NODES, Selection(), timing=self._timing, slim=slim_node)
@@ -92,38 +138,57 @@ class Rooms:
     def _changed(self, _: str) -> None:
         self._is_old = True
 
-    def _free(self) -> list[NodeRoom] | None:
-        """What nodes have left; None while that is unknown."""
+    def _look(self) -> bool:
+        """Whether it is known what nodes have left, and which pods take what is not."""
         if self._followed is None:
-            return None
+            return False
         nodes, pods = self._followed
         if not (nodes.synced.is_set() and pods.synced.is_set()):
-            return None
+            return False
         now_s = asyncio.get_running_loop().time()
-        if self._is_old and now_s >= self._nodes[0] + _EACH_S:
-            self._nodes = now_s, room(nodes.objects.values(), pods.objects.values())
-            self._is_old = False
-        return self._nodes[1]
+        if self._is_old and now_s >= self._read_at_s + _EACH_S:
+            self._read_at_s, self._is_old = now_s, False
+            self._nodes = Nodes(room(nodes.objects.values(), pods.objects.values()))
+            self._placed = frozenset(key for key, pod in pods.objects.items() if pod["node"])
+        return True
+
+    def _claim(self, ordered: _Ordered) -> Claim:
+        view = ordered.view
+        priority = 0 if view.binding is None else view.binding.spec.priority
+        shares = (
+            self._share(one, ordered.replicas.get(one.spec.name, 0), ordered.lacks.get(one.spec.name, 0))
+            for one in ordered.resolved
+        )
+        return Claim((-priority, view.claim.created, view.key), tuple(one for one in shares if one is not None))
+
+    def _share(self, target: Resolved, replicas: int = 0, lacks: int = 0) -> Share | None:
+        """None if it takes no accelerators that are known."""
+        spec, found = target.spec, target.found
+        if spec.accelerator is None or spec.accelerators < 1 or found is None or target.kind is None:
+            return None
+        units: dict[str, list[bool]] = {}
+        for pod in target.pods:
+            if not pod.is_ended:
+                units.setdefault(target.kind.unit_of(pod), []).append(pod.key in self._placed)
+        placed = sum(all(one) for one in units.values())
+        return Share(
+            kind=spec.accelerator,
+            accelerators=spec.accelerators,
+            pods=max((len(one) for one in units.values()), default=1),
+            promised=max(0, max(found.replicas, replicas) - placed),
+            lacks=lacks,
+        )
 
 
-def has_choice(target: Resolved, resolved: Sequence[Resolved]) -> bool:
-    """Whether nodes' accelerators can decide between this target and another one of its stage."""
+def is_limited(target: Resolved, resolved: Sequence[Resolved], view: BindingView) -> bool:
+    """Whether nodes' accelerators limit it: it is one of several of its stage, or shares a budget."""
     spec = target.spec
     several = sum(one.spec.stage == spec.stage for one in resolved) > 1
-    return several and spec.accelerator is not None and spec.accelerators > 0
+    has_budget = view.binding is not None and view.binding.spec.budget is not None
+    return (several or has_budget) and spec.accelerator is not None and spec.accelerators > 0
 
 
-def _is_possible(one: Resolved, resolved: Sequence[Resolved], found: Mapping[str, int]) -> bool:
-    """Whether some target of the stage has room, or may have it."""
-    return any(found.get(each.spec.name, 1) > 0 for each in resolved if each.spec.stage == one.spec.stage)
-
-
-def _pods_of_replica(target: Resolved) -> int:
-    """Of those that are there; one where there is none yet."""
-    if target.kind is None or not target.pods:
-        return 1
-    units: dict[str, int] = {}
-    for pod in target.pods:
-        unit = target.kind.unit_of(pod)
-        units[unit] = units.get(unit, 0) + 1
-    return max(units.values())
+def _is_possible(one: Resolved, resolved: Sequence[Resolved], shares: Mapping[str, Share], nodes: Nodes) -> bool:
+    """Whether some target of the stage would find a node, or may."""
+    same = [each.spec.name for each in resolved if each.spec.stage == one.spec.stage]
+    return any(name not in shares or nodes.fits(shares[name]) > 0 for name in same)

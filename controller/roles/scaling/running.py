@@ -94,7 +94,7 @@ class Scaling:
                 demand=demand,
                 rooms=self._rooms,
                 deciding=deciding,
-                actor=Actor(scaler, metrics.wrote),
+                actor=Actor(scaler, metrics.wrote, self._followed.other_kinds.anew),
                 recorder=Recorder(client, SCALER, _loop_s, metrics.wrote),
                 keeping=Keeping(scaler),
                 records=records,

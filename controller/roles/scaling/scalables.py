@@ -23,7 +23,8 @@ class Scalable(msgspec.Struct, frozen=True, kw_only=True):
     """``replicas``: that were asked for. ``selector``: labels of its pods; empty if they cannot be told by labels alone.
     ``template``: labels that the pods get which requests are sent to; ``roles``: the same by role of a ModelInfer.
     ``scaled_by`` and ``scaled_to``: our annotations; ``scaled_to`` has two numbers while we change one into the other.
-    ``is_ours``: the replicas were last written by us. ``writer`` and ``written_at_s``: who else wrote them last, and when; empty and 0 if nobody is
+    ``selects``: the whole selector, where ``selector`` has only those labels of which it allows one value; empty if that
+    is all. ``is_ours``: the replicas were last written by us. ``writer`` and ``written_at_s``: who else wrote them last, and when; empty and 0 if nobody is
     known. ``is_going``: it is being deleted.
     """
 
@@ -41,6 +42,7 @@ class Scalable(msgspec.Struct, frozen=True, kw_only=True):
     writer: str = ""
     written_at_s: float = 0.0
     is_going: bool = False
+    selects: str = ""
 
 
 Shape = Callable[[Object], tuple[Mapping[str, str], Mapping[str, str]]]
@@ -209,6 +211,16 @@ KINDS: Final = (
         optional=True,
     ),
 )
+
+
+def foreign_kind(resource: Resource) -> ScalableKind:
+    """Somebody else's kind: each pod is taken for a replica, and its controller for one that heeds deletion costs."""
+    return ScalableKind(resource=resource, shape=_by_template, unit_of=_pod)
+
+
+def _by_template(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Many have a template of pods where Deployments have it; the selector stands in the scale."""
+    return {}, _labels((thing.get("spec") or {}).get("template"))
 
 
 _BY_NAME: Final = {(one.resource.group, one.resource.kind): one for one in KINDS}

@@ -37,22 +37,17 @@ def situations_of(
     *,
     holds: Mapping[str, Hold],
     blocked: Blocked,
-    rooms: Mapping[str, int] | None = None,
 ) -> tuple[Situation, ...]:
     """One for each stage that targets have, in the order of the first target of each. ``holds``: replicas that somebody
-    else has set, by target. ``rooms``: for how many more replicas nodes have accelerators, by target, where known.
+    else has set, by target.
     """
-    rooms = rooms or {}
     stages: dict[str, list[Resolved]] = {}
     for one in resolved:
         stages.setdefault(one.spec.stage, []).append(one)
     found = []
     for several in stages.values():
         demand = view(sorted({one.server for one in several if one.server}))
-        targets = tuple(
-            _target(one, demand, holds.get(one.spec.name), policy, blocked, room=rooms.get(one.spec.name))
-            for one in several
-        )
+        targets = tuple(_target(one, demand, holds.get(one.spec.name), policy, blocked) for one in several)
         unreported = tuple(_unreported(targets, now_s - policy.staleness.soft))
         found.append(
             Situation(
@@ -67,6 +62,20 @@ def situations_of(
     return tuple(found)
 
 
+def with_rooms(situations: Sequence[Situation], rooms: Mapping[str, int]) -> tuple[Situation, ...]:
+    """``rooms``: for how many more replicas nodes have accelerators, by target, where that limits it."""
+    if not rooms:
+        return tuple(situations)
+    return tuple(
+        msgspec.structs.replace(each, targets=tuple(_with_room(one, rooms.get(one.name)) for one in each.targets))
+        for each in situations
+    )
+
+
+def _with_room(target: Target, room: int | None) -> Target:
+    return target if room is None else msgspec.structs.replace(target, room=room)
+
+
 def _with(freshness: Freshness, unreported: tuple[str, ...]) -> Freshness:
     return (
         freshness if freshness.unreported == unreported else msgspec.structs.replace(freshness, unreported=unreported)
@@ -79,8 +88,6 @@ def _target(
     hold: Hold | None,
     policy: AutoscalingPolicySpec,
     blocked: Blocked,
-    *,
-    room: int | None,
 ) -> Target:
     if one.found is None or one.kind is None:
         return Target(spec=one.spec, current=None)
@@ -89,7 +96,7 @@ def _target(
         current=one.found.replicas,
         engines=engines_of(one.kind, one.pods, demand.reports),
         speed=_speed(one, demand),
-        room=room,
+        start_s=float(one.spec.start_time),
         set_by=hold.writer if hold is not None else "",
         set_at_s=hold.until_s - policy.manual_hold if hold is not None else 0.0,
     )

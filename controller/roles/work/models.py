@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from controller.cluster.resources import (
+    AUTOSCALING_POLICIES,
     CLUSTER_SERVING_RUNTIMES,
     CONFIG_MAPS,
     DAEMON_SETS,
@@ -83,7 +84,8 @@ class ModelKeeper:
         self._in_namespace = Index(self._things, _namespace)
         self._children = {one: infers if one == MODEL_INFERS else self._follow(one) for one in CHILDREN}
         self._by_namespace = {
-            one: Index(informer, _namespace, self._child_changed) for one, informer in self._children.items()
+            one: Index(informer, _namespace, self._all_in if one == AUTOSCALING_POLICIES else self._child_changed)
+            for one, informer in self._children.items()
         }
         # those of warm-ups; the others belong to ModelInfers
         warming = following.add(PODS, labels=f"{MODEL},!{labels.MODEL_INFER}", slim=slim_pod)
@@ -153,6 +155,7 @@ class ModelKeeper:
                 (one for one in self._gateways.objects.values() if _namespace(one) in (*self._serves, namespace)),
                 key=_worth,
             ),
+            policies=self._by_namespace[AUTOSCALING_POLICIES].of(namespace),
             settings=self._settings,
         )
         return self._decide(observed, now_s)

@@ -10,10 +10,11 @@ import msgspec
 from controller.autoscale.decide import decide
 from controller.autoscale.situation import Engine, EngineState, Freshness, Situation, Target
 from controller.resources.autoscaling import AutoscalingPolicySpec
-from controller.resources.autoscaling_binding import AutoscalingPolicyBinding, RatioConstraint
+from controller.resources.autoscaling_binding import AutoscalingPolicyBinding, Budget, RatioConstraint
 from tests.controller.autoscale.situations import NOW_S, SPEED, binding_of, situation_of, spec_of, target_of, traffic_of
 
 if TYPE_CHECKING:
+    from controller.autoscale.decision import Decision
     from controller.autoscale.memory import Memory
 
 POLICY = AutoscalingPolicySpec()
@@ -110,3 +111,39 @@ def test_replicas_that_stay_do_not_grow_by_rounding_of_nearly_equal_speeds() -> 
         if now_s - NOW_S < 55:
             # a start holds them
             assert [one.desired for one in decision.targets] == [3, 1, 1], decision.stages[0].steps
+
+
+def test_one_target_keeps_to_the_budget_and_says_so() -> None:
+    alone = target_of(ready=2, spec=LARGE)
+    spec = msgspec.structs.replace(binding_of(LARGE).spec, budget=Budget(cost_per_hour=12.0))
+    binding = msgspec.structs.replace(BINDING, spec=spec)
+    assert after_minutes((alone,), 24.0, binding=binding_of(LARGE)) == {"large": 10}
+    assert after_minutes((alone,), 24.0, binding=binding) == {"large": 3}
+    decision = decided_once((alone,), 24.0, binding)
+    steps = [one for one in decision.stages[0].steps if one.rule == "Budget"]
+    assert [one.reason for one in steps] == ["the budget of cost leaves no room for more"]
+    assert decision.targets[0].reason == "the budget of cost leaves no room for more"
+
+
+def test_free_accelerators_limit_what_is_started() -> None:
+    large, small = pair(large=1)
+    h100 = [msgspec.structs.replace(one.spec, accelerator="h100", accelerators=2) for one in (large, small)]
+    targets = tuple(
+        msgspec.structs.replace(one, spec=spec, room=2) for one, spec in zip((large, small), h100, strict=True)
+    )
+    decision = decided_once(targets, 24.0, binding_of(*h100), free={"h100": 4})
+    found = {one.name: one.desired or 0 for one in decision.targets}
+    assert found["large"] - 1 + found["small"] == 2
+    assert sum(decision.lacks.values()) > 0
+
+
+def decided_once(
+    targets: tuple[Target, ...], rate: float, binding: AutoscalingPolicyBinding, free: dict[str, int] | None = None
+) -> Decision:
+    """After some minutes of this."""
+    memory: Memory | None = None
+    for look in range(40):
+        now_s = NOW_S + 5 * look
+        situation = situation_of(targets, traffic=traffic_of(rate, now_s=now_s), now_s=now_s)
+        decision, memory = decide(POLICY, binding, [situation], memory, now_s, free=free)
+    return decision

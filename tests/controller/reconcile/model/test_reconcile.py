@@ -411,6 +411,27 @@ def test_requests_wait_for_engines_of_a_model_that_may_have_none() -> None:
     assert found == [{}, {}, None, None, None]
 
 
+def policy(**spec: object) -> Plain:
+    return {"kind": "AutoscalingPolicy", "metadata": {"name": "p", "namespace": "default"}, "spec": spec}
+
+
+def test_a_policy_says_how_long_requests_wait_and_that_there_may_be_no_engine() -> None:
+    scaled: Plain = {"autoscaling": {"policyRef": "p"}, "backends": [{"name": "default", "maxReplicas": 4}]}
+    always: Plain = {**scaled, "backends": [{"name": "default", "minReplicas": 1, "maxReplicas": 4}]}
+
+    def made(spec: Plain, *policies: Plain) -> tuple[Plain | None, int]:
+        plan = reconcile(seen(model(**spec), [], policies=policies), NOW_S)
+        return activation(plan), applied(plan)["AutoscalingPolicyBinding llama"]["spec"]["targets"][0]["minReplicas"]
+
+    to_zero = policy(scaleToZero={"idle": "5m", "holdTimeout": "3m"})
+    assert made(scaled, to_zero) == ({"holdTimeout": "3m"}, 0)
+    assert made(scaled, policy(scaleToZero={})) == ({"holdTimeout": "10m"}, 0)
+    assert made(always, to_zero) == (None, 1)
+    assert made(scaled, policy(mode="Auto")) == (None, 1)
+    assert made(scaled, policy(scaleToZero={"idle": "soon"})) == (None, 1)
+    assert made(scaled) == (None, 1)
+
+
 @pytest.mark.parametrize(
     ("measured_s", "told_before", "tells"),
     [

@@ -9,10 +9,10 @@ import pytest
 from multidict import CIMultiDict
 
 from controller.cluster.callers import User
+from controller.cluster.selectors import selector
 from controller.roles.exporting.documents import quantity
 from controller.roles.exporting.exported import CURRENT, DESIRED, RATIO, Exported, Exports
 from controller.roles.exporting.front_proxy import front_proxy_of
-from controller.roles.exporting.selectors import selector
 
 LABELS = {"variant_name": "llama", "namespace": "shop"}
 

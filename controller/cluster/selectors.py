@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 _TERM: Final = re.compile(
@@ -19,17 +19,33 @@ Matches = Callable[[Mapping[str, str]], bool]
 
 def selector(text: str) -> Matches:
     """Whether labels match all terms of it; raises ValueError."""
-    terms: list[Matches] = []
-    at = 0
-    while at < len(text.strip()) and len(text) <= _LONGEST:
-        found = _TERM.match(text, at)
-        if found is None:
-            break
-        terms.append(_term(found))
-        at = found.end()
-    if at < len(text.strip()):
-        raise ValueError(f"unable to parse the label selector {text[:100]!r}")
+    terms = [_term(one) for one in _terms(text)]
     return lambda labels: all(term(labels) for term in terms)
+
+
+def required_labels(text: str) -> dict[str, str]:
+    """The labels of which a selector allows one value only: by these, what it selects can be looked up.
+
+    Raises ValueError.
+    """
+    found: dict[str, str] = {}
+    for one in _terms(text):
+        values: list[str] = one["values"].split(",") if one["set"] == "in" else []
+        if one["sign"] in ("=", "=="):
+            found[one["key"]] = one["value"]
+        elif len(values) == 1:
+            found[one["of"]] = values[0].strip()
+    return found
+
+
+def _terms(text: str) -> Iterator[re.Match[str]]:
+    end, at = len(text.strip()), 0
+    while at < end:
+        found = _TERM.match(text, at) if len(text) <= _LONGEST else None
+        if found is None:
+            raise ValueError(f"unable to parse the label selector {text[:100]!r}")
+        yield found
+        at = found.end()
 
 
 def _term(found: re.Match[str]) -> Matches:
