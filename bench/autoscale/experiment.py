@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from bench.autoscale.cell import Cell
-from bench.autoscale.loads import Half
-from bench.autoscale.policies import policy_named
+from bench.autoscale.loads import LOADS, Half
+from bench.autoscale.policies import policies_for, policy_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -41,7 +41,7 @@ class Plan(msgspec.Struct, frozen=True):
             Cell(load, half, policy, knob, seed, self.period_s, self.start_s, self.duration_s)
             for seed in range(seeds)
             for load in self.loads
-            for policy in self.policies
+            for policy in policies_for(self.policies, len(LOADS[load].variants))
             for knob in policy_named(policy).grid
         ]
 
