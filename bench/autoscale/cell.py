@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from bench.autoscale.fleet import Fleet
-from bench.autoscale.loads import LOADS, Half
+from bench.autoscale.loads import Half, load_named
 from bench.autoscale.measures import Window, met_by_window, overload_to_order_s, reversals
 from bench.autoscale.mixes import worths
 from bench.autoscale.oracle import needed, work_by_second
@@ -62,6 +62,7 @@ class Cell(msgspec.Struct, frozen=True):
 class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     """``windows``: of the run, by time. ``refused``: requests that got an error. ``lost``: those that nobody answered; both
     count as missed. ``to_order_s``: from each overload to the next larger order. ``cpu_s``: what the cell took to run.
+    ``code``: the fingerprint of the code that made it; empty if nobody knows.
     """
 
     cell: Cell
@@ -77,6 +78,7 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     to_order_s: list[float]
     hours: float
     cpu_s: float
+    code: str = ""
 
     @property
     def attainment(self) -> float:
@@ -86,7 +88,7 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_of(cell: Cell) -> Load:
     """The load as the cell wants it."""
-    load = LOADS[cell.load]
+    load = load_named(cell.load)
     if cell.duration_s:
         load = msgspec.structs.replace(load, duration_s=cell.duration_s)
     if cell.start_s:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 OURS: Final = "attache"
+# Ours with another strategy is no peer.
+OWN: Final = frozenset({OURS, "attache-utilization"})
 # They know what nobody can.
 BOUNDS: Final = frozenset({"oracle"})
 
