@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.autoscale.experiment import GOAL, tuned
+from bench.autoscale.experiment import GOAL, Tuned, tuned
 from bench.autoscale.loads import LOADS, Half, load_named
 from bench.autoscale.plot import write_plot
 from bench.autoscale.policies import BOUNDS, OURS, POLICIES, policies_for, policy_named
 from bench.autoscale.report import (
+    Line,
     chosen,
     dominators,
     equal_attainment,
@@ -32,7 +33,7 @@ from bench.autoscale.report import (
 from bench.reporting.tables import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
     from pathlib import Path
 
     from bench.autoscale.cell import Cell, CellResult
@@ -42,26 +43,38 @@ _UNKNOWN: Final = "unknown code"
 
 
 class NothingToReport(ValueError):
-    """There is no cell of a held-back half; the message says where."""
+    """There is no cell of a held-back half; so there is nothing to tell."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """``page``: Markdown. ``tables``: those of it, for a terminal. ``said``: what holds, in sentences."""
+    """``page``: Markdown. ``tables``: those of it, for a terminal. ``said``: what holds, in sentences. ``settings``: what
+    tuning chose. ``loads``: lines by load and policy, a line for each setting; ``judged``: the one that is judged.
+    """
 
     page: str
     tables: Sequence[Table]
     said: Sequence[str]
+    settings: Mapping[str, Tuned]
+    loads: Mapping[str, Mapping[str, Sequence[Line]]]
+    judged: Mapping[str, Mapping[str, Line]]
 
 
 def write_report(results: Iterable[CellResult], out: Path) -> Report:
-    """Raises NothingToReport. Writes ``autoscale.md``, ``autoscale.png`` and ``tuned.json`` into ``out``.
+    """Raises NothingToReport. Writes ``autoscale.md``, ``autoscale.png`` and ``tuned.json`` into ``out``."""
+    report = report_of(results)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "autoscale.md").write_text(report.page)
+    (out / "tuned.json").write_bytes(msgspec.json.format(msgspec.json.encode(report.settings)))
+    write_plot(report.loads, report.judged, out / "autoscale.png")
+    return report
 
-    ``results``: of one period and one start time.
-    """
+
+def report_of(results: Iterable[CellResult]) -> Report:
+    """Raises NothingToReport. ``results``: of one period and one start time."""
     each = sorted(results, key=lambda one: list(LOADS).index(one.cell.load) if one.cell.load in LOADS else -1)
     held = [one for one in each if one.cell.half is Half.HELD]
     if not held:
-        msg = f"there is no cell of a held-back half for {out}"
+        msg = "there is no cell of a held-back half"
         raise NothingToReport(msg)
     settings = tuned(one for one in each if one.cell.half is Half.TUNING)
     found = lines_of(held)
@@ -81,11 +94,7 @@ def write_report(results: Iterable[CellResult], out: Path) -> Report:
     for table in tables:
         page += [f"## {table.title}", "", *table.as_markdown(), ""]
     page += ["## What was not run", "", *_missing(each), ""]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "autoscale.md").write_text("\n".join(page))
-    (out / "tuned.json").write_bytes(msgspec.json.format(msgspec.json.encode(settings)))
-    write_plot(loads, mine, out / "autoscale.png")
-    return Report("\n".join(page), tables, said)
+    return Report("\n".join(page), tables, said, settings, loads, mine)
 
 
 def _bullet(text: str) -> list[str]:

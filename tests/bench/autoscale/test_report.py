@@ -18,7 +18,7 @@ from bench.autoscale.fingerprint import code_fingerprint
 from bench.autoscale.frontier import extra_interval
 from bench.autoscale.loads import Half
 from bench.autoscale.measures import Window
-from bench.autoscale.page import NothingToReport, write_report
+from bench.autoscale.page import NothingToReport, report_of, write_report
 from bench.autoscale.policies import POLICIES, policy_named
 from bench.autoscale.replicas import Bill
 from bench.autoscale.runner import kept_results, run_cells
@@ -85,59 +85,59 @@ def test_the_report_tells_costs_at_equal_attainment_and_writes_its_files(tmp_pat
     assert all(len(line) <= 120 for line in page.splitlines() if not line.startswith("|"))
 
 
-def test_a_policy_that_was_not_tuned_is_judged_in_hindsight_and_marked(tmp_path: Path) -> None:
-    page = write_report(cells(), tmp_path).page
+def test_a_policy_that_was_not_tuned_is_judged_in_hindsight_and_marked() -> None:
+    page = report_of(cells()).page
     assert "| oracle | 0.8* | 97.0% |" in page
     assert "| kpa | 10 | 98.0% |" in page
 
 
-def test_what_was_not_run_is_told(tmp_path: Path) -> None:
-    page = write_report(cells(), tmp_path).page
+def test_what_was_not_run_is_told() -> None:
+    page = report_of(cells()).page
     missing = " ".join(page[page.index("## What was not run") :].split())
     assert "no held-back half of: ramps, spikes" in missing
     assert "- steps, held half: 3 of attache's 5, attache-utilization, hpa-running-waiting, 3 of kpa's 5" in missing
     assert "3 of oracle's 5" in missing
 
 
-def test_a_dominating_peer_and_a_dearer_cell_fail_the_verdict(tmp_path: Path) -> None:
+def test_a_dominating_peer_and_a_dearer_cell_fail_the_verdict() -> None:
     better = [result("kthena", 8.0, 97.0, 7.0, half=half) for half in Half]
-    said = write_report([*cells(), *better], tmp_path).said
+    said = report_of([*cells(), *better]).said
     assert any(one.startswith("FAILS on steps: kthena") for one in said)
     assert any("At most 3% more on any load: FAILS: steps +14.3%" in one for one in said)
     assert any("in the mean of the loads: FAILS" in one for one in said)
 
 
-def test_our_other_strategy_and_the_oracle_are_no_peers(tmp_path: Path) -> None:
+def test_our_other_strategy_and_the_oracle_are_no_peers() -> None:
     own = [result("attache-utilization", 0.7, 99.0, 3.0), result("oracle", 1.25, 99.0, 2.0)]
-    said = write_report([*cells(), *own], tmp_path).said
+    said = report_of([*cells(), *own]).said
     assert said[0].startswith("No peer met the targets more often")
 
 
-def test_without_ours_it_says_that_nothing_can_be_said(tmp_path: Path) -> None:
+def test_without_ours_it_says_that_nothing_can_be_said() -> None:
     peers = [one for one in cells() if one.cell.policy != "attache"]
-    report = write_report(peers, tmp_path)
+    report = report_of(peers)
     assert report.said == ["Nothing can be said: no cell of attache has been run."]
     assert "| kpa | 10 |" in report.page
 
 
-def test_without_a_held_half_there_is_no_report(tmp_path: Path) -> None:
+def test_without_a_held_half_there_is_no_report() -> None:
     with pytest.raises(NothingToReport):
-        write_report([one for one in cells() if one.cell.half is Half.TUNING], tmp_path)
+        report_of([one for one in cells() if one.cell.half is Half.TUNING])
 
 
 @pytest.mark.parametrize(
     ("codes", "word"),
     [(("a1", "b2"), "differ in the code"), (("a1", ""), "differ in the code"), (("", ""), "do not say which code")],
 )
-def test_cells_of_several_or_unknown_codes_are_flagged(codes: tuple[str, str], word: str, tmp_path: Path) -> None:
+def test_cells_of_several_or_unknown_codes_are_flagged(codes: tuple[str, str], word: str) -> None:
     first, *others = cells()
-    said = write_report([*with_code([first], codes[0]), *with_code(others, codes[1])], tmp_path).said
+    said = report_of([*with_code([first], codes[0]), *with_code(others, codes[1])]).said
     assert any(one.startswith("CAUTION") and word in one for one in said)
 
 
-def test_refused_and_lost_requests_are_told(tmp_path: Path) -> None:
+def test_refused_and_lost_requests_are_told() -> None:
     lost = msgspec.structs.replace(result("kthena", 8.0, 50.0, 3.0), refused=2, lost=1)
-    assert "kthena on steps: 2 refused, 1 lost, over all settings." in write_report([*cells(), lost], tmp_path).said
+    assert "kthena on steps: 2 refused, 1 lost, over all settings." in report_of([*cells(), lost]).said
 
 
 def test_settings_that_were_tuned_on_fewer_loads_are_not_compared() -> None:
