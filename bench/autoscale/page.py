@@ -18,6 +18,7 @@ from bench.autoscale.loads import LOADS, Half, load_named
 from bench.autoscale.plot import write_plot
 from bench.autoscale.policies import BOUNDS, OURS, POLICIES, policies_for, policy_named
 from bench.autoscale.report import (
+    Equal,
     Line,
     chosen,
     dominators,
@@ -82,8 +83,8 @@ def report_of(results: Iterable[CellResult]) -> Report:
     mine = {load: chosen(policies, settings) for load, policies in loads.items()}
     equals = [equal_attainment(lines[OURS], loads[load]) for load, lines in mine.items() if OURS in lines]
     dominated = {load: dominators(lines) for load, lines in mine.items() if OURS in lines}
-    said = verdict(equals, dominated) if equals else [f"Nothing can be said: no cell of {OURS} has been run."]
-    said += [*unanswered(loads), *_mixed(each)]
+    missing = _missing(each)
+    said = [*_judgement(each, equals, dominated, is_whole=not missing), *unanswered(loads), *_mixed(each)]
     tables = [summary_table(equals, dominated), equal_table(equals)] if equals else []
     tables += [load_table(load, lines) for load, lines in mine.items()]
     if settings:
@@ -93,8 +94,20 @@ def report_of(results: Iterable[CellResult]) -> Report:
     page += ["## What holds", "", *wrapped, ""]
     for table in tables:
         page += [f"## {table.title}", "", *table.as_markdown(), ""]
-    page += ["## What was not run", "", *_missing(each), ""]
+    page += ["## What was not run", "", *(missing or ["Everything was run."]), ""]
     return Report("\n".join(page), tables, said, settings, loads, mine)
+
+
+def _judgement(
+    results: Sequence[CellResult], equals: Sequence[Equal], dominated: Mapping[str, Sequence[str]], *, is_whole: bool
+) -> list[str]:
+    duration_s = results[0].cell.duration_s
+    if duration_s:
+        return [f"Nothing can be said: excerpts of {duration_s:g} s show that everything runs, and compare nothing."]
+    if not equals:
+        return [f"Nothing can be said: no cell of {OURS} has been run."]
+    caution = [] if is_whole else ["CAUTION: not everything was run; what is missing is told below."]
+    return [*verdict(equals, dominated), *caution]
 
 
 def _bullet(text: str) -> list[str]:
@@ -122,12 +135,10 @@ def _preface(results: Sequence[CellResult]) -> list[str]:
         "- wasted GPU h: of replicas that were starting or draining, of one run.",
         "- oracle: knows the future, and is no peer. fixed: a fleet of one size, known beforehand.",
     ]
-    if cell.duration_s:
-        told += ["", f"**Excerpts of {cell.duration_s:g} s: they show that everything runs, and compare nothing.**"]
     if any(len(load_named(one.cell.load).variants) > 1 for one in results):
         told += [
-            "- -second: peers that know one kind of engine scale a fleet of the first kind; with this ending, one of the",
-            "  second kind. wva-v1, wva-v2 and kthena choose among kinds by their own rules.",
+            "- names with -second: peers that know one kind of engine scale a fleet of the first kind; under such a name,",
+            "  one of the second kind. wva-v1, wva-v2 and kthena choose among kinds by their own rules.",
         ]
     return told
 
@@ -165,4 +176,4 @@ def _missing(results: Sequence[CellResult]) -> list[str]:
                 parts.append(f"{len(lacking)} of {policy}'s {len(lacking) + len(run)}")
         if parts:
             told += _bullet(f"{load}, {half} half: {', '.join(parts)}.")
-    return told or ["Everything was run."]
+    return told

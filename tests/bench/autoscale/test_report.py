@@ -107,6 +107,13 @@ def test_a_dominating_peer_and_a_dearer_cell_fail_the_verdict() -> None:
     assert any("in the mean of the loads: FAILS" in one for one in said)
 
 
+def test_excerpts_are_not_judged_and_gaps_are_cautioned_of() -> None:
+    short = [msgspec.structs.replace(one, cell=msgspec.structs.replace(one.cell, duration_s=130.0)) for one in cells()]
+    (said,) = report_of(short).said
+    assert said.startswith("Nothing can be said: excerpts of 130 s")
+    assert any(one.startswith("CAUTION: not everything was run") for one in report_of(cells()).said)
+
+
 def test_our_other_strategy_and_the_oracle_are_no_peers() -> None:
     own = [result("attache-utilization", 0.7, 99.0, 3.0), result("oracle", 1.25, 99.0, 2.0)]
     said = report_of([*cells(), *own]).said
