@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.autoscale.capacity import capacity
 from bench.autoscale.fleet import Fleet
-from bench.autoscale.loads import LOADS, Half
+from bench.autoscale.loads import Half, load_named
 from bench.autoscale.measures import Window, met_by_window, overload_to_order_s, reversals
+from bench.autoscale.mixes import worths
 from bench.autoscale.oracle import needed, work_by_second
 from bench.autoscale.pictures import Pictures
 from bench.autoscale.policies import policy_named
@@ -62,6 +62,7 @@ class Cell(msgspec.Struct, frozen=True):
 class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     """``windows``: of the run, by time. ``refused``: requests that got an error. ``lost``: those that nobody answered; both
     count as missed. ``to_order_s``: from each overload to the next larger order. ``cpu_s``: what the cell took to run.
+    ``code``: the fingerprint of the code that made it; empty if nobody knows.
     """
 
     cell: Cell
@@ -77,6 +78,7 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
     to_order_s: list[float]
     hours: float
     cpu_s: float
+    code: str = ""
 
     @property
     def attainment(self) -> float:
@@ -86,7 +88,7 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_of(cell: Cell) -> Load:
     """The load as the cell wants it."""
-    load = LOADS[cell.load]
+    load = load_named(cell.load)
     if cell.duration_s:
         load = msgspec.structs.replace(load, duration_s=cell.duration_s)
     if cell.start_s:
@@ -95,10 +97,12 @@ def load_of(cell: Cell) -> Load:
     return load
 
 
-def worths(load: Load) -> dict[str, float]:
-    """What one replica of each variant carries, in replicas of the first."""
-    rates = [capacity(one.kind(), load.mean, load.objective.tpot_s).requests_per_s for one in load.variants]
-    return {one.name: rate / rates[0] for one, rate in zip(load.variants, rates, strict=True)}
+def kind_first(load: Load, kind: int) -> Load:
+    """The load with another variant as the first: the one that the fleet begins with. Its requests stay."""
+    if not kind:
+        return load
+    first, others = load.variants[kind], load.variants[:kind] + load.variants[kind + 1 :]
+    return msgspec.structs.replace(load, variants=(first, *others))
 
 
 def run_cell(cell: Cell, traces: Path) -> CellResult:
@@ -111,12 +115,13 @@ def run_load(cell: Cell, load: Load, traces: Path) -> CellResult:
     began = time.process_time()
     policy = policy_named(cell.policy)
     workload = load.workload(cell.half, cell.seed, traces)
+    load = kind_first(load, policy.kind)
     period_s = cell.period_s or policy.native_period_s
-    setup = Setup(load, workload, cell.knob, period_s, load.min_replicas if policy.has_zero else 1)
     work = work_by_second(load, workload)
     need = [float(one) for one in needed(work, _FULL)]
-    initial = {load.variants[0].name: first_replicas(work)}
-    fleet = Fleet(load.variants, initial, seed=cell.seed)
+    least, initial = load.min_replicas if policy.has_zero else 1, first_replicas(work)
+    setup = Setup(load, workload, cell.knob, period_s, least, initial)
+    fleet = Fleet(load.variants, {load.variants[0].name: initial}, seed=cell.seed)
     _drive(fleet, policy.make(setup), setup)
     results = fleet.simulation.run(workload)
     return _result(cell, load, workload, results, fleet, need, time.process_time() - began)

@@ -6,35 +6,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
-from bench.autoscale.experiment import GOAL, Plan, tuned
+from bench.autoscale.experiment import Plan
 from bench.autoscale.loads import LOADS, Half
-from bench.autoscale.plot import write_plot
-from bench.autoscale.policies import OURS, POLICIES, policy_named
-from bench.autoscale.report import (
-    chosen,
-    dominators,
-    equal_attainment,
-    equal_table,
-    lines_of,
-    load_table,
-    verdict,
-)
-from bench.autoscale.runner import run_cells
+from bench.autoscale.page import write_report
+from bench.autoscale.policies import POLICIES, policy_named
+from bench.autoscale.runner import kept_results, run_cells
 from bench.lab.lab_command import TRACES
-from bench.reporting.tables import Table
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping
+    from collections.abc import Iterable
 
     from rich.console import Console
 
-    from bench.autoscale.cell import Cell, CellResult
-    from bench.autoscale.experiment import Tuned
+    from bench.autoscale.cell import CellResult
 
-_QUICK_LOAD: Final = "sines"
+# The level doubles 20 s after scalers are first obeyed.
+_QUICK_LOADS: Final = ("quick", "quick-kinds")
 _QUICK_S: Final = 130.0
 _QUICK_START_S: Final = 20.0
 
@@ -56,88 +44,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--traces", type=Path, default=TRACES, metavar="DIR", help="directory of traces (default: %(default)s)")
     add("--out", type=Path, default=Path("bench/out/autoscale"), metavar="DIR", help="default: %(default)s")
     add("--jobs", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
-    add("--quick", action="store_true", help="one short cell for each policy, to see that all of them run")
+    add("--quick", action="store_true", help="short cells for each policy, to see that all of them run")
+    add("--report", type=Path, metavar="FILE", help="run nothing: write the report from cells that were kept in FILE")
 
 
 def autoscale(options: argparse.Namespace, console: Console) -> int:
-    """Raises TraceInvalid or PolicyUnknown."""
+    """Raises TraceInvalid, PolicyUnknown or NothingToReport."""
     policies = options.policies.split(",")
     for name in policies:
         policy_named(name)
-    unknown = [one for one in options.loads.split(",") if one not in LOADS]
+    loads = options.loads.split(",")
+    unknown = [one for one in loads if one not in LOADS]
     if unknown:
         msg = f"there is no load {', '.join(unknown)}; there are {', '.join(LOADS)}"
         raise ValueError(msg)
+    if options.report:
+        return _report(options, loads, policies, console)
     if options.quick:
         return _quick(options, policies, console)
-    plan = Plan(options.loads.split(","), policies, options.seeds, options.period, options.start)
-    file = options.out / "cells.jsonl"
-    tuning = run_cells(plan.cells(Half.TUNING), file, options.traces, console, jobs=options.jobs)
-    settings = tuned(tuning.values())
-    held = run_cells(plan.cells(Half.HELD), file, options.traces, console, jobs=options.jobs)
-    _write(options, settings, held, console)
+    plan = Plan(loads, policies, options.seeds, options.period, options.start)
+    cells = [*plan.cells(Half.TUNING), *plan.cells(Half.HELD)]
+    found = run_cells(cells, options.out / "cells.jsonl", options.traces, console, jobs=options.jobs)
+    _tell(found.values(), options.out, console)
+    return 0
+
+
+def _report(options: argparse.Namespace, loads: list[str], policies: list[str], console: Console) -> int:
+    """Of the cells with this period and start; others in the file are told of and left out."""
+    kept = kept_results(options.report)
+    wanted = {one.removesuffix("-second") for one in policies}
+    mine = [
+        one
+        for cell, one in kept.items()
+        if (cell.period_s, cell.start_s, cell.duration_s) == (options.period, options.start, 0.0)
+        and cell.load in loads
+        and cell.policy.removesuffix("-second") in wanted
+    ]
+    if len(mine) < len(kept):
+        console.print(f"{len(kept) - len(mine)} of {len(kept)} cells are of other loads, policies, periods or starts")
+    _tell(mine, options.out, console)
     return 0
 
 
 def _quick(options: argparse.Namespace, policies: list[str], console: Console) -> int:
-    """The middle setting of each policy; no table, because so short a run compares nothing."""
-    plan = Plan([_QUICK_LOAD], policies, 1, options.period, _QUICK_START_S, _QUICK_S)
+    """The middle setting of each policy. The report says that so short a run compares nothing."""
+    plan = Plan(_QUICK_LOADS, policies, 1, options.period, _QUICK_START_S, _QUICK_S)
     cells = [
         one
-        for one in plan.cells(Half.TUNING)
+        for one in plan.cells(Half.HELD)
         if one.knob == policy_named(one.policy).grid[len(policy_named(one.policy).grid) // 2]
     ]
     file = options.out / "quick.jsonl"
     file.unlink(missing_ok=True)
     found = run_cells(cells, file, options.traces, console, jobs=options.jobs)
+    _tell(found.values(), options.out, console)
     return 1 if any(one.lost or one.refused for one in found.values()) else 0
 
 
-def _write(
-    options: argparse.Namespace, settings: Mapping[str, Tuned], held: Mapping[Cell, CellResult], console: Console
-) -> None:
-    loads = lines_of(held.values())
-    mine = {load: chosen(policies, settings) for load, policies in loads.items()}
-    page = ["# Autoscalers in the lab", "", *_preface(options), ""]
-    tables = [_tuning_table(settings), *(load_table(load, lines) for load, lines in mine.items())]
-    if OURS in settings:
-        equals = [equal_attainment(load, lines[OURS], loads[load]) for load, lines in mine.items()]
-        said = verdict(equals, {load: dominators(lines) for load, lines in mine.items()})
-        page += ["## What holds", "", *(f"- {one}" for one in said), ""]
-        tables.insert(0, equal_table(equals))
-    for table in tables:
+def _tell(results: Iterable[CellResult], out: Path, console: Console) -> None:
+    report = write_report(results, out)
+    for table in report.tables:
         console.print(table.on_terminal())
-        page += [f"## {table.title}", "", *table.as_markdown(), ""]
-    (options.out / "autoscale.md").write_text("\n".join(page))
-    (options.out / "tuned.json").write_bytes(msgspec.json.format(msgspec.json.encode(settings)))
-    write_plot(loads, mine, options.out / "autoscale.png")
-    console.print(f"written: {options.out}/autoscale.md, autoscale.png, tuned.json, cells.jsonl", highlight=False)
-
-
-def _preface(options: argparse.Namespace) -> list[str]:
-    period = (
-        f"Every policy decides each {options.period:g} s"
-        if options.period
-        else "Each policy decides as often as it does by itself"
-    )
-    return [
-        f"{period}. {options.seeds} seeds of the held-back halves. Each policy has the setting that was cheapest on the "
-        f"tuning halves among those with {GOAL:.0%} of requests in target, or that attained most; all had as many "
-        "settings to choose from. The first minute, in which nobody is obeyed, does not count. Intervals: 95%, bootstrap over windows of the runs and seeds. Refused and lost requests "
-        "count as missed. To order: from when more engines were needed than ordered to the next larger order.",
-    ]
-
-
-def _tuning_table(settings: Mapping[str, Tuned]) -> Table:
-    rows = [
-        [
-            one.policy,
-            policy_named(one.policy).knob,
-            f"{one.knob:g}",
-            str(one.trials),
-            f"{one.attainment:.1%}",
-            f"{one.cost:.2f}",
-        ]
-        for one in settings.values()
-    ]
-    return Table("Tuning", ["policy", "what is set", "to", "of settings", "in target", "cost an hour"], rows)
+    for one in report.said:
+        console.print(f"- {one}", highlight=False)
+    console.print(f"written: {out}/autoscale.md, autoscale.png, tuned.json", highlight=False)

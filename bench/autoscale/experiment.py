@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from bench.autoscale.cell import Cell
-from bench.autoscale.loads import Half
-from bench.autoscale.policies import policy_named
+from bench.autoscale.loads import Half, load_named
+from bench.autoscale.policies import policies_for, policy_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -41,7 +41,7 @@ class Plan(msgspec.Struct, frozen=True):
             Cell(load, half, policy, knob, seed, self.period_s, self.start_s, self.duration_s)
             for seed in range(seeds)
             for load in self.loads
-            for policy in self.policies
+            for policy in policies_for(self.policies, len(load_named(load).variants))
             for knob in policy_named(policy).grid
         ]
 
@@ -60,14 +60,16 @@ class Tuned(msgspec.Struct, frozen=True):
 
 def tuned(results: Iterable[CellResult], goal: float = GOAL) -> dict[str, Tuned]:
     """For each policy the cheapest setting that attains the goal in the mean of the loads; if none does, the one that
-    attains most.
+    attains most. Settings that were run on fewer loads or seeds than others of the policy are left out.
     """
     by_setting: Mapping[str, dict[float, list[CellResult]]] = defaultdict(lambda: defaultdict(list))
     for one in results:
         by_setting[one.cell.policy][one.cell.knob].append(one)
     found = {}
     for policy, settings in by_setting.items():
-        means = [_mean(policy, knob, each, len(settings)) for knob, each in settings.items()]
+        most = max(len(each) for each in settings.values())
+        whole = {knob: each for knob, each in settings.items() if len(each) == most}
+        means = [_mean(policy, knob, each, len(whole)) for knob, each in whole.items()]
         good = [one for one in means if one.attainment >= goal]
         found[policy] = (
             min(good, key=lambda one: one.cost) if good else max(means, key=lambda one: (one.attainment, -one.cost))

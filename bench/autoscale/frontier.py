@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+import numpy as np
 
 from bench.lab.intervals import Interval, mean_interval
 
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bench.autoscale.cell import CellResult
+
+
+_DRAWS: Final = 1000
 
 
 class Spot(msgspec.Struct, frozen=True):
@@ -56,10 +61,7 @@ def cost_at(frontier: Sequence[Spot], attainment: float) -> float | None:
     Only settings that no cheaper one of the same policy surpasses count, and between two of them the straight line. An
     attainment below all of them costs what the cheapest costs.
     """
-    best: list[Spot] = []
-    for one in sorted(frontier, key=lambda one: (one.cost, -one.attainment)):
-        if not best or one.attainment > best[-1].attainment:
-            best.append(one)
+    best = unsurpassed(frontier)
     if not best or attainment > best[-1].attainment:
         return None
     if attainment <= best[0].attainment:
@@ -71,9 +73,46 @@ def cost_at(frontier: Sequence[Spot], attainment: float) -> float | None:
     return None
 
 
+def unsurpassed(spots: Sequence[Spot]) -> list[Spot]:
+    """Those that attain more than every cheaper one, by cost."""
+    best: list[Spot] = []
+    for one in sorted(spots, key=lambda one: (one.cost, -one.attainment)):
+        if not best or one.attainment > best[-1].attainment:
+            best.append(one)
+    return best
+
+
 def extra_cost(ours: Spot, frontier: Sequence[Spot]) -> float | None:
     """Our cost over the other policy's at our attainment, minus 1: -0.15 is fifteen percent less. None where the other
     never attains as much.
     """
     other = cost_at(frontier, ours.attainment)
     return None if other is None else ours.cost / other - 1
+
+
+def extra_interval(
+    ours: Sequence[CellResult], frontier: Sequence[Sequence[CellResult]], *, seed: int = 0
+) -> tuple[float, float]:
+    """The 95% interval of ``extra_cost``, by bootstrap over windows of the runs.
+
+    ``frontier``: the other policy's results, by setting. Attainments are drawn anew, with the same windows for both
+    policies as far as they have as many; costs stay, because a run has one. Where the other policy does not attain as
+    much in a draw, its cost is without bound, and the extra is minus infinity.
+    """
+    mine = _drawn_attainment(ours, seed)
+    theirs = [(spot(each), _drawn_attainment(each, seed)) for each in frontier]
+    cost = spot(ours).cost
+    found = []
+    for draw in range(_DRAWS):
+        spots = [msgspec.structs.replace(one, attainment=float(drawn[draw])) for one, drawn in theirs]
+        other = cost_at(spots, float(mine[draw]))
+        found.append(-math.inf if other is None else cost / other - 1)
+    found.sort()
+    return found[int(0.025 * _DRAWS)], found[int(0.975 * _DRAWS) - 1]
+
+
+def _drawn_attainment(results: Sequence[CellResult], seed: int) -> np.ndarray:
+    windows = [one for result in sorted(results, key=lambda one: one.cell.seed) for one in result.windows]
+    due, met = np.array([one.due for one in windows], float), np.array([one.met for one in windows], float)
+    drawn = np.random.default_rng(seed).integers(0, len(windows), (_DRAWS, len(windows)))
+    return np.asarray(met[drawn].sum(axis=1) / np.maximum(1.0, due[drawn].sum(axis=1)))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from bench.autoscale.peers.aibrix import AibrixApa
 from bench.autoscale.peers.dynamo import DynamoPlanner
 from bench.autoscale.peers.knative import kpa
@@ -22,14 +24,19 @@ from controller.resources.scaling_laws import SpareCapacityParameters, TokensPar
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from bench.autoscale.peers.peer import Peer
+    from bench.autoscale.peers.peer import KindsPeer, Peer
+    from bench.autoscale.scaler import Scaler
     from controller.autoscale.situation import Situation
 
 _IN_FLIGHT: Final = (8.0, 12.0, 16.0, 22.0, 30.0)
 
 
+# What a replica of the lab's second kind carries, about, in replicas of the first: only a grid is spread by it.
+_SECOND_CARRIES: Final = 2.7
+
+
 class OfPeer:
-    """A peer in its loop. It knows nothing of kinds of engine, and scales the first target."""
+    """A peer in its loop. It knows one kind of engine, and scales the first target."""
 
     def __init__(self, peer: Peer[Any]) -> None:
         self._peer = peer
@@ -41,15 +48,38 @@ class OfPeer:
         return {situation.targets[0].name: desired}
 
 
-def _peer(make: Callable[[Setup], Peer[Any]]) -> Callable[[Setup], OfPeer]:
+class OfKindsPeer:
+    """A peer that chooses among kinds of engine, in its loop."""
+
+    def __init__(self, peer: KindsPeer[Any]) -> None:
+        self._peer = peer
+        self._memory: Any = None
+
+    def decide(self, situation: Situation) -> Mapping[str, int]:
+        """What the peer wants."""
+        desired, self._memory = self._peer.desired_kinds(situation, self._memory)
+        return desired
+
+
+def _peer(make: Callable[[Setup], Peer[Any]]) -> Callable[[Setup], Scaler]:
     return lambda setup: OfPeer(make(setup))
 
 
-def _wva_v1(setup: Setup) -> Peer[Any]:
+def _kinds_peer(make: Callable[[Setup], WvaV1 | WvaV2 | Kthena]) -> Callable[[Setup], Scaler]:
+    """With one kind of engine: its simpler form."""
+
+    def made(setup: Setup) -> Scaler:
+        peer = make(setup)
+        return OfPeer(peer) if len(setup.load.variants) == 1 else OfKindsPeer(peer)
+
+    return made
+
+
+def _wva_v1(setup: Setup) -> WvaV1:
     return WvaV1(SpareCapacityParameters(kv_spare_trigger=setup.knob), period_s=setup.period_s)
 
 
-def _wva_v2(setup: Setup) -> Peer[Any]:
+def _wva_v2(setup: Setup) -> WvaV2:
     """The two utilizations stay as far apart as in the original."""
     up, down = setup.knob, setup.knob * 0.70 / 0.85
     return WvaV2(TokensParameters(scale_up_utilization=up, scale_down_utilization=down), period_s=setup.period_s)
@@ -76,8 +106,8 @@ PEER_POLICIES: Final = (
         (10.0, 16.0, 22.0, 30.0, 42.0),
         2.0,
     ),
-    Policy("wva-v1", _peer(_wva_v1), "spare share of KV caches", (0.1, 0.25, 0.4, 0.55, 0.7), 30.0),
-    Policy("wva-v2", _peer(_wva_v2), "scale-up utilization", (0.25, 0.4, 0.55, 0.7, 0.85), 30.0),
+    Policy("wva-v1", _kinds_peer(_wva_v1), "spare share of KV caches", (0.1, 0.25, 0.4, 0.55, 0.7), 30.0),
+    Policy("wva-v2", _kinds_peer(_wva_v2), "scale-up utilization", (0.25, 0.4, 0.55, 0.7, 0.85), 30.0),
     Policy(
         "llmd-keda",
         _peer(lambda setup: KedaQueue(running=setup.knob, period_s=setup.period_s)),
@@ -88,7 +118,7 @@ PEER_POLICIES: Final = (
     Policy("llmd-slo", _peer(_slo), "share of the objective", (0.4, 0.55, 0.7, 0.85, 1.0), 15.0),
     Policy(
         "kthena",
-        _peer(lambda setup: Kthena(target=setup.knob, period_s=setup.period_s)),
+        _kinds_peer(lambda setup: Kthena(target=setup.knob, period_s=setup.period_s)),
         "requests of a replica",
         _IN_FLIGHT,
         15.0,
@@ -108,3 +138,16 @@ PEER_POLICIES: Final = (
         5.0,
     ),
 )
+
+
+def _second(policy: Policy) -> Policy:
+    """The same peer on a fleet of the second kind."""
+    carries = _SECOND_CARRIES if policy.grid[-1] > 2 else 1.0
+    return msgspec.structs.replace(
+        policy, name=f"{policy.name}-second", grid=tuple(carries * one for one in policy.grid), kind=1
+    )
+
+
+# Peers that know one kind of engine get, on loads with several, a fleet of the second kind as well.
+_ONE_KIND: Final = frozenset({"hpa-running-waiting", "kpa", "llmd-keda", "llmd-slo", "aibrix-apa", "dynamo"})
+SECOND_POLICIES: Final = tuple(_second(one) for one in PEER_POLICIES if one.name in _ONE_KIND)

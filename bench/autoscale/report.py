@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab's page: a table for each load, who dominates whom, and what equal attainment costs."""
+"""The lab's tables: each load, who dominates whom, and what equal attainment costs."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from bench.autoscale.cell import CellResult
-from bench.autoscale.frontier import Spot, dominates, extra_cost, spot
-from bench.autoscale.policies import BOUNDS, OURS
+from bench.autoscale.experiment import GOAL
+from bench.autoscale.frontier import Spot, dominates, extra_cost, extra_interval, spot
+from bench.autoscale.policies import BOUNDS, OURS, OWN, policy_named
 from bench.reporting.distribution import nearest_rank
 from bench.reporting.tables import Table
 
@@ -29,35 +31,41 @@ _HEADINGS: Final = (
     "setting",
     "in target",
     "95%",
-    "cost an hour",
-    "replicas",
-    "TTFT p99, s",
-    "TPOT p99, ms",
-    "orders an hour",
-    "reversals an hour",
-    "to order p50, s",
-    "p99",
-    "wasted GPU-s",
-    "refused",
-    "lost",
+    "cost/h",
+    "TTFT p99 s",
+    "TPOT p99 ms",
+    "orders/h",
+    "turns/h",
+    "to order s",
+    "wasted GPU h",
 )
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A policy at one setting on one load, over its seeds."""
+    """A policy at one setting on one load, over its seeds. ``is_hindsight``: nothing was tuned, and this setting is the
+    best on the very load.
+    """
 
     spot: Spot
     results: Sequence[CellResult]
+    is_hindsight: bool = False
 
 
 class Equal(msgspec.Struct, frozen=True):
     """Our cost against a load's peers at our attainment. ``extra``: by peer, our cost over its, minus 1; None: it never
-    attains as much.
+    attains as much. ``low`` and ``high``: the 95% interval of the extra over the best peer; minus infinity where that
+    peer does not attain as much.
     """
 
-    load: str
-    attainment: float
+    ours: Line
     extra: Mapping[str, float | None]
+    low: float = 0.0
+    high: float = 0.0
+
+    @property
+    def load(self) -> str:
+        """Its name."""
+        return self.ours.spot.load
 
     @property
     def best(self) -> tuple[str, float] | None:
@@ -75,23 +83,40 @@ def lines_of(results: Iterable[CellResult]) -> dict[str, dict[str, list[Line]]]:
     for one in results:
         grouped[one.cell.load, one.cell.policy, one.cell.knob].append(one)
     found: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
-    for (load, policy, _), each in sorted(grouped.items()):
+    for (load, policy, _), each in sorted(grouped.items(), key=lambda one: one[0]):
         found[load][policy].append(Line(spot(each), each))
     return found
 
 
 def chosen(lines: Mapping[str, Sequence[Line]], settings: Mapping[str, Tuned]) -> dict[str, Line]:
-    """Of each policy the line at the setting that tuning gave it."""
-    return {
-        policy: next(one for one in each if one.spot.knob == settings[policy].knob) for policy, each in lines.items()
-    }
+    """Of each policy the line at the setting that tuning gave it; without tuning the best one, in hindsight.
+
+    A policy whose tuned setting was not run on the load is left out.
+    """
+    found = {}
+    for policy, each in lines.items():
+        if policy not in settings:
+            found[policy] = _best(each)
+        elif mine := [one for one in each if one.spot.knob == settings[policy].knob]:
+            found[policy] = mine[0]
+    return found
+
+
+def _best(lines: Sequence[Line]) -> Line:
+    good = [one for one in lines if one.spot.attainment >= GOAL]
+    best = (
+        min(good, key=lambda one: one.spot.cost)
+        if good
+        else max(lines, key=lambda one: (one.spot.attainment, -one.spot.cost))
+    )
+    return msgspec.structs.replace(best, is_hindsight=True)
 
 
 def load_table(load: str, lines: Mapping[str, Line]) -> Table:
     """The most in target first."""
     ordered = sorted(lines.items(), key=lambda one: -one[1].spot.attainment)
     styles = ["bold" if policy == OURS else "" for policy, _ in ordered]
-    return Table(load, _HEADINGS, [_cells(policy, line) for policy, line in ordered], row_styles=styles)
+    return Table(f"Load {load}", _HEADINGS, [_cells(policy, line) for policy, line in ordered], row_styles=styles)
 
 
 def _cells(policy: str, line: Line) -> list[str]:
@@ -99,22 +124,30 @@ def _cells(policy: str, line: Line) -> list[str]:
     hours = sum(one.hours for one in results)
     delays = sorted(delay for one in results for delay in one.to_order_s)
     return [
-        policy + (" (knows the future)" if policy in BOUNDS else ""),
-        f"{found.knob:g}",
+        f"**{policy}**" if policy == OURS else policy,
+        f"{found.knob:g}" + ("*" if line.is_hindsight else ""),
         f"{found.attainment:.1%}",
-        f"{found.low:.1%} to {found.high:.1%}",
+        f"{100 * found.low:.1f} to {100 * found.high:.1f}",
         f"{found.cost:.2f}",
-        f"{sum(one.bill.replica_hours for one in results) / hours:.2f}",
         f"{max(one.ttft_s.p99 for one in results):.1f}",
         f"{1000 * max(one.tpot_s.p99 for one in results):.0f}",
         f"{sum(one.orders for one in results) / hours:.0f}",
         f"{sum(one.reversals for one in results) / hours:.0f}",
-        f"{nearest_rank(delays, 0.5):.0f}" if delays else "none",
-        f"{nearest_rank(delays, 0.99):.0f}" if delays else "none",
-        f"{sum(one.bill.wasted_gpu_s for one in results) / len(results):,.0f}",
-        str(sum(one.refused for one in results)),
-        str(sum(one.lost for one in results)),
+        f"{nearest_rank(delays, 0.5):.0f}, {nearest_rank(delays, 0.99):.0f}" if delays else "none",
+        f"{sum(one.bill.wasted_gpu_s for one in results) / len(results) / 3600:.2f}",
     ]
+
+
+def unanswered(lines: Mapping[str, Mapping[str, Sequence[Line]]]) -> list[str]:
+    """Policies that refused or lost requests, in sentences."""
+    said = []
+    for load, policies in lines.items():
+        for policy, each in policies.items():
+            refused = sum(one.refused for line in each for one in line.results)
+            lost = sum(one.lost for line in each for one in line.results)
+            if refused or lost:
+                said.append(f"{policy} on {load}: {refused} refused, {lost} lost, over all settings.")
+    return said
 
 
 def dominators(lines: Mapping[str, Line]) -> list[str]:
@@ -122,34 +155,67 @@ def dominators(lines: Mapping[str, Line]) -> list[str]:
     ours = lines.get(OURS)
     if ours is None:
         return []
-    return [policy for policy, line in lines.items() if policy not in BOUNDS and dominates(line.spot, ours.spot)]
+    return [policy for policy, line in lines.items() if _is_peer(policy) and dominates(line.spot, ours.spot)]
 
 
-def equal_attainment(load: str, ours: Line, lines: Mapping[str, Sequence[Line]]) -> Equal:
+def _is_peer(policy: str) -> bool:
+    return policy not in BOUNDS and policy not in OWN
+
+
+def equal_attainment(ours: Line, lines: Mapping[str, Sequence[Line]]) -> Equal:
     """``lines``: of all policies at all their settings on the held half, which is kinder to peers than to us."""
-    extra = {
-        policy: extra_cost(ours.spot, [one.spot for one in each])
-        for policy, each in lines.items()
-        if policy != OURS and policy not in BOUNDS
-    }
-    return Equal(load, ours.spot.attainment, extra)
+    peers = {policy: each for policy, each in lines.items() if _is_peer(policy)}
+    extra = {policy: extra_cost(ours.spot, [one.spot for one in each]) for policy, each in peers.items()}
+    found = Equal(ours, extra)
+    if found.best is None:
+        return found
+    low, high = extra_interval(ours.results, [one.results for one in peers[found.best[0]]])
+    return msgspec.structs.replace(found, low=low, high=high)
+
+
+def summary_table(equals: Sequence[Equal], dominated: Mapping[str, Sequence[str]]) -> Table:
+    """A row for each load."""
+    rows = []
+    for one in equals:
+        best = ["none attains it", "", ""]
+        if one.best is not None:
+            best = [one.best[0], f"{one.best[1]:+.1%}", f"{_bound(one.low)} to {_bound(one.high)}"]
+        spotted = one.ours.spot
+        over = ", ".join(dominated.get(one.load, ())) or "nobody"
+        rows.append([one.load, f"{spotted.attainment:.1%}", f"{spotted.cost:.2f}", *best, over])
+    headings = ["load", "in target", "cost/h", "best peer at that", "our cost against it", "95%", "dominated by"]
+    return Table("Summary", headings, rows)
+
+
+def _bound(value: float) -> str:
+    return "out of its reach" if value == -math.inf else f"{value:+.0%}"
 
 
 def equal_table(equals: Sequence[Equal]) -> Table:
-    """Our cost against each peer's, by load."""
+    """Our cost against each peer's: a row a peer, a column a load."""
     peers = sorted({peer for one in equals for peer in one.extra})
-    rows = []
-    for one in equals:
-        best = one.best
-        cells = [_extra(one.extra[peer]) if peer in one.extra else "" for peer in peers]
-        rows.append(
-            [one.load, f"{one.attainment:.1%}", "none attains it" if best is None else f"{best[1]:+.1%}", *cells]
-        )
-    return Table("Our cost at our attainment, against", ["load", "in target", "the best peer", *peers], rows)
+    rows = [[peer, *(_extra(one.extra[peer]) if peer in one.extra else "" for one in equals)] for peer in peers]
+    return Table("Our cost at our attainment, against each peer", ["peer", *(one.load for one in equals)], rows)
 
 
 def _extra(value: float | None) -> str:
-    return "never" if value is None else f"{value:+.1%}"
+    return "never" if value is None else f"{value:+.0%}"
+
+
+def tuning_table(settings: Mapping[str, Tuned]) -> Table:
+    """What each policy was set to."""
+    rows = [
+        (
+            one.policy,
+            policy_named(one.policy).knob,
+            f"{one.knob:g}",
+            str(one.trials),
+            f"{one.attainment:.1%}",
+            f"{one.cost:.2f}",
+        )
+        for one in settings.values()
+    ]
+    return Table("Tuning", ["policy", "what is set", "to", "of settings", "in target", "cost/h"], rows)
 
 
 def verdict(equals: Sequence[Equal], dominated: Mapping[str, Sequence[str]]) -> list[str]:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.autoscale.cell import Cell, CellResult, run_cell
+from bench.autoscale.fingerprint import code_fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from rich.console import Console
@@ -36,18 +37,21 @@ def run_cells(
 ) -> dict[Cell, CellResult]:
     """All results by cell. Raises what the first cell that fails raises; those that ended before are kept.
 
-    ``file``: of kept results. Results depend on the code: after a change of it, another file is wanted.
+    ``file``: of kept results. Those that other code made are taken as they are; the console and the report say so.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     found = kept_results(file)
     missing = [one for one in dict.fromkeys(cells) if one not in found]
+    code = code_fingerprint()
+    if others := sum(found[one].code != code for one in dict.fromkeys(cells) if one in found):
+        console.print(f"{others} kept cells of {file} were made by other code; another --out runs all anew")
     if missing:
         with ProcessPoolExecutor(max(1, min(jobs, len(missing)))) as pool, file.open("ab") as out:
             out.write(b"\n")  # a line that was cut short stays alone
             pending = [pool.submit(run_cell, one, traces) for one in missing]
             try:
                 for number, one in enumerate(as_completed(pending), 1):
-                    result = one.result()
+                    result = msgspec.structs.replace(one.result(), code=code)
                     out.write(msgspec.json.encode(result) + b"\n")
                     out.flush()
                     found[result.cell] = result
@@ -65,8 +69,3 @@ def line_of(result: CellResult) -> str:
         f"{cell.load}/{cell.half} {cell.policy} at {cell.knob:g}, seed {cell.seed}: {result.attainment:.1%} in target, "
         f"{result.bill.cost / result.hours:.2f} engines' cost, {result.cpu_s:.0f} s"
     )
-
-
-def pooled(results: Iterable[CellResult]) -> list[CellResult]:
-    """In the order of seeds, so that those of two policies are paired."""
-    return sorted(results, key=lambda one: one.cell.seed)

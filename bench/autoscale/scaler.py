@@ -27,7 +27,8 @@ class Scaler(Protocol):
 
 class Setup(msgspec.Struct, frozen=True):
     """What a scaler is made for. ``knob``: the value of the policy's knob. ``workload``: for the oracle alone, because
-    nobody else knows what will come. ``min_replicas``: of the first target; the others may have none.
+    nobody else knows what will come. ``min_replicas``: of the first target; the others may have none. ``initial``: replicas
+    of the first target that there are at first.
     """
 
     load: Load
@@ -35,6 +36,7 @@ class Setup(msgspec.Struct, frozen=True):
     knob: float
     period_s: float
     min_replicas: int = 1
+    initial: int = 1
 
 
 # Which percentile of latencies policies are told to keep.
@@ -55,8 +57,8 @@ def _duration(value_s: float) -> Duration:
 
 class Policy(msgspec.Struct, frozen=True):
     """A scaler by name. ``knob``: what is varied, in words; ``grid``: the values to try, which are tuned on.
-    ``native_period_s``: how often its own program decides. ``has_zero``: it can do without any
-    replica, and is asked at once when a request then comes.
+    ``native_period_s``: how often its own program decides. ``has_zero``: it can do without any replica, and is asked at
+    once when a request then comes. ``kind``: which of a load's variants its fleet begins with, and is the first for it.
     """
 
     name: str
@@ -65,3 +67,4 @@ class Policy(msgspec.Struct, frozen=True):
     grid: tuple[float, ...]
     native_period_s: float
     has_zero: bool = False
+    kind: int = 0

@@ -5,20 +5,28 @@ Source: volcano-sh/kthena, ``pkg/autoscaler/algorithm/{recommendation,revision}.
 ``datastructure/sliding_window.go``. Every 15 s. In panic (asked for at least twice what there is, and 60 s after that)
 replicas grow up to elevenfold in a period and never shrink. As in its code, the limit of scaling in counts from the
 *smallest* corrected number of the period, although its name says the largest.
+
+Several kinds of engine (``heterogeneousTarget``, ``autoscaler/optimizer.go``) count as one fleet: replicas of all kinds are
+counted alike, whatever each of them carries. The number that comes of it is filled in from the lower bounds in batches
+that grow by ``cost_expansion_rate_percent``, the cheapest batch first. That order is our allocation mode Expansion,
+which is used here.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.autoscale.peers.peer import bounded, current_of, ready_reports, waiting_each
+from bench.autoscale.peers.peer import bounded, current_of, merged, ready_reports, waiting_each
+from controller.autoscale.allocation.filling import expansion_sequence
+from controller.autoscale.allocation.variants import variant_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from controller.autoscale.situation import Situation
 
@@ -54,6 +62,7 @@ class Kthena(msgspec.Struct, frozen=True):
     panic_period_s: float = 15.0
     panic_threshold_percent: int = 200
     panic_hold_s: float = 60.0
+    cost_expansion_rate_percent: int = 200
     period_s: float = 15.0
 
     def desired(self, situation: Situation, memory: KthenaMemory | None) -> tuple[int, KthenaMemory | None]:
@@ -75,6 +84,17 @@ class Kthena(msgspec.Struct, frozen=True):
         longest = 2 * max(self.stable_s, self.panic_period_s, self.up_window_s, self.down_window_s)
         kept = tuple(one for one in before.samples if one.at_s >= now_s - longest)
         return corrected, KthenaMemory((*kept, Sample(now_s, recommended, corrected)), until_s)
+
+    def desired_kinds(
+        self, situation: Situation, memory: KthenaMemory | None
+    ) -> tuple[Mapping[str, int], KthenaMemory | None]:
+        """The number for all kinds together, filled in batch by batch."""
+        total, after = self.desired(merged(situation), memory)
+        variants = [variant_of(one) for one in situation.targets]
+        least = {one.name: one.least for one in variants}
+        order = expansion_sequence(variants, self.cost_expansion_rate_percent)
+        more = Counter(order[: max(0, total - sum(least.values()))])
+        return {name: count + more[name] for name, count in least.items()}, after
 
     def recommended(self, situation: Situation) -> int | None:
         """By the metric; None if no engine has a value."""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an autoscaler of others offers, and the HPA that stands behind most of them.
 
-A peer answers in replicas of the situation's first target, within that target's bounds. What a peer's own collector does
-not know is what its program would take for it: mostly 0.
+A peer answers in replicas of the situation's first target, within that target's bounds; one that knows several kinds of
+engine answers for each. What a peer's own collector does not know is what its program would take for it: mostly 0.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -17,6 +17,9 @@ from controller.autoscale.law import Law
 from controller.autoscale.laws.target import Pool, Tolerance, of_total
 from controller.autoscale.situation import EngineReport, EngineState, Situation
 from controller.resources.autoscaling import Behavior
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Memory = TypeVar("Memory")
 
@@ -31,6 +34,14 @@ class Peer(Protocol[Memory]):
 
     def desired(self, situation: Situation, memory: Memory | None) -> tuple[int, Memory | None]:
         """Replicas, and what to pass in the next time; ``memory`` is None at first."""
+        ...
+
+
+class KindsPeer(Protocol[Memory]):
+    """A peer that chooses among several kinds of engine. Pure, as Peer is."""
+
+    def desired_kinds(self, situation: Situation, memory: Memory | None) -> tuple[Mapping[str, int], Memory | None]:
+        """Replicas by target, and what to pass in the next time; ``memory`` is None at first."""
         ...
 
 
@@ -84,6 +95,25 @@ def through_hpa(behavior: Behavior, past: Past, wanted: float, situation: Situat
     pool = Pool(current=current_of(situation), ready={}, unready={})
     found = of_total(math.ceil(wanted * 1000), 1000, pool, Tolerance(), for_all=False)
     return slowed(behavior, past, found.replicas or 0.0, situation)
+
+
+def views(situation: Situation) -> list[Situation]:
+    """One for each target, as if there were no other: what an HPA of its own sees."""
+    return [msgspec.structs.replace(situation, targets=(one,)) for one in situation.targets]
+
+
+def merged(situation: Situation) -> Situation:
+    """All targets as if they were one: bounds, replicas and engines of all together."""
+    first, targets = situation.targets[0], situation.targets
+    spec = msgspec.structs.replace(
+        first.spec,
+        min_replicas=sum(one.spec.min_replicas for one in targets),
+        max_replicas=sum(one.spec.max_replicas for one in targets),
+    )
+    whole = msgspec.structs.replace(
+        first, spec=spec, current=sum(one.current or 0 for one in targets), engines=situation.engines
+    )
+    return msgspec.structs.replace(situation, targets=(whole,))
 
 
 def current_of(situation: Situation) -> int:

@@ -4,6 +4,9 @@
 Source: llm-d-workload-variant-autoscaler, ``internal/saturation/analyzer.go``. Every 30 s one replica more or fewer, and
 nothing while anything is in transition. Its number goes through an HPA with AverageValue 1, 10 pods in 150 s; the window
 is 0 in its sample and 240 s in its advice for production.
+
+Several kinds of engine are judged together. One more is of the cheapest kind that reports, by the cost of a replica; one
+fewer is of the most expensive kind that has more than one. So it never takes up a kind that has no replica yet.
 """
 
 from __future__ import annotations
@@ -12,14 +15,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.autoscale.peers.peer import began, current_of, ready_reports, through_hpa, waiting_each
+from bench.autoscale.peers.peer import began, current_of, merged, ready_reports, through_hpa, views, waiting_each
 from controller.autoscale.behavior import Past
 from controller.autoscale.metrics import kv_usage_of
 from controller.resources.autoscaling import Behavior, ScalingRule, ScalingRules
 from controller.resources.scaling_laws import SpareCapacityParameters
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from controller.autoscale.situation import EngineReport, Situation
 
@@ -74,16 +77,50 @@ class WvaV1(msgspec.Struct, frozen=True):
         desired, past = through_hpa(hpa_of(self.window_s), before.past, wanted, situation)
         return desired, V1Memory(past, wanted)
 
+    def desired_kinds(
+        self, situation: Situation, memory: Mapping[str, V1Memory] | None
+    ) -> tuple[Mapping[str, int], Mapping[str, V1Memory] | None]:
+        """One more or one fewer of one kind, each kind through an HPA of its own."""
+        each = {one.targets[0].name: one for one in views(situation)}
+        before = {name: (memory or {}).get(name) or V1Memory(began(one), current_of(one)) for name, one in each.items()}
+        wanted = self._wanted_kinds(situation, {name: one.desired for name, one in before.items()})
+        desired, after = {}, {}
+        for name, one in each.items():
+            desired[name], past = through_hpa(hpa_of(self.window_s), before[name].past, wanted[name], one)
+            after[name] = V1Memory(past, wanted[name])
+        return desired, after
+
+    def _wanted_kinds(self, situation: Situation, exported: Mapping[str, int]) -> Mapping[str, int]:
+        each = {one.targets[0].name: one for one in views(situation)}
+        current = {name: current_of(one) for name, one in each.items()}
+        kept = {name: exported[name] or current[name] for name in each}
+        if kept != current or any(len(ready_reports(one)) != current[name] for name, one in each.items()):
+            return kept
+        costs = {name: one.targets[0].spec.cost for name, one in each.items()}
+        found = self.analysis(merged(situation))
+        if found.scale_up and (reporting := [name for name in each if current[name]]):
+            cheapest = min(reporting, key=lambda name: (costs[name], name))
+            return {**current, cheapest: current[cheapest] + 1}
+        if found.scale_down_safe and (several := [name for name in each if current[name] > 1]):
+            dearest = max(several, key=lambda name: (costs[name], name))
+            return {**current, dearest: current[dearest] - 1}
+        return current
+
     def _wanted(self, situation: Situation, exported: int) -> int:
         current, reports = current_of(situation), ready_reports(situation)
         if exported not in {0, current}:
             return exported
         if len(reports) != current or not reports:
             return current
-        found = as_wva_v1([_load(one, waiting_each(situation)) for one in reports], self.parameters)
+        found = self.analysis(situation)
         if found.scale_up:
             return current + 1
         return current - 1 if found.scale_down_safe and current > 1 else current
+
+    def analysis(self, situation: Situation) -> Analysis:
+        """Of the first target's ready engines."""
+        held = waiting_each(situation)
+        return as_wva_v1([_load(one, held) for one in ready_reports(situation)], self.parameters)
 
 
 def hpa_of(window_s: int) -> Behavior:

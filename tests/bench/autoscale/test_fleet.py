@@ -84,7 +84,8 @@ def test_a_quick_run_ends_well_and_keeps_its_cells(tmp_path: Path) -> None:
     policies = "fixed,oracle"
     assert main(["autoscale", "--quick", "--policies", policies, "--out", str(tmp_path), "--jobs", "1"]) == 0
     found = kept_results(tmp_path / "quick.jsonl")
-    assert sorted(one.policy for one in found) == ["fixed", "oracle"]
+    expected = [("quick", "fixed"), ("quick", "oracle"), ("quick-kinds", "fixed"), ("quick-kinds", "oracle")]
+    assert sorted((one.load, one.policy) for one in found) == expected
     assert all(not one.lost and not one.refused for one in found.values())
 
 
