@@ -18,7 +18,7 @@ from controller.autoscale.situation import Speed
 from controller.autoscale.start_times import StartTimes
 from controller.resources.autoscaling import Schedule
 
-# Growth after a scale-in is remembered for so long, and so many times of it at most.
+# Growth after a small scale-in is remembered for so long, and so many times of it at most.
 TURNS_COUNT_S: Final = 1800.0
 MOST_TURNS: Final = 3
 
@@ -28,7 +28,8 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     the behaviour block. ``panic``: None if there is none. ``current``: as seen last. ``speeds``: smoothed,
     ``starts``: measured, and ``blockages``: why one is left out, by target. ``arrivals``: counted so far. ``active_at_s``: when something was last asked for
     or done. ``woken_at_s``: when the stage last left zero; None: not yet, or requests have been served since.
-    ``is_falling``: replicas last became fewer. ``turned_at_s``: when they grew after that, lately.
+    ``fell_from``: how many there were before they last became fewer; None: they grew since. ``turned_at_s``: when they
+    grew again although few had gone, lately.
     """
 
     began_at_s: float
@@ -44,7 +45,7 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     finished: float = 0.0
     active_at_s: float = 0.0
     woken_at_s: float | None = None
-    is_falling: bool = False
+    fell_from: float | None = None
     turned_at_s: tuple[float, ...] = ()
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _TYPICAL_REQUEST: Final = PerRequest(prefill_work=1000.0, prompt_tokens=1000.0, output_tokens=200.0)
 # The mix of requests in which targets are compared.
 _MIX_WINDOW_S: Final = 120.0
+# Replicas that grow again after this share of them had gone, or one, follow noise; after more, they follow the load.
+_SMALL_SWING: Final = 0.2
 # So many periods without a decision are a gap.
 _GAP_PERIODS: Final = 6
 
@@ -72,13 +74,17 @@ def _noticed(memory: StageMemory, situation: Situation) -> StageMemory:
     turned = tuple(at_s for at_s in memory.turned_at_s if now_s - at_s < TURNS_COUNT_S)
     if memory.current is None or memory.current == current:
         return msgspec.structs.replace(memory, current=current, turned_at_s=turned)
-    is_falling = current < memory.current
-    if memory.is_falling and not is_falling:
-        turned = (*turned, now_s)[-MOST_TURNS:]
+    fell_from = memory.fell_from
+    if current < memory.current:
+        fell_from = memory.current if fell_from is None else fell_from
+    elif fell_from is not None:
+        if fell_from - memory.current <= max(1.0, _SMALL_SWING * fell_from):
+            turned = (*turned, now_s)[-MOST_TURNS:]
+        fell_from = None
     past = Past(memory.past.recommendations, (*memory.past.changes, Scaled(now_s, current - memory.current)))
     woken_at_s = now_s if memory.current == 0 else memory.woken_at_s
     return msgspec.structs.replace(
-        memory, current=current, past=past, woken_at_s=woken_at_s, is_falling=is_falling, turned_at_s=turned
+        memory, current=current, past=past, woken_at_s=woken_at_s, fell_from=fell_from, turned_at_s=turned
     )
 
 

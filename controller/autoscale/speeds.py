@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 # An 8B model on an H100. They fill in what is missing where something is known.
 _TYPICAL: Final = Speed(prefill_tokens_per_s=15_000.0, step_s=0.0075, step_s_per_token=8e-8)
-# Estimates of the gateways follow single answers; those for scaling need not.
-_SMOOTHING_S: Final = 60.0
+# Estimates of the gateways follow single answers. Those for scaling need not: engines stay as they are, and where they do
+# not, the law's correction follows what is measured at once.
+_SMOOTHING_S: Final = 600.0
+# The first estimates come from few answers, so they count no more than this.
+_FIRST_S: Final = 30.0
 
 
 def speed_of(declared: EngineCapacity, reports: Iterable[EngineDemand]) -> Speed | None:
@@ -51,19 +54,21 @@ def speed_of(declared: EngineCapacity, reports: Iterable[EngineDemand]) -> Speed
 
 
 def smoothed(before: Speed | None, new: Speed | None, elapsed_s: float) -> Speed | None:
-    """A moving mean of logarithms; a speed that is not known any more is kept.
+    """A mean of logarithms over all of the time since the first measurement, then a moving one; a speed that is not known
+    any more is kept.
 
     A first measurement replaces what was declared at once.
     """
     if before is None or new is None or new.is_measured != before.is_measured:
         return new if new is not None else before
-    weight = -math.expm1(-elapsed_s / _SMOOTHING_S)
+    weight = elapsed_s / (max(_FIRST_S, before.followed_s) + elapsed_s)
     return Speed(
         prefill_tokens_per_s=_between(before.prefill_tokens_per_s, new.prefill_tokens_per_s, weight),
         step_s=_between(before.step_s, new.step_s, weight),
         step_s_per_token=_between(before.step_s_per_token, new.step_s_per_token, weight),
         kv_tokens=_first(new.kv_tokens, before.kv_tokens),
         is_measured=new.is_measured,
+        followed_s=min(_SMOOTHING_S, before.followed_s + elapsed_s),
     )
 
 

@@ -97,11 +97,11 @@ def keeps_one(stage: StageAnswer, policy: AutoscalingPolicySpec) -> str:
 
 def behavior_of(policy: AutoscalingPolicySpec, turns: int = 0) -> Behavior:
     """The policy's, with what it leaves out: HPA's values if ``Target`` alone decides, else ours. ``turns``: how often
-    replicas grew after a scale-in lately.
+    replicas grew after a small scale-in lately.
 
     HPA waits 300 s before it scales in and limits each step, as its metrics know nothing of what comes or is starting.
     Laws that know both need less of it: a shorter window, and no limit of growth. Each turn doubles the window, so load
-    at an edge, or one that rises again and again, does not make replicas come and go.
+    at an edge does not make replicas come and go. Load that really falls and rises is followed as before.
     """
     written = policy.behavior
     if all(one.name == "Target" for one in policy.strategies):

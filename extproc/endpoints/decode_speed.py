@@ -22,7 +22,8 @@ _PRIOR_STEP_S_PER_TOKEN: Final = 8e-8
 _PRIOR_LOADS: Final = (5_000.0, 50_000.0, 300_000.0)
 _PRIOR_WEIGHT: Final = 2.0
 # Other models and GPUs are slower or faster than that: after so many answers the prior is scaled to the fastest quarter.
-_SCALED_AFTER: Final = (4, 8, 16, 32)
+# Fewer say too little: the shortest answers end first, and often beside the prompts of all others.
+_SCALED_AFTER: Final = (16, 32)
 _FASTEST: Final = 4
 
 

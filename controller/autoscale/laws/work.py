@@ -121,8 +121,9 @@ class WorkLaw(msgspec.Struct, frozen=True):
         rate = load.arrivals_in(lead_s) if self.parameters.trend else load.arrivals_per_s
         now = self._carried(load.arrivals_per_s, work, speed, situation.objective)
         need = self._carried(rate, work, speed, situation.objective) if rate > load.arrivals_per_s else now
-        measured = measured_correction(situation, _peak(situation, memory)[0], work, speed)
-        correction, memory = self._corrected(situation, now, measured, memory)
+        peak = _peak(situation, memory)
+        measured = measured_correction(situation, peak[0], work, speed)
+        correction, memory = self._corrected(situation, now, measured, memory, peak=peak)
         left_s = _backlog_left(situation, load.arrivals_per_s * work.total_s, work, speed, lead_s)
         drain_s = max(self.parameters.drain_budget, lead_s / 2)
         for_backlog = rate * work.total_s + left_s / drain_s if left_s > 0 else 0.0
@@ -171,9 +172,17 @@ class WorkLaw(msgspec.Struct, frozen=True):
         return max(needs, key=lambda one: one.replicas)
 
     def _corrected(
-        self, situation: Situation, need: _Need, measured: float | None, memory: WorkMemory | None
+        self,
+        situation: Situation,
+        need: _Need,
+        measured: float | None,
+        memory: WorkMemory | None,
+        *,
+        peak: tuple[float, float],
     ) -> tuple[float, WorkMemory]:
-        """The correction of the model, and what to remember. ``measured``: what it should be by measured TPOT."""
+        """The correction of the model, and what to remember. ``measured``: what it should be by measured TPOT.
+        ``peak``: see ``_peak``.
+        """
         now_s, ready = situation.now_s, situation.units(EngineState.READY)
         before = memory if memory is not None else WorkMemory(at_s=now_s, ready=ready, steady_since_s=now_s)
         elapsed_s = min(60.0, max(0.0, now_s - before.at_s))
@@ -192,15 +201,14 @@ class WorkLaw(msgspec.Struct, frozen=True):
             elif measured is not None and worst <= 1 and not situation.waiting.requests:
                 correction = before.correction + (measured - before.correction) * min(1.0, elapsed_s / _FOLLOWING_S)
         correction = min(MOST_CORRECTION, max(LEAST_CORRECTION, correction))
-        peak, peak_at_s = _peak(situation, memory)
         return correction, WorkMemory(
             at_s=now_s,
             correction=correction,
             enough_since_s=since_s,
             ready=ready,
             steady_since_s=steady_since_s,
-            peak=peak,
-            peak_at_s=peak_at_s,
+            peak=peak[0],
+            peak_at_s=peak[1],
         )
 
     def _by_concurrency(self, situation: Situation) -> Recommendation:

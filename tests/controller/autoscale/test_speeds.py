@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from controller.autoscale.load import PerRequest
@@ -47,12 +45,14 @@ def test_nothing_learned_and_nothing_declared_is_no_speed() -> None:
     assert speed_of(EngineCapacity(), [EngineDemand()]) is None
 
 
-def test_speeds_move_slowly() -> None:
-    first = Speed(10_000.0, 0.01, 5e-7, is_measured=True)
+@pytest.mark.parametrize(("followed_s", "weight"), [(0.0, 2 / 3), (60.0, 1 / 2), (600.0, 1 / 11)])
+def test_speeds_move_the_more_slowly_the_longer_they_are_known(followed_s: float, weight: float) -> None:
+    first = Speed(10_000.0, 0.01, 5e-7, is_measured=True, followed_s=followed_s)
     second = Speed(20_000.0, 0.01, 5e-7, is_measured=True)
     found = smoothed(first, second, 60.0)
     assert found is not None
-    assert found.prefill_tokens_per_s == pytest.approx(10_000 * 2 ** (1 - math.exp(-1)))
+    assert found.prefill_tokens_per_s == pytest.approx(10_000 * 2**weight)
+    assert found.followed_s == min(600.0, followed_s + 60.0)
 
 
 def test_the_first_measurement_replaces_what_was_declared() -> None:
