@@ -145,7 +145,7 @@ async def _told(site: Site, model: Model) -> AsyncIterator[Sequence[float]]:
             aiohttp.ClientSession() as http,
             contextlib.aclosing(messages(http, site.gateways[0].pages)) as lines,
         ):
-            async for message, _ in lines:
+            async for message in lines:
                 one = message.servers.get(server, ServerDemand())
                 unfinished = one.queued + sum(each.in_flight for each in one.engines.values())
                 fewest = unfinished if fewest is None else min(fewest, unfinished)
