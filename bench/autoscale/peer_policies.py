@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bench.autoscale.scaler import Scaler
     from controller.autoscale.situation import Situation
 
-_IN_FLIGHT: Final = (8.0, 12.0, 16.0, 22.0, 30.0)
+_IN_FLIGHT: Final = (6.0, 8.0, 12.0, 16.0, 22.0)
 
 
 # What a replica of the lab's second kind carries, about, in replicas of the first: only a grid is spread by it.
@@ -103,11 +103,11 @@ PEER_POLICIES: Final = (
         "kpa",
         _peer(lambda setup: kpa(target=setup.knob, period_s=setup.period_s)),
         "target concurrency",
-        (10.0, 16.0, 22.0, 30.0, 42.0),
+        (6.0, 10.0, 16.0, 22.0, 30.0),
         2.0,
     ),
-    Policy("wva-v1", _kinds_peer(_wva_v1), "spare share of KV caches", (0.1, 0.25, 0.4, 0.55, 0.7), 30.0),
-    Policy("wva-v2", _kinds_peer(_wva_v2), "scale-up utilization", (0.25, 0.4, 0.55, 0.7, 0.85), 30.0),
+    Policy("wva-v1", _kinds_peer(_wva_v1), "spare share of KV caches", (0.25, 0.4, 0.55, 0.65, 0.75), 30.0),
+    Policy("wva-v2", _kinds_peer(_wva_v2), "scale-up utilization", (0.12, 0.25, 0.4, 0.55, 0.7), 30.0),
     Policy(
         "llmd-keda",
         _peer(lambda setup: KedaQueue(running=setup.knob, period_s=setup.period_s)),

@@ -46,7 +46,7 @@ class Fixed:
 
 
 _POLICIES: Final = (
-    Policy(OURS, by_objective, "share of the objective", (0.6, 0.75, 0.9, 1.0, 1.15), 5.0, has_zero=True),
+    Policy(OURS, by_objective, "share of the objective", (0.5, 0.6, 0.75, 0.9, 1.0), 5.0, has_zero=True),
     Policy("attache-utilization", by_utilization, "utilization", (0.5, 0.6, 0.7, 0.8, 0.9), 5.0, has_zero=True),
     *PEER_POLICIES,
     Policy("fixed", Fixed, "replicas", (4, 6, 8, 10, 12), 5.0),
