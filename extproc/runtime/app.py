@@ -95,12 +95,10 @@ class App:
             self._limits = RedisLimits(settings.redis, settings.redis_channel, metrics, clock, process=origin)
         self._saved: SavedLevels | None = None
         if settings.state is not None:
-            number = 0 if settings.worker is None else settings.worker.number
-            self._saved = SavedLevels(
-                core.admission.limits, settings.state, number=number, clock=clock, wall_clock=wall_clock
-            )
+            number, limits = 0 if settings.worker is None else settings.worker.number, core.admission.limits
+            self._saved = SavedLevels(limits, settings.state, number=number, clock=clock, wall_clock=wall_clock)
             self._saved.load()
-        self._demand = DemandWatch(core, clock)
+        demand = self._demand = DemandWatch(core, clock)
         self._peers = Peers(buses, metrics, origin=origin)
         performer = self._performer = Performer(
             core,
@@ -110,7 +108,7 @@ class App:
             limits=self._limits,
             tell=self._peers.tell,
             load=self._load,
-            done=self._demand.look,
+            done=demand.look,
         )
         self._loader: AdapterLoader | None = None
         self._access = access
@@ -134,7 +132,7 @@ class App:
             streams,
             new_exchange=lambda is_trusted, origin: Exchange(streams, Duplex, is_trusted=is_trusted, origin=origin),
             answer_to=performer.answer_to,
-            before_each=self._demand.let_go_first,
+            before_each=demand.let_go_first,
         )
         self._health_port = HealthPort(self._server.health)
 
