@@ -56,7 +56,8 @@ class Engine(msgspec.Struct, frozen=True, gc=False):
 class Speed(msgspec.Struct, frozen=True, gc=False):
     """What one replica can do. ``prefill_tokens_per_s``: of prefill work. ``step_s`` and ``step_s_per_token``: of a decode
     step with no tokens in flight, and for each of them. ``kv_tokens``: that its cache holds; None if unknown.
-    ``is_measured``: learned from answers; otherwise declared, or a guess. ``followed_s``: for how long it has been smoothed.
+    ``is_measured``: learned from answers; otherwise declared, or a guess. ``is_step_known``: the step is no guess.
+    ``followed_s``: for how long it has been smoothed.
     """
 
     prefill_tokens_per_s: float
@@ -64,6 +65,7 @@ class Speed(msgspec.Struct, frozen=True, gc=False):
     step_s_per_token: float
     kv_tokens: float | None = None
     is_measured: bool = False
+    is_step_known: bool = True
     followed_s: float = 0.0
 
 

@@ -50,6 +50,7 @@ def speed_of(declared: EngineCapacity, reports: Iterable[EngineDemand]) -> Speed
         step_s_per_token=values[2] if values[2] is not None else _TYPICAL.step_s_per_token,
         kv_tokens=_first(kv_tokens, declared.kv_tokens),
         is_measured=prefill is not None or step is not None,
+        is_step_known=values[1] is not None and values[2] is not None,
     )
 
 
@@ -59,8 +60,10 @@ def smoothed(before: Speed | None, new: Speed | None, elapsed_s: float) -> Speed
 
     A first measurement replaces what was declared at once.
     """
-    if before is None or new is None or new.is_measured != before.is_measured:
+    if before is None or new is None:
         return new if new is not None else before
+    if (new.is_measured, new.is_step_known) != (before.is_measured, before.is_step_known):
+        return new
     weight = elapsed_s / (max(_FIRST_S, before.followed_s) + elapsed_s)
     return Speed(
         prefill_tokens_per_s=_between(before.prefill_tokens_per_s, new.prefill_tokens_per_s, weight),
@@ -68,6 +71,7 @@ def smoothed(before: Speed | None, new: Speed | None, elapsed_s: float) -> Speed
         step_s_per_token=_between(before.step_s_per_token, new.step_s_per_token, weight),
         kv_tokens=_first(new.kv_tokens, before.kv_tokens),
         is_measured=new.is_measured,
+        is_step_known=new.is_step_known,
         followed_s=min(_SMOOTHING_S, before.followed_s + elapsed_s),
     )
 

@@ -22,8 +22,8 @@ TPOT_BOUNDS_S: Final = tuple(round(10 ** (power / 10), 5) for power in range(-30
 
 class Counted(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, gc=False):
     """Counts since the process began; they only grow. ``arrivals``: requests that were routed here. ``refused``: those
-    that got an error of ours. ``finished``: those whose outcome is known. ``prompt_tokens``: as the engines say, or
-    estimated at arrival where they do not. ``cached_tokens``: those of them that an engine had in its cache.
+    that got an error of ours. ``finished``: those whose outcome is known. ``prompt_tokens``: of these, as the engines
+    say, or as estimated at arrival where they do not. ``cached_tokens``: those of them that an engine had in its cache.
     ``output_tokens``: written. ``prefill_work``: uncached tokens, those with long contexts weighing more.
     """
 

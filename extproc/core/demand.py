@@ -154,10 +154,6 @@ def count_dispatch(record: Record, run: Run) -> None:
         return
     if not record.is_work_counted:
         meter.prefill_work += assignment.work
-    if not run.pool.reports_usage:
-        meter.prompt_tokens += assignment.input_tokens
-        meter.cached_tokens += assignment.cached_tokens
-        run.is_prompt_counted = True
     meter.server.begin_run(assignment.endpoint.address, assignment.tokens)
     if assignment.prefill is not None:
         meter.server.begin_run(assignment.prefill.address, assignment.tokens)
@@ -185,14 +181,13 @@ def count_outcome(record: Record, run: Run, outcome: Outcome) -> None:
         # where nothing is told, limits reckon with the most that clients may have had
         most = math.inf if run.limited is None else run.reserved.output_tokens
         meter.output_tokens += min(used.output_tokens, most) if written is None else written
-        if not run.is_prompt_counted and used.input_tokens:
+        if used.input_tokens:
             meter.prompt_tokens += assignment.input_tokens if prompt is None else prompt
             meter.cached_tokens += assignment.cached_tokens if outcome.cached_tokens is None else outcome.cached_tokens
     else:
         meter.output_tokens += written
-        if not run.is_prompt_counted:
-            meter.prompt_tokens += prompt
-            meter.cached_tokens += outcome.cached_tokens or 0
+        meter.prompt_tokens += prompt
+        meter.cached_tokens += outcome.cached_tokens or 0
     if run.is_streamed and outcome.ttfb_s is not None and 200 <= outcome.status < 300:
         # of each answer: all are written side by side
         steps = (written or 0) / (run.answers or 1) - 1

@@ -30,9 +30,8 @@ class Run(msgspec.Struct):
     prompts; ``most_output``: the tokens that it asked for at most, over all answers. ``prompt_bytes``: 0 if they do not
     say how many tokens its ``prompts`` prompts have. ``declines_usage``: its client wants none to be told.
     ``expects_usage``: a whole answer reports it. ``gate``, ``charged``: whose flow paid how much service for it.
-    ``is_on_time``: its silence was not counted as a failure of its endpoint. ``is_prompt_counted``: as demand, by an estimate.
-    ``input_estimate``: its tenant's, if its limits
-    reserved by it.
+    ``is_on_time``: its silence was not counted as a failure of its endpoint. ``input_estimate``: its tenant's, if its
+    limits reserved by it.
     """
 
     pool: Pool
@@ -54,7 +53,6 @@ class Run(msgspec.Struct):
     expects_usage: bool = False
     is_on_time: bool = True
     input_estimate: InputEstimate | None = None
-    is_prompt_counted: bool = False
 
 
 class Record(msgspec.Struct):

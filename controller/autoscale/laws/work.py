@@ -56,12 +56,16 @@ from controller.autoscale.speeds import work_of
 from controller.resources.scaling_laws import WorkParameters
 
 if TYPE_CHECKING:
+    from controller.autoscale.load import PerRequest
+    from controller.autoscale.situation import Target
     from controller.resources.autoscaling import LatencyObjective
 
 _UTILIZATION: Final = 0.8
 _MOST_LEAD_S: Final = 600.0
 _SCALE_IN_ROOM: Final = 1.1
 _IN_FLIGHT: Final = 32
+# Tokens of answers whose decoding hardly counts.
+_SHORT_ANSWER: Final = 4
 # Corrections that are worth telling.
 _TOLD: Final = 0.005
 # In which the correction follows what is measured.
@@ -109,7 +113,7 @@ class WorkLaw(msgspec.Struct, frozen=True):
             return Recommendation(self.name, None, "no traffic is known yet"), memory
         if load.arrivals_per_s == 0 and not situation.waiting.requests:
             return Recommendation(self.name, 0.0, "nothing arrives"), _forward(memory, situation.now_s)
-        if first.speed is None or load.per_request is None:
+        if first.speed is None or load.per_request is None or _is_guess(first, load.per_request):
             return self._by_concurrency(situation), memory
         work = work_of(load.per_request, first.speed, first.spec.stage)
         return self._by_work(situation, memory, load, work, first.speed)
@@ -218,6 +222,13 @@ class WorkLaw(msgspec.Struct, frozen=True):
         replicas = max(situation.current, requests / _IN_FLIGHT)
         reason = f"speeds are not known yet: {requests} requests, {_IN_FLIGHT} for each replica, never fewer than now"
         return Recommendation(self.name, replicas, reason, {"requests": float(requests)})
+
+
+def _is_guess(target: Target, mean: PerRequest) -> bool:
+    """Whether answers are long and nobody knows yet how long their steps take."""
+    speed = target.speed
+    is_short = target.spec.stage == "Prefill" or mean.output_tokens <= _SHORT_ANSWER
+    return speed is not None and not speed.is_step_known and not is_short
 
 
 def _forward(memory: WorkMemory | None, now_s: float) -> WorkMemory | None:

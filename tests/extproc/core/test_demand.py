@@ -78,28 +78,26 @@ def test_each_step_of_a_request_counts_once() -> None:
     core = core_of()
     first = arrive(core)
     assert counted(core).arrivals == 1
-    # 2,000 bytes and a little, at four bytes a token
-    assert 500 < counted(core).prompt_tokens < 520
     work = counted(core).prefill_work
     assert 500 < work < 530
     core.settle(outcome(first), 2.0)
     core.settle(outcome(first), 2.0)
     core.finish(first, 2.0)
     assert counted(core).finished == 1
+    assert counted(core).prompt_tokens == 300
     assert counted(core).output_tokens == 51
     assert counted(core).prefill_work == work
 
 
-def test_a_prompt_counts_as_engines_say_once_they_say_it_and_never_twice() -> None:
+def test_a_prompt_counts_at_its_end_as_the_engine_says_or_as_it_was_estimated() -> None:
     core = core_of()
-    estimated = arrive(core)
-    estimate = counted(core).prompt_tokens
-    core.settle(outcome(estimated), 2.0)
-    assert (counted(core).prompt_tokens, counted(core).cached_tokens) == (estimate, 0.0)
-    said = arrive(core, 3.0)
-    assert counted(core).prompt_tokens == estimate
-    core.settle(outcome(said), 4.0)
-    assert (counted(core).prompt_tokens, counted(core).cached_tokens) == (estimate + 300, 100.0)
+    said, estimated = arrive(core), arrive(core, 2.0)
+    assert counted(core).prompt_tokens == 0.0
+    core.settle(outcome(said), 3.0)
+    assert (counted(core).prompt_tokens, counted(core).cached_tokens) == (300.0, 100.0)
+    core.settle(outcome(estimated, prompt_tokens=None, cached_tokens=None), 4.0)
+    # 2,000 bytes and a little, at four bytes a token
+    assert 800 < counted(core).prompt_tokens < 820
 
 
 def test_a_client_that_hangs_up_costs_what_was_expected_of_its_prompt() -> None:
@@ -220,7 +218,7 @@ def test_engines_tell_their_reports_and_speeds_once_there_are_any() -> None:
     assert server(core, 4.5).engines[FIRST] == EngineDemand(
         waiting=1.0, running=2.0, kv_usage=0.5, report_age_s=1.5, kv_capacity_tokens=1000.0
     )
-    for number in range(8):
+    for number in range(16):
         ticket = arrive(core, 5.0 + number, words=1000)
         core.settle(outcome(ticket, prompt_tokens=1200, cached_tokens=0), 7.0 + number)
         core.finish(ticket, 7.0 + number)
