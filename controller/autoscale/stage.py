@@ -32,6 +32,8 @@ _ANY_GROWTH: Final = (ScalingRule("Pods", 1_000_000, 1),)
 _HPA_WINDOW_S: Final = 300
 # After a start, even if the policy's window is shorter: rates need two points, gateways and engines must have been heard.
 LEAST_KNOWN_S: Final = 60
+# The share of needed replicas that is held back, one at least, after replicas came and went.
+_HELD_BACK: Final = 0.1
 # Of rounding.
 _EPSILON: Final = 1e-6
 
@@ -100,8 +102,8 @@ def behavior_of(policy: AutoscalingPolicySpec, turns: int = 0) -> Behavior:
     replicas grew after a small scale-in lately.
 
     HPA waits 300 s before it scales in and limits each step, as its metrics know nothing of what comes or is starting.
-    Laws that know both need less of it: a shorter window, and no limit of growth. Each turn doubles the window, so load
-    at an edge does not make replicas come and go. Load that really falls and rises is followed as before.
+    Laws that know both need less of it: a shorter window, and no limit of growth. Each turn doubles the window
+    of the last of them, so load at an edge does not make replicas come and go. Load that really falls is followed.
     """
     written = policy.behavior
     if all(one.name == "Target" for one in policy.strategies):
@@ -138,15 +140,32 @@ def _steadied(
         return Answer(asked, answer.steps).at_least(
             "Panic", panic.most, "load rises steeply, so replicas only grow"
         ), panic
-    allowed, steps = behaved(
-        behavior_of(policy, len(memory.turned_at_s)),
+    turns = len(memory.turned_at_s)
+    allowed, steps = _behaved(policy, memory, situation, asked, turns=turns)
+    if turns:
+        # noise is no more than that, and what is beyond goes as soon as ever
+        soon, why = _behaved(policy, memory, situation, asked, turns=0)
+        if soon + _held_back(soon) < allowed:
+            return Answer(soon + _held_back(soon), (*answer.steps, *why)), None
+    return Answer(allowed, (*answer.steps, *steps)), None
+
+
+def _behaved(
+    policy: AutoscalingPolicySpec, memory: StageMemory, situation: Situation, asked: float, *, turns: int
+) -> tuple[float, tuple[Step, ...]]:
+    return behaved(
+        behavior_of(policy, turns),
         memory.past,
         recommended=asked,
         current=situation.current,
-        now_s=now_s,
+        now_s=situation.now_s,
         whole=_is_whole(situation),
     )
-    return Answer(allowed, (*answer.steps, *steps)), None
+
+
+def _held_back(replicas: float) -> float:
+    """Of those that are not needed, so many stay for the longer window."""
+    return float(max(1, math.floor(_HELD_BACK * replicas)))
 
 
 def _just_begun(memory: StageMemory, situation: Situation, policy: AutoscalingPolicySpec) -> str:

@@ -70,6 +70,8 @@ _SHORT_ANSWER: Final = 4
 _TOLD: Final = 0.005
 # In which the correction follows what is measured.
 _FOLLOWING_S: Final = 60.0
+# Where more replicas than that share have just gone, measured answers say nothing about those that are left.
+_AS_MANY: Final = 1.15
 # The correction grows by so much of itself in a second for each multiple of the objective. It halves its distance from 1
 # in an hour: what the model does not know of an engine stays so, and each trial of less makes replicas come and go.
 _GROWTH_PER_S: Final = 1 / 240
@@ -126,7 +128,9 @@ class WorkLaw(msgspec.Struct, frozen=True):
         now = self._carried(load.arrivals_per_s, work, speed, situation.objective)
         need = self._carried(rate, work, speed, situation.objective) if rate > load.arrivals_per_s else now
         peak = _peak(situation, memory)
-        measured = measured_correction(situation, peak[0], work, speed)
+        measured = None
+        if peak[0] <= _AS_MANY * situation.units(EngineState.READY):
+            measured = measured_correction(situation, peak[0], work, speed)
         correction, memory = self._corrected(situation, now, measured, memory, peak=peak)
         left_s = _backlog_left(situation, load.arrivals_per_s * work.total_s, work, speed, lead_s)
         drain_s = max(self.parameters.drain_budget, lead_s / 2)
