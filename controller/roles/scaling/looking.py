@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -28,6 +29,7 @@ from controller.roles.scaling.telling import Looked, Scaled, digest_of, events_o
 from controller.roles.work.telling import Recorder, write_status
 
 if TYPE_CHECKING:
+    from controller.autoscale.decision import Decision
     from controller.autoscale.situation import EngineReport, Situation
     from controller.resources.autoscaling import AutoscalingPolicySpec
     from controller.roles.scaling.bindings import BindingView
@@ -69,6 +71,8 @@ class Looker:
         self._blockages = Blockages()
         # what was written, until it is told, too
         self._untold: dict[str, tuple[Scaled, ...]] = {}
+        # of which all is done and said
+        self._settled: dict[str, tuple[Decision, Sequence[Resolved]]] = {}
 
     async def look(self, key: str) -> tuple[str, float | None]:
         """What came of it, and in how many seconds to look again. Raises ClusterError."""
@@ -89,13 +93,18 @@ class Looker:
         situations = await self._parts.sources.measured(
             view.namespace, looked.policy, looked.resolved, looked.situations
         )
-        looked = msgspec.structs.replace(looked, situations=situations)
+        looked = self._decided(view, msgspec.structs.replace(looked, situations=situations))
+        if self._is_settled(view, looked):
+            return "unchanged", period_s
+        self._settled.pop(key, None)
         try:
-            looked, again_s = await self._act(view, self._decided(view, looked))
+            looked, again_s = await self._act(view, looked)
         except DecideAgain:
             return "again", _SOON_S
         await self._tell(view, looked)
         await self._keep(view, looked.now_s)
+        if looked.decision is not None and again_s > period_s and all(map(_is_done, looked.steps)):
+            self._settled[key] = looked.decision, looked.resolved
         return "decided", min(period_s, again_s)
 
     def _read(self, view: BindingView) -> Looked:
@@ -139,9 +148,20 @@ class Looker:
             looked.policy, view.binding, situations, self._memory(view, looked.now_s), looked.now_s, free=allowed.free
         )
         self._memories[view.key] = view.claim.uid, memory
+        looked = msgspec.structs.replace(looked, situations=situations, decision=decision)
+        if self._is_settled(view, looked):
+            return looked
         steps = tuple(steps_of(decision, looked.resolved, looked.holds))
         self._parts.rooms.order(view, looked.resolved, steps, decision.lacks)
-        return msgspec.structs.replace(looked, situations=situations, decision=decision, steps=steps)
+        return msgspec.structs.replace(looked, steps=steps)
+
+    def _is_settled(self, view: BindingView, looked: Looked) -> bool:
+        """Whether the last decision stands, and everything is as it was when it was carried out and told."""
+        decision, resolved = self._settled.get(view.key, (None, ()))
+        if decision is None or decision is not looked.decision or looked.holds:
+            return False
+        is_told = self._said.get(view.key, ("",))[0] == view.thing["metadata"].get("resourceVersion", "")
+        return is_told and len(resolved) == len(looked.resolved) and all(map(is_, resolved, looked.resolved))
 
     def _memory(self, view: BindingView, now_s: float) -> Memory:
         known = self._memories.get(view.key)
@@ -181,7 +201,7 @@ class Looker:
                 await self._parts.actor.claim(step.target.place, step.target.found, view.claim)
                 # what it is from now on comes by the informer
                 again_s = min(again_s, _SOON_S)
-            if not step.writes or _is_settled(step):
+            if not step.writes or _is_as_decided(step):
                 continue
             may_go, look_s, waits = await self._drained(step, reports, looked)
             again_s = min(again_s, look_s)
@@ -250,6 +270,7 @@ class Looker:
         self._memories.pop(key, None)
         self._said.pop(key, None)
         self._untold.pop(key, None)
+        self._settled.pop(key, None)
         self._blockages.forget(key)
         self._noticed = {place: at_s for place, at_s in self._noticed.items() if place[0] != key}
         self._parts.keeping.forget(key)
@@ -260,7 +281,13 @@ class Looker:
         self._parts.concerns(key, ())
 
 
-def _is_settled(step: Step) -> bool:
+def _is_done(step: Step) -> bool:
+    """Whether nothing is left to do, and nobody else's change is waited out."""
+    is_owned = step.target.found is None or step.target.problem is not None or not step.held
+    return step.hold is None and is_owned and (not step.writes or _is_as_decided(step))
+
+
+def _is_as_decided(step: Step) -> bool:
     """Most targets are as they should be, with no mark on their pods."""
     found, pods = step.target.found, step.target.pods
     is_scaled = found is not None and step.replicas == found.replicas
