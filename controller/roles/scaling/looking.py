@@ -25,7 +25,7 @@ from controller.roles.scaling.rooms import Rooms
 from controller.roles.scaling.series import Series
 from controller.roles.scaling.situations import situations_of, with_rooms
 from controller.roles.scaling.sources.gathering import Sources
-from controller.roles.scaling.telling import Looked, Scaled, digest_of, events_of, status_of
+from controller.roles.scaling.telling import Looked, Scaled, acts_of, digest_of, events_of, status_of
 from controller.roles.work.telling import Recorder, write_status
 
 if TYPE_CHECKING:
@@ -86,25 +86,30 @@ class Looker:
         if looked.problem is not None or looked.policy is None or view.binding is None:
             await self._tell(view, looked)
             return "invalid", _LATER_S
-        period_s = float(looked.policy.period)
         if looked.policy.mode == "Paused":
             await self._tell(view, looked)
-            return "paused", period_s
+            return "paused", float(looked.policy.period)
         situations = await self._parts.sources.measured(
             view.namespace, looked.policy, looked.resolved, looked.situations
         )
-        looked = self._decided(view, msgspec.structs.replace(looked, situations=situations))
+        period_s = float(looked.policy.period)
+        return await self._carried_out(
+            view, self._decided(view, msgspec.structs.replace(looked, situations=situations)), period_s
+        )
+
+    async def _carried_out(self, view: BindingView, looked: Looked, period_s: float) -> tuple[str, float]:
+        """As ``look``, after the decision."""
         if self._is_settled(view, looked):
             return "unchanged", period_s
-        self._settled.pop(key, None)
+        self._settled.pop(view.key, None)
         try:
             looked, again_s = await self._act(view, looked)
         except DecideAgain:
             return "again", _SOON_S
         await self._tell(view, looked)
         await self._keep(view, looked.now_s)
-        if looked.decision is not None and again_s > period_s and all(map(_is_done, looked.steps)):
-            self._settled[key] = looked.decision, looked.resolved
+        if looked.decision is not None and again_s > period_s and all(one.is_done for one in looked.steps):
+            self._settled[view.key] = looked.decision, looked.resolved
         return "decided", min(period_s, again_s)
 
     def _read(self, view: BindingView) -> Looked:
@@ -201,7 +206,7 @@ class Looker:
                 await self._parts.actor.claim(step.target.place, step.target.found, view.claim)
                 # what it is from now on comes by the informer
                 again_s = min(again_s, _SOON_S)
-            if not step.writes or _is_as_decided(step):
+            if not step.writes or step.is_as_decided:
                 continue
             may_go, look_s, waits = await self._drained(step, reports, looked)
             again_s = min(again_s, look_s)
@@ -250,7 +255,7 @@ class Looker:
         looked = msgspec.structs.replace(looked, scaled=self._untold.get(view.key, ()))
         parts.series.put(view, looked)
         if looked.decision is not None:
-            parts.records.add(Record(decision=looked.decision, acts=_acts(looked)))
+            parts.records.add(Record(decision=looked.decision, acts=acts_of(looked)))
         version, digest = view.thing["metadata"].get("resourceVersion", ""), digest_of(looked)
         if self._said.get(view.key) == (version, digest):
             return
@@ -281,42 +286,9 @@ class Looker:
         self._parts.concerns(key, ())
 
 
-def _is_done(step: Step) -> bool:
-    """Whether nothing is left to do, and nobody else's change is waited out."""
-    is_owned = step.target.found is None or step.target.problem is not None or not step.held
-    return step.hold is None and is_owned and (not step.writes or _is_as_decided(step))
-
-
-def _is_as_decided(step: Step) -> bool:
-    """Most targets are as they should be, with no mark on their pods."""
-    found, pods = step.target.found, step.target.pods
-    is_scaled = found is not None and step.replicas == found.replicas
-    return is_scaled and all(one.draining_at_s is None and one.deletion_cost is None for one in pods)
-
-
 def _reports(situations: Sequence[Situation], demand: DemandSource, looked: Looked) -> Mapping[str, EngineReport]:
     """By IP address of a pod. Only where something may drain: what each engine does."""
     if not situations or all(one.target.kind is None or one.target.kind.drains_itself for one in looked.steps):
         return {}
     servers = sorted({one.server for one in looked.resolved if one.server})
     return demand.view(servers, looked.now_s).reports
-
-
-def _acts(looked: Looked) -> Mapping[str, str]:
-    """What was done about each target, for people."""
-    scaled = {one.name: f"scaled from {one.before} to {one.after}" for one in looked.scaled}
-    said: dict[str, str] = {}
-    for step in looked.steps:
-        name = step.target.spec.name
-        waits = looked.waits_for.get(name)
-        if name in scaled:
-            said[name] = scaled[name]
-        elif step.held:
-            said[name] = f"not written: {step.held}"
-        elif waits:
-            said[name] = f"waits for {', '.join(waits[:5])}"
-        elif step.replicas is None:
-            said[name] = "nothing is known"
-        else:
-            said[name] = "as it is"
-    return said
