@@ -267,7 +267,7 @@ class Looker:
         await parts.recorder.tell(view.thing, events_of(looked, status, before))
 
     async def _keep(self, view: BindingView, now_s: float) -> None:
-        if self._parts.keeping.is_due(view.key, now_s):
+        if self._parts.keeping.is_due(view, now_s):
             memory = self._memories[view.key][1]
             await self._parts.keeping.keep(view, self._parts.deciding.kept(memory), now_s)
 
