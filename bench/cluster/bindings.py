@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
+import math
+import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import aiohttp
 import msgspec
 import uvloop
 from rich.console import Console
@@ -23,8 +22,8 @@ from bench.cluster.assets import ROOT, AssetsMissing, find_assets
 from bench.cluster.control_plane import ControlPlaneOptions, running_control_plane
 from bench.cluster.crds import apply_crds
 from bench.cluster.demand_teller import address_of
+from bench.cluster.manager_cost import Cost, cost_of
 from bench.processes import Processes, StartFailed, free_ports
-from bench.usage import cpu_seconds
 from controller.cluster.client import Client, connect
 from controller.cluster.errors import ClusterError
 from controller.cluster.resources import (
@@ -37,30 +36,14 @@ from controller.cluster.resources import (
 from extproc.config.loads import LOADS_LABEL
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
 
     from bench.cluster.control_plane import ControlPlane
     from controller.cluster.resources import Object
 
-_CLOCK: Final = time.perf_counter  # benchmarks have clocks
 _NAMESPACE: Final = "default"
 _AT_ONCE: Final = 16
-_LATEST_S: Final = 600.0
-# While it settles, scrapes must not be what it is busy with.
-_LOOK_EACH_S: Final = 5.0
 _POD: Final = {"containers": [{"name": "engine", "image": "attache/engine-sim"}]}
-
-
-class Cost(msgspec.Struct, frozen=True):
-    """A manager that has settled. ``cores``: over the measured time. ``rss_mib``: at its end. ``looks_per_s``: of
-    bindings. ``scrape_s``: one page of metrics. ``writes``: during the measured time.
-    """
-
-    cores: float
-    rss_mib: float
-    looks_per_s: float
-    scrape_s: float
-    writes: float
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -72,29 +55,37 @@ class Load(msgspec.Struct, frozen=True):
     busy: float
 
 
-async def measure(
-    count: int, targets: int, *, period_s: float, for_s: float, load: Load, directory: Path
-) -> Sequence[Cost]:
+class Measured(msgspec.Struct, frozen=True):
+    """``period_s``: of decisions. ``for_s``: how long, after at most ``settle_s``."""
+
+    period_s: float
+    for_s: float
+    settle_s: float
+
+
+async def measure(count: int, targets: int, *, options: Measured, load: Load, directory: Path) -> Sequence[Cost]:
     """Without scaling, and with it.
 
-    Raises StartFailed, AssetsMissing, TimeoutError.
+    Raises StartFailed, AssetsMissing.
     """
-    options = ControlPlaneOptions(controllers=False, scheduler=False)
+    plain = ControlPlaneOptions(controllers=False, scheduler=False)
     async with (
-        running_control_plane(directory, find_assets(), options) as plane,
+        running_control_plane(directory, find_assets(), plain) as plane,
         connect(plane.admin, manager="bench") as client,
         Processes(directory) as processes,
     ):
         await apply_crds(client, [ROOT / "manifests" / "crds"])
-        policy = _object(AUTOSCALING_POLICIES.api_version, "AutoscalingPolicy", "p", {"period": f"{period_s:g}s"})
+        policy = _object(
+            AUTOSCALING_POLICIES.api_version, "AutoscalingPolicy", "p", {"period": f"{options.period_s:g}s"}
+        )
         await client.create(AUTOSCALING_POLICIES, policy)
         await _all(_make(client, number, targets) for number in range(count))
         (port,) = free_ports(1)
         words = [f"{count}", f"{targets}", f"{load.requests_per_s:g}", f"{round(load.busy * count)}", f"{port}"]
         await processes.start("gateway", [sys.executable, "-m", "bench.cluster.demand_teller", *words])
         await _make_pod(client, "gateway", "127.0.0.1", {LOADS_LABEL: str(port)})
-        bare = await _run(processes, plane, for_s, 0, "--no-scaling")
-        return [bare, await _run(processes, plane, for_s, count)]
+        bare = await _run(processes, plane, 0, options, "--no-scaling")
+        return [bare, await _run(processes, plane, count, options)]
 
 
 async def _make(client: Client, number: int, targets: int) -> None:
@@ -139,7 +130,7 @@ def _object(api_version: str, kind: str, name: str, spec: dict[str, Any]) -> Obj
     return {"apiVersion": api_version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
-async def _run(processes: Processes, plane: ControlPlane, for_s: float, count: int, *more: str) -> Cost:
+async def _run(processes: Processes, plane: ControlPlane, count: int, options: Measured, *more: str) -> Cost:
     """One manager: until it has settled, and then for the measured time. ``count``: bindings that it scales."""
     (port,) = free_ports(1)
     words = ["--no-webhooks", "--lease-namespace", _NAMESPACE, "--lease", f"m{count}", "--image", "attache", *more]
@@ -147,57 +138,16 @@ async def _run(processes: Processes, plane: ControlPlane, for_s: float, count: i
     command = ["env", f"KUBECONFIG={plane.kubeconfig}", sys.executable, "-m", "attache", "manager", *words]
     name = f"manager-{count}"
     await processes.start(name, [*command, "--metrics", f"127.0.0.1:{port}"])
-    pid = processes.pid(name)
-    async with asyncio.timeout(_LATEST_S), aiohttp.ClientSession() as http:
-        await _settled(http, port, count)
-        before, page = cpu_seconds(pid), await _page(http, port)
-        began_s = _CLOCK()
-        await asyncio.sleep(for_s)
-        took_s, used_s = _CLOCK() - began_s, cpu_seconds(pid) - before
-        asked_s = _CLOCK()
-        after = await _page(http, port)
-        scrape_s = _CLOCK() - asked_s
-
-    def grew(metric: str) -> float:
-        return _sum(after, metric) - _sum(page, metric)
-
-    rss_mib = _rss_mib(pid)
+    cost = await cost_of(
+        processes.pid(name),
+        port,
+        bindings=count,
+        period_s=options.period_s,
+        for_s=options.for_s,
+        settle_s=options.settle_s,
+    )
     await processes.end(name)
-    looks = grew("attache_scaling_looks_total") / took_s
-    return Cost(used_s / took_s, rss_mib, looks, scrape_s, grew("attache_scaling_writes_total"))
-
-
-async def _settled(http: aiohttp.ClientSession, port: int, count: int) -> None:
-    """All was looked at, and nothing was written for at least ten seconds."""
-    writes, since_s = -1.0, _CLOCK()
-    while _CLOCK() - since_s < 10.0:
-        await asyncio.sleep(_LOOK_EACH_S)
-        page = await _page(http, port)
-        now = _sum(page, "attache_scaling_writes_total")
-        is_begun = "attache_manager_leader 1.0" in page and _sum(page, "attache_scaling_looks_total") >= 3 * count
-        if now != writes or not is_begun:
-            writes, since_s = now, _CLOCK()
-
-
-async def _page(http: aiohttp.ClientSession, port: int) -> str:
-    """The metrics; empty while the page is not there yet."""
-    with contextlib.suppress(aiohttp.ClientError):
-        async with http.get(f"http://127.0.0.1:{port}/metrics") as answer:
-            return await answer.text()
-    return ""
-
-
-def _sum(page: str, name: str) -> float:
-    lines = (line for line in page.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
-
-
-def _rss_mib(pid: int) -> float:
-    """Of the only process whose session this is: the shell that sets the environment became it."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
+    return cost
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -213,6 +163,28 @@ async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
             tasks.create_task(work())
 
 
+def _table(said: str, costs: Sequence[Cost]) -> Table:
+    table = Table("", "without scaling", "with scaling", "difference", title=said)
+
+    def row(name: str, text: str, value: Callable[[Cost], float], *, has_difference: bool = True) -> None:
+        bare, scaling = (value(one) for one in costs)
+        table.add_row(name, text % bare, text % scaling, text % (scaling - bare) if has_difference else "")
+
+    row("cores, mean", "%.3f", lambda one: statistics.mean(one.cores))
+    row("cores, median of 10 s", "%.3f", lambda one: statistics.median(one.cores))
+    row("cores, most in 10 s", "%.3f", lambda one: max(one.cores))
+    row("memory (RSS), MiB", "%.0f", lambda one: one.rss_mib)
+    row("most memory so far, MiB", "%.0f", lambda one: one.peak_rss_mib)
+    row("looks a second", "%.1f", lambda one: one.looks_per_s)
+    row("share of looks that decide anew", "%.2f", lambda one: one.decided)
+    row("scrape, s", "%.2f", lambda one: one.scrape_s)
+    row("page, MiB", "%.1f", lambda one: one.page_mib)
+    row("writes", "%.0f", lambda one: one.writes)
+    row("settled after, s (nan: never)", "%.0f", lambda one: math.nan if one.settled_s is None else one.settled_s)
+    row("load average of the machine", "%.1f", lambda one: one.load, has_difference=False)
+    return table
+
+
 def main() -> int:
     """Exit status: 0, or 2 if something did not start."""
     made = argparse.ArgumentParser(prog="bench.cluster.bindings", description=__doc__)
@@ -223,15 +195,15 @@ def main() -> int:
     add("--requests", type=float, default=5.0, metavar="N", help="a second, of each ModelServer (default: %(default)s)")
     add("--busy", type=float, default=1.0, metavar="SHARE", help="of ModelServers with requests (default: %(default)s)")
     add("--for", dest="for_s", type=float, default=60.0, metavar="S", help="how long (default: %(default)s)")
+    add("--settle", type=float, default=600.0, metavar="S", help="wait at most so long first (default: %(default)s)")
     options = made.parse_args()
-    console = Console()
+    console = Console(width=120)
     try:
         with tempfile.TemporaryDirectory(prefix="attache-bench-") as directory:
             measuring = measure(
                 options.count,
                 options.targets,
-                period_s=options.period,
-                for_s=options.for_s,
+                options=Measured(options.period, options.for_s, options.settle),
                 load=Load(options.requests, options.busy),
                 directory=Path(directory),
             )
@@ -239,15 +211,8 @@ def main() -> int:
     except (AssetsMissing, StartFailed, ClusterError) as error:
         console.print(str(error), style="red", markup=False)
         return 2
-    table = Table(
-        title=f"{options.count} bindings of {options.targets} targets, every {options.period:g} s, {options.busy:.0%} busy"
-    )
-    for column in ("manager", "cores", "memory", "looks a second", "scrape", "writes"):
-        table.add_column(column, justify="right")
-    for name, cost in zip(("without scaling", "with scaling"), costs, strict=True):
-        row = (f"{cost.cores:.3f}", f"{cost.rss_mib:.0f} MiB", f"{cost.looks_per_s:.0f}", f"{cost.scrape_s:.2f} s")
-        table.add_row(name, *row, f"{cost.writes:.0f}")
-    console.print(table)
+    said = f"{options.count} bindings of {options.targets} targets, every {options.period:g} s, {options.busy:.0%} busy"
+    console.print(_table(said, costs))
     return 0
 
 

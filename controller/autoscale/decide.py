@@ -15,6 +15,7 @@ from controller.autoscale.decision import Decision, TargetDecision
 from controller.autoscale.laws.registry import laws_of
 from controller.autoscale.memory import Memory, StageMemory
 from controller.autoscale.preparing import prepared
+from controller.autoscale.resting import rest_of, rested, stands
 from controller.autoscale.schedule import Bounds, bounds_at
 from controller.autoscale.sharing import shared_out
 from controller.autoscale.situation import EngineState, Situation, Target
@@ -45,13 +46,16 @@ def decide(
     accelerators that nodes have left, by kind, as far as that is known.
 
     ``now_s``: since 1970, as schedules need it. Written down is what each target should have; what is done with it
-    depends on the mode, and is the caller's.
+    depends on the mode, and is the caller's. While nothing but time has changed, the last decision may be returned again,
+    as the same object: see ``resting``.
     """
     before = memory or Memory()
     if policy.mode == "Paused":
         targets = tuple(_as_it_is(target) for one in situations for target in one.targets)
         paused = Memory(schedules=before.schedules, bounds=before.bounds)
         return _decision(policy, binding, now_s, targets), paused
+    if before.rest is not None and stands(before.rest, policy, binding, situations, free=free):
+        return before.rest.decision, rested(before, now_s)
     bounds = _bounds(policy, before, now_s)
     stages = [_stage(one, before.stages.get(_name(one)), policy, bounds) for one in situations]
     stages = _not_below_one(stages, policy, bounds)
@@ -63,7 +67,9 @@ def decide(
         inputs={f"start_s_{target.name}": target.start_s for stage in stages for target in stage.situation.targets},
     )
     kept = {_name(stage.situation): stage.memory for stage in stages}
-    return decision, Memory(kept, policy.schedules, bounds, sharing.shared)
+    after = Memory(kept, policy.schedules, bounds, sharing.shared)
+    rest = rest_of(policy, binding, situations, after, decision, free=free)
+    return decision, after if rest is None else msgspec.structs.replace(after, rest=rest)
 
 
 def _decision(

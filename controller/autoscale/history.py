@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sums of one ModelServer over time, packed: a point a second for minutes, fewer of them for hours.
 
-A point takes some 200 bytes, and next to nothing while the sums stand still, so that hundreds of servers fit. Totals are
-made when somebody looks.
+Counters of a point take 56 bytes. Its histograms take some 100; of old points many share them, as nobody asks for
+latencies of long ago by the second. So hundreds of servers fit. Totals are made when somebody looks.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from bisect import bisect_right
 from operator import add
 from struct import Struct
-from typing import TYPE_CHECKING, Final, overload
+from typing import TYPE_CHECKING, Final, NamedTuple, overload
 
 import msgspec
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 FINE: Final = 300
 COARSE: Final = 240
 EACH: Final = 30
+# Points with histograms of their own, the newest ones. Of older ones so many have those of the first of them.
+RECENT: Final = 120
+EACH_HISTOGRAM: Final = 30
+EACH_OLD_HISTOGRAM: Final = 300
 # Of a bucket.
 MOST_COUNTED: Final = 2**32 - 1
 
@@ -34,8 +38,9 @@ TPOT_BUCKETS: Final = len(TPOT_BOUNDS_S) + 1
 NONE_OF_TTFT: Final = [0] * TTFT_BUCKETS
 NONE_OF_TPOT: Final = [0] * TPOT_BUCKETS
 
-# the counters, then of both histograms: the first bucket that is not empty, and how many there are from there on
-_HEAD: Final = Struct("<7d4B")
+_COUNTERS: Final = 7
+# of both histograms: the first bucket that is not empty, and how many there are from there on
+_HEAD: Final = Struct("<4B")
 _COUNT: Final = "I"
 _COUNT_BYTES: Final = array(_COUNT).itemsize
 
@@ -56,11 +61,11 @@ class Sums(msgspec.Struct):
         self.ttft = _added(self.ttft, more.ttft, share)
         self.tpot = _added(self.tpot, more.tpot, share)
 
-    def packed(self) -> bytes:
+    def packed_histograms(self) -> bytes:
         """As few bytes as a point needs."""
         ttft_at, ttft = _trimmed(self.ttft)
         tpot_at, tpot = _trimmed(self.tpot)
-        head = _HEAD.pack(*self.counters, ttft_at, len(ttft), tpot_at, len(tpot))
+        head = _HEAD.pack(ttft_at, len(ttft), tpot_at, len(tpot))
         return head + array(_COUNT, ttft + tpot).tobytes()
 
 
@@ -68,52 +73,95 @@ class History:
     """``tick`` is called for all servers at the same instants, so that their points can be added up."""
 
     def __init__(self) -> None:
-        self._times: deque[float] = deque()
-        self._packed: deque[bytes] = deque()
-        self._old_times: deque[float] = deque(maxlen=COARSE)
-        self._old_packed: deque[bytes] = deque(maxlen=COARSE)
-        self._latest = Sums().packed()
+        # a row each: the thinned ones first
+        self._times = array("d")
+        self._counters = array("d")
+        self._histograms: list[bytes] = []
+        self._thinned = 0
+        self._latest = Sums()
+        self._latest_histograms = self._latest.packed_histograms()
 
     def tick(self, number: int, at_s: float, sums: Sums | None) -> None:
         """``number``: of the tick, the same for all servers. ``sums``: None if they are as they were."""
         if sums is not None:
-            self._latest = sums.packed()
+            self._latest = Sums(list(sums.counters), NONE_OF_TTFT, NONE_OF_TPOT)
+            self._latest_histograms = sums.packed_histograms()
         self._times.append(at_s)
-        self._packed.append(self._latest)
-        if len(self._times) > FINE:
-            time, packed = self._times.popleft(), self._packed.popleft()
-            if (number - FINE) % EACH == 0:
-                self._old_times.append(time)
-                self._old_packed.append(packed)
+        self._counters.extend(self._latest.counters)
+        self._histograms.append(self._latest_histograms)
+        rows = len(self._times)
+        if rows - self._thinned > RECENT and (number - RECENT) % EACH_HISTOGRAM:
+            self._share(rows - 1 - RECENT)
+        if rows - self._thinned > FINE:
+            self._thin(number - FINE)
+
+    def _thin(self, number: int) -> None:
+        """``number``: of the tick of the oldest row that is not thinned yet."""
+        if number % EACH:
+            self._drop(self._thinned)
+            return
+        if number % EACH_OLD_HISTOGRAM:
+            self._share(self._thinned)
+        if self._thinned == COARSE:
+            self._drop(0)
+        else:
+            self._thinned += 1
+
+    def _share(self, at: int) -> None:
+        if at > 0:
+            self._histograms[at] = self._histograms[at - 1]
+
+    def _drop(self, at: int) -> None:
+        del self._times[at]
+        del self._counters[at * _COUNTERS : (at + 1) * _COUNTERS]
+        del self._histograms[at]
 
     def spread(self, more: Sums, since_s: float, until_s: float) -> None:
         """``more`` was counted at some time in between, nobody knows when: evenly."""
-        for at in range(len(self._times) - 1, -1, -1):
-            time = self._times[at]
-            if time <= since_s:
-                return
-            self._packed[at] = _with(self._packed[at], more, (time - since_s) / (until_s - since_s))
-        for at in range(len(self._old_times) - 1, -1, -1):
-            time = self._old_times[at]
-            if time <= since_s:
-                return
-            self._old_packed[at] = _with(self._old_packed[at], more, (time - since_s) / (until_s - since_s))
+        for at in range(bisect_right(self._times, since_s), len(self._times)):
+            share = min(1.0, max(0.0, (self._times[at] - since_s) / (until_s - since_s)))
+            for index, count in enumerate(more.counters, at * _COUNTERS):
+                self._counters[index] += share * count
+            self._histograms[at] = _with(self._histograms[at], more, share)
 
     def points(self, now: float, sums: Sums) -> PackedPoints:
         """All points, and one of now."""
-        times, packed = (*self._old_times, *self._times), (*self._old_packed, *self._packed)
+        times, counters, histograms = self._times[:], self._counters[:], self._histograms[:]
         if times and times[-1] >= now:
-            times, packed = times[:-1], packed[:-1]
-        return PackedPoints((*times, now), ((*packed, sums.packed()),))
+            del times[-1], counters[-_COUNTERS:], histograms[-1]
+        times.append(now)
+        counters.extend(sums.counters)
+        histograms.append(sums.packed_histograms())
+        return PackedPoints(times, (Rows(counters, histograms),))
+
+
+class Rows(NamedTuple):
+    """Of one server, by time. ``counters``: seven of each point, one point after the other."""
+
+    counters: array[float]
+    histograms: Sequence[bytes]
+
+    def has(self, from_end: int) -> bool:
+        """``from_end``: -1 is the last one."""
+        return len(self.histograms) >= -from_end
+
+    def counters_at(self, from_end: int) -> Sequence[float]:
+        """Of one point."""
+        begin = len(self.counters) + from_end * _COUNTERS
+        return self.counters[begin : begin + _COUNTERS]
+
+    def at(self, from_end: int) -> Sums:
+        """One point."""
+        return _unpacked(list(self.counters_at(from_end)), self.histograms[from_end])
 
 
 class PackedPoints(Points):
     """Of one server, or the sums of several; those that are known for less long count from their first point on."""
 
-    def __init__(self, times: tuple[float, ...], packed: tuple[tuple[bytes, ...], ...]) -> None:
-        """``times``: of the longest of ``packed``; the others are as long or shorter, and end with it."""
+    def __init__(self, times: Sequence[float], series: tuple[Rows, ...]) -> None:
+        """``times``: of the longest of ``series``; the others are as long or shorter, and end with it."""
         self._times = times
-        self._series = packed
+        self._series = series
 
     @property
     def times(self) -> Sequence[float]:
@@ -122,9 +170,14 @@ class PackedPoints(Points):
 
     def counters(self, at: int) -> Totals:
         """The sums of one point without its histograms."""
+        if len(self._series) == 1:
+            # as nearly always, and some fifty times in a decision
+            counters = self._series[0].counters
+            begin = at * _COUNTERS if at >= 0 else len(counters) + at * _COUNTERS
+            return _counted(counters[begin : begin + _COUNTERS])
         from_end = at % len(self._times) - len(self._times)
-        heads = [_HEAD.unpack_from(series[from_end])[:7] for series in self._series if len(series) >= -from_end]
-        return _counters(heads[0] if len(heads) == 1 else [sum(each) for each in zip(*heads, strict=True)])
+        found = [series.counters_at(from_end) for series in self._series if series.has(from_end)]
+        return _counted([sum(each) for each in zip(*found, strict=True)])
 
     def __len__(self) -> int:
         return len(self._times)
@@ -140,12 +193,10 @@ class PackedPoints(Points):
         if not -length <= at < length:
             raise IndexError(at)
         from_end = at % length - length
-        found = [series[from_end] for series in self._series if len(series) >= -from_end]
-        if len(found) == 1:
-            return Point(self._times[at], _totals(_unpacked(found[0])))
-        sums = Sums()
-        for one in found:
-            sums.add(_unpacked(one))
+        found = [series.at(from_end) for series in self._series if series.has(from_end)]
+        sums = found[0]
+        for one in found[1:]:
+            sums.add(one)
         return Point(self._times[at], _totals(sums))
 
 
@@ -154,11 +205,11 @@ def summed(several: Sequence[PackedPoints]) -> PackedPoints:
     if len(several) == 1:
         return several[0]
     longest = max((one.times for one in several), key=len, default=())
-    return PackedPoints(tuple(longest), tuple(series for one in several for series in one._series))  # noqa: SLF001 - its own kind
+    return PackedPoints(longest, tuple(series for one in several for series in one._series))  # noqa: SLF001 - its own kind
 
 
-def _unpacked(packed: bytes) -> Sums:
-    *counters, ttft_at, ttft_length, tpot_at, _ = _HEAD.unpack_from(packed)
+def _unpacked(counters: list[float], packed: bytes) -> Sums:
+    ttft_at, ttft_length, tpot_at, _ = _HEAD.unpack_from(packed)
     counts = array(_COUNT, packed[_HEAD.size :]).tolist()
     return Sums(
         counters,
@@ -168,29 +219,18 @@ def _unpacked(packed: bytes) -> Sums:
 
 
 def _totals(sums: Sums) -> Totals:
-    arrivals, refused, finished, prompt_tokens, cached_tokens, output_tokens, prefill_work = sums.counters
-    return Totals(
-        arrivals,
-        refused,
-        finished,
-        prompt_tokens,
-        cached_tokens,
-        output_tokens,
-        prefill_work,
-        tuple(sums.ttft),
-        tuple(sums.tpot),
-    )
+    return msgspec.structs.replace(_counted(sums.counters), ttft=tuple(sums.ttft), tpot=tuple(sums.tpot))
 
 
-def _counters(values: Sequence[float]) -> Totals:
-    arrivals, refused, finished, prompt_tokens, cached_tokens, output_tokens, prefill_work = values
+def _counted(counters: Sequence[float]) -> Totals:
+    arrivals, refused, finished, prompt_tokens, cached_tokens, output_tokens, prefill_work = counters
     return Totals(arrivals, refused, finished, prompt_tokens, cached_tokens, output_tokens, prefill_work)
 
 
 def _with(packed: bytes, more: Sums, share: float) -> bytes:
-    sums = _unpacked(packed)
-    sums.add(more, min(1.0, max(0.0, share)))
-    return sums.packed()
+    sums = _unpacked([0.0] * _COUNTERS, packed)
+    sums.add(more, share)
+    return sums.packed_histograms()
 
 
 def _added(counts: list[int], more: list[int], share: float) -> list[int]:

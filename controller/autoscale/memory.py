@@ -11,12 +11,14 @@ import msgspec
 from controller.autoscale.allocation.blocked import Blockage
 from controller.autoscale.allocation.variants import Allocation, Rules, Variant
 from controller.autoscale.behavior import Past
+from controller.autoscale.decision import Decision
 from controller.autoscale.panic import PanicState
 from controller.autoscale.schedule import Bounds
 from controller.autoscale.season import KeptSeason, kept_season, remembered_season
 from controller.autoscale.situation import Speed
 from controller.autoscale.start_times import StartTimes
-from controller.resources.autoscaling import Schedule
+from controller.resources.autoscaling import AutoscalingPolicySpec, Schedule
+from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
 
 # Growth after a small scale-in is remembered for so long, and so many times of it at most.
 TURNS_COUNT_S: Final = 1800.0
@@ -58,15 +60,28 @@ class Shared(msgspec.Struct, frozen=True):
     found: Mapping[str, Allocation]
 
 
+class Rest(msgspec.Struct, frozen=True):
+    """``decision``: stands until ``until_s`` if nothing changes. The rest: what it was made from."""
+
+    decision: Decision
+    until_s: float
+    policy: AutoscalingPolicySpec
+    binding: AutoscalingPolicyBinding
+    free: Mapping[str, int] | None
+    seen: tuple[object, ...]
+
+
 class Memory(msgspec.Struct, frozen=True):
     """``stages``: by name. ``schedules`` and ``bounds``: the bounds of these schedules until their own end. ``shared``:
-    the last question about sharing out among targets, with its answer.
+    the last question about sharing out among targets, with its answer. ``rest``: the last decision, where it may stand
+    for a while.
     """
 
     stages: Mapping[str, StageMemory] = {}
     schedules: tuple[Schedule, ...] = ()
     bounds: Bounds = Bounds()
     shared: Shared | None = None
+    rest: Rest | None = None
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,6 +71,18 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it will be so: by us, or by who heeds what we export."""
         return self.replicas is not None and self.held in ("", _TOLD_ONLY["Export"])
 
+    @property
+    def is_as_decided(self) -> bool:
+        """Whether the target is as it should be, with no mark on its pods, as most are."""
+        found, pods = self.target.found, self.target.pods
+        is_scaled = found is not None and self.replicas == found.replicas
+        return is_scaled and all(one.draining_at_s is None and one.deletion_cost is None for one in pods)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do, and nobody else's change is waited out."""
+        return self.hold is None and (not self.writes or self.is_as_decided)
+
 
 # Why a decision is only told, by mode.
 _TOLD_ONLY: Final = {

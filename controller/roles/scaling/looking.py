@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -24,10 +25,11 @@ from controller.roles.scaling.rooms import Rooms
 from controller.roles.scaling.series import Series
 from controller.roles.scaling.situations import situations_of, with_rooms
 from controller.roles.scaling.sources.gathering import Sources
-from controller.roles.scaling.telling import Looked, Scaled, digest_of, events_of, status_of
+from controller.roles.scaling.telling import Looked, Scaled, acts_of, digest_of, events_of, status_of
 from controller.roles.work.telling import Recorder, write_status
 
 if TYPE_CHECKING:
+    from controller.autoscale.decision import Decision
     from controller.autoscale.situation import EngineReport, Situation
     from controller.resources.autoscaling import AutoscalingPolicySpec
     from controller.roles.scaling.bindings import BindingView
@@ -69,6 +71,8 @@ class Looker:
         self._blockages = Blockages()
         # what was written, until it is told, too
         self._untold: dict[str, tuple[Scaled, ...]] = {}
+        # of which all is done and said
+        self._settled: dict[str, tuple[Decision, Sequence[Resolved]]] = {}
 
     async def look(self, key: str) -> tuple[str, float | None]:
         """What came of it, and in how many seconds to look again. Raises ClusterError."""
@@ -82,20 +86,30 @@ class Looker:
         if looked.problem is not None or looked.policy is None or view.binding is None:
             await self._tell(view, looked)
             return "invalid", _LATER_S
-        period_s = float(looked.policy.period)
         if looked.policy.mode == "Paused":
             await self._tell(view, looked)
-            return "paused", period_s
+            return "paused", float(looked.policy.period)
         situations = await self._parts.sources.measured(
             view.namespace, looked.policy, looked.resolved, looked.situations
         )
-        looked = msgspec.structs.replace(looked, situations=situations)
+        period_s = float(looked.policy.period)
+        return await self._carried_out(
+            view, self._decided(view, msgspec.structs.replace(looked, situations=situations)), period_s
+        )
+
+    async def _carried_out(self, view: BindingView, looked: Looked, period_s: float) -> tuple[str, float]:
+        """As ``look``, after the decision."""
+        if self._is_settled(view, looked):
+            return "unchanged", period_s
+        self._settled.pop(view.key, None)
         try:
-            looked, again_s = await self._act(view, self._decided(view, looked))
+            looked, again_s = await self._act(view, looked)
         except DecideAgain:
             return "again", _SOON_S
         await self._tell(view, looked)
         await self._keep(view, looked.now_s)
+        if looked.decision is not None and again_s > period_s and all(one.is_done for one in looked.steps):
+            self._settled[view.key] = looked.decision, looked.resolved
         return "decided", min(period_s, again_s)
 
     def _read(self, view: BindingView) -> Looked:
@@ -139,9 +153,20 @@ class Looker:
             looked.policy, view.binding, situations, self._memory(view, looked.now_s), looked.now_s, free=allowed.free
         )
         self._memories[view.key] = view.claim.uid, memory
+        looked = msgspec.structs.replace(looked, situations=situations, decision=decision)
+        if self._is_settled(view, looked):
+            return looked
         steps = tuple(steps_of(decision, looked.resolved, looked.holds))
         self._parts.rooms.order(view, looked.resolved, steps, decision.lacks)
-        return msgspec.structs.replace(looked, situations=situations, decision=decision, steps=steps)
+        return msgspec.structs.replace(looked, steps=steps)
+
+    def _is_settled(self, view: BindingView, looked: Looked) -> bool:
+        """Whether the last decision stands, and everything is as it was when it was carried out and told."""
+        decision, resolved = self._settled.get(view.key, (None, ()))
+        if decision is None or decision is not looked.decision or looked.holds:
+            return False
+        is_told = self._said.get(view.key, ("",))[0] == view.thing["metadata"].get("resourceVersion", "")
+        return is_told and len(resolved) == len(looked.resolved) and all(map(is_, resolved, looked.resolved))
 
     def _memory(self, view: BindingView, now_s: float) -> Memory:
         known = self._memories.get(view.key)
@@ -181,7 +206,7 @@ class Looker:
                 await self._parts.actor.claim(step.target.place, step.target.found, view.claim)
                 # what it is from now on comes by the informer
                 again_s = min(again_s, _SOON_S)
-            if not step.writes or _is_settled(step):
+            if not step.writes or step.is_as_decided:
                 continue
             may_go, look_s, waits = await self._drained(step, reports, looked)
             again_s = min(again_s, look_s)
@@ -230,7 +255,7 @@ class Looker:
         looked = msgspec.structs.replace(looked, scaled=self._untold.get(view.key, ()))
         parts.series.put(view, looked)
         if looked.decision is not None:
-            parts.records.add(Record(decision=looked.decision, acts=_acts(looked)))
+            parts.records.add(Record(decision=looked.decision, acts=acts_of(looked)))
         version, digest = view.thing["metadata"].get("resourceVersion", ""), digest_of(looked)
         if self._said.get(view.key) == (version, digest):
             return
@@ -242,7 +267,7 @@ class Looker:
         await parts.recorder.tell(view.thing, events_of(looked, status, before))
 
     async def _keep(self, view: BindingView, now_s: float) -> None:
-        if self._parts.keeping.is_due(view.key, now_s):
+        if self._parts.keeping.is_due(view, now_s):
             memory = self._memories[view.key][1]
             await self._parts.keeping.keep(view, self._parts.deciding.kept(memory), now_s)
 
@@ -250,6 +275,7 @@ class Looker:
         self._memories.pop(key, None)
         self._said.pop(key, None)
         self._untold.pop(key, None)
+        self._settled.pop(key, None)
         self._blockages.forget(key)
         self._noticed = {place: at_s for place, at_s in self._noticed.items() if place[0] != key}
         self._parts.keeping.forget(key)
@@ -260,36 +286,9 @@ class Looker:
         self._parts.concerns(key, ())
 
 
-def _is_settled(step: Step) -> bool:
-    """Most targets are as they should be, with no mark on their pods."""
-    found, pods = step.target.found, step.target.pods
-    is_scaled = found is not None and step.replicas == found.replicas
-    return is_scaled and all(one.draining_at_s is None and one.deletion_cost is None for one in pods)
-
-
 def _reports(situations: Sequence[Situation], demand: DemandSource, looked: Looked) -> Mapping[str, EngineReport]:
     """By IP address of a pod. Only where something may drain: what each engine does."""
     if not situations or all(one.target.kind is None or one.target.kind.drains_itself for one in looked.steps):
         return {}
     servers = sorted({one.server for one in looked.resolved if one.server})
     return demand.view(servers, looked.now_s).reports
-
-
-def _acts(looked: Looked) -> Mapping[str, str]:
-    """What was done about each target, for people."""
-    scaled = {one.name: f"scaled from {one.before} to {one.after}" for one in looked.scaled}
-    said: dict[str, str] = {}
-    for step in looked.steps:
-        name = step.target.spec.name
-        waits = looked.waits_for.get(name)
-        if name in scaled:
-            said[name] = scaled[name]
-        elif step.held:
-            said[name] = f"not written: {step.held}"
-        elif waits:
-            said[name] = f"waits for {', '.join(waits[:5])}"
-        elif step.replicas is None:
-            said[name] = "nothing is known"
-        else:
-            said[name] = "as it is"
-    return said

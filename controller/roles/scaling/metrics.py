@@ -66,8 +66,8 @@ class ScalingMetrics(Collector):
         )
         self._looks = Counter(
             "attache_scaling_looks_total",
-            "Looks at bindings: decided, waiting (not all is known yet), invalid, paused, again (a target had changed "
-            "meanwhile), gone, error",
+            "Looks at bindings: decided, unchanged (the last decision stands), waiting (not all is known yet), invalid, "
+            "paused, again (a target had changed meanwhile), gone, error",
             ("outcome",),
             registry=registry,
         )

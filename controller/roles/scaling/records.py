@@ -7,15 +7,16 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from controller.autoscale.decision import Decision
 
 _MOST: Final = 100
-# One without anything new is kept so often.
+# One without anything new is kept so often, and so many of them.
 _EACH_S: Final = 60.0
+_MOST_QUIET: Final = 20
 # Thirty million years, in seconds.
 _ENDLESS: Final = 1e15
 
@@ -44,14 +45,23 @@ def _finite(value: Any) -> Any:  # noqa: ANN401 - JSON
     return value
 
 
+class _Packed(NamedTuple):
+    """``is_quiet``: without anything new."""
+
+    text: bytes
+    is_quiet: bool
+
+
 class Records:
-    """The last hundred of each binding in which something was new, the others once a minute; packed, for there are many."""
+    """The last hundred of each binding, packed, for there are many: all in which something was new, and of the others one
+    a minute for the last twenty minutes.
+    """
 
     def __init__(self) -> None:
         self._latest: dict[str, Record] = {}
         # the first one of a binding is the dictionary that the others are packed with: they say nearly the same
         self._first: dict[str, bytes] = {}
-        self._kept: dict[str, deque[bytes]] = {}
+        self._kept: dict[str, deque[_Packed]] = {}
         self._kept_at_s: dict[str, float] = {}
         self._news: dict[str, Sequence[object]] = {}
 
@@ -60,11 +70,14 @@ class Records:
         key, at_s = record.decision.binding, record.decision.at_s
         news = _news(record)
         self._latest[key] = record
-        if self._news.get(key) != news or at_s - self._kept_at_s[key] >= _EACH_S:
+        is_quiet = self._news.get(key) == news
+        if not is_quiet or at_s - self._kept_at_s[key] >= _EACH_S:
             self._news[key] = news
             text = encoded(record)
             packed = _packed(text, self._first.setdefault(key, text))
-            self._kept.setdefault(key, deque(maxlen=_MOST)).append(packed)
+            kept = self._kept.setdefault(key, deque(maxlen=_MOST))
+            kept.append(_Packed(packed, is_quiet))
+            _thin(kept)
             self._kept_at_s[key] = at_s
 
     def forget(self, key: str) -> None:
@@ -89,9 +102,16 @@ class Records:
         newest = encoded(latest)
         yield newest
         for packed in reversed(self._kept[key]):
-            text = zlib.decompressobj(zdict=self._first[key]).decompress(packed)
+            text = zlib.decompressobj(zdict=self._first[key]).decompress(packed.text)
             if text != newest:
                 yield text
+
+
+def _thin(kept: deque[_Packed]) -> None:
+    """Drop the oldest one without anything new if there are too many."""
+    quiet = [at for at, one in enumerate(kept) if one.is_quiet]
+    if len(quiet) > _MOST_QUIET:
+        del kept[quiet[0]]
 
 
 def _packed(text: bytes, like: bytes) -> bytes:

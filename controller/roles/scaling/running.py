@@ -96,7 +96,7 @@ class Scaling:
                 deciding=deciding,
                 actor=Actor(scaler, metrics.wrote, self._followed.other_kinds.anew),
                 recorder=Recorder(client, SCALER, _loop_s, metrics.wrote),
-                keeping=Keeping(scaler),
+                keeping=Keeping(scaler, self._rng),
                 records=records,
                 series=Series(metrics, self._followed.model_of),
                 sources=self._sources,

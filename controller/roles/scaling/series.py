@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from controller.autoscale.situation import EngineState
+from controller.autoscale.traffic import Traffic
 from controller.roles.scaling.metrics import BindingSeries, ScalingMetrics, TargetSeries
 
 if TYPE_CHECKING:
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 # A queue of so many counts as full, as in the gateways.
 _FULL_QUEUE = 5.0
+_NOT_KEPT: Final = Traffic()
 
 
 class Series:
@@ -28,7 +32,7 @@ class Series:
     def __init__(self, metrics: ScalingMetrics, model_of: Callable[[str], str]) -> None:
         self._model_of = model_of
         self._looked: dict[str, tuple[BindingView, Looked]] = {}
-        self._desired: dict[tuple[str, str], int] = {}
+        self._desired: dict[str, dict[str, int]] = {}
         self._scalings: dict[tuple[str, str], int] = {}
         self._stages: dict[str, tuple[StageDecision, ...]] = {}
         self.wrote = metrics.wrote
@@ -36,12 +40,14 @@ class Series:
 
     def put(self, view: BindingView, looked: Looked) -> None:
         """After a look."""
-        self._looked[view.key] = view, looked
+        # two hours of traffic must not be kept twice
+        situations = [msgspec.structs.replace(one, traffic=_NOT_KEPT) for one in looked.situations]
+        self._looked[view.key] = view, msgspec.structs.replace(looked, situations=situations)
         if looked.decision is not None:
             self._stages[view.key] = looked.decision.stages
-        for step in looked.steps:
-            if step.replicas is not None:
-                self._desired[view.key, step.target.spec.name] = step.replicas
+        desired = {step.target.spec.name: step.replicas for step in looked.steps if step.replicas is not None}
+        if desired:
+            self._desired[view.key] = self._desired.get(view.key, {}) | desired
 
     def scaled(self, key: str, name: str) -> None:
         """The replicas of a target were written."""
@@ -51,9 +57,9 @@ class Series:
         """The binding is gone."""
         self._looked.pop(key, None)
         self._stages.pop(key, None)
-        for counted in (self._desired, self._scalings):
-            for place in [one for one in counted if one[0] == key]:
-                del counted[place]
+        self._desired.pop(key, None)
+        for place in [one for one in self._scalings if one[0] == key]:
+            del self._scalings[place]
 
     def made(self) -> list[BindingSeries]:
         """Called in the thread of a scrape."""
@@ -84,7 +90,7 @@ class Series:
     ) -> TargetSeries:
         place = (key, one.spec.name)
         current = written if written is not None else one.found.replicas if one.found is not None else 0
-        desired = self._desired.get(place, current)
+        desired = self._desired.get(key, {}).get(one.spec.name, current)
         return TargetSeries(
             labels=(one.place[3], one.place[0], one.spec.accelerator or "", self._model_of(one.server), one.place[2]),
             current=current,

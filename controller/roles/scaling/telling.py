@@ -101,6 +101,26 @@ def events_of(looked: Looked, status: Mapping[str, Any], before: Mapping[str, An
             yield Happened(event[0], event[1], condition["message"])
 
 
+def acts_of(looked: Looked) -> Mapping[str, str]:
+    """What was done about each target, for people."""
+    scaled = {one.name: f"scaled from {one.before} to {one.after}" for one in looked.scaled}
+    said: dict[str, str] = {}
+    for step in looked.steps:
+        name = step.target.spec.name
+        waits = looked.waits_for.get(name)
+        if name in scaled:
+            said[name] = scaled[name]
+        elif step.held:
+            said[name] = f"not written: {step.held}"
+        elif waits:
+            said[name] = f"waits for {', '.join(waits[:5])}"
+        elif step.replicas is None:
+            said[name] = "nothing is known"
+        else:
+            said[name] = "as it is"
+    return said
+
+
 def _event(type_: str, truth: str, reason: str) -> Any:  # noqa: ANN401 - a pair of literals, or None
     match type_, truth:
         case "TargetsResolved", "False":

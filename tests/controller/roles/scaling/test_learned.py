@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 from controller.autoscale.memory import Memory, StageMemory, decoded, encoded
 from controller.autoscale.season import MOST_PLACES, PredictiveMemory
 from controller.autoscale.situation import Speed
 from controller.autoscale.start_times import Start, StartTimes, expected_start_s
-from controller.roles.scaling.learned import packed, unpacked
+from controller.roles.scaling.learned import Keeping, packed, unpacked
 
 
 def test_the_largest_binding_fits_and_comes_back() -> None:
@@ -46,3 +49,46 @@ def test_measured_starts_count_before_what_the_target_says_after_a_restart_too()
 def test_what_is_not_ours_is_nothing() -> None:
     assert unpacked("no base64!") == b""
     assert packed(b"") == ""
+
+
+class Patches:
+    """Counts writes, at any time."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[float, str]] = []
+        self.now_s = 0.0
+
+    async def merge_patch(self, _: object, name: str, *__: object) -> None:
+        """As a client."""
+        self.written.append((self.now_s, name))
+
+
+async def looked(learned: str, hours: float) -> list[tuple[float, str]]:
+    """When a hundred bindings were written that a new leader looks at every five seconds, each time with new speeds."""
+    patches: Any = Patches()
+    keeping = Keeping(patches, random.Random(1))
+    views: list[Any] = [
+        SimpleNamespace(key=f"default/b{one}", learned=learned, claim=SimpleNamespace(uid="u")) for one in range(100)
+    ]
+    for now_s in range(0, int(hours * 3600), 5):
+        patches.now_s = float(now_s)
+        for view in views:
+            if keeping.is_due(view, float(now_s)):
+                await keeping.keep(view, b"%d" % now_s, float(now_s))
+    return list(patches.written)
+
+
+async def test_a_new_leader_does_not_write_anew_at_once_what_one_before_has_kept() -> None:
+    written = await looked(packed(b"before"), 0.2)
+    assert not [one for one in written if one[0] < 60]
+    assert {name for _, name in written} == {f"b{one}" for one in range(100)}
+    by_minute = Counter(int(at_s // 60) for at_s, _ in written)
+    assert max(by_minute.values()) <= 25
+
+
+async def test_bindings_that_began_together_write_apart_later_on_and_ever_less() -> None:
+    written = await looked("", 3)
+    assert len([one for one in written if one[0] == 0]) == 100
+    late = Counter(int(at_s // 60) for at_s, _ in written if at_s > 3600)
+    assert max(late.values()) <= 20
+    assert sum(late.values()) <= 100 * 4

@@ -54,6 +54,15 @@ def test_a_hundred_are_kept_until_the_binding_is_gone() -> None:
     assert decoded(records) == []
 
 
+def test_of_hours_without_news_the_last_twenty_minutes_are_kept_and_all_news() -> None:
+    records = Records()
+    for minute in range(300):
+        records.add(record(60.0 * minute, desired=7 if 100 <= minute < 103 else 2))
+    found = [one.decision.at_s / 60 for one in decoded(records)]
+    # at 0, 100 and 103 something was new
+    assert found == [*range(299, 279, -1), 103, 100, 0]
+
+
 def test_a_decision_reads_like_its_way() -> None:
     text = explained(record(0.0))
     for said in ("default/one at 1970-01-01 00:00:00 UTC, mode Auto", "2.25", "unknown", "no latency yet"):
