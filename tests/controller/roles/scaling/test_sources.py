@@ -104,7 +104,7 @@ _LINE = st.sampled_from([b"a 1", b"a", b"ab 2", b"a{} 3", b'a{x="} 4"} 5', b" a 
 
 
 @given(st.lists(_LINE, max_size=8), st.booleans())
-def test_an_engines_page_is_read_as_by_lines(lines: list[bytes], ends: bool) -> None:  # noqa: FBT001 - drawn
+def test_an_engines_page_is_read_as_by_lines(lines: list[bytes], ends: bool) -> None:
     page = b"\n".join(lines) + b"\n" * ends
     expected = {}
     for name in (b"a", b"ab", b"b"):
