@@ -20,6 +20,7 @@ SILENT_AFTER_S: Final = 3.0
 # Processes of a gateway that are remembered, those that have ended included.
 _MOST_PROCESSES: Final = 64
 _LONGEST_SLOT: Final = 100
+_LONGEST_INSTANCE: Final = 400
 
 
 class Process(msgspec.Struct):
@@ -59,7 +60,7 @@ class Gateway(msgspec.Struct):
         if said.slot not in self.slots and (len(self.slots) >= _MOST_PROCESSES or len(said.slot) > _LONGEST_SLOT):
             return None
         self.slots.setdefault(said.slot, now)
-        if not said.instance:
+        if not said.instance or len(said.instance) > _LONGEST_INSTANCE:
             return None
         known = self.processes.get(said.instance)
         if known is None:

@@ -129,8 +129,8 @@ def _counters(said: ServerDemand) -> list[float]:
             one.output_tokens,
             one.prefill_work,
         )
-        # what is no number makes the sum none
-        if not (min(values) >= 0 and sum(values) <= MOST):
+        # what is no number makes the sum none; whole numbers may be too large for one
+        if not (min(values) >= 0 and max(values) <= MOST and sum(values) >= 0):
             values = tuple(map(bounded, values))
         found = list(map(add, found, values))
     return found

@@ -14,15 +14,18 @@ from controller.autoscale.behavior import Past
 from controller.autoscale.decision import Decision
 from controller.autoscale.panic import PanicState
 from controller.autoscale.schedule import Bounds
-from controller.autoscale.season import KeptSeason, kept_season, remembered_season
+from controller.autoscale.season import MOST_PLACES, KeptSeason, kept_season, remembered_season
 from controller.autoscale.situation import Speed
-from controller.autoscale.start_times import StartTimes
+from controller.autoscale.start_times import MOST_STARTS, StartTimes
 from controller.resources.autoscaling import AutoscalingPolicySpec, Schedule
 from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
 
 # Growth after a small scale-in is remembered for so long, and so many times of it at most.
 TURNS_COUNT_S: Final = 1800.0
 MOST_TURNS: Final = 3
+# Of what can be measured: speeds, seconds, requests a second.
+_LEAST: Final = 1e-15
+_MOST: Final = 1e15
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +99,8 @@ def encoded(memory: Memory) -> bytes:
     """JSON of what is slow to learn: speeds, start times and seasons. The rest is about the last minutes and known again
     soon.
     """
-    return msgspec.json.encode({name: _stored(stage) for name, stage in memory.stages.items()})
+    # durations that were declared are floats with a text
+    return msgspec.json.encode({name: _stored(stage) for name, stage in memory.stages.items()}, enc_hook=float)
 
 
 def _stored(stage: StageMemory) -> _Stored:
@@ -105,18 +109,40 @@ def _stored(stage: StageMemory) -> _Stored:
 
 
 def decoded(text: bytes, now_s: float) -> Memory:
-    """As after a restart, with what ``encoded`` kept. Raises msgspec.DecodeError."""
-    stored = msgspec.json.decode(text, type=dict[str, _Stored])
+    """As after a restart, with what ``encoded`` kept. Raises ValueError.
+
+    Whoever may write a binding may write this, too: what cannot have been measured is left out.
+    """
+    try:
+        stored = msgspec.json.decode(text, type=dict[str, _Stored])
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
     return Memory(
         {
             name: StageMemory(
                 began_at_s=now_s,
                 decided_at_s=now_s,
                 active_at_s=now_s,
-                laws={law: remembered_season(kept, now_s) for law, kept in one.seasons.items()},
-                speeds=one.speeds,
-                starts=one.starts,
+                laws={
+                    law: remembered_season(kept, now_s) for law, kept in one.seasons.items() if _is_season(law, kept)
+                },
+                speeds={target: speed for target, speed in one.speeds.items() if _is_speed(speed)},
+                starts={target: starts for target, starts in one.starts.items() if _are_starts(starts)},
             )
             for name, one in stored.items()
         }
     )
+
+
+def _is_season(law: str, kept: KeptSeason) -> bool:
+    is_known = law == "Predictive" and len(kept.profile) <= MOST_PLACES
+    return is_known and 0 <= kept.season_s <= _MOST and all(0 <= one <= _MOST for one in kept.profile)
+
+
+def _is_speed(speed: Speed) -> bool:
+    values = (speed.prefill_tokens_per_s, speed.step_s, speed.step_s_per_token, speed.kv_tokens)
+    return 0 <= speed.followed_s <= _MOST and all(one is None or _LEAST <= one <= _MOST for one in values)
+
+
+def _are_starts(starts: StartTimes) -> bool:
+    return len(starts.starts) <= MOST_STARTS and all(0 < one.took_s <= _MOST for one in starts.starts)

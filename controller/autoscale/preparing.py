@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # Where the mix of requests is not known yet, speeds are compared by this one.
 _TYPICAL_REQUEST: Final = PerRequest(prefill_work=1000.0, prompt_tokens=1000.0, output_tokens=200.0)
 # The mix of requests in which targets are compared.
+# Of a replica, in those of the first target.
+_MOST_CAPACITY: Final = 1000.0
 _MIX_WINDOW_S: Final = 120.0
 # Replicas that grow again after this share of them had gone, or one, follow noise; after more, they follow the load.
 _SMALL_SWING: Final = 0.2
@@ -108,11 +110,18 @@ def _capacities(situation: Situation, speeds: Mapping[str, Speed]) -> dict[str, 
     stage = targets[0].spec.stage
     of_first_s = seconds_of_replica(mix, first, stage, situation.objective)
     return {
-        target.name: of_first_s / seconds_of_replica(mix, speeds[target.name], stage, situation.objective)
+        target.name: _ratio(of_first_s, seconds_of_replica(mix, speeds[target.name], stage, situation.objective))
         if target.name in speeds
         else target.capacity
         for target in targets
     }
+
+
+def _ratio(of_first_s: float, of_this_s: float) -> float:
+    """What is beyond all bounds was declared or learned wrongly."""
+    if not (of_first_s > 0 and of_this_s > 0):
+        return 1.0
+    return min(_MOST_CAPACITY, max(1 / _MOST_CAPACITY, of_first_s / of_this_s))
 
 
 def _mix(situation: Situation) -> PerRequest:

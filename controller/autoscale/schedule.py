@@ -43,8 +43,8 @@ def bounds_at(schedules: Sequence[Schedule], now_s: float) -> Bounds:
     until_s, problems = math.inf, []
     for schedule in schedules:
         try:
-            began_s, next_s = _neighbours(schedule.start, ZoneInfo(schedule.time_zone), now_s)
-        except (CronSimError, ZoneInfoNotFoundError, ValueError) as error:
+            began_s, next_s = _neighbours(schedule.start, _zone(schedule.time_zone), now_s)
+        except (CronSimError, ValueError) as error:
             problems.append(f"schedule '{schedule.start}' in {schedule.time_zone}: {error}")
             continue
         until_s = min(until_s, next_s)
@@ -58,6 +58,14 @@ def bounds_at(schedules: Sequence[Schedule], now_s: float) -> Bounds:
     if lowest is not None and highest is not None:
         lowest = min(lowest, highest)
     return Bounds(lowest, highest, until_s, tuple(problems))
+
+
+def _zone(name: str) -> tzinfo:
+    """Raises ValueError. Zones are files, and some names are those of folders, or longer than a file's may be."""
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, OSError):
+        raise ValueError(f"there is no time zone {name}") from None
 
 
 def _neighbours(line: str, zone: tzinfo, now_s: float) -> tuple[float, float]:

@@ -87,21 +87,21 @@ class Signals:
             if key not in self._gateways:
                 self._gateways[key] = Gateway(now)
 
-    def hear(self, gateway: str, said: Demand, received_at_s: float) -> None:
-        """One message of one process. Those that are repeated or come late change nothing."""
+    def hear(self, gateway: str, said: Demand, received_at_s: float) -> bool:
+        """One message of one process. Those that are repeated or come late change nothing: False for these."""
         known = self._gateways.get(gateway)
         if known is None:
             known = self._gateways[gateway] = Gateway(received_at_s)
         if known.is_unheard() and self._is_one_too_many(gateway):
-            return
+            return False
         follows_since_s = min((one.since_s for one in self._servers.values()), default=math.inf)
         found = known.hear(said, received_at_s, follows_since_s=follows_since_s)
         if found is None:
-            return
+            return False
         process, before_s = found
         for name, page in said.servers.items():
             server = self._servers.get(name)
-            if server is None or not self._may_speak(gateway, name):
+            if server is None or not self.may_speak(gateway, name):
                 continue
             heard = process.servers.get(name)
             is_new = heard is not None or before_s >= server.since_s
@@ -111,6 +111,7 @@ class Signals:
         for name, heard in process.servers.items():
             if name not in said.servers:
                 heard.server = None
+        return True
 
     def tick(self, now: float) -> None:
         """Write the sums down. Once a second; called more often, it does nothing.
@@ -132,7 +133,7 @@ class Signals:
         """What is known of these ModelServers together; those that are not followed are left out."""
         names = [one for one in servers if one in self._servers]
         known = [self._servers[one] for one in names]
-        speaking = [key for key in self._gateways if any(self._may_speak(key, name) for name in names)]
+        speaking = [key for key in self._gateways if any(self.may_speak(key, name) for name in names)]
         said = [
             (cleaned(heard.server), process.heard_at_s)
             for key in speaking
@@ -147,6 +148,11 @@ class Signals:
             engines=merged(said),
             freshness=self._freshness(names, speaking, now),
         )
+
+    def may_speak(self, gateway: str, server: str) -> bool:
+        """Whether what a gateway says of a ModelServer counts."""
+        namespace = _namespace(gateway)
+        return namespace in self._trusted or namespace == _namespace(server)
 
     def _freshness(self, names: list[str], speaking: list[str], now: float) -> Freshness:
         found = [(key, self._gateways[key]) for key in speaking]
@@ -164,10 +170,6 @@ class Signals:
             silent=tuple(sorted(silent)),
             since_s=0.0 if silent or not found else max(0.0, now - max(since_s)),
         )
-
-    def _may_speak(self, gateway: str, server: str) -> bool:
-        namespace = _namespace(gateway)
-        return namespace in self._trusted or namespace == _namespace(server)
 
     def _scope(self, gateway: str) -> str:
         namespace = _namespace(gateway)

@@ -111,4 +111,4 @@ def _first(value: float | None, otherwise: float | None) -> float | None:
 def _between(before: float, new: float, weight: float) -> float:
     if before <= 0 or new <= 0 or before == new:
         return new
-    return before * math.exp(weight * math.log(new / before))
+    return math.exp((1 - weight) * math.log(before) + weight * math.log(new))

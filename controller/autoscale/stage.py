@@ -34,6 +34,8 @@ _HPA_WINDOW_S: Final = 300
 LEAST_KNOWN_S: Final = 60
 # The share of needed replicas that is held back, one at least, after replicas came and went.
 _HELD_BACK: Final = 0.1
+# Sixteen targets of a million replicas, each a thousand times the first.
+_MOST_REPLICAS: Final = 1.6e10
 # Of rounding.
 _EPSILON: Final = 1e-6
 
@@ -58,7 +60,7 @@ def decided(
     recommendations = []
     kept: dict[str, object] = {}
     for law in laws:
-        recommendation, law_memory = law.recommend(situation, memory.laws.get(law.name))
+        recommendation, law_memory = _asked(law, situation, memory)
         recommendations.append(recommendation)
         if law_memory is not None:
             kept[law.name] = law_memory
@@ -76,6 +78,21 @@ def decided(
     answer = _bounded(answer, situation, bounds)
     memory = msgspec.structs.replace(memory, laws=kept, panic=panic)
     return StageAnswer(situation, tuple(recommendations), first, answer, memory, doubt)
+
+
+def _asked(law: Law[Any], situation: Situation, memory: StageMemory) -> tuple[Recommendation, object]:
+    """What a law asks for. Numbers of policies, engines and gateways may be such that nothing follows from them: then it
+    knows nothing.
+    """
+    try:
+        found, kept = law.recommend(situation, memory.laws.get(law.name))
+    except (ArithmeticError, ValueError) as error:
+        return Recommendation(law.name, None, f"nothing follows from these numbers: {error}"), None
+    if found.replicas is None or 0 <= found.replicas <= _MOST_REPLICAS:
+        return found, kept
+    if found.replicas > 0:
+        return msgspec.structs.replace(found, replicas=_MOST_REPLICAS), kept
+    return msgspec.structs.replace(found, replicas=None, reason="nothing follows from these numbers"), kept
 
 
 def told(stage: StageAnswer, ratios: Sequence[Step], limits: Sequence[Step] = ()) -> StageDecision:

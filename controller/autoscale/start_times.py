@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from controller.autoscale.situation import Target
 
 # Starts that are remembered.
-_MOST: Final = 32
+MOST_STARTS: Final = 32
 _LEAST_S: Final = 1.0
 
 
@@ -49,7 +49,7 @@ class StartTimes(msgspec.Struct, frozen=True, dict=True):
             for one in target.engines
             if one.ready_at_s is not None and one.name not in known
         ]
-        return StartTimes((*self.starts, *new)[-_MOST:]) if new else self
+        return StartTimes((*self.starts, *new)[-MOST_STARTS:]) if new else self
 
 
 def expected_start_s(times: StartTimes | None, otherwise_s: float) -> float:

@@ -31,8 +31,11 @@ IDLE_S: Final = 3.0
 _CONNECT_S: Final = 2.0
 # Five hundred ModelServers of a hundred engines each.
 _LONGEST_LINE: Final = 16_000_000
-# Of a gateway that nobody vouches for.
+# Of a gateway that nobody vouches for: what all processes of its pod said last, together.
 _LONGEST_OWN_LINE: Final = 1_000_000
+# Its next line is read so long after one of that length; none is read sooner than the other time.
+_OWN_LINE_S: Final = 1.0
+_SHORTEST_OWN_S: Final = 0.02
 FIRST_WAIT_S: Final = 0.1
 _LONGEST_WAIT_S: Final = 5.0
 # Gateways of a namespace that nobody vouches for: anybody may put the label on a pod.
@@ -52,15 +55,15 @@ class BadStream(Exception):
 BROKEN: Final = (TimeoutError, aiohttp.ClientError, OSError, BadStream)
 
 
-async def messages(http: aiohttp.ClientSession, address: str, longest: int = _LONGEST_LINE) -> AsyncGenerator[Demand]:
+async def messages(http: aiohttp.ClientSession, address: str, *, is_trusted: bool = True) -> AsyncGenerator[Demand]:
     """What is said at ``address`` (``ip:port``). Lines may name changed servers alone; messages name all, and those of
     which nothing new was said are the same objects as in the message before.
 
-    ``longest``: bytes that a line may have.
+    One that is not trusted tells all in each line, tells little, and is read slowly.
 
     Raises TimeoutError, ClientError or BadStream when it ends, breaks, or says nothing for a while.
     """
-    url = f"http://{address}{DEMAND_PATH}?watch=changes"
+    url = f"http://{address}{DEMAND_PATH}?watch{'=changes' if is_trusted else ''}"
     timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_S)
     async with asyncio.timeout(IDLE_S):
         # nothing small that becomes large
@@ -69,28 +72,41 @@ async def messages(http: aiohttp.ClientSession, address: str, longest: int = _LO
         if answer.status != HTTPStatus.OK or answer.headers.get("Content-Encoding", "identity") != "identity":
             raise BadStream(f"the answer is {answer.status} {answer.reason}, or compressed")
         rest = bytearray()
-        told: dict[str, Demand] = {}
+        told = _Told(is_trusted=is_trusted)
         while True:
             async with asyncio.timeout(IDLE_S):
-                line = await _line(answer.content, rest, longest)
-            yield _message(line, told)
+                line = await _line(answer.content, rest, told.longest)
+            yield told.message(line)
+            if not is_trusted:
+                await asyncio.sleep(max(_SHORTEST_OWN_S, _OWN_LINE_S * len(line) / _LONGEST_OWN_LINE))
 
 
-def _message(line: bytes, told: dict[str, Demand]) -> Demand:
-    """``told``: the last message of each slot."""
-    try:
-        said = _DECODER.decode(line)
-    except ValueError as error:  # the decoder's error is one
-        raise BadStream(f"a line is no message: {error}") from None
-    whole = completed(said, told.get(said.slot))
-    if whole is None:
-        raise BadStream("a line does not go on from the one before")
-    # that a process does not answer says nothing of its servers
-    if whole.instance:
-        if whole.slot not in told and len(told) >= _MOST_SLOTS:
-            raise BadStream(f"it tells of more than {_MOST_SLOTS} processes")
-        told[whole.slot] = whole
-    return whole
+class _Told:
+    """The last message of each process on a stream. ``longest``: bytes that a line may have."""
+
+    def __init__(self, *, is_trusted: bool) -> None:
+        self.longest = _LONGEST_LINE if is_trusted else _LONGEST_OWN_LINE
+        self._is_trusted = is_trusted
+        self._last: dict[str, Demand] = {}
+        self._bytes: dict[str, int] = {}
+
+    def message(self, line: bytes) -> Demand:
+        """From the next line; raises BadStream."""
+        try:
+            said = _DECODER.decode(line)
+        except (ValueError, RecursionError) as error:  # the decoder's error is a ValueError
+            raise BadStream(f"a line is no message: {error}") from None
+        whole = completed(said, self._last.get(said.slot) if self._is_trusted else None)
+        if whole is None:
+            raise BadStream("a line does not go on from the one before")
+        # that a process does not answer says nothing of its servers
+        if whole.instance:
+            if whole.slot not in self._last and len(self._last) >= _MOST_SLOTS:
+                raise BadStream(f"it tells of more than {_MOST_SLOTS} processes")
+            self._last[whole.slot], self._bytes[whole.slot] = whole, len(line)
+            if not self._is_trusted and sum(self._bytes.values()) > self.longest:
+                raise BadStream(f"its processes together tell more than {self.longest} bytes")
+        return whole
 
 
 async def _line(content: aiohttp.StreamReader, rest: bytearray, longest: int) -> bytes:
@@ -173,12 +189,11 @@ class DemandFeed:
         return split_key(key)[0] in self._trusted
 
     async def _follow(self, http: aiohttp.ClientSession, key: str, address: str) -> None:
-        longest = _LONGEST_LINE if self._trusts(key) else _LONGEST_OWN_LINE
         backoff = Backoff(FIRST_WAIT_S, _LONGEST_WAIT_S, self._rng)
         has_spoken = True
         while True:
             try:
-                async with contextlib.aclosing(messages(http, address, longest)) as stream:
+                async with contextlib.aclosing(messages(http, address, is_trusted=self._trusts(key))) as stream:
                     async for message in stream:
                         if not has_spoken:
                             log.info("gateway %s says again what its clients ask for", key)
@@ -191,4 +206,6 @@ class DemandFeed:
                         "gateway %s does not say what its clients ask for: %s", key, str(error) or "it is silent"
                     )
                 has_spoken = False
+            except Exception:  # whatever is wrong with one gateway, the others are followed
+                log.exception("gateway %s says what nobody can read", key)
             await asyncio.sleep(backoff.failed())

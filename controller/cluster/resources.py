@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON has it. What comes out of a cache must not be changed."""
@@ -31,13 +31,14 @@ class Resource(msgspec.Struct, frozen=True):
 
     @property
     def group_path(self) -> str:
-        """Where the server lists the kinds of this group and version."""
-        return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        """Where the server lists the kinds of this group and version; raises ValueError as ``path`` does."""
+        return _joined(["apis", self.group, self.version] if self.group else ["api", self.version])
 
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
         """The path on the server of an object, or of a collection without ``name``.
 
-        No namespace means all of them for a collection, and is a ValueError for one object of a namespaced kind.
+        No namespace means all of them for a collection, and is a ValueError for one object of a namespaced kind. So is
+        what would lead to another path.
         """
         if name is not None and self.namespaced and not namespace:
             raise ValueError(f"{self.kind} {name} needs a namespace")
@@ -45,7 +46,18 @@ class Resource(msgspec.Struct, frozen=True):
         if self.namespaced and namespace:
             parts += ["namespaces", namespace]
         parts += [part for part in (self.plural, name, subresource) if part]
-        return "/" + "/".join(quote(part, safe="") for part in parts)
+        return _joined(parts)
+
+
+# Who reads a path resolves these; escaped they are the same.
+_DOTS: Final = frozenset({"", ".", ".."})
+
+
+def _joined(parts: Sequence[str]) -> str:
+    wrong = [part for part in parts if part in _DOTS]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is no part of a path")
+    return "/" + "/".join(quote(part, safe="") for part in parts)
 
 
 def key_of(thing: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -13,12 +14,18 @@ from controller.cluster.watching import BOOKMARK, DELETED
 if TYPE_CHECKING:
     from controller.cluster.watching import WatchEvent
 
+log = logging.getLogger(__name__)
+
 Slim = Callable[[Object], Object]
 """Makes an object smaller before it is kept; it must keep ``metadata.name``, ``namespace``, ``uid`` and ``resourceVersion``."""
 
 
 class Store:
-    """Objects by key. Readers must not change them."""
+    """Objects by key. Readers must not change them.
+
+    An object that cannot be made smaller, whatever its owner wrote into it, stays as it was known before, and is left out
+    if it was not: others are kept all the same.
+    """
 
     def __init__(self, slim: Slim | None = None) -> None:
         self._slim = slim or _as_it_is
@@ -27,7 +34,7 @@ class Store:
 
     def replace(self, items: Iterable[Object]) -> list[str]:
         """All objects are these from now on; the keys of those that came, changed or went."""
-        new = {key_of(item): self._slim(item) for item in items}
+        new = {key: slim for item in items if (slim := self._slimmed(key := key_of(item), item)) is not None}
         gone = self._objects.keys() - new.keys()
         changed = [key for key, item in new.items() if _differs(self._objects.get(key), item)]
         self._objects.clear()
@@ -43,8 +50,18 @@ class Store:
             return [key] if self._objects.pop(key, None) is not None else []
         if not _differs(self._objects.get(key), event.object):
             return []
-        self._objects[key] = self._slim(event.object)
+        slim = self._slimmed(key, event.object)
+        if slim is None or slim is self._objects.get(key):
+            return []
+        self._objects[key] = slim
         return [key]
+
+    def _slimmed(self, key: str, thing: Object) -> Object | None:
+        try:
+            return self._slim(thing)
+        except Exception:  # whatever is wrong with one object, the others are looked after
+            log.exception("%s %s cannot be read, and is as it was", thing.get("kind", "an object"), key)
+            return self._objects.get(key)
 
 
 def _differs(known: Object | None, item: Object) -> bool:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Final
 from controller.autoscale.allocation.variants import Allocation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from controller.autoscale.allocation.variants import Rules, Variant
 
 # Rounding of sums of capacities.
 _NOTHING: Final = 1e-9
+# Steps are at most this part of what is still missing, where replicas are not all of one target.
+_SMALL: Final = 128
 
 
 class _Filling:
@@ -31,39 +33,42 @@ class _Filling:
         return sum(self._variants[name].capacity * count for name, count in self.replicas.items())
 
     def give(self, name: str, most: int) -> int:
-        """Up to ``most`` replicas more; returns how many it became."""
-        given = 0
-        while given < most and self._may_have(name):
-            self.replicas[name] += 1
-            given += 1
+        """Up to ``most`` replicas more; returns how many it became. Limits that refuse one refuse more of the same."""
+        one, given = self._variants[name], most
+        if most and self._problem(one, most):
+            given, high = 0, most - 1
+            while given < high and not self._problem(one, given + 1):
+                middle = (given + high + 1) // 2
+                given, high = (given, middle - 1) if self._problem(one, middle) else (middle, high)
+            problem = self._problem(one, given + 1)
+            if problem not in self.refusals:
+                self.refusals.append(problem)
+        self.replicas[name] += given
         return given
 
-    def _may_have(self, name: str) -> bool:
-        problem = self._problem(self._variants[name])
-        if problem and problem not in self.refusals:
-            self.refusals.append(problem)
-        return not problem
-
-    def _problem(self, one: Variant) -> str:
-        """Why there can be no replica more; empty if there can."""
-        rules, count = self._rules, self.replicas[one.name]
-        if count >= one.attainable:
+    def _problem(self, one: Variant, more: int) -> str:
+        """Why there can be no ``more`` replicas more; empty if there can."""
+        rules, count = self._rules, self.replicas[one.name] + more
+        if count > one.attainable:
             return f"{one.name} has all replicas that can be had"
         if rules.cost_per_hour is not None:
             cost = sum(self._variants[name].cost * n for name, n in self.replicas.items())
-            if cost + one.cost > rules.cost_per_hour + _NOTHING:
+            if cost + more * one.cost > rules.cost_per_hour + _NOTHING:
                 return "the budget of cost leaves no room for more"
         kind = one.accelerator
-        if kind is not None and self._taken(kind) + one.accelerators > rules.accelerators.get(kind, math.inf):
+        if kind is not None and self._taken(kind) + more * one.accelerators > rules.accelerators.get(kind, math.inf):
             return f"the budget of accelerators of the kind {kind} leaves no room for more"
-        is_fresh = count >= one.running
-        if kind is not None and is_fresh and self._fresh(kind) + one.accelerators > rules.free.get(kind, math.inf):
+        fresh = (max(0, count - one.running) - max(0, count - more - one.running)) * one.accelerators
+        if kind is not None and fresh and self._fresh(kind) + fresh > rules.free.get(kind, math.inf):
             return f"what nodes have free of the kind {kind} leaves no room for more"
         if one.spot and rules.min_on_demand:
             spot = sum(
                 self._variants[name].capacity * n for name, n in self.replicas.items() if self._variants[name].spot
             )
-            if spot + one.capacity > (1 - rules.min_on_demand) * (self.capacity + one.capacity) + _NOTHING:
+            if (
+                spot + more * one.capacity
+                > (1 - rules.min_on_demand) * (self.capacity + more * one.capacity) + _NOTHING
+            ):
                 return "more spot would leave too little of the capacity on demand"
         return ""
 
@@ -101,7 +106,8 @@ def by_priority(need: float, variants: Sequence[Variant], rules: Rules) -> Alloc
     while need - filling.capacity > _NOTHING:
         for one in order:
             # whole steps where nothing else has to be tried again
-            step = 1 if rules.min_on_demand else _replicas_for(need - filling.capacity, one)
+            step = _replicas_for(need - filling.capacity, one)
+            step = max(1, step // _SMALL) if rules.min_on_demand else step
             if filling.give(one.name, step):
                 break
         else:
@@ -117,13 +123,26 @@ def by_weights(need: float, variants: Sequence[Variant], rules: Rules) -> Alloca
     filling = _Filling(variants, rules)
     order = sorted((one for one in variants if one.weight), key=lambda one: one.name)
     refused: set[str] = set()
+    largest = max((one.capacity for one in order), default=1.0)
     while need - filling.capacity > _NOTHING and len(refused) < len(order):
-        total = sum(filling.replicas[one.name] for one in order if one.name not in refused) + 1
+        # one by one at last: a million replicas would take minutes
+        step = max(1, math.ceil((need - filling.capacity) / largest) // _SMALL)
+        total = sum(filling.replicas[one.name] for one in order if one.name not in refused) + step
         shares = largest_remainders(total, [(one.name, one.weight) for one in order if one.name not in refused])
+        if step > 1 and _give_all(filling, shares, refused):
+            continue
         behind = max(shares, key=lambda name: (shares[name] - filling.replicas[name], _weight(order, name)))
         if not filling.give(behind, 1):
             refused.add(behind)
     return filling.result(need, "by weights")
+
+
+def _give_all(filling: _Filling, shares: Mapping[str, int], refused: set[str]) -> bool:
+    """What each target that is behind its share lacks; whether any had room."""
+    behind = {name: share - filling.replicas[name] for name, share in shares.items() if share > filling.replicas[name]}
+    given = {name: filling.give(name, lack) for name, lack in behind.items()}
+    refused.update(name for name, count in given.items() if not count)
+    return any(given.values())
 
 
 def largest_remainders(total: int, weights: Sequence[tuple[str, int]]) -> dict[str, int]:
@@ -139,10 +158,11 @@ def largest_remainders(total: int, weights: Sequence[tuple[str, int]]) -> dict[s
 def by_expansion(need: float, variants: Sequence[Variant], rules: Rules) -> Allocation:
     """Kthena's order: the prefix of ``expansion_sequence`` that carries the work."""
     filling = _Filling(variants, rules)
-    for name in expansion_sequence(variants, rules.expansion_rate_percent):
+    capacities = {one.name: one.capacity for one in variants}
+    for name, count in _batches(variants, rules.expansion_rate_percent):
         if need - filling.capacity <= _NOTHING:
             break
-        filling.give(name, 1)
+        filling.give(name, min(count, max(1, math.ceil((need - filling.capacity) / capacities[name] - _NOTHING))))
     return filling.result(need, "in batches, the cheapest first")
 
 
@@ -153,6 +173,11 @@ def expansion_sequence(variants: Iterable[Variant], rate_percent: int) -> list[s
     many as the rate makes of the one before (rounded down, the rate applied to the exact size), the last what is left. Batches are sorted by what the whole batch
     costs; between equals the order of the targets decides.
     """
+    return [name for name, count in _batches(variants, rate_percent) for _ in range(count)]
+
+
+def _batches(variants: Iterable[Variant], rate_percent: int) -> list[tuple[str, int]]:
+    """Targets with the replicas of each batch, in the order of ``expansion_sequence``."""
     batches: list[tuple[float, str, int]] = []
     for one in variants:
         left, size = max(0, one.most - one.least), 1.0
@@ -162,7 +187,7 @@ def expansion_sequence(variants: Iterable[Variant], rate_percent: int) -> list[s
             left -= count
             size = size * rate_percent / 100
     batches.sort(key=lambda batch: batch[0])
-    return [name for _, name, count in batches for _ in range(count)]
+    return [(name, count) for _, name, count in batches]
 
 
 def _replicas_for(need: float, one: Variant) -> int:

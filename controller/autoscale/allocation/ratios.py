@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from controller.resources.autoscaling_binding import RatioConstraint
 
 _ROUNDING: Final = 1e-9
+# More than any target may have: ratios may be beyond all bounds.
+_MOST: Final = 1e9
 
 
 def repair(
@@ -39,10 +41,10 @@ def _repair_one(found: dict[str, int], one: RatioConstraint, most: Mapping[str, 
     if not numerator and not denominator:
         return []
     steps = []
-    wanted = max(1, math.ceil(one.min * denominator - _ROUNDING))
+    wanted = max(1, math.ceil(min(_MOST, one.min * denominator) - _ROUNDING))
     if numerator < wanted:
         steps += _raise(found, one.numerator, wanted, most, f"at least {one.min:g} for each of {one.denominator}")
-    wanted = max(1, math.ceil(found[one.numerator] / one.max - _ROUNDING))
+    wanted = max(1, math.ceil(min(_MOST, found[one.numerator] / one.max) - _ROUNDING))
     is_rounded_up = found[one.numerator] - 1 < one.min * denominator - _ROUNDING
     if denominator < wanted and not (denominator and is_rounded_up):
         steps += _raise(found, one.denominator, wanted, most, f"at most {one.max:g} of {one.numerator} for each")

@@ -31,6 +31,8 @@ EFFORT: Final = 1250
 # Choices of one variant that are looked at: in the first of two passes, and in the other.
 _BROAD: Final = 2
 _ALL: Final = 1_000_000
+# Places that are tried one by one.
+_STEPS: Final = 16
 # While there is no answer at all, so many times that.
 _PATIENCE: Final = 10
 
@@ -148,14 +150,13 @@ class _Search:
             return
         bounds = self._bounds(depth, need, weight, state)
         down = min(self._relaxed[0].tables[depth].replicas(self._order[depth], need), most)
-        at_down = bounds(down)
-        up = down + 1
-        at_up = bounds(up) if up <= most else None
-        while at_up is not None and at_up < at_down:
-            down, at_down, up = up, at_up, up + 1
-            at_up = bounds(up) if up <= most else None
-        while down > 0 and (below := bounds(down - 1)) < at_down:
-            up, at_up, down, at_down = down, at_down, down - 1, below
+        start, at_start = down, bounds(down)
+        down, at_down, _ = _descended(bounds, start, at_start, most)
+        up, at_up = down + 1, bounds(down + 1) if down < most else None
+        if down == start:
+            down, at_down, before = _descended(bounds, start, at_start, 0)
+            if down < start:
+                up, at_up = down + 1, before
         while True:
             can_down = down >= 0 and self._is_promising(at_down)
             can_up = at_up is not None and self._is_promising(at_up)
@@ -230,6 +231,26 @@ class _Search:
             return
         if self.best is None or weight < self._best_weight:
             self.best, self._best_weight = tuple(self._chosen), weight
+
+
+def _descended(bounds: Callable[[int], int], at: int, value: int, end: int) -> tuple[int, int, int]:
+    """From ``at``, whose bound is ``value``, towards ``end`` for as long as bounds fall: where that leads, the bound there,
+    and that of the place before it. The way may be a million places long.
+    """
+    step, before = (1 if end > at else -1), value
+    for _ in range(_STEPS):
+        if at == end or (after := bounds(at + step)) >= value:
+            return at, value, before
+        at, value, before = at + step, after, value
+    near, far = 0, abs(end - at)
+    while near < far:
+        middle = (near + far) // 2
+        if bounds(at + step * (middle + 1)) < bounds(at + step * middle):
+            near = middle + 1
+        else:
+            far = middle
+    found = at + step * near
+    return found, bounds(found), bounds(found - step)
 
 
 def _order(parts: Sequence[Segment], problem: Problem) -> list[int]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from random import Random
 from typing import TYPE_CHECKING, Final
 
@@ -16,17 +17,17 @@ from controller.cluster.resources import PODS
 from controller.roles.scaling.demand import DemandView
 from controller.roles.scaling.engines import together
 from controller.roles.work.slimming import slim_pod
-from extproc.config.demand import EngineDemand
+from extproc.config.demand import EngineDemand, ServerDemand
 from extproc.config.loads import LOADS_LABEL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from controller.autoscale.engine_signals import EngineSignal
     from controller.autoscale.situation import EngineReport
     from controller.cluster.client import Client
     from controller.roles.scaling.demand import Urgent
-    from extproc.config.demand import Demand, ServerDemand
+    from extproc.config.demand import Demand
 
 _TICK_S: Final = 1.0
 # So many more requests here or at engines than at the last jump, or than at their fewest since then, and twice as many,
@@ -34,6 +35,16 @@ _TICK_S: Final = 1.0
 # seconds to read, so one message is not compared with the one before it alone.
 _JUMP: Final = 8
 _TWICE: Final = 2
+
+
+class _Said(msgspec.Struct):
+    """Of one process. ``servers``: what it said last. ``unfinished``: requests at zero, and all, at the last jump or fewest
+    since then, by server.
+    """
+
+    instance: str
+    servers: Mapping[str, ServerDemand]
+    unfinished: dict[str, tuple[int, int]]
 
 
 class GatewayDemand:
@@ -50,9 +61,8 @@ class GatewayDemand:
         self._feed = DemandFeed(lambda: self._gateways.objects, self._hear, clock=clock, rng=Random(), trusted=trusted)
         self._urgent: Urgent = _nobody
         self._wanted: Collection[str] | None = None
-        self._unfinished: dict[tuple[str, str], tuple[int, int]] = {}
         # by gateway and slot
-        self._said: dict[tuple[str, str], Mapping[str, ServerDemand]] = {}
+        self._said: dict[tuple[str, str], _Said] = {}
         self._last: tuple[tuple[str, ...], float, DemandView] | None = None
 
     async def run(self, urgent: Urgent) -> None:
@@ -94,24 +104,37 @@ class GatewayDemand:
             self._wanted = None
 
     def _hear(self, gateway: str, said: Demand, at_s: float) -> None:
-        self._signals.hear(gateway, said, at_s)
-        slot = gateway, said.slot
-        before, self._said[slot] = self._said.get(slot, {}), said.servers
+        if not self._signals.hear(gateway, said, at_s):
+            return
+        before = self._said.get((gateway, said.slot))
+        if before is None or before.instance != said.instance:
+            before = _Said(said.instance, {}, {})
+        now = _Said(said.instance, said.servers, {})
         for name, server in said.servers.items():
+            if not self._signals.may_speak(gateway, name):
+                continue
+            known = before.unfinished.get(name, (0, 0))
             # what is the same object jumps no more than it did
-            if server is not before.get(name) and self._jumps((said.instance, name), server):
+            if server is before.servers.get(name):
+                jumps, unfinished = False, known
+            else:
+                jumps, unfinished = _jump(known, server)
+            if unfinished != (0, 0):
+                now.unfinished[name] = unfinished
+            if jumps:
                 self._urgent(name)
+        self._said[gateway, said.slot] = now
 
-    def _jumps(self, place: tuple[str, str], server: ServerDemand) -> bool:
-        """Whether more wait at zero than the last time, or many more wait or are in flight at all."""
-        now = server.at_zero, server.queued + sum(one.in_flight for one in server.engines.values())
-        if now == (0, 0):
-            self._unfinished.pop(place, None)
-            return False
-        at_zero, unfinished = self._unfinished.get(place, (0, 0))
-        is_more = now[1] >= max(unfinished + _JUMP, unfinished * _TWICE)
-        self._unfinished[place] = now[0], now[1] if is_more else min(now[1], unfinished)
-        return now[0] > at_zero or is_more
+
+def _jump(before: tuple[int, int], server: ServerDemand) -> tuple[bool, tuple[int, int]]:
+    """Whether more wait at zero than the last time, or many more wait or are in flight at all; and what to compare with
+    the next time.
+    """
+    at_zero, unfinished = server.at_zero, server.queued + sum(one.in_flight for one in server.engines.values())
+    if (at_zero, unfinished) == (0, 0):
+        return False, (0, 0)
+    is_more = unfinished >= max(before[1] + _JUMP, before[1] * _TWICE)
+    return at_zero > before[0] or is_more, (at_zero, unfinished if is_more else min(unfinished, before[1]))
 
 
 def by_pod(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -31,6 +32,7 @@ _EACH_S: Final = 5.0
 _GAP_S: Final = 0.02
 # How a kind is served, and what we may do, is asked again after so long; what we may not do at each read.
 _KNOWN_S: Final = 300.0
+_VERSION: Final = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[a-z]([-a-z0-9]*[a-z0-9])?")
 _REVIEWS: Final = Resource(
     "authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview", namespaced=False
 )
@@ -108,7 +110,11 @@ class OtherKinds:
             self._wake.clear()
             now_s = _loop_s()
             for place in [one for one, at_s in self._due_at_s.items() if at_s <= now_s]:
-                await self._look(place)
+                try:
+                    await self._look(place)
+                except Exception as error:  # whatever is wrong with one object, the others are read
+                    log.exception("%s cannot be read", _name(place))
+                    self._take(place, Read(lacks=Lacks("TargetNotFound", f"{_name(place)} cannot be read: {error!r}")))
                 await asyncio.sleep(_GAP_S)
                 if self._wake.is_set():
                     break
@@ -129,13 +135,19 @@ class OtherKinds:
             log.warning("%s cannot be read, and is as it was: %s", _name(place), error)
             unread = Read(lacks=Lacks("TargetNotFound", f"{_name(place)} cannot be read: {error}"))
             now = before if place in self._read else unread
-        if place in self._wanted and (now != before or place not in self._read):
+        self._take(place, now)
+
+    def _take(self, place: Place, now: Read) -> None:
+        if place in self._wanted and (place not in self._read or now != self._read[place]):
             self._read[place] = now
             self.version += 1
             self._changed(place)
 
     async def _now(self, place: Place, version: str, before: Read) -> Read:
         """Raises ClusterError where nothing is known."""
+        wrong = _misnamed(place, version)
+        if wrong is not None:
+            return Read(lacks=wrong)
         try:
             kind = await self._kind(place, version)
             if isinstance(kind, Lacks):
@@ -225,12 +237,23 @@ def _read_of(kind: ScalableKind, place: Place, thing: Object, scale: Mapping[str
             "its scale's status.selector names no label with one value" if text else "its scale has no status.selector"
         )
         return Read(kind, lacks=Lacks("SelectorUnknown", f"the pods of {_name(place)} are not known: {said}"))
-    plain = scalable_of(kind, {**thing, "spec": {**(thing.get("spec") or {}), "replicas": None}})
+    spec = thing.get("spec")
+    plain = scalable_of(kind, {**thing, "spec": {**spec, "replicas": None} if isinstance(spec, dict) else {}})
     replicas = int((scale.get("spec") or {}).get("replicas") or 0)
     made = msgspec.structs.replace(
         plain, replicas=replicas, selector=required, selects=text, template={**required, **plain.template}
     )
     return Read(kind, made)
+
+
+def _misnamed(place: Place, version: str) -> Lacks | None:
+    """What would lead to another path of the API server: servers resolve dots, and some read an escaped slash as one."""
+    if _VERSION.fullmatch(version) is None:
+        said = f"{version} {place[2]} cannot be scaled here: {version!r} is no apiVersion, such as apps/v1"
+        return Lacks("UnknownKind", said)
+    if place[3] in {".", ".."} or set("/%") & set(place[3]):
+        return Lacks("TargetNotFound", f"{place[3]!r} is no name of an object")
+    return None
 
 
 def _name(place: Place) -> str:

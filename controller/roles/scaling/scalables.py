@@ -16,6 +16,8 @@ from controller.roles.scaling.pods import PodView
 
 STATEFUL_SETS: Final = Resource("apps", "v1", "statefulsets", "StatefulSet")
 LEADER_WORKER_SETS: Final = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
+# Two of 32 bits, and the words between them.
+_LONGEST_NUMBERS: Final = 40
 _LWS: Final = "leaderworkerset.sigs.k8s.io/"
 
 
@@ -123,7 +125,7 @@ def _writers(managed: Any) -> tuple[bool, str, float]:  # noqa: ANN401 - JSON
 
 def _numbers(text: object) -> frozenset[int]:
     """``3``, or ``3 from 1``. Empty for what nobody of us has written."""
-    parts = text.split(" from ") if isinstance(text, str) else []
+    parts = text.split(" from ") if isinstance(text, str) and len(text) <= _LONGEST_NUMBERS else []
     return frozenset(map(int, parts)) if all(one.isdecimal() for one in parts) else frozenset()
 
 
@@ -135,8 +137,10 @@ def _by_selector(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
 
 
 def _labels(template: object) -> dict[str, str]:
-    metadata = (template.get("metadata") or {}) if isinstance(template, Mapping) else {}
-    return dict(metadata.get("labels") or {})
+    """Objects of others' kinds may have anything there."""
+    metadata = template.get("metadata") if isinstance(template, Mapping) else None
+    found = metadata.get("labels") if isinstance(metadata, Mapping) else None
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, Mapping) else {}
 
 
 def _model_infer(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
@@ -220,7 +224,8 @@ def foreign_kind(resource: Resource) -> ScalableKind:
 
 def _by_template(thing: Object) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """Many have a template of pods where Deployments have it; the selector stands in the scale."""
-    return {}, _labels((thing.get("spec") or {}).get("template"))
+    spec = thing.get("spec")
+    return {}, _labels(spec.get("template") if isinstance(spec, Mapping) else None)
 
 
 _BY_NAME: Final = {(one.resource.group, one.resource.kind): one for one in KINDS}

@@ -83,7 +83,17 @@ def test_a_window_longer_than_its_period_never_ends() -> None:
     assert bounds_at((schedule("0 0 * * *", "48h", least=2),), at("2026-05-05T00:00:00")).least == 2
 
 
-@pytest.mark.parametrize(("line", "zone"), [("every monday", "UTC"), ("0 8 * * *", "Mars/Olympus"), ("0 8 * *", "UTC")])
+@pytest.mark.parametrize(
+    ("line", "zone"),
+    [
+        ("every monday", "UTC"),
+        ("0 8 * *", "UTC"),
+        ("0 8 * * *", "Mars/Olympus"),
+        ("0 8 * * *", "America"),
+        ("0 8 * * *", "a" * 500),
+        ("0 8 * * *", "../../../etc/passwd"),
+    ],
+)
 def test_what_cannot_be_read_is_told_and_the_rest_holds(line: str, zone: str) -> None:
     found = bounds_at(
         (schedule(line, "1h", zone, least=3), schedule("0 0 * * *", "24h", least=2)), at("2026-05-05T09:00")

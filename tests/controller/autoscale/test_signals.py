@@ -424,3 +424,18 @@ def test_after_the_clock_was_set_back_time_begins_anew_and_sums_go_on() -> None:
     assert rates is not None
     assert (rates.window_s, rates.arrivals) == (5.0, 1.0)
     assert (found.freshness.silent, found.freshness.since_s) == ((), 9.0)
+
+
+@pytest.mark.parametrize("huge", [10**400, 2**63, 10**15 + 1])
+def test_whole_numbers_beyond_all_bounds_are_the_most_there_is(huge: int) -> None:
+    made = signals()
+    made.hear(GATEWAYS[0], said("a", 1, 0.0, arrivals=1, ttft=(0,) * BUCKETS), 0.0)
+    told = said("a", 2, 1.0, arrivals=huge, prompt_tokens=1.0, queued=huge, at_zero=huge, ttft=(huge,) * BUCKETS)
+    assert made.hear(GATEWAYS[0], told, 1.0)
+    assert arrivals(made, 1.0) <= MOST
+    assert of(made, 1.0).waiting.requests == MOST
+
+
+def test_a_process_with_an_endless_name_is_not_kept() -> None:
+    made = signals()
+    assert not made.hear(GATEWAYS[0], said("a" * 100_000, 1), 0.0)

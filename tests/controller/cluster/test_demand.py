@@ -163,7 +163,11 @@ async def twice_then_hang(answer: web.StreamResponse) -> None:
     await asyncio.sleep(60)
 
 
-@pytest.mark.parametrize("speak", [hang, half, trickle, giant, garbage])
+async def nested(answer: web.StreamResponse) -> None:
+    await answer.write(b'{"unknown":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n")
+
+
+@pytest.mark.parametrize("speak", [hang, half, trickle, giant, garbage, nested])
 async def test_a_stream_that_is_none_is_opened_again_and_again_and_harms_no_other(
     speak: Speak,
 ) -> None:
@@ -235,7 +239,7 @@ async def changes_then_a_gap(answer: web.StreamResponse) -> None:
 
 
 async def test_lines_that_name_changed_servers_alone_are_heard_as_whole_ones() -> None:
-    async with speaking(changes_then_a_gap) as address, following() as stand:
+    async with speaking(changes_then_a_gap) as address, following(trusted=("default",)) as stand:
         stand.set(g=gateway(address))
         # what does not go on from the line before ends the stream, and the next one begins with all
         await eventually(lambda: len(stand.heard.get("default/g", ())) >= 3)
@@ -291,3 +295,39 @@ async def test_a_pod_tells_what_each_of_its_processes_says_and_which_say_nothing
             # its end is not held up by who follows
             began_s = time.monotonic()  # noqa: TID251 - a real server
         assert time.monotonic() - began_s < 10  # noqa: TID251 - a real server
+
+
+def bulky(slot: int, sequence: int = 1) -> bytes:
+    """A line of a process, of some 200 kB."""
+    server = ServerDemand(model="m" * 200_000)
+    return msgspec.json.encode(Demand(f"p{slot}", sequence, 1.0, {"default/a": server}, slot=f"s{slot}")) + b"\n"
+
+
+@pytest.mark.parametrize(("trusted", "heard"), [((), 4), (("default",), 10)])
+async def test_a_gateway_that_nobody_vouches_for_fills_no_memory_by_many_processes(
+    trusted: tuple[str, ...], heard: int
+) -> None:
+    async def speak(answer: web.StreamResponse) -> None:
+        for slot in range(10):
+            await answer.write(bulky(slot))
+        await asyncio.sleep(10)
+
+    async with speaking(speak) as address, following(trusted) as stand:
+        stand.set(g=gateway(address))
+        await eventually(lambda: len(stand.heard.get("default/g", ())) >= heard)
+        await asyncio.sleep(0.1)
+        assert len(stand.names("g")) == heard
+
+
+async def test_a_gateway_that_nobody_vouches_for_is_read_slowly_however_fast_it_speaks() -> None:
+    async def speak(answer: web.StreamResponse) -> None:
+        for sequence in range(1, 100_000):
+            await answer.write(line("flood", sequence))
+
+    async with speaking(speak) as address, following() as stand:
+        stand.set(g=gateway(address))
+        await eventually(lambda: len(stand.heard.get("default/g", ())) >= 5)
+        before, began_s = len(stand.heard["default/g"]), time.monotonic()  # noqa: TID251 - a real stream
+        await asyncio.sleep(0.5)
+        took_s = time.monotonic() - began_s  # noqa: TID251 - a real stream
+        assert len(stand.heard["default/g"]) - before <= took_s / demand._SHORTEST_OWN_S + 1

@@ -21,7 +21,7 @@ from controller.cluster.errors import (
     Unreachable,
     error_for,
 )
-from controller.cluster.resources import DEPLOYMENTS, NODES, PODS, key_of, split_key
+from controller.cluster.resources import DEPLOYMENTS, NODES, PODS, Resource, key_of, split_key
 from controller.cluster.store import Store
 from controller.cluster.watching import WatchEvent, events_in
 
@@ -158,6 +158,34 @@ def test_objects_can_be_made_smaller_before_they_are_kept() -> None:
     store.replace([{**thing("a", "1"), "spec": "large"}])
     store.take(event("ADDED", {**thing("b", "2"), "spec": "large"}))
     assert [list(one) for one in store.objects.values()] == [["metadata"], ["metadata"]]
+
+
+def test_an_object_that_cannot_be_read_stays_as_it_was_and_harms_no_other() -> None:
+    def careful(one: dict[str, Any]) -> dict[str, Any]:
+        return {"metadata": one["metadata"], "size": int(one.get("size", "1"))}
+
+    store, bad = Store(careful), {**thing("a", "2"), "size": "much"}
+    assert store.replace([{**thing("new", "1"), "size": "much"}, thing("a", "1"), thing("b", "1")]) == [
+        "default/a",
+        "default/b",
+    ]
+    assert store.take(event("MODIFIED", bad)) == []
+    assert store.objects["default/a"]["metadata"]["resourceVersion"] == "1"
+    assert store.replace([bad, thing("b", "2")]) == ["default/b"]
+    assert store.objects["default/a"]["size"] == 1
+    assert store.take(event("MODIFIED", thing("a", "3"))) == ["default/a"]
+    assert store.take(event("DELETED", bad)) == ["default/a"]
+
+
+@pytest.mark.parametrize("part", ["..", "."])
+def test_no_part_of_a_path_leads_elsewhere(part: str) -> None:
+    with pytest.raises(ValueError, match="no part of a path"):
+        PODS.path("a", part)
+    with pytest.raises(ValueError, match="no part of a path"):
+        PODS.path(part, "a")
+    for resource in (Resource(part, "v1", "x", "X"), Resource("apps", part, "x", "X")):
+        with pytest.raises(ValueError, match="no part of a path"):
+            _ = resource.group_path
 
 
 def test_the_copy_cannot_be_changed_by_its_readers() -> None:

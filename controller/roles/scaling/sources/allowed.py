@@ -75,6 +75,9 @@ class Allowed:
         try:
             good = is_public_enough(url.host)
         except ValueError:
+            if not set(url.host) - set("0123456789."):
+                # 2130706433 and 127.1 are 127.0.0.1 to some, and no resolver is asked about numbers
+                raise NotAllowed(f"{url.host} is neither a name nor an IP address with four numbers") from None
             return url  # a name: the resolver looks at what it stands for
         if not good:
             raise NotAllowed(f"{url.host} is an address that the manager does not ask without --prometheus-allow")

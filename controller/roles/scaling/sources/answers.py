@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 _LONGEST: Final = 200
 _SELECTOR: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*\s*(\{[^{}]*\})?|\{[^{}]*\}")
+# After the name of a metric on a page.
+_AFTER_NAME: Final = re.compile(rb"(?:\{[^\n]*\})?[ \t]+([^ \t\n]+)")
+# Of a metric, and those whose names begin with its name: engines have a few.
+_MOST_LINES: Final = 10_000
 _WHICH: Final = "attache_sample"
 # Of several series of one page, as of data-parallel ranks, these are shares: the fullest counts. Others add up.
 _SHARES: Final = ("_perc", "_percent", "_ratio", "_usage", "_utilization")
@@ -72,7 +76,7 @@ def prometheus_value(body: bytes) -> Value:
             said = f"{answer.error_type}: {answer.error}"[:_LONGEST]
             return Value(problem=f"the query fails: {said}")
         return _of(answer)
-    except (msgspec.DecodeError, ValueError, OverflowError):
+    except (msgspec.DecodeError, ValueError, OverflowError, RecursionError):
         return Value(problem="the answer is not that of a Prometheus")
 
 
@@ -103,22 +107,39 @@ def _finite(text: str, age_s: float, *, is_partial: bool) -> Value:
 
 
 def page_values(page: bytes, names: Iterable[str]) -> dict[str, float]:
-    """The metrics of these names on a page in Prometheus' text format; those that are not there, or are no finite number,
-    are left out.
+    """The metrics of these names on a page in Prometheus' text format; those that are not there, have very many series, or
+    are no finite number, are left out.
     """
     found: dict[str, float] = {}
     for name in names:
-        numbers = []
-        for line in re.finditer(
-            rb"^" + re.escape(name.encode()) + rb"(?:\{[^\n]*\})?[ \t]+([^ \t\n]+)", page, re.MULTILINE
-        ):
+        numbers = _numbers_of(name.encode(), page)
+        if numbers and all(map(math.isfinite, numbers)):
+            found[name] = max(numbers) if name.endswith(_SHARES) else sum(numbers)
+    return found
+
+
+def _numbers_of(name: bytes, page: bytes) -> list[float]:
+    """Of each series of a metric. Pages are long, and mostly about other metrics: lines are searched for, not read."""
+    numbers: list[float] = []
+    sought = b"\n" + name
+    at = len(name) if page.startswith(name) else _end_of(sought, page, 0)
+    for _ in range(_MOST_LINES):
+        if at < 0:
+            return numbers
+        line = _AFTER_NAME.match(page, at)
+        if line is not None:
             try:
                 numbers.append(float(line[1]))
             except ValueError:
                 numbers.append(math.nan)
-        if numbers and all(map(math.isfinite, numbers)):
-            found[name] = max(numbers) if name.endswith(_SHARES) else sum(numbers)
-    return found
+        at = _end_of(sought, page, at)
+    return []
+
+
+def _end_of(sought: bytes, page: bytes, begin: int) -> int:
+    """Where it ends that is found next; -1: nowhere."""
+    at = page.find(sought, begin)
+    return at + len(sought) if at >= 0 else -1
 
 
 class PodUsage(msgspec.Struct, frozen=True):

@@ -56,6 +56,29 @@ async def test_only_what_is_new_rings(said: list[ServerDemand], rings: list[bool
     assert found == rings
 
 
+async def test_a_gateway_of_a_namespace_hastens_no_decision_of_another() -> None:
+    rung: list[str] = []
+    demand = GatewayDemand(cast("Client", None), ("gateways",), InformerTiming(), lambda: 0.0)
+    demand._urgent = rung.append
+    said = Demand("x", 1, 0.0, {"a/llama": ServerDemand(at_zero=1), "b/llama": ServerDemand(at_zero=1)})
+    demand._hear("b/gateway", said, 0.0)
+    assert rung == ["b/llama"]
+    demand._hear("gateways/one", said, 0.0)
+    assert rung == ["b/llama", "a/llama", "b/llama"]
+
+
+async def test_what_is_remembered_of_a_gateway_does_not_grow_with_its_lies() -> None:
+    demand = GatewayDemand(cast("Client", None), (), InformerTiming(), lambda: 0.0)
+    server = ServerDemand(queued=9, at_zero=1)
+    for number in range(1, 2000):
+        # processes that do not answer, one that begins anew each time, and ever more slots
+        demand._hear("a/gateway", Demand("", 0, 0.0, {f"a/m{number}": server}, slot=f"silent{number}"), 0.0)
+        demand._hear("a/gateway", Demand(f"x{number}", 1, 0.0, {f"a/m{number}": server}, slot="same"), 0.0)
+        demand._hear("a/gateway", Demand("y", number, 0.0, {f"a/m{number}": server}, slot=f"s{number}"), 0.0)
+    assert len(demand._said) <= 64
+    assert sum(len(one.unfinished) for one in demand._said.values()) <= 64
+
+
 def test_ranks_of_a_pod_are_one_engine_of_their_speed_together() -> None:
     def signal(in_flight: int) -> EngineSignal:
         report = EngineReport(at_s=1.0, in_flight=in_flight, kv_capacity_tokens=1000.0)

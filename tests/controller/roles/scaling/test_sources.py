@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from controller.autoscale.situation import EngineState
 from controller.cluster.resources import MODEL_INFERS
@@ -56,6 +60,7 @@ def test_the_age_is_that_of_the_sample_itself() -> None:
             "not that of",
         ),
         (b"<html>", "not that of"),
+        (b'{"status":"success","data":{"result":' + b"[" * 100_000 + b"]" * 100_000 + b"}}", "not that of"),
         (b"{}", "not that of"),
     ],
 )
@@ -89,6 +94,27 @@ def test_an_engines_page_is_read_by_whole_names() -> None:
     assert page_values(page, names) == {"vllm:num_requests_waiting": 7.0, "vllm:kv_cache_usage_perc": 0.5, "odd": 2.0}
 
 
+@pytest.mark.parametrize("size", [0, 100])
+def test_an_engines_page_of_endless_series_says_nothing(size: int) -> None:
+    page = b"".join(b'a{x="%d"} 1\n' % number for number in range(size * 1000)) + b"b 2\n"
+    assert page_values(page, ("a", "b")) == {"b": 2.0}
+
+
+_LINE = st.sampled_from([b"a 1", b"a", b"ab 2", b"a{} 3", b'a{x="} 4"} 5', b" a 6", b"a\t7 8", b"", b"b nan", b"b -1"])
+
+
+@given(st.lists(_LINE, max_size=8), st.booleans())
+def test_an_engines_page_is_read_as_by_lines(lines: list[bytes], ends: bool) -> None:
+    page = b"\n".join(lines) + b"\n" * ends
+    expected = {}
+    for name in (b"a", b"ab", b"b"):
+        form = re.compile(re.escape(name) + rb"(?:\{.*\})?[ \t]+([^ \t]+)")
+        numbers = [float(found[1]) for line in lines if (found := form.match(line)) is not None]
+        if numbers and all(map(math.isfinite, numbers)):
+            expected[name.decode()] = sum(numbers)
+    assert page_values(page, ("a", "ab", "b")) == expected
+
+
 def test_usage_is_that_of_all_containers() -> None:
     containers = [{"usage": {"cpu": "1500000000n", "memory": "1Gi"}}, {"usage": {"cpu": "250m", "memory": "512Mi"}}]
     items = [
@@ -106,6 +132,10 @@ def test_usage_is_that_of_all_containers() -> None:
         "http://169.254.169.254/latest",
         "http://127.0.0.1:9090",
         "http://[::1]:9090",
+        "http://127.1:9090",
+        "http://2130706433",
+        "http://127.0.0.1.:9090",
+        "http://0",
         "http://[::ffff:127.0.0.1]:9090",
         "http://[fe80::1]",
         "http://0.0.0.0",
