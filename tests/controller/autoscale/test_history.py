@@ -30,15 +30,15 @@ def fed(history: History, ticks: int) -> tuple[Sums, list[tuple[float, int, int]
 def test_two_hours_of_a_busy_server_with_latencies_in_all_buckets_take_less_than_90_kib() -> None:
     tracemalloc.start()
     try:
-        # what the interpreter keeps for later use is there now
-        fed(History(), 3000)
-        before = tracemalloc.get_traced_memory()[0]
         history = History()
         fed(history, HOURS_S)
-        grown = tracemalloc.get_traced_memory()[0] - before
+        # other threads allocate, too: those of test runners
+        ours = tracemalloc.Filter(inclusive=True, filename_pattern="*/controller/autoscale/*")
+        traces = tracemalloc.take_snapshot().filter_traces([ours])
+        grown = sum(one.size for one in traces.statistics("filename"))
     finally:
         tracemalloc.stop()
-    assert grown < 90 * 1024
+    assert 10 * 1024 < grown < 90 * 1024
 
 
 def test_counters_of_all_points_and_histograms_of_the_newest_are_exact() -> None:
