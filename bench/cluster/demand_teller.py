@@ -75,7 +75,8 @@ class Server:
         )
 
     def _engine(self, is_busy: bool) -> EngineDemand:
-        in_flight = self._rng.randrange(4) if is_busy else 0
+        # load is steady: what is in flight at all engines together hardly ever doubles, which would call for a look at once
+        in_flight = self._rng.randrange(1, 3) if is_busy else 0
         return EngineDemand(
             in_flight=in_flight,
             in_flight_tokens=in_flight * (_PROMPT_TOKENS + _OUTPUT_TOKENS),

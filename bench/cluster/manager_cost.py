@@ -25,7 +25,7 @@ _SLICE_S: Final = 10.0
 _SCRAPES: Final = 3
 # Scaling starts by itself, and bindings rest after a minute.
 _LEAST_S: Final = 90.0
-# Settled: looks come once a period, nearly, and few bindings are written about in a minute.
+# Settled: looks come once a period, nearly, or more often but evenly, and few bindings are written about in a minute.
 _MOST_OFF: Final = 0.1
 _MOST_WRITTEN: Final = 0.02
 
@@ -105,10 +105,13 @@ def _is_calm(seen: Sequence[tuple[float, float, float]], bindings: int, period_s
     began, ended = seen[0], seen[-1]
     if ended[0] - began[0] < 50.0:
         return False
-    expected = bindings / period_s
+    # jumps of load cause more looks than the period alone
+    mean = (ended[1] - began[1]) / (ended[0] - began[0])
     rates = [(new[1] - old[1]) / (new[0] - old[0]) for old, new in itertools.pairwise(seen)]
-    return ended[2] - began[2] <= _MOST_WRITTEN * bindings and all(
-        abs(one - expected) <= _MOST_OFF * expected + 1.0 for one in rates
+    return (
+        ended[2] - began[2] <= _MOST_WRITTEN * bindings
+        and mean >= (1 - _MOST_OFF) * bindings / period_s
+        and all(abs(one - mean) <= _MOST_OFF * mean + 1.0 for one in rates)
     )
 
 
