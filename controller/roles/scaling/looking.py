@@ -91,7 +91,12 @@ class Looker:
         )
         looked = msgspec.structs.replace(looked, situations=situations)
         try:
-            looked, again_s = await self._act(view, self._decided(view, looked))
+            decided = self._decided(view, looked)
+        except Exception as error:  # its owner reads the status, not our log
+            await self._tell(view, msgspec.structs.replace(looked, problem=("DecisionFailed", repr(error))))
+            raise
+        try:
+            looked, again_s = await self._act(view, decided)
         except DecideAgain:
             return "again", _SOON_S
         await self._tell(view, looked)
