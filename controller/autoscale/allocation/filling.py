@@ -123,12 +123,13 @@ def by_weights(need: float, variants: Sequence[Variant], rules: Rules) -> Alloca
     filling = _Filling(variants, rules)
     order = sorted((one for one in variants if one.weight), key=lambda one: one.name)
     refused: set[str] = set()
-    largest = max((one.capacity for one in order), default=1.0)
     while need - filling.capacity > _NOTHING and len(refused) < len(order):
         # one by one at last: a million replicas would take minutes
-        step = max(1, math.ceil((need - filling.capacity) / largest) // _SMALL)
-        total = sum(filling.replicas[one.name] for one in order if one.name not in refused) + step
-        shares = largest_remainders(total, [(one.name, one.weight) for one in order if one.name not in refused])
+        open_ = [one for one in order if one.name not in refused]
+        mean = sum(one.weight * one.capacity for one in open_) / sum(one.weight for one in open_)
+        step = max(1, math.ceil((need - filling.capacity) / mean) // _SMALL)
+        total = sum(filling.replicas[one.name] for one in open_) + step
+        shares = largest_remainders(total, [(one.name, one.weight) for one in open_])
         if step > 1 and _give_all(filling, shares, refused):
             continue
         behind = max(shares, key=lambda name: (shares[name] - filling.replicas[name], _weight(order, name)))
@@ -158,11 +159,17 @@ def largest_remainders(total: int, weights: Sequence[tuple[str, int]]) -> dict[s
 def by_expansion(need: float, variants: Sequence[Variant], rules: Rules) -> Allocation:
     """Kthena's order: the prefix of ``expansion_sequence`` that carries the work."""
     filling = _Filling(variants, rules)
-    capacities = {one.name: one.capacity for one in variants}
+    by_name, closed = {one.name: one for one in variants}, set[str]()
     for name, count in _batches(variants, rules.expansion_rate_percent):
-        if need - filling.capacity <= _NOTHING:
+        missing = need - filling.capacity
+        if missing <= _NOTHING:
             break
-        filling.give(name, min(count, max(1, math.ceil((need - filling.capacity) / capacities[name] - _NOTHING))))
+        if name in closed:
+            continue
+        # only spot may be refused now and taken later
+        given = filling.give(name, min(count, _replicas_for(missing, by_name[name])))
+        if not given and not (by_name[name].spot and rules.min_on_demand):
+            closed.add(name)
     return filling.result(need, "in batches, the cheapest first")
 
 

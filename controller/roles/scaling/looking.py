@@ -93,9 +93,13 @@ class Looker:
             view.namespace, looked.policy, looked.resolved, looked.situations
         )
         period_s = float(looked.policy.period)
-        return await self._carried_out(
-            view, self._decided(view, msgspec.structs.replace(looked, situations=situations)), period_s
-        )
+        looked = msgspec.structs.replace(looked, situations=situations)
+        try:
+            decided = self._decided(view, looked)
+        except Exception as error:  # its owner reads the status, not our log
+            await self._tell(view, msgspec.structs.replace(looked, problem=("DecisionFailed", repr(error))))
+            raise
+        return await self._carried_out(view, decided, period_s)
 
     async def _carried_out(self, view: BindingView, looked: Looked, period_s: float) -> tuple[str, float]:
         """As ``look``, after the decision."""
