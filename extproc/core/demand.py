@@ -2,8 +2,7 @@
 """What clients ask of each ModelServer and what its engines do: counted with each request, told as a page.
 
 A request counts once at each step: it arrives, its prefill work becomes known, it is refused or its outcome comes. Tokens
-count as its outcome says, or by estimates: those of its prompt when it is sent, where the engines have not said how many
-there were yet, else when its outcome lacks them.
+count with its outcome: as that says, or by estimates where it does not.
 """
 
 from __future__ import annotations
