@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import pytest_asyncio
@@ -17,6 +18,7 @@ from controller.cluster.resources import (
     PODS,
     Resource,
 )
+from controller.roles.scaling import rooms
 from controller.roles.scaling.names import SCALED_BY
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
@@ -40,6 +42,8 @@ from tests.with_kube.scaling import (
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    import pytest
 
     from bench.cluster.fake.faults import Call
     from bench.cluster.fake.server import FakeServer
@@ -166,8 +170,9 @@ async def test_room_on_nodes_counts_where_targets_have_accelerators(client: Clie
         await client.delete(NODES, f"n-{namespace}")
 
 
-@FAKE
-async def test_no_binding_counts_room_that_another_one_was_promised(client: Client, kube: Kube, namespace: str) -> None:
+@contextlib.asynccontextmanager
+async def two_bindings(client: Client, kube: Kube, namespace: str, wanted: Wanted) -> AsyncIterator[None]:
+    """Of Deployments without pods, with one node of eight H100s between them."""
     await make_policy(client, namespace)
     for name in ("llama", "other"):
         await client.create(DEPLOYMENTS, deployment(namespace, name=name, replicas=0))
@@ -176,22 +181,39 @@ async def test_no_binding_counts_room_that_another_one_was_promised(client: Clie
     await client.create(NODES, node)
     status = {"allocatable": {"nvidia.com/gpu": "8"}, "conditions": [{"type": "Ready", "status": "True"}]}
     await client.merge_patch(NODES, f"n-{namespace}", None, {"status": status}, subresource="status")
-    first = bind(client, namespace, target(accelerator="H100"), name="one", budget={"accelerators": {"H100": 8}})
     other = {**target(name="other", accelerator="h100"), "name": "second"}
-    wanted = Wanted(main=0, second=0)
     try:
-        await first
+        await bind(client, namespace, target(accelerator="H100"), name="one", budget={"accelerators": {"H100": 8}})
         async with scaling(kube.admin, namespace, wanted):
             await eventually(lambda: wanted.rooms == {"main": 8}, timeout_s=SOON_S)
             await bind(client, namespace, other, name="two", budget={"accelerators": {"h100": 8}})
             await eventually(lambda: wanted.rooms == {"main": 8, "second": 8}, timeout_s=SOON_S)
-            wanted.replicas["main"] = 5
-            # there are no pods, so the five have no nodes yet, and the node looks as free as before
-            await eventually(lambda: wanted.rooms == {"main": 3, "second": 3}, timeout_s=SOON_S)
-            wanted.replicas["second"] = 2
-            await eventually(lambda: wanted.rooms == {"main": 1, "second": 1}, timeout_s=SOON_S)
+            yield
     finally:
         await client.delete(NODES, f"n-{namespace}")
+
+
+@FAKE
+async def test_no_binding_counts_room_that_another_one_was_promised(client: Client, kube: Kube, namespace: str) -> None:
+    wanted = Wanted(main=0, second=0)
+    async with two_bindings(client, kube, namespace, wanted):
+        wanted.replicas["main"] = 5
+        # there are no pods, so the five have no nodes yet, and the node looks as free as before
+        await eventually(lambda: wanted.rooms == {"main": 3, "second": 3}, timeout_s=SOON_S)
+        wanted.replicas["second"] = 2
+        await eventually(lambda: wanted.rooms == {"main": 1, "second": 1}, timeout_s=SOON_S)
+
+
+@FAKE
+async def test_replicas_that_never_get_pods_keep_room_from_others_for_a_while(
+    client: Client, kube: Kube, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rooms, "_PROMISED_S", 3.0)
+    wanted = Wanted(main=0, second=0)
+    async with two_bindings(client, kube, namespace, wanted):
+        wanted.replicas["main"] = 8
+        await eventually(lambda: wanted.rooms.get("second") == 0, timeout_s=SOON_S)
+        await eventually(lambda: wanted.rooms.get("second") == 8, timeout_s=SOON_S)
 
 
 async def test_a_settled_binding_causes_no_writes(client: Client, kube: Kube, namespace: str) -> None:

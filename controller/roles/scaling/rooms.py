@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 # All pods of a cluster are added up at most so often.
 _EACH_S: Final = 2.0
+# Replicas without pods are promised room for so long after they were ordered: a quota may refuse their pods, and somebody
+# who only exports numbers may never have any. Nobody else is kept from nodes by them.
+_PROMISED_S: Final = 60.0
 
 
 class Allowed(msgspec.Struct, frozen=True):
@@ -37,12 +41,13 @@ class Allowed(msgspec.Struct, frozen=True):
 
 
 class _Ordered(NamedTuple):
-    """What a binding decided last. ``replicas`` and ``lacks``: by target."""
+    """What a binding decided last. ``replicas`` and ``lacks``: by target. ``grown_at_s``: when it last asked for more."""
 
     view: BindingView
     resolved: Sequence[Resolved]
     replicas: Mapping[str, int]
     lacks: Mapping[str, int]
+    grown_at_s: float
 
 
 class Rooms:
@@ -74,7 +79,8 @@ class Rooms:
         if not self._look():
             return Allowed()
         # its decision begins with what was asked for, whatever it has decided before
-        mine = self._claim(_Ordered(view, resolved, {}, {}))
+        before = self._ordered.get(view.key)
+        mine = self._claim(_Ordered(view, resolved, {}, {}, -math.inf if before is None else before.grown_at_s))
         others = [self._claim(one) for key, one in self._ordered.items() if key != view.key]
         shares = {one.spec.name: share for one in resolved if (share := self._share(one)) is not None}
         left = {one.kind: left_for(mine, one.kind, self._nodes, others) for one in shares.values()}
@@ -95,7 +101,11 @@ class Rooms:
         owned = [one for one in resolved if one.may_write and self._share(one) is not None]
         replicas = {one.target.spec.name: one.replicas for one in steps if one.is_ordered and one.replicas is not None}
         if owned:
-            self._ordered[view.key] = _Ordered(view, owned, replicas, lacks)
+            before = self._ordered.get(view.key)
+            known = {} if before is None else before.replicas
+            is_more = any(count > known.get(name, 0) for name, count in replicas.items())
+            grown_at_s = _now_s() if before is None or is_more else before.grown_at_s
+            self._ordered[view.key] = _Ordered(view, owned, replicas, lacks, grown_at_s)
         else:
             self._ordered.pop(view.key, None)
 
@@ -145,7 +155,7 @@ class Rooms:
         nodes, pods = self._followed
         if not (nodes.synced.is_set() and pods.synced.is_set()):
             return False
-        now_s = asyncio.get_running_loop().time()
+        now_s = _now_s()
         if self._is_old and now_s >= self._read_at_s + _EACH_S:
             self._read_at_s, self._is_old = now_s, False
             self._nodes = Nodes(room(nodes.objects.values(), pods.objects.values()))
@@ -155,14 +165,15 @@ class Rooms:
     def _claim(self, ordered: _Ordered) -> Claim:
         view = ordered.view
         priority = 0 if view.binding is None else view.binding.spec.priority
+        is_new = _now_s() - ordered.grown_at_s < _PROMISED_S
         shares = (
-            self._share(one, ordered.replicas.get(one.spec.name, 0), ordered.lacks.get(one.spec.name, 0))
+            self._share(one, ordered.replicas.get(one.spec.name, 0), ordered.lacks.get(one.spec.name, 0), is_new=is_new)
             for one in ordered.resolved
         )
         return Claim((-priority, view.claim.created, view.key), tuple(one for one in shares if one is not None))
 
-    def _share(self, target: Resolved, replicas: int = 0, lacks: int = 0) -> Share | None:
-        """None if it takes no accelerators that are known."""
+    def _share(self, target: Resolved, replicas: int = 0, lacks: int = 0, *, is_new: bool = True) -> Share | None:
+        """None if it takes no accelerators that are known. ``is_new``: replicas that have no pods yet may soon have."""
         spec, found = target.spec, target.found
         if spec.accelerator is None or spec.accelerators < 1 or found is None or target.kind is None:
             return None
@@ -171,13 +182,18 @@ class Rooms:
             if not pod.is_ended:
                 units.setdefault(target.kind.unit_of(pod), []).append(pod.key in self._placed)
         placed = sum(all(one) for one in units.values())
+        without_pods = max(0, max(found.replicas, replicas) - len(units))
         return Share(
             kind=spec.accelerator,
             accelerators=spec.accelerators,
             pods=max((len(one) for one in units.values()), default=1),
-            promised=max(0, max(found.replicas, replicas) - placed),
+            promised=len(units) - placed + (without_pods if is_new else 0),
             lacks=lacks,
         )
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def is_limited(target: Resolved, resolved: Sequence[Resolved], view: BindingView) -> bool:
