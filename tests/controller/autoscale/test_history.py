@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
-import tracemalloc
+import sys
 
 from controller.autoscale.history import COARSE, EACH, EACH_OLD_HISTOGRAM, FINE, RECENT, History, Sums
 from controller.autoscale.traffic import Traffic
@@ -27,25 +28,21 @@ def fed(history: History, ticks: int) -> tuple[Sums, list[tuple[float, int, int]
     return sums, said
 
 
-def _allocated() -> int:
-    """Bytes of the autoscaler: threads of test runners allocate, too."""
-    ours = tracemalloc.Filter(inclusive=True, filename_pattern="*/controller/autoscale/*")
-    traces = tracemalloc.take_snapshot().filter_traces([ours])
-    return sum(one.size for one in traces.statistics("filename"))
+def size_of(thing: object) -> int:
+    """Bytes of an object and all that it refers to, each once."""
+    found, left = {id(thing): thing}, [thing]
+    while left:
+        for one in gc.get_referents(left.pop()):
+            if id(one) not in found and not isinstance(one, type):
+                found[id(one)] = one
+                left.append(one)
+    return sum(sys.getsizeof(one) for one in found.values())
 
 
 def test_two_hours_of_a_busy_server_with_latencies_in_all_buckets_take_less_than_90_kib() -> None:
-    tracemalloc.start()
-    try:
-        # what the interpreter keeps for later use is there now
-        fed(History(), 3000)
-        before = _allocated()
-        history = History()
-        fed(history, HOURS_S)
-        grown = _allocated() - before
-    finally:
-        tracemalloc.stop()
-    assert 10 * 1024 < grown < 90 * 1024
+    history = History()
+    fed(history, HOURS_S)
+    assert 40 * 1024 < size_of(history) < 90 * 1024
 
 
 def test_counters_of_all_points_and_histograms_of_the_newest_are_exact() -> None:

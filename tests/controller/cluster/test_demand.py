@@ -321,8 +321,10 @@ async def test_a_gateway_that_nobody_vouches_for_fills_no_memory_by_many_process
 
 async def test_a_gateway_that_nobody_vouches_for_is_read_slowly_however_fast_it_speaks() -> None:
     async def speak(answer: web.StreamResponse) -> None:
-        for sequence in range(1, 100_000):
-            await answer.write(line("flood", sequence))
+        for first in range(1, 100_000, 50):
+            await answer.write(b"".join(line("flood", first + more) for more in range(50)))
+            # it shares its event loop with those who read
+            await asyncio.sleep(0.01)
 
     async with speaking(speak) as address, following() as stand:
         stand.set(g=gateway(address))
