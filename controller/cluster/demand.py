@@ -171,7 +171,8 @@ class DemandFeed:
                 for one in wanted - self._tasks.keys():
                     self._tasks[one] = tasks.create_task(self._follow(http, *one), name=f"demand of {one[0]}")
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), _LOOK_AGAIN_S)
+                    async with asyncio.timeout(_LOOK_AGAIN_S):
+                        await self._news.wait()
 
     def _chosen(self) -> dict[str, str]:
         found: dict[str, str] = {}

@@ -42,7 +42,8 @@ class DemandRelay:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), 1.0)
+                    async with asyncio.timeout(1.0):
+                        await self._news.wait()
                 self._news.clear()
                 latest, self._latest, now = self._latest, {}, loop.time()
                 for address in self._addresses:

@@ -117,7 +117,8 @@ class DemandWatch:
                 told = page
                 await asyncio.sleep(_SHORTEST_PAUSE_S)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(news.wait(), _EVERY_S - _SHORTEST_PAUSE_S)
+                    async with asyncio.timeout(_EVERY_S - _SHORTEST_PAUSE_S):
+                        await news.wait()
         finally:
             self._watchers.discard(news)
             self._untold.discard(news)

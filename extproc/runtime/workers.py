@@ -61,7 +61,8 @@ class _Worker:
             if asyncio.get_running_loop().time() - began > _LONGEST_PAUSE_S:
                 pause_s = _FIRST_PAUSE_S
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await stop.wait()
                 return 0
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from bench.processes import free_ports
 from controller.cluster import demand
 from controller.cluster.demand import DemandFeed
+from controller.cluster.demand_relay import DemandRelay
 from controller.cluster.pages import pages
 from extproc.config.demand import DEMAND_PATH, Demand, ServerDemand, completed
 from extproc.config.loads import LOADS_LABEL
@@ -333,3 +334,16 @@ async def test_a_gateway_that_nobody_vouches_for_is_read_slowly_however_fast_it_
         await asyncio.sleep(0.5)
         took_s = time.monotonic() - began_s  # noqa: TID251 - a real stream
         assert len(stand.heard["default/g"]) - before <= took_s / demand._SHORTEST_OWN_S + 1
+
+
+async def test_a_relay_ends_even_if_something_is_said_at_that_instant() -> None:
+    async with aiohttp.ClientSession() as http:
+        relay = DemandRelay(http, ())
+        reading = asyncio.create_task(anext(relay.lines()))
+        await asyncio.sleep(0.01)
+        relay._news.set()
+        await asyncio.sleep(0)
+        reading.cancel()
+        ended, _ = await asyncio.wait([reading], timeout=5)
+        assert ended
+        assert reading.cancelled()
