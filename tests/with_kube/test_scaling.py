@@ -134,16 +134,21 @@ async def test_two_kinds_of_one_name_have_series_of_their_own(client: Client, ku
         await eventually(are_apart, timeout_s=SOON_S)
 
 
-@FAKE
-async def test_room_on_nodes_counts_where_targets_have_accelerators(client: Client, kube: Kube, namespace: str) -> None:
+async def two_deployments(client: Client, namespace: str, *, replicas: int) -> None:
+    """Without pods, and one node of eight H100s."""
     await make_policy(client, namespace)
     for name in ("llama", "other"):
-        await client.create(DEPLOYMENTS, deployment(namespace, name=name, replicas=1))
+        await client.create(DEPLOYMENTS, deployment(namespace, name=name, replicas=replicas))
     labels = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
     node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": f"n-{namespace}", "labels": labels}, "spec": {}}
     await client.create(NODES, node)
     status = {"allocatable": {"nvidia.com/gpu": "8"}, "conditions": [{"type": "Ready", "status": "True"}]}
     await client.merge_patch(NODES, f"n-{namespace}", None, {"status": status}, subresource="status")
+
+
+@FAKE
+async def test_room_on_nodes_counts_where_targets_have_accelerators(client: Client, kube: Kube, namespace: str) -> None:
+    await two_deployments(client, namespace, replicas=1)
     first = target(accelerator="H100", accelerators=2)
     second = {**target(name="other", accelerator="B200"), "name": "second"}
     await bind(client, namespace, first, second)
@@ -172,15 +177,8 @@ async def test_room_on_nodes_counts_where_targets_have_accelerators(client: Clie
 
 @contextlib.asynccontextmanager
 async def two_bindings(client: Client, kube: Kube, namespace: str, wanted: Wanted) -> AsyncIterator[None]:
-    """Of Deployments without pods, with one node of eight H100s between them."""
-    await make_policy(client, namespace)
-    for name in ("llama", "other"):
-        await client.create(DEPLOYMENTS, deployment(namespace, name=name, replicas=0))
-    labels = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
-    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": f"n-{namespace}", "labels": labels}, "spec": {}}
-    await client.create(NODES, node)
-    status = {"allocatable": {"nvidia.com/gpu": "8"}, "conditions": [{"type": "Ready", "status": "True"}]}
-    await client.merge_patch(NODES, f"n-{namespace}", None, {"status": status}, subresource="status")
+    """Of two Deployments without pods, with one node of eight H100s between them."""
+    await two_deployments(client, namespace, replicas=0)
     other = {**target(name="other", accelerator="h100"), "name": "second"}
     try:
         await bind(client, namespace, target(accelerator="H100"), name="one", budget={"accelerators": {"H100": 8}})
