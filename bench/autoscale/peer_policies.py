@@ -24,7 +24,7 @@ from controller.resources.scaling_laws import SpareCapacityParameters, TokensPar
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from bench.autoscale.peers.peer import KindsPeer, Peer
+    from bench.autoscale.peers.peer import Peer
     from bench.autoscale.scaler import Scaler
     from controller.autoscale.situation import Situation
 
@@ -36,33 +36,30 @@ _SECOND_CARRIES: Final = 2.7
 
 
 class OfPeer:
-    """A peer in its loop. It knows one kind of engine, and scales the first target."""
+    """A peer in its loop. ``ask``: what it wants of each target, and what it is to be given the next time."""
 
-    def __init__(self, peer: Peer[Any]) -> None:
-        self._peer = peer
+    def __init__(self, ask: Callable[[Situation, Any], tuple[Mapping[str, int], Any]]) -> None:
+        self._ask = ask
         self._memory: Any = None
 
     def decide(self, situation: Situation) -> Mapping[str, int]:
         """What the peer wants."""
-        desired, self._memory = self._peer.desired(situation, self._memory)
-        return {situation.targets[0].name: desired}
-
-
-class OfKindsPeer:
-    """A peer that chooses among kinds of engine, in its loop."""
-
-    def __init__(self, peer: KindsPeer[Any]) -> None:
-        self._peer = peer
-        self._memory: Any = None
-
-    def decide(self, situation: Situation) -> Mapping[str, int]:
-        """What the peer wants."""
-        desired, self._memory = self._peer.desired_kinds(situation, self._memory)
+        desired, self._memory = self._ask(situation, self._memory)
         return desired
 
 
+def _of_first(peer: Peer[Any]) -> OfPeer:
+    """It knows one kind of engine, and scales the first target."""
+
+    def ask(situation: Situation, memory: object) -> tuple[Mapping[str, int], object]:
+        desired, memory = peer.desired(situation, memory)
+        return {situation.targets[0].name: desired}, memory
+
+    return OfPeer(ask)
+
+
 def _peer(make: Callable[[Setup], Peer[Any]]) -> Callable[[Setup], Scaler]:
-    return lambda setup: OfPeer(make(setup))
+    return lambda setup: _of_first(make(setup))
 
 
 def _kinds_peer(make: Callable[[Setup], WvaV1 | WvaV2 | Kthena]) -> Callable[[Setup], Scaler]:
@@ -70,7 +67,7 @@ def _kinds_peer(make: Callable[[Setup], WvaV1 | WvaV2 | Kthena]) -> Callable[[Se
 
     def made(setup: Setup) -> Scaler:
         peer = make(setup)
-        return OfPeer(peer) if len(setup.load.variants) == 1 else OfKindsPeer(peer)
+        return _of_first(peer) if len(setup.load.variants) == 1 else OfPeer(peer.desired_kinds)
 
     return made
 
