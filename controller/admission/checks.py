@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.admission.metrics import metric_warnings
-from controller.admission.references import picker_warnings, policy_warnings, route_warnings, users_of, without_policy
+from controller.admission.references import (
+    budget_warnings,
+    picker_warnings,
+    policy_warnings,
+    route_warnings,
+    users_of,
+    without_policy,
+)
 from controller.admission.reviews import Object, Review, Verdict
 from controller.gateway.compile.pickers import picker_of
 from controller.gateway.compile.pools import PREFIX
@@ -154,12 +161,15 @@ def _warnings(kind: str, key: str, thing: Object, known: Known, check_picker: Pi
         "ModelServer": lambda: picker_warnings(namespace, thing, known, check_picker),
         "ModelAccessPolicy": lambda: policy_warnings(namespace, thing, known),
         "AutoscalingPolicy": lambda: metric_warnings(thing.get("spec") or {}),
-        "AutoscalingPolicyBinding": lambda: without_policy(
-            namespace, (thing.get("spec") or {}).get("policyRef"), known
-        ),
+        "AutoscalingPolicyBinding": lambda: _binding_warnings(namespace, thing, known),
         "Model": lambda: without_policy(
             namespace, ((thing.get("spec") or {}).get("autoscaling") or {}).get("policyRef"), known
         ),
     }
     if kind in checks:
         yield from checks[kind]()
+
+
+def _binding_warnings(namespace: str, binding: Object, known: Known) -> Iterator[str]:
+    yield from without_policy(namespace, (binding.get("spec") or {}).get("policyRef"), known)
+    yield from budget_warnings(binding)

@@ -159,6 +159,7 @@ def _seen_of(target: Target) -> tuple[object, ...]:
         target.current,
         target.blocked,
         target.room,
+        target.pools,
         target.set_by,
         target.speed is None,
         [one.name for one in target.engines],

@@ -51,7 +51,7 @@ def shared_out(
     free: Mapping[str, int] | None,
     before: Shared | None,
 ) -> Sharing:
-    """``free``: accelerators that nodes have left, by kind. ``before``: what this remembered last."""
+    """``free``: accelerators that nodes have left, by pool. ``before``: what this remembered last."""
     now_s = stages[0].situation.now_s
     fixed = {
         target.name: why

@@ -175,6 +175,42 @@ async def test_room_on_nodes_counts_where_targets_have_accelerators(client: Clie
         await client.delete(NODES, f"n-{namespace}")
 
 
+@FAKE
+async def test_two_spellings_of_one_accelerator_are_counted_once(client: Client, kube: Kube, namespace: str) -> None:
+    await two_deployments(client, namespace, replicas=0)
+    first, second = target(accelerator="nvidia-h100"), target(name="other", accelerator="NVIDIA-H100-80GB-HBM3")
+    await bind(client, namespace, first, {**second, "name": "second"})
+    wanted = Wanted(main=0, second=0)
+    try:
+        async with scaling(kube.admin, namespace, wanted):
+            await eventually(lambda: wanted.rooms == {"main": 8, "second": 8}, timeout_s=SOON_S)
+            assert wanted.free == {"NVIDIA-H100-80GB-HBM3 or nvidia-h100": 8}
+            assert {one.pools for each in wanted.situations for one in each.targets} == {tuple(wanted.free)}
+            wanted.replicas["main"] = 5
+            await eventually(lambda: wanted.rooms == {"main": 3, "second": 3}, timeout_s=SOON_S)
+    finally:
+        await client.delete(NODES, f"n-{namespace}")
+
+
+@FAKE
+async def test_an_accelerator_that_no_node_has_is_told(client: Client, kube: Kube, namespace: str) -> None:
+    await two_deployments(client, namespace, replicas=0)
+    second = {**target(name="other", accelerator="H1000"), "name": "second"}
+    await bind(client, namespace, target(accelerator="H100"), second)
+    try:
+        async with scaling(kube.admin, namespace, Wanted(main=0, second=0)):
+
+            async def is_told() -> bool:
+                return await says(client, namespace, "CapacityBlocked") == ("True", "NoSuchAccelerator")
+
+            await eventually(is_told, timeout_s=SOON_S)
+            thing = await client.get(AUTOSCALING_POLICY_BINDINGS, "one", namespace)
+            said = next(one["message"] for one in thing["status"]["conditions"] if one["type"] == "CapacityBlocked")
+            assert said == "second: no node has accelerators of the kind H1000; nodes have NVIDIA-H100-80GB-HBM3"
+    finally:
+        await client.delete(NODES, f"n-{namespace}")
+
+
 @contextlib.asynccontextmanager
 async def two_bindings(client: Client, kube: Kube, namespace: str, wanted: Wanted) -> AsyncIterator[None]:
     """Of two Deployments without pods, with one node of eight H100s between them."""

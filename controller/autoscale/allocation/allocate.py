@@ -27,7 +27,7 @@ _HALVINGS: Final = 7
 
 
 def rules_of(spec: AutoscalingPolicyBindingSpec, free: Mapping[str, int] | None = None) -> Rules:
-    """``free``: accelerators that nodes have left, by kind, as far as that is known."""
+    """``free``: accelerators that nodes have left, by pool, as far as that is known."""
     budget = spec.budget
     return Rules(
         mode=spec.allocation,
@@ -113,12 +113,12 @@ def _less(rules: Rules, taken: Sequence[tuple[Variant, int]]) -> Rules:
         rules,
         cost_per_hour=cost,
         accelerators={
-            kind: max(0, limit - sum(one.accelerators * n for one, n in taken if one.accelerator == kind))
+            kind: max(0, limit - sum(one.accelerators * n for one, n in taken if one.is_of(kind)))
             for kind, limit in rules.accelerators.items()
         },
         free={
-            kind: max(0, limit - sum(_fresh(one, n) for one, n in taken if one.accelerator == kind))
-            for kind, limit in rules.free.items()
+            pool: max(0, limit - sum(_fresh(one, n) for one, n in taken if one.takes_from(pool)))
+            for pool, limit in rules.free.items()
         },
     )
 
@@ -134,10 +134,10 @@ def _keeps(found: Mapping[str, Allocation], variants: Mapping[str, Sequence[Vari
     if rules.cost_per_hour is not None and sum(one.cost * n for one, n in rows) > rules.cost_per_hour:
         return False
     if any(
-        sum(one.accelerators * n for one, n in rows if one.accelerator == kind) > limit
+        sum(one.accelerators * n for one, n in rows if one.is_of(kind)) > limit
         for kind, limit in rules.accelerators.items()
     ):
         return False
     return all(
-        sum(_fresh(one, n) for one, n in rows if one.accelerator == kind) <= limit for kind, limit in rules.free.items()
+        sum(_fresh(one, n) for one, n in rows if one.takes_from(pool)) <= limit for pool, limit in rules.free.items()
     )

@@ -23,7 +23,7 @@ Memory = Any
 
 
 class Decide(Protocol):
-    """``free``: accelerators for which a binding may ask, by kind."""
+    """``free``: accelerators for which a binding may ask, by pool."""
 
     def __call__(
         self,

@@ -152,12 +152,12 @@ class Looker:
         assert view.binding is not None  # noqa: S101
         # nothing may come in between, or two bindings would count the same room
         allowed = self._parts.rooms.of(view, looked.resolved)
-        situations = with_rooms(looked.situations, allowed.rooms)
+        situations = with_rooms(looked.situations, allowed.rooms, allowed.pools)
         decision, memory = self._parts.deciding.decide(
             looked.policy, view.binding, situations, self._memory(view, looked.now_s), looked.now_s, free=allowed.free
         )
         self._memories[view.key] = view.claim.uid, memory
-        looked = msgspec.structs.replace(looked, situations=situations, decision=decision)
+        looked = msgspec.structs.replace(looked, situations=situations, decision=decision, homeless=allowed.homeless)
         if self._is_settled(view, looked):
             return looked
         steps = tuple(steps_of(decision, looked.resolved, looked.holds))

@@ -37,7 +37,8 @@ class Scaled(msgspec.Struct, frozen=True):
 
 class Looked(msgspec.Struct, frozen=True, kw_only=True):
     """What a look at a binding came to. ``policy``: None if there is none; ``problem``: why nothing can be decided, as
-    reason and message. ``holds``: whose changes are honoured, and ``waits_for``: pods that drain, by target.
+    reason and message. ``holds``: whose changes are honoured, ``waits_for``: pods that drain, and ``homeless``: why no
+    node counts, by target.
     """
 
     now_s: float
@@ -50,6 +51,7 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True):
     scaled: Sequence[Scaled] = ()
     holds: Mapping[str, Hold] = {}
     waits_for: Mapping[str, Sequence[str]] = {}
+    homeless: Mapping[str, str] = {}
 
 
 def status_of(looked: Looked, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,6 +85,7 @@ def digest_of(looked: Looked) -> tuple[object, ...]:
         [(_ready(one.engines), one.blocked) for one in targets],
         [(one.combined is None, [step.rule for step in one.steps if step.rule in LIMITING]) for one in stages],
         sorted(looked.waits_for),
+        looked.homeless,
         looked.scaled,
     )
 
@@ -186,7 +189,7 @@ def _conditions(looked: Looked) -> Iterator[dict[str, Any]]:
     yield _active(looked)
     if looked.decision is not None:
         yield _limited(looked.decision)
-        yield _blocked(looked.situations)
+        yield _blocked(looked)
 
 
 def _resolved(looked: Looked) -> dict[str, Any]:
@@ -237,10 +240,12 @@ def _limited(decision: Decision) -> dict[str, Any]:
     return _condition("ScalingLimited", truth=False, reason="NotLimited", message="the laws get what they ask for")
 
 
-def _blocked(situations: Sequence[Situation]) -> dict[str, Any]:
-    blocked = [f"{one.name}: {one.blocked}" for each in situations for one in each.targets if one.blocked]
-    if blocked:
-        return _condition("CapacityBlocked", truth=True, reason="NoCapacity", message="; ".join(blocked))
+def _blocked(looked: Looked) -> dict[str, Any]:
+    blocked = [f"{one.name}: {one.blocked}" for each in looked.situations for one in each.targets if one.blocked]
+    said = "; ".join([*blocked, *(f"{name}: {why}" for name, why in looked.homeless.items())])
+    if said:
+        reason = "NoCapacity" if blocked else "NoSuchAccelerator"
+        return _condition("CapacityBlocked", truth=True, reason=reason, message=said)
     return _condition("CapacityBlocked", truth=False, reason="NotBlocked", message="engines find nodes")
 
 

@@ -41,6 +41,11 @@ def target(name: str, **more: object) -> dict[str, Any]:
     return {"ref": {"kind": "ModelInfer", "name": name}, **more}
 
 
+def budgeted(limited: str, *accelerators: str) -> Object:
+    made = binding("b", *(target(f"e{at}", accelerator=one) for at, one in enumerate(accelerators)))
+    return {**made, "spec": {**made["spec"], "budget": {"accelerators": {limited: 8}}}}
+
+
 def judged(thing: Object, *others: Object, old: Object | None = None, deleted: bool = False) -> Verdict:
     known: dict[str, dict[str, Object]] = {}
     for one in others:
@@ -107,6 +112,16 @@ def test_mistakes_are_refused(thing: Object, said: str) -> None:
         ),
         (binding("b", target("a"), policy="none"), [], "no AutoscalingPolicy 'none'"),
         (
+            budgeted("A100", "H100"),
+            [],
+            "the budget for 'A100' limits nothing: no target is of that kind (they name 'H100')",
+        ),
+        (
+            budgeted("nvidia-h100-80gb", "H100", "NVIDIA-H100-80GB-HBM3"),
+            [],
+            "the budget for 'nvidia-h100-80gb' does not count target 't0', whose accelerator is 'H100'",
+        ),
+        (
             resource("ModelAccessPolicy", "p", {"targetRefs": [{"kind": "ModelRoute", "name": "gone"}], "rules": []}),
             [],
             "no ModelRoute 'gone'",
@@ -138,6 +153,7 @@ def test_what_another_object_may_mend_is_a_warning(thing: Object, others: Sequen
         (rules(route(), matching("/a"), matching("/b"), TO_LLAMA), [server()]),
         (resource("GatewayConfig", "g", {}), []),
         (binding("b", target("a"), target("a", role="prefill")), [resource("AutoscalingPolicy", "default", {})]),
+        (budgeted("H100", "nvidia-h100", "NVIDIA-H100-80GB-HBM3"), [resource("AutoscalingPolicy", "default", {})]),
         (resource("Model", "m", {"uri": "hf://a/b"}), []),
         (metrics(by_query("https://prometheus:9090", secretRef="keys"), by_query("http://prometheus", "other")), []),
         (resource("AutoscalingPolicy", "p", {}), []),

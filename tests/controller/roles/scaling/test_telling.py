@@ -117,6 +117,14 @@ def test_a_change_by_hand_is_told_with_its_end() -> None:
     assert not held.steps[0].writes
 
 
+def test_a_target_whose_accelerator_no_node_has_is_told() -> None:
+    homeless = msgspec.structs.replace(looked(), homeless={"main": "no node has accelerators of the kind H1000"})
+    status = status_of(homeless, {})
+    assert conditions(status)["CapacityBlocked"] == ("True", "NoSuchAccelerator")
+    assert [one.reason for one in events_of(homeless, status, {})] == ["CapacityBlocked"]
+    assert digest_of(homeless) != digest_of(looked())
+
+
 def test_modes_and_problems_keep_from_writing() -> None:
     assert looked().steps[0].writes
     for mode in ("Recommend", "Export", "Paused"):
