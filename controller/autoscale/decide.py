@@ -127,8 +127,10 @@ def _targets(stages: Sequence[StageAnswer], sharing: Sharing) -> tuple[TargetDec
 
 
 def _told(stage: StageAnswer, sharing: Sharing) -> StageDecision:
-    limit = sharing.limits.get(_name(stage.situation))
-    return told(stage, sharing.steps, () if limit is None else (limit,))
+    name = _name(stage.situation)
+    limit = sharing.limits.get(name)
+    found = told(stage, sharing.steps, () if limit is None else (limit,))
+    return msgspec.structs.replace(found, is_proven=False) if name in sharing.unproven else found
 
 
 def _asked(recommendation: Recommendation) -> float:

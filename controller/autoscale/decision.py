@@ -36,8 +36,9 @@ class TargetDecision(msgspec.Struct, frozen=True):
 
 
 class StageDecision(msgspec.Struct, frozen=True):
-    """One stage. ``stage``: Both, Prefill or Decode. ``recommendations``: of the laws. ``combined``: what came of them; None: unknown. ``steps``: what
-    changed it after that. ``waiting`` and ``freshness``: what it was decided from.
+    """One stage. ``stage``: Both, Prefill or Decode. ``recommendations``: of the laws. ``combined``: what came of them;
+    None: unknown. ``steps``: what changed it after that. ``waiting`` and ``freshness``: what it was decided from.
+    ``is_proven``: False if a slightly cheaper set of targets may exist.
     """
 
     stage: str
@@ -46,6 +47,7 @@ class StageDecision(msgspec.Struct, frozen=True):
     steps: tuple[Step, ...] = ()
     waiting: Waiting = Waiting()
     freshness: Freshness = Freshness()
+    is_proven: bool = True
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

@@ -70,10 +70,12 @@ def allocate_stages(
     whole = {stage: allocate(need, variants[stage], unlimited) for stage, need in needs.items()}
     if _keeps(whole, variants, rules):
         return whole
+    # what one stage takes may be dear for the next
+    is_proven = rules.mode != "Cheapest" or all(len(one) < 2 for one in variants.values())
     for order in (list(needs), list(needs)[::-1]):
         whole = _in_turn(order, needs, variants, rules)
         if not any(one.missing for one in whole.values()):
-            return whole
+            return {stage: msgspec.structs.replace(one, is_proven=is_proven) for stage, one in whole.items()}
     low, high = 0.0, 1.0
     found = _in_turn(list(needs), dict.fromkeys(needs, 0.0), variants, rules)
     for _ in range(_HALVINGS):
@@ -86,7 +88,9 @@ def allocate_stages(
     reasons = dict.fromkeys(text for one in whole.values() for text in one.problems)
     problems = (*reasons, f"limits allow for {low:.0%} of what the stages need")
     return {
-        stage: msgspec.structs.replace(one, problems=problems, missing=max(0.0, needs[stage] - one.capacity))
+        stage: msgspec.structs.replace(
+            one, problems=problems, missing=max(0.0, needs[stage] - one.capacity), is_proven=is_proven
+        )
         for stage, one in found.items()
     }
 

@@ -74,7 +74,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     """``replicas`` and ``reasons``: by the variant's name. ``capacity``: units that they carry, as far as they can be
     had. ``missing``: units that nothing carries. ``problems``: what stood in the way, for people. ``is_proven``: False
-    if the search ended early, so that a slightly cheaper answer may exist.
+    if a slightly cheaper answer may exist: the search ended early, or stages with a common limit were served in turn.
     """
 
     replicas: Mapping[str, int]

@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 
+import msgspec
 import pytest
 
 from controller.autoscale.allocation.allocate import allocate, allocate_stages
@@ -281,6 +282,19 @@ def test_a_stage_takes_another_kind_where_the_shared_one_is_short() -> None:
     turned = allocate_stages({"Decode": 8.0, "Prefill": 4.0}, variants, Rules(accelerators={"h100": 6}))
     assert turned["Prefill"].replicas == {"p-h100": 4}
     assert sum(turned["Decode"].replicas.values()) == 8
+
+
+def test_stages_that_share_a_limit_are_not_proven_the_cheapest_if_there_was_a_choice() -> None:
+    cheap, dear = Variant(name="a", most=8, cost=1.0, accelerators=4), Variant(name="b", most=8, cost=3.0)
+    cheap, dear = (msgspec.structs.replace(one, accelerator="h100") for one in (cheap, dear))
+    decode = Variant(name="d", most=8, accelerator="h100")
+    needs, limits = {"Prefill": 2.0, "Decode": 4.0}, Rules(accelerators={"h100": 9})
+    found = allocate_stages(needs, {"Prefill": [cheap, dear], "Decode": [decode]}, limits)
+    assert not any(one.is_proven for one in found.values())
+    # enough for both, or nothing to choose
+    for prefill, rules in (([cheap, dear], Rules()), ([dear], Rules(accelerators={"h100": 5}))):
+        found = allocate_stages(needs, {"Prefill": prefill, "Decode": [decode]}, rules)
+        assert all(one.is_proven for one in found.values())
 
 
 @pytest.mark.parametrize("mode", ["Cheapest", "Priority", "Weights", "Expansion"])
