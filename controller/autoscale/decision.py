@@ -4,16 +4,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
 from controller.autoscale.law import Recommendation
 from controller.autoscale.situation import Freshness, Waiting
 
+Rule = Literal[
+    "Unknown",
+    "Waiting",
+    "Latency",
+    "Caches",
+    "Stale",
+    "Stabilized",
+    "Limited",
+    "Panic",
+    "Restarted",
+    "Idle",
+    "FromZero",
+    "Schedule",
+    "ScalingLimited",
+    "KeepOne",
+    "Budget",
+    "Ratio",
+]
+"""All that may change an answer, in the order of a decision; docs/autoscaling.md says when each does."""
+
 
 class Step(msgspec.Struct, frozen=True):
-    """A rule changed the answer. ``rule``: which, in one word, such as Stabilized, Limited, Stale, Schedule. ``before`` and
-    ``after``: replicas. ``reason``: for people.
+    """A rule changed the answer. ``rule``: a ``Rule``, or one of another version of ours. ``before`` and ``after``:
+    replicas. ``reason``: for people.
     """
 
     rule: str

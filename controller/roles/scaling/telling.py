@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from controller.autoscale.decision import Decision
+from controller.autoscale.decision import Decision, Rule
 from controller.autoscale.situation import Situation
 from controller.reconcile.model_infer.times import text_of
 from controller.reconcile.plan import Happened
@@ -19,7 +19,7 @@ from controller.roles.scaling.owning import Hold
 from controller.roles.scaling.resolving import PROBLEMS, Problem, Resolved
 
 # Rules of a decision's steps that kept it from what the laws asked for.
-LIMITING: Final = frozenset({"Limited", "ScalingLimited", "Schedule", "Budget"})
+LIMITING: Final[frozenset[Rule]] = frozenset({"Limited", "ScalingLimited", "Schedule", "Budget"})
 _LONGEST: Final = 1000
 # Messages of these conditions have numbers that change all the time: they stay while status and reason do.
 _STEADY: Final = frozenset({"MetricsAvailable", "ScalingLimited", "CapacityBlocked"})
