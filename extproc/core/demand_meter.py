@@ -3,11 +3,23 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
+from typing import Final
 
 import msgspec
 
 from extproc.config.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S
+
+# So many more unfinished requests than somebody knows of, and so many times as many, are news.
+_MANY_MORE: Final = 8
+_TIMES_AS_MANY: Final = 2
+NEVER: Final = sys.maxsize
+
+
+def is_news_at(known: int) -> int:
+    """How many unfinished requests are news to somebody who knows of so many."""
+    return max(known + _MANY_MORE, known * _TIMES_AS_MANY)
 
 
 class InFlight(msgspec.Struct):
@@ -28,7 +40,7 @@ class Wait(msgspec.Struct, frozen=True):
 class ServerMeter(msgspec.Struct):
     """One ModelServer. ``models``: by the model asked for. ``ttft``, ``tpot``: requests by bucket. ``waiting``: by ticket,
     the first to come first. ``waiting_tokens``: the sum of theirs. ``in_flight``: by address, of engines with requests.
-    ``running``: the sum of these. ``told``: of ``unfinished`` requests, when somebody was last told.
+    ``running``: the sum of these. ``tell_at``: so many unfinished requests are news to a follower.
     """
 
     models: dict[str, ModelMeter] = {}
@@ -38,7 +50,7 @@ class ServerMeter(msgspec.Struct):
     waiting_tokens: float = 0.0
     in_flight: dict[str, InFlight] = {}
     running: int = 0
-    told: int = 0
+    tell_at: int = is_news_at(0)
 
     @property
     def unfinished(self) -> int:
