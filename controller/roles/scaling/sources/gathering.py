@@ -12,6 +12,7 @@ import msgspec
 from controller.autoscale.situation import Metric
 from controller.cluster.errors import ClusterError, NotFound
 from controller.cluster.resources import Resource
+from controller.roles.scaling.shares import FairShares
 from controller.roles.scaling.sources.allowed import Allowed, CheckedResolver, NotAllowed
 from controller.roles.scaling.sources.answers import (
     PodUsage,
@@ -25,7 +26,6 @@ from controller.roles.scaling.sources.credentials import Credentials, SecretCred
 from controller.roles.scaling.sources.http import Failed, page_of
 from controller.roles.scaling.sources.latest import Latest
 from controller.roles.scaling.sources.mapping import Taken, entry_pods, shares_of, total_of
-from controller.roles.scaling.sources.shares import FairShares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

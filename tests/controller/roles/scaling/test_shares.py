@@ -17,8 +17,8 @@ from controller.roles.scaling.pods import PodView
 from controller.roles.scaling.resolving import Resolved
 from controller.roles.scaling.running import wall_s
 from controller.roles.scaling.scalables import kind_of
+from controller.roles.scaling.shares import FairShares
 from controller.roles.scaling.sources.gathering import Sources, SourceSettings
-from controller.roles.scaling.sources.shares import FairShares
 from tests.scaling_scenes import situation
 from tests.scaling_scenes import target as engines_at
 from tests.waiting import eventually
