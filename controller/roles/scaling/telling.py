@@ -37,8 +37,8 @@ class Scaled(msgspec.Struct, frozen=True):
 
 class Looked(msgspec.Struct, frozen=True, kw_only=True):
     """What a look at a binding came to. ``policy``: None if there is none; ``problem``: why nothing can be decided, as
-    reason and message. ``holds``: whose changes are honoured, ``waits_for``: pods that drain, and ``homeless``: why no
-    node counts, by target.
+    reason and message. ``holds``: whose changes are honoured, ``waits_for``: pods that drain, ``homeless``: why no node
+    counts, and ``refused``: why the API server does not let us write, by target.
     """
 
     now_s: float
@@ -52,6 +52,7 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True):
     holds: Mapping[str, Hold] = {}
     waits_for: Mapping[str, Sequence[str]] = {}
     homeless: Mapping[str, str] = {}
+    refused: Mapping[str, str] = {}
 
 
 def status_of(looked: Looked, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,6 +87,7 @@ def digest_of(looked: Looked) -> tuple[object, ...]:
         [(one.combined is None, [step.rule for step in one.steps if step.rule in LIMITING]) for one in stages],
         sorted(looked.waits_for),
         looked.homeless,
+        sorted(looked.refused.items()),
         looked.scaled,
     )
 
@@ -115,6 +117,8 @@ def acts_of(looked: Looked) -> Mapping[str, str]:
             said[name] = scaled[name]
         elif step.held:
             said[name] = f"not written: {step.held}"
+        elif name in looked.refused:
+            said[name] = f"not written: {looked.refused[name]}"
         elif waits:
             said[name] = f"waits for {', '.join(waits[:5])}"
         elif step.replicas is None:
@@ -151,7 +155,8 @@ def _targets(looked: Looked, before: Mapping[Any, Mapping[str, Any]]) -> Iterato
             said["ready"] = ready.get(name, 0)
         if step is not None and step.replicas is not None:
             said["desired"] = step.replicas
-        reason = _reason(_problem(target, looked), step, looked.waits_for.get(name, ()))
+        reason = looked.refused.get(name, "")[:_LONGEST]
+        reason = reason or _reason(_problem(target, looked), step, looked.waits_for.get(name, ()))
         old = before.get(name) or {}
         # reasons have numbers that change all the time
         if old.get("reason") and all(old.get(one) == said.get(one) for one in ("current", "desired", "ready")):
@@ -228,6 +233,9 @@ def _active(looked: Looked) -> dict[str, Any]:
             if one.hold is not None
         )
         return _condition("ScalingActive", truth=False, reason="ManualHold", message=said)
+    if looked.refused:
+        said = "; ".join(f"{name}: {why}" for name, why in looked.refused.items())
+        return _condition("ScalingActive", truth=False, reason="WriteRefused", message=said)
     reason = {"Recommend": "Recommending", "Export": "Exporting"}.get(mode, "Scaling")
     return _condition("ScalingActive", truth=True, reason=reason, message=f"the mode of the policy is {mode}")
 
