@@ -22,8 +22,9 @@ from controller.admission.reviews import Object, Review, Verdict
 from controller.gateway.compile.pickers import picker_of
 from controller.gateway.compile.pools import PREFIX
 from controller.gateway.compile.sources import source_of
-from controller.resources.autoscaling import AutoscalingPolicy
+from controller.resources.autoscaling import AutoscalingPolicy, AutoscalingPolicySpec
 from controller.resources.autoscaling_binding import AutoscalingPolicyBinding
+from controller.resources.autoscaling_mistakes import schedule_mistakes
 from controller.resources.model import Model, ModelTemplate
 from controller.resources.model_infer import ModelInfer
 from controller.resources.model_infer_mistakes import mistakes as model_infer_mistakes
@@ -110,6 +111,8 @@ def _wrong(kind: str, name: str, thing: Object) -> Iterator[str]:
         yield from model_mistakes(name, made.spec)
     elif kind == "ModelInfer":
         yield from model_infer_mistakes(made)
+    elif isinstance(made.spec, AutoscalingPolicySpec):
+        yield from schedule_mistakes(made.spec.schedules)
     elif isinstance(made.spec, ServingRuntimeSpec):
         for one in unknown_settings(made.spec.arguments):
             yield f"'{one}' in arguments is no setting; there are: {', '.join(sorted(NAMES))}"

@@ -355,6 +355,25 @@ async def test_a_target_that_is_made_anew_is_scaled_again(client: Client, kube: 
         await until_replicas(client, namespace, 4)
 
 
+async def test_a_server_or_a_role_that_is_not_there_is_named(client: Client, kube: Kube, namespace: str) -> None:
+    await make_policy(client, namespace)
+    await make_server(client, namespace)
+    await client.create(DEPLOYMENTS, deployment(namespace))
+    await bind(client, namespace, target(server="lama"))
+    await bind(client, namespace, target("ModelInfer", name="pair", role="prefill"), name="two")
+
+    async def message(name: str) -> str:
+        conditions = (await client.get(AUTOSCALING_POLICY_BINDINGS, name, namespace))["status"]["conditions"]
+        return str(next(one["message"] for one in conditions if one["type"] == "TargetsResolved"))
+
+    async with scaling(kube.admin, namespace, Wanted(main=2)):
+        await until_says(client, namespace, "TargetsResolved", ("False", "ServerNotFound"))
+        await until_says(client, namespace, "TargetsResolved", ("False", "TargetNotFound"), name="two")
+    assert await message("one") == "there is no ModelServer lama, which the field server of the target names"
+    said = "there is no ModelInferRole pair-prefill: the ModelInfer pair needs a role prefill with scalable: true"
+    assert await message("two") == said
+
+
 async def test_what_is_only_recommended_is_told_and_not_written(client: Client, kube: Kube, namespace: str) -> None:
     await make_policy(client, namespace, mode="Recommend")
     await make_server(client, namespace)

@@ -72,6 +72,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         return self.replicas is not None and self.held in ("", _TOLD_ONLY["Export"])
 
     @property
+    def is_told_only(self) -> bool:
+        """Whether the mode alone keeps it from being written."""
+        return self.held in _TOLD_ONLY.values()
+
+    @property
     def is_as_decided(self) -> bool:
         """Whether the target is as it should be, with no mark on its pods, as most are."""
         found, pods = self.target.found, self.target.pods

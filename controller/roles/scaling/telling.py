@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
 
-from controller.autoscale.decision import Decision, Rule
+from controller.autoscale.decision import Decision, Rule, StageDecision
 from controller.autoscale.situation import Situation
 from controller.reconcile.model_infer.times import text_of
 from controller.reconcile.plan import Happened
 from controller.resources.autoscaling import AutoscalingPolicySpec
+from controller.resources.autoscaling_mistakes import schedule_mistakes
 from controller.roles.scaling.deciding import Step
 from controller.roles.scaling.owning import Hold
 from controller.roles.scaling.resolving import PROBLEMS, Problem, Resolved
@@ -23,6 +25,7 @@ LIMITING: Final[frozenset[Rule]] = frozenset({"Limited", "ScalingLimited", "Sche
 _LONGEST: Final = 1000
 # Messages of these conditions have numbers that change all the time: they stay while status and reason do.
 _STEADY: Final = frozenset({"MetricsAvailable", "ScalingLimited", "CapacityBlocked"})
+_NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 
 
 class Scaled(msgspec.Struct, frozen=True):
@@ -80,11 +83,11 @@ def digest_of(looked: Looked) -> tuple[object, ...]:
     targets = [target for one in looked.situations for target in one.targets]
     return (
         looked.problem,
-        None if looked.policy is None else looked.policy.mode,
+        None if looked.policy is None else (looked.policy.mode, looked.policy.schedules),
         [(one.replicas, one.held, one.hold) for one in looked.steps],
         [(None if one.found is None else one.found.replicas, one.problem) for one in looked.resolved],
         [(_ready(one.engines), one.blocked) for one in targets],
-        [(one.combined is None, [step.rule for step in one.steps if step.rule in LIMITING]) for one in stages],
+        [(_unknown(one), [step.rule for step in one.steps if step.rule in LIMITING]) for one in stages],
         sorted(looked.waits_for),
         looked.homeless,
         sorted(looked.refused.items()),
@@ -99,7 +102,8 @@ def events_of(looked: Looked, status: Mapping[str, Any], before: Mapping[str, An
     known = {one.get("type"): (one.get("status"), one.get("reason")) for one in before.get("conditions") or ()}
     for condition in status["conditions"]:
         type_, said = condition["type"], (condition["status"], condition["reason"])
-        if known.get(type_) == said:
+        # TargetsResolved tells of these already
+        if known.get(type_) == said or (type_ == "ScalingActive" and condition["reason"] in PROBLEMS):
             continue
         event = _event(type_, *said)
         if event is not None:
@@ -180,7 +184,7 @@ def _reason(problem: Problem | None, step: Step | None, waits_for: Sequence[str]
         return problem.message[:_LONGEST]
     if step is None:
         return ""
-    if step.held:
+    if step.held and not step.is_told_only:
         return step.held[:_LONGEST]
     if waits_for:
         return "engines finish what they have before they go"
@@ -211,11 +215,25 @@ def _available(decision: Decision, situations: Sequence[Situation]) -> dict[str,
     if not unknown and decision.stages:
         return _condition("MetricsAvailable", truth=True, reason="DataFound", message="demand is known")
     silent = sorted({name for one in situations for name in one.freshness.silent})
-    said = "; ".join(each.reason for one in unknown for each in one.recommendations if each.replicas is None)
+    said = "; ".join(dict.fromkeys(reason for one in unknown for reason in _reasons(one)))
     also = f"; silent gateways: {', '.join(silent)}" if silent else ""
     return _condition(
         "MetricsAvailable", truth=False, reason="DataMissing", message=(said or "no law knows the demand") + also
     )
+
+
+def _reasons(stage: StageDecision) -> list[str]:
+    """Why its laws cannot tell."""
+    return [one.reason for one in stage.recommendations if one.replicas is None]
+
+
+def _unknown(stage: StageDecision) -> list[str] | None:
+    """What nobody can tell of a stage, without numbers that change all the time; None if enough is known."""
+    return None if stage.combined is not None else [_without_numbers(one) for one in _reasons(stage)]
+
+
+def _without_numbers(text: str) -> str:
+    return _NUMBERS.sub("#", text)
 
 
 def _active(looked: Looked) -> dict[str, Any]:
@@ -223,6 +241,10 @@ def _active(looked: Looked) -> dict[str, Any]:
         return _condition("ScalingActive", truth=False, reason=looked.problem[0], message=looked.problem[1])
     mode = "Auto" if looked.policy is None else looked.policy.mode
     holds = [one for one in looked.steps if one.hold is not None]
+    barred = [one.problem for one in looked.resolved if not one.may_write and one.problem is not None]
+    if mode in ("Auto", "ScaleUpOnly") and barred and len(barred) == len(looked.resolved):
+        said = "; ".join(dict.fromkeys(one.message for one in barred))
+        return _condition("ScalingActive", truth=False, reason=barred[0].reason, message=said)
     if mode == "Paused":
         return _condition("ScalingActive", truth=False, reason="Paused", message="the mode of the policy is Paused")
     if holds and mode in ("Auto", "ScaleUpOnly"):
@@ -237,7 +259,9 @@ def _active(looked: Looked) -> dict[str, Any]:
         said = "; ".join(f"{name}: {why}" for name, why in looked.refused.items())
         return _condition("ScalingActive", truth=False, reason="WriteRefused", message=said)
     reason = {"Recommend": "Recommending", "Export": "Exporting"}.get(mode, "Scaling")
-    return _condition("ScalingActive", truth=True, reason=reason, message=f"the mode of the policy is {mode}")
+    left_out = schedule_mistakes(() if looked.policy is None else looked.policy.schedules)
+    message = "; ".join((f"the mode of the policy is {mode}", *left_out))
+    return _condition("ScalingActive", truth=True, reason=reason, message=message)
 
 
 def _limited(decision: Decision) -> dict[str, Any]:
@@ -263,6 +287,10 @@ def _condition(type_: str, *, truth: bool, reason: str, message: str) -> dict[st
 
 def _steady(condition: dict[str, Any], known: Mapping[str, Any] | None) -> dict[str, Any]:
     same = known is not None and all(known.get(one) == condition[one] for one in ("status", "reason"))
-    if known is not None and same and condition["type"] in _STEADY:
-        return {**condition, "message": known.get("message", "")}
-    return condition
+    if known is None or not same or condition["type"] not in _STEADY:
+        return condition
+    message = known.get("message", "")
+    # another cause is news
+    if condition["type"] == "MetricsAvailable" and _without_numbers(message) != _without_numbers(condition["message"]):
+        return condition
+    return {**condition, "message": message}

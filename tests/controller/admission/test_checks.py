@@ -27,6 +27,11 @@ def metrics(*listed: Object, strategy: str = "Target") -> Object:
     return resource("AutoscalingPolicy", "p", {"strategies": [{"name": strategy}], "metrics": list(listed)})
 
 
+def scheduled(start: str, zone: str) -> Object:
+    window = {"start": start, "duration": "10h", "timeZone": zone, "minReplicas": 2}
+    return resource("AutoscalingPolicy", "p", {"schedules": [window]})
+
+
 def by_query(address: str, name: str = "queue", **more: str) -> Object:
     source = {"address": address, "query": "sum(queue)", **more}
     return {"name": name, "value": 5, "source": "Prometheus", "prometheus": source}
@@ -87,6 +92,8 @@ def matching(regex: str) -> dict[str, Any]:
         (resource("GatewayConfig", "g", {"authentication": {"apiKeys": [], "jwt": []}}), "authentication"),
         (binding("b", target("a"), target("a")), "another target of this object"),
         (resource("AutoscalingPolicy", "p", {"behavior": {"scaleUp": {"stabilization": "soon"}}}), "mistake"),
+        (scheduled("0 8 * * 1-5", "Europe/Berln"), "there is no time zone Europe/Berln"),
+        (scheduled("0 8 * * mon-fry", "UTC"), "schedule '0 8 * * mon-fry' in UTC: "),
         ({**route(), "spec": {**route()["spec"], "loraAdapters": ["llama"]}}, "'llama' is there twice"),
     ],
 )
@@ -127,6 +134,7 @@ def test_mistakes_are_refused(thing: Object, said: str) -> None:
             "no ModelRoute 'gone'",
         ),
         (metrics({"name": "memory", "value": 0.7, "source": "Resource"}), [], "the metric memory scales nothing well"),
+        (metrics({"name": "request_in_flight", "value": 5}), [], "no metric request_in_flight; it has requests_in_fl"),
         (metrics({"name": "gpu", "value": 0.7, "source": "Resource"}), [], "there are cpu and memory"),
         (metrics(by_query("http://prometheus:9090", secretRef="keys")), [], "with https alone"),
         (metrics({"name": "requests_queued", "value": 5}, strategy="Work"), [], "metrics are for the strategy Target"),
