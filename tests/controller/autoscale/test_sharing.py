@@ -9,15 +9,17 @@ import msgspec
 
 from controller.autoscale.decide import decide
 from controller.autoscale.situation import Engine, EngineState, Freshness, Situation, Target
-from controller.resources.autoscaling import AutoscalingPolicySpec
+from controller.resources.autoscaling import AutoscalingPolicySpec, Strategy
 from controller.resources.autoscaling_binding import AutoscalingPolicyBinding, Budget, RatioConstraint
+from controller.resources.scaling_laws import WorkParameters
 from tests.controller.autoscale.situations import NOW_S, SPEED, binding_of, situation_of, spec_of, target_of, traffic_of
 
 if TYPE_CHECKING:
     from controller.autoscale.decision import Decision
     from controller.autoscale.memory import Memory
 
-POLICY = AutoscalingPolicySpec()
+# numbers are worked out for load as it is
+POLICY = AutoscalingPolicySpec(strategies=(Strategy(name="Work", work=WorkParameters(headroom=1.0)),))
 # Half as fast as SPEED, and a quarter of its cost.
 HALF = msgspec.structs.replace(
     SPEED, prefill_tokens_per_s=SPEED.prefill_tokens_per_s / 2, step_s_per_token=SPEED.step_s_per_token * 2
