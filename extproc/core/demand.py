@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from extproc.config.demand import Counted, Demand, EngineDemand, ServerDemand
-from extproc.core.demand_meter import NEVER, InFlight, ModelMeter, ServerMeter, Wait
+from extproc.core.demand_meter import NEVER, InFlight, ModelMeter, ServerMeter, Wait, add_model
 from extproc.core.feedback import usage_of
 from extproc.core.states import State
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 WAITING: Final = frozenset({State.AWAITING_ENGINE, State.LOADING, State.QUEUED})
 # Servers that have left the configuration are remembered, so that counts go on if they return: at most so many in all.
 _MOST_SERVERS: Final = 10_000
-# Adapters come and go with the configuration: beyond so many, new ones count as their base model.
-_MOST_MODELS: Final = 1_000
 
 
 class DemandMeter:
@@ -136,7 +134,7 @@ class DemandMeter:
             # clients may write what they like
             model = pool.spec.model or ""
         meter = server.models.get(model)
-        return _add_model(server, model, pool.spec.model or "") if meter is None else meter
+        return add_model(server, model, pool.spec.model or "") if meter is None else meter
 
     def _add(self, name: str) -> ServerMeter:
         if len(self._servers) >= _MOST_SERVERS:
@@ -213,13 +211,6 @@ def _count_work(meter: ModelMeter, record: Record) -> float:
         record.is_work_counted = True
         meter.prefill_work += caches.prompt_cost.work(uncached, cached)
     return uncached
-
-
-def _add_model(server: ServerMeter, model: str, base_model: str) -> ModelMeter:
-    if len(server.models) >= _MOST_MODELS and base_model in server.models:
-        return server.models[base_model]
-    meter = server.models[model] = ModelMeter(server)
-    return meter
 
 
 def _server_demand(pool: Pool, server: ServerMeter | None, now: float) -> ServerDemand:

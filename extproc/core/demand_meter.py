@@ -15,6 +15,8 @@ from extproc.config.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S
 _MANY_MORE: Final = 8
 _TIMES_AS_MANY: Final = 2
 NEVER: Final = sys.maxsize
+# Adapters come and go with the configuration: beyond so many, new ones count as their base model.
+_MOST_MODELS: Final = 1_000
 
 
 def is_news_at(known: int) -> int:
@@ -115,3 +117,11 @@ class ModelMeter(msgspec.Struct):
     cached_tokens: float = 0.0
     output_tokens: float = 0.0
     prefill_work: float = 0.0
+
+
+def add_model(server: ServerMeter, model: str, base_model: str) -> ModelMeter:
+    """The meter of a model that the server has none of yet."""
+    if len(server.models) >= _MOST_MODELS and base_model in server.models:
+        return server.models[base_model]
+    meter = server.models[model] = ModelMeter(server)
+    return meter
