@@ -197,7 +197,7 @@ def _conditions(looked: Looked) -> Iterator[dict[str, Any]]:
         yield _available(looked.decision, looked.situations)
     yield _active(looked)
     if looked.decision is not None:
-        yield _limited(looked.decision)
+        yield _limited(looked.decision, looked.resolved)
         yield _blocked(looked)
 
 
@@ -264,8 +264,9 @@ def _active(looked: Looked) -> dict[str, Any]:
     return _condition("ScalingActive", truth=True, reason=reason, message=message)
 
 
-def _limited(decision: Decision) -> dict[str, Any]:
-    for stage in decision.stages:
+def _limited(decision: Decision, resolved: Sequence[Resolved]) -> dict[str, Any]:
+    """Bounds of what is not there limit nothing."""
+    for stage in decision.stages if any(one.found is not None for one in resolved) else ():
         for step in stage.steps:
             if step.rule in LIMITING and step.after != step.before:
                 return _condition("ScalingLimited", truth=True, reason=step.rule, message=step.reason)

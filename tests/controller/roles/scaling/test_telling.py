@@ -179,3 +179,11 @@ def test_a_schedule_that_cannot_be_read_is_told() -> None:
     (accepted,) = policy_status(PolicyView({}, policy), 1)["conditions"]
     assert (accepted["status"], accepted["reason"]) == ("False", "ScheduleInvalid")
     assert accepted["message"] == f"{said}; all else of the policy holds"
+
+
+def test_bounds_of_a_target_that_is_not_there_limit_nothing() -> None:
+    bounded = looked(steps=(Step("ScalingLimited", 0.0, 1.0, "minReplicas want 1"),))
+    assert conditions(status_of(bounded, {}))["ScalingLimited"] == ("True", "ScalingLimited")
+    missing = Resolved(spec=SPEC, place=PLACE, problem=Problem("TargetNotFound", "there is no ModelInfer llama"))
+    nothing = msgspec.structs.replace(bounded, resolved=(missing,))
+    assert conditions(status_of(nothing, {}))["ScalingLimited"] == ("False", "NotLimited")
