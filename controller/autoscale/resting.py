@@ -82,6 +82,27 @@ def stands(
     )
 
 
+def still(
+    memory: Memory,
+    policy: AutoscalingPolicySpec,
+    binding: AutoscalingPolicyBinding,
+    now_s: float,
+    told_at_s: float,
+) -> tuple[Decision, Memory] | None:
+    """The last decision and what to remember, if it stands where nothing but time has changed since it last did: no situation
+    has to be made for that. None: it may not. ``told_at_s``: no data are older.
+    """
+    rest = memory.rest
+    if rest is None or not rest.decision.at_s <= now_s < rest.until_s:
+        return None
+    if rest.policy is not policy or rest.binding.spec is not binding.spec:
+        return None
+    staleness = policy.staleness
+    if now_s - told_at_s > min(staleness.soft, staleness.hard):
+        return None
+    return rest.decision, rested(memory, now_s)
+
+
 def rested(memory: Memory, now_s: float) -> Memory:
     """As if it had been decided again."""
     return msgspec.structs.replace(memory, stages={name: _rested(one, now_s) for name, one in memory.stages.items()})

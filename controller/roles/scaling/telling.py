@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from controller.autoscale.decision import Decision
+from controller.autoscale.signals import Calm
 from controller.autoscale.situation import Situation
 from controller.reconcile.model_infer.times import text_of
 from controller.reconcile.plan import Happened
@@ -37,7 +38,8 @@ class Scaled(msgspec.Struct, frozen=True):
 
 class Looked(msgspec.Struct, frozen=True, kw_only=True):
     """What a look at a binding came to. ``policy``: None if there is none; ``problem``: why nothing can be decided, as
-    reason and message. ``holds``: whose changes are honoured, and ``waits_for``: pods that drain, by target.
+    reason and message. ``holds``: whose changes are honoured, and ``waits_for``: pods that drain, by target. ``calm``: where
+    nothing goes on; None where it does, or nobody knows.
     """
 
     now_s: float
@@ -50,6 +52,7 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True):
     scaled: Sequence[Scaled] = ()
     holds: Mapping[str, Hold] = {}
     waits_for: Mapping[str, Sequence[str]] = {}
+    calm: Calm | None = None
 
 
 def status_of(looked: Looked, before: Mapping[str, Any]) -> dict[str, Any]:
