@@ -95,7 +95,7 @@ def still(
     rest = memory.rest
     if rest is None or not rest.decision.at_s <= now_s < rest.until_s:
         return None
-    if rest.policy is not policy or rest.binding.spec is not binding.spec:
+    if rest.policy != policy or rest.binding.spec != binding.spec:
         return None
     staleness = policy.staleness
     if now_s - told_at_s > min(staleness.soft, staleness.hard):

@@ -12,6 +12,8 @@ import asyncio
 import heapq
 import itertools
 import logging
+import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -148,11 +150,11 @@ class _Failing:
 
 
 class _Line(Generic[Key]):
-    """Keys in the order in which they came, each once."""
+    """Keys in the order in which they came, each once. A key wakes one worker."""
 
     def __init__(self) -> None:
         self._keys: dict[Key, None] = {}
-        self._some = asyncio.Event()
+        self._idle: deque[asyncio.Future[None]] = deque()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -162,15 +164,28 @@ class _Line(Generic[Key]):
 
     def add(self, key: Key) -> None:
         self._keys.setdefault(key)
-        self._some.set()
+        self._wake()
 
     async def take(self) -> Key:
         while not self._keys:
-            self._some.clear()
-            await self._some.wait()
+            woken = asyncio.get_running_loop().create_future()
+            self._idle.append(woken)
+            try:
+                await woken
+            except asyncio.CancelledError:
+                # a worker that ends leaves the key to another
+                self._wake()
+                raise
         key = next(iter(self._keys))
         del self._keys[key]
         return key
+
+    def _wake(self) -> None:
+        while self._idle:
+            woken = self._idle.popleft()
+            if not woken.done():
+                woken.set_result(None)
+                return
 
 
 class _Alarms(Generic[Key]):
@@ -183,6 +198,7 @@ class _Alarms(Generic[Key]):
         self._heap: list[tuple[float, int, Key]] = []
         self._number = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
+        self._armed_at_s = math.inf
 
     def set(self, key: Key, at_s: float) -> None:
         known_s = self._at_s.get(key)
@@ -197,11 +213,16 @@ class _Alarms(Generic[Key]):
     def _arm(self) -> None:
         while self._heap and self._at_s.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
+        first_s = self._heap[0][0] if self._heap else math.inf
+        if first_s == self._armed_at_s:
+            return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(self._heap[0][0], self._go_off) if self._heap else None
+        self._armed_at_s = first_s
+        self._timer = asyncio.get_running_loop().call_at(first_s, self._go_off) if self._heap else None
 
     def _go_off(self) -> None:
+        self._timer, self._armed_at_s = None, math.inf
         now_s = _now_s()
         while self._heap and self._heap[0][0] <= now_s:
             at_s, _, key = heapq.heappop(self._heap)

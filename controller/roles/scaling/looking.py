@@ -135,23 +135,23 @@ class Looker:
         if policy.policy is None:
             return Looked(now_s=now_s, resolved=resolved, problem=("PolicyInvalid", policy.problem))
         spec = policy.policy.spec
-        holds = self._holds.of(view, resolved, spec.manual_hold, now_s)
         calm = parts.demand.calm(servers, now_s)
-        return Looked(now_s=now_s, policy=spec, resolved=resolved, holds=holds, calm=calm)
+        return Looked(now_s=now_s, policy=spec, resolved=resolved, calm=calm)
 
     def _situated(self, view: BindingView, looked: Looked, policy: AutoscalingPolicySpec) -> Looked:
         """With situations."""
         parts, now_s = self._parts, looked.now_s
+        holds = self._holds.of(view, looked.resolved, policy.manual_hold, now_s)
         cut_off_s = parts.followed.cut_off_s(view.namespace)
         situations = situations_of(
             looked.resolved,
             policy,
             lambda servers: parts.demand.view(servers, now_s).cut_off(cut_off_s),
             now_s,
-            holds=looked.holds,
+            holds=holds,
             blocked=lambda target: self._blockages.of(view.key, target, now_s),
         )
-        return msgspec.structs.replace(looked, situations=situations)
+        return msgspec.structs.replace(looked, situations=situations, holds=holds)
 
     def _latest(self, target: Resolved) -> Resolved:
         if target.found is None:

@@ -89,9 +89,9 @@ class OtherKinds:
         """As read last; empty before that."""
         return self._read.get(place, Read())
 
-    def is_read(self, place: Place) -> bool:
-        """Whether it has been tried."""
-        return place in self._read
+    def are_read(self, key: str) -> bool:
+        """Whether all that the binding ``key`` asks for have been tried."""
+        return all(place in self._read for place in self._asked.get(key, ()))
 
     def anew(self, place: Place) -> None:
         """It has changed: read it soon."""

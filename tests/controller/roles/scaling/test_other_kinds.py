@@ -80,7 +80,7 @@ async def reading(client: FakeClient, wanted: Mapping[Place, str]) -> AsyncItera
 async def test_an_object_of_any_shape_harms_no_other(spec: Any) -> None:  # noqa: ANN401 - JSON
     client = FakeClient(bad={"spec": spec}, good={"spec": {"template": {"metadata": {"labels": {"app": "llama"}}}}})
     async with reading(client, {place("bad"): SERVED, place("good"): SERVED}) as kinds:
-        await eventually(lambda: kinds.is_read(place("good")) and kinds.is_read(place("bad")))
+        await eventually(lambda: kinds.are_read("default/binding"))
         found = kinds.of(place("good")).found
         assert found is not None
         assert found.replicas == 2
@@ -105,7 +105,7 @@ async def test_an_object_of_any_shape_harms_no_other(spec: Any) -> None:  # noqa
 async def test_what_is_no_version_is_not_asked_for(version: str) -> None:
     client = FakeClient()
     async with reading(client, {place("a"): version}) as kinds:
-        await eventually(lambda: kinds.is_read(place("a")))
+        await eventually(lambda: kinds.are_read("default/binding"))
         lacks = kinds.of(place("a")).lacks
     assert lacks is not None
     assert lacks.reason == "UnknownKind"
@@ -117,7 +117,7 @@ async def test_what_is_no_version_is_not_asked_for(version: str) -> None:
 async def test_a_name_leads_nowhere_else(name: str) -> None:
     client = FakeClient(**{name: {}})
     async with reading(client, {place(name): SERVED}) as kinds:
-        await eventually(lambda: kinds.is_read(place(name)))
+        await eventually(lambda: kinds.are_read("default/binding"))
         lacks = kinds.of(place(name)).lacks
     assert lacks is not None
     assert lacks.reason == "TargetNotFound"
