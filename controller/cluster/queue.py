@@ -31,10 +31,14 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class QueueTiming(msgspec.Struct, frozen=True):
-    """After a failure a key waits about ``backoff_s``, twice as long after each further one, ``backoff_max_s`` at most."""
+    """After a failure a key waits about ``backoff_s``, twice as long after each further one, ``backoff_max_s`` at most.
+    ``slot_s``: looks that come again by themselves begin at multiples of it, as each time that the process wakes up costs
+    something; 0: each at its own time.
+    """
 
     backoff_s: float = 0.2
     backoff_max_s: float = 30.0
+    slot_s: float = 0.0
 
 
 class WorkQueue(Generic[Key]):
@@ -107,7 +111,7 @@ class WorkQueue(Generic[Key]):
             else:
                 self._failing.pop(key, None)
                 if delay_s is not None:
-                    self._alarms.set(key, _now_s() + max(0.0, delay_s))
+                    self._alarms.set(key, self._in_slot(_now_s() + max(0.0, delay_s)))
             finally:
                 self._running.discard(key)
             if key in self._again:
@@ -134,6 +138,10 @@ class WorkQueue(Generic[Key]):
             wait_s,
             exc_info=error if is_ours else None,
         )
+
+    def _in_slot(self, at_s: float) -> float:
+        slot_s = self._timing.slot_s
+        return round(at_s / slot_s) * slot_s if slot_s > 0 else at_s
 
     def _is_held(self, key: Key) -> bool:
         failing = self._failing.get(key)
