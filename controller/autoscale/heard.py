@@ -27,9 +27,9 @@ Value = TypeVar("Value")
 
 
 class Heard(msgspec.Struct):
-    """``server``: what was said last, as it was said; None if the process does not know the server any more. ``calm_since_s``: no
-    report of an engine is older; minus infinity where something goes on. ``highest``: the most that each counter had, so that
-    one which falls and rises again adds nothing.
+    """``server``: what was said last, as it was said; None if the process does not know the server any more.
+    ``calm_since_s``: no report of an engine is older; minus infinity where something goes on. ``highest``: the most that
+    each counter had, so that one which falls and rises again adds nothing.
     """
 
     server: ServerDemand | None = None
@@ -86,8 +86,8 @@ def bounded(value: float) -> float:
 
 
 def _calm_age_s(before: ServerDemand, said: ServerDemand) -> float | None:
-    """How old the oldest report of an engine is, if nothing waits or runs and the engines are the same with as much known
-    of their speeds; None otherwise.
+    """How old the oldest report of an engine is, if nothing waits or runs and the engines are the same with as much
+    known of their speeds; None otherwise.
     """
     if said.queued or said.queued_tokens or said.at_zero or said.engines.keys() != before.engines.keys():
         return None

@@ -4,7 +4,8 @@
 Most bindings are idle most of the time. One rests if nothing has arrived for longer than any window, nothing waits or
 runs, all engines serve, and its last decision left everything as it is for reasons that do not end by themselves. Its
 decision then stands until something changes, a schedule's bounds end, or a few periods have passed: speeds and what other
-bindings leave of nodes may move meanwhile, and are looked at then. Policies with other laws than ``Work``, with metrics or
+bindings leave of nodes may move meanwhile, and are looked at then. ``stands`` finds that out from new situations; where it is
+known without them that nothing has changed, ``still`` does. Policies with other laws than ``Work``, with metrics or
 panic never rest, nor does a binding that waits to go to zero.
 """
 

@@ -45,8 +45,8 @@ class ServerSignals(msgspec.Struct, frozen=True):
 
 
 class Calm(msgspec.Struct, frozen=True):
-    """Nothing waits or runs, and no gateway is silent. ``version``: while it is the same, no request has come, and no engine or
-    gateway has come or gone. ``told_at_s``: no gateway's message and no engine's report is older.
+    """Nothing waits or runs, and no gateway is silent. ``version``: while it is the same, no request has come, and no
+    engine or gateway has come or gone. ``told_at_s``: no gateway's message and no engine's report is older.
     """
 
     version: tuple[int, ...]
@@ -54,8 +54,8 @@ class Calm(msgspec.Struct, frozen=True):
 
 
 class _Speakers(msgspec.Struct, frozen=True):
-    """The ``processes`` of all gateways of a namespace and of trusted ones, none of which is silent from ``since_s`` until
-    ``until_s``. ``version``: another one with each change of them.
+    """The ``processes`` of all gateways of a namespace and of trusted ones, none of which is silent from ``since_s``
+    until ``until_s``. ``version``: another one with each change of them.
     """
 
     processes: list[Process]
@@ -65,7 +65,7 @@ class _Speakers(msgspec.Struct, frozen=True):
 
 
 class _Server(msgspec.Struct):
-    """``since_s``: since when it is followed. ``has_changed``: its sums, since the last tick. ``version``: see ``Calm``."""
+    """``since_s``: since when it is followed. ``version``: see ``Calm``. ``has_changed``: its sums, since the last tick."""
 
     since_s: float
     version: int
@@ -96,6 +96,7 @@ class Signals:
         """Only these ModelServers (``namespace/name``) are kept."""
         for name in [one for one in self._servers if one not in servers]:
             del self._servers[name]
+            self._speakers.clear()
             for gateway in self._gateways.values():
                 for process in gateway.processes.values():
                     process.servers.pop(name, None)

@@ -180,9 +180,8 @@ class Looker:
         settled, known = self._settled.get(view.key), self._memories.get(view.key)
         if settled is None or known is None or looked.calm is None or looked.policy is None or view.binding is None:
             return False
-        if not (settled.is_calm(looked) and settled.is_told(view, looked)):
-            return False
-        if self._parts.followed.cut_off_s(view.namespace) is not None:
+        is_same = settled.is_calm(looked) and settled.is_told(view, looked)
+        if not is_same or self._parts.followed.cut_off_s(view.namespace) is not None:
             return False
         found = self._parts.deciding.still(known[1], looked.policy, view.binding, looked.now_s, looked.calm.told_at_s)
         if found is None or found[0] is not settled.decision:

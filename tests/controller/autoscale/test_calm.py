@@ -82,19 +82,19 @@ def is_known(found: ServerSignals) -> dict[str, bool]:
     return {address: one.prefill_tokens_per_s is None for address, one in found.engines.items()}
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_while_the_version_is_the_same_all_is_as_idle_as_it_was(seed: int) -> None:
     rng = random.Random(seed)
     made = Signals(("attache",))
     speakers = [Speaker(one, rng) for one in GATEWAYS]
     seen: dict[tuple[int, ...], ServerSignals] = {}
     now, agreed = 0.0, 0
-    for step in range(3000):
+    for step in range(1500):
         now += rng.uniform(0.1, 1.0)
         if step % 500 == 0:
             made.follow([QWEN], now)
         made.follow([LLAMA, QWEN], now)
-        made.present([one for one in GATEWAYS if step % 400 > 20 or one != GATEWAYS[1]], now)
+        made.present([one for one in GATEWAYS if step % 300 > 20 or one != GATEWAYS[1]], now)
         for one in speakers:
             message = one.speak(now)
             if message is not None:
@@ -112,7 +112,7 @@ def test_while_the_version_is_the_same_all_is_as_idle_as_it_was(seed: int) -> No
         assert found.freshness.age_s <= at_s - calm.told_at_s + 1e-9
         assert all(one.report.at_s >= calm.told_at_s - 1e-9 for one in found.engines.values())
         agreed += found is not before
-    assert agreed > 50
+    assert agreed > 25
 
 
 def calm_one() -> Signals:
