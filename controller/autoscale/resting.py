@@ -3,10 +3,10 @@
 
 Most bindings are idle most of the time. One rests if nothing has arrived for longer than any window, nothing waits or
 runs, all engines serve, and its last decision left everything as it is for reasons that do not end by themselves. Its
-decision then stands until something changes, a schedule's bounds end, or a few periods have passed: speeds and what other
-bindings leave of nodes may move meanwhile, and are looked at then. ``stands`` finds that out from new situations; where it is
-known without them that nothing has changed, ``still`` does. Policies with other laws than ``Work``, with metrics or
-panic never rest, nor does a binding that waits to go to zero.
+decision then stands until something changes, a schedule's bounds end, or a few periods have passed: speeds and what
+other bindings leave of nodes may move meanwhile, and are looked at then. ``stands`` finds that out from new situations;
+where it is known without them that nothing has changed, ``still`` does. Policies with other laws than ``Work``, with
+metrics or panic never rest, nor does a binding that waits to go to zero.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def still(
     now_s: float,
     told_at_s: float,
 ) -> tuple[Decision, Memory] | None:
-    """The last decision and what to remember, if it stands where nothing but time has changed since it last did: no situation
-    has to be made for that. None: it may not. ``told_at_s``: no data are older.
+    """The last decision and what to remember, if it stands where nothing but time has changed since it last did: no
+    situation has to be made for that. None: it may not. ``told_at_s``: no data are older.
     """
     rest = memory.rest
     if rest is None or not rest.decision.at_s <= now_s < rest.until_s:

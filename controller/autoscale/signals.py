@@ -65,7 +65,9 @@ class _Speakers(msgspec.Struct, frozen=True):
 
 
 class _Server(msgspec.Struct):
-    """``since_s``: since when it is followed. ``version``: see ``Calm``. ``has_changed``: its sums, since the last tick."""
+    """``since_s``: since when it is followed. ``version``: see ``Calm``. ``has_changed``: its sums, since the last
+    tick.
+    """
 
     since_s: float
     version: int
