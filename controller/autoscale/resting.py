@@ -18,10 +18,10 @@ import msgspec
 
 from controller.autoscale.behavior import Past
 from controller.autoscale.freshness import not_for_scale_in, too_old
-from controller.autoscale.laws.work import WorkMemory
 from controller.autoscale.memory import Memory, Rest, StageMemory
 from controller.autoscale.situation import EngineState, Situation, Target
 from controller.autoscale.stage import LEAST_KNOWN_S, behavior_of
+from controller.autoscale.work_memory import WorkMemory
 from controller.resources.scaling_laws import WorkParameters
 
 if TYPE_CHECKING:
@@ -181,6 +181,7 @@ def _seen_of(target: Target) -> tuple[object, ...]:
         target.current,
         target.blocked,
         target.room,
+        target.pools,
         target.set_by,
         target.speed is None,
         [one.name for one in target.engines],

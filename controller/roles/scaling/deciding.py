@@ -23,7 +23,7 @@ Memory = Any
 
 
 class Decide(Protocol):
-    """``free``: accelerators for which a binding may ask, by kind."""
+    """``free``: accelerators for which a binding may ask, by pool."""
 
     def __call__(
         self,
@@ -89,6 +89,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     def is_ordered(self) -> bool:
         """Whether it will be so: by us, or by who heeds what we export."""
         return self.replicas is not None and self.held in ("", _TOLD_ONLY["Export"])
+
+    @property
+    def is_told_only(self) -> bool:
+        """Whether the mode alone keeps it from being written."""
+        return self.held in _TOLD_ONLY.values()
 
     @property
     def is_as_decided(self) -> bool:

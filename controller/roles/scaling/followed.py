@@ -153,6 +153,10 @@ class Followed:
         """The HorizontalPodAutoscaler that scales it by our metric, but takes that for a ratio; empty if none does."""
         return misused_by(self._others[0].objects.values()).get(place, "") if self.scaler_of(place) else ""
 
+    def has_server(self, key: str) -> bool:
+        """Whether this ModelServer is there."""
+        return key in self._servers.objects
+
     def servers_selecting(self, namespace: str, labels: Mapping[str, str]) -> list[tuple[str, Mapping[str, str]]]:
         """Keys and selectors of ModelServers that select pods with these labels."""
         if self._selectors is None:
