@@ -88,7 +88,11 @@ class OtherKinds:
 
     def are_read(self, key: str) -> bool:
         """Whether all that the binding ``key`` asks for have been tried."""
-        return all(place in self._read for place in self._asked.get(key, ()))
+        return all(map(self.is_read, self._asked.get(key, ())))
+
+    def is_read(self, place: Place) -> bool:
+        """Whether it has been tried."""
+        return place in self._read
 
     def anew(self, place: Place) -> None:
         """It has changed: read it soon."""
