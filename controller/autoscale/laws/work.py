@@ -149,7 +149,7 @@ class WorkLaw(msgspec.Struct, frozen=True):
         given = self.parameters.utilization
         tpot_s = objective.tpot if objective is not None else None
         needs = []
-        if given is None and tpot_s is not None and work.decode_s > 0:
+        if given is None and tpot_s is not None and work.output_tokens > 0:
             percent = objective.percentile if objective is not None else 50.0
             by_tpot = replicas_for_tpot(rate, work, step_s=speed.step_s, tpot_s=tpot_s, percent=percent)
             needs.append(_Need(by_tpot, f"TPOT within {tpot_s}"))
