@@ -19,7 +19,7 @@ ordered now would be ready. Until then engines that serve, and those that start 
 and arrivals add to it. Only what is left then calls for more replicas, as many as do it within ``drain_budget``, or half
 of the start time if that is longer. So what replicas that are starting will mend is not ordered twice.
 
-Scale-in: the answer for n - 1 replicas has to hold with a tenth more load as well, so load at an edge does not make
+Scale-in: the answer for n - 1 replicas has to hold with 15% more load as well, so load at an edge does not make
 replicas come and go.
 
 Unknown speeds: the law then asks for ``_IN_FLIGHT`` requests for each replica, and never for fewer than there are.
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 _UTILIZATION: Final = 0.8
 _MOST_LEAD_S: Final = 600.0
-_SCALE_IN_ROOM: Final = 1.1
+_SCALE_IN_ROOM: Final = 1.15
 _IN_FLIGHT: Final = 32
 # Tokens of answers whose decoding hardly counts.
 _SHORT_ANSWER: Final = 4
@@ -100,7 +100,7 @@ class WorkLaw(msgspec.Struct, frozen=True):
         now_s, guard = situation.now_s, self.parameters.guard
         lead_s = min(_MOST_LEAD_S, situation.targets[0].start_s)
         before = memory or WorkMemory(now_s)
-        peaks = (before.peaks or Peaks(now_s)).seen(load.arrivals_per_s, now_s)
+        peaks = (before.peaks or Peaks(now_s)).seen(load.mean_per_s, now_s)
         rate = self._ahead(load, lead_s, peaks.most(now_s))
         bare, now, need = [
             self._carried(each, work, speed, situation.objective)
