@@ -13,6 +13,7 @@ from extproc.core.types import Arrival, Head
 from extproc.core.who_may import not_allowed
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, Refusal, UnknownModel, UnknownPath
 from extproc.protocol import MODELS_PATH
+from extproc.request.api_by_body import api_by_body
 from extproc.request.model import Api, InferenceRequest
 from extproc.request.openai import INFERENCE_PATHS, parse
 from extproc.routing.resolve import Destination
@@ -140,6 +141,24 @@ class Intake:
         if self._routing.knows(request.model):
             return self.receive(api, head, body)
         return self._direct(request, server, head, body)
+
+    def receive_pooled(self, pool: str | None, head: Head, body: bytes) -> Arrival:
+        """By our routes; what they do not know goes to ``pool``, whatever its path and body; raises a Refusal.
+
+        None: the gateway has no pool.
+        """
+        if pool is None:
+            return self.receive(self.admit(head), head, body)
+        api = INFERENCE_PATHS.get(head.path) if head.path else api_by_body(body)
+        if api is None:
+            return self.receive_unread(pool, head, body)
+        try:
+            return self.receive_for(pool, api, head, body)
+        except BadRequest:
+            # engines know more APIs and fields than we do, and say best what is wrong; but no request gets round a limit so
+            if self.has_limits:
+                raise
+            return self.receive_unread(pool, head, body)
 
     def _routed(self, model: str, head: Head, visit: Visit | None) -> Destination:
         """By the ModelRoutes, among what is open to the caller; raises a Refusal.

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.core.states import IllegalEvent
 from extproc.core.types import Attachment, Outcome
-from extproc.errors import BadRequest
-from extproc.request.openai import INFERENCE_PATHS
 from extproc.streams.exchange import answers_to
 from extproc.streams.http_headers import read_served, read_status, read_subset
 from extproc.streams.request import StreamRequest
@@ -133,23 +131,7 @@ class Duplex:
             return []
         body = self._body = b"".join(self._pieces)
         self._pieces.clear()
-        return self._enter(self._receive(self._head, body))
-
-    def _receive(self, head: Head, body: bytes) -> Arrival:
-        """By our routes; what they do not know goes to the pool that the gateway asks for, if it has one."""
-        intake, pool = self._context.core.intake, self._context.options.pool
-        if pool is None:
-            return intake.receive(intake.admit(head), head, body)
-        api = INFERENCE_PATHS.get(head.path)
-        if api is None:
-            return intake.receive_unread(pool, head, body)
-        try:
-            return intake.receive_for(pool, api, head, body)
-        except BadRequest:
-            # engines know more APIs and fields than we do, and say best what is wrong; but no request gets round a limit so
-            if intake.has_limits:
-                raise
-            return intake.receive_unread(pool, head, body)
+        return self._enter(self._context.core.intake.receive_pooled(self._context.options.pool, self._head, body))
 
     def _enter(self, arrival: Arrival) -> list[bytes]:
         subset = self._context.allowed(arrival.head, self._subset)

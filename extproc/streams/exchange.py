@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request's conversation with a gateway, message by message, without I/O.
 
-The gateway says in its first message how it sends bodies. Whole (BUFFERED), as our bundle and some gateways do: headers
-are answered at once, the body with the decision, and nothing more comes. In pieces (FULL_DUPLEX_STREAMED), as the
-endpoint picker protocol of the Gateway API Inference Extension asks: see ``duplex.py``. One server serves both.
+Bodies come whole (BUFFERED), as our bundle and some gateways send them: headers are answered at once, the body with the
+decision, and nothing more comes. Or in pieces (FULL_DUPLEX_STREAMED), as the endpoint picker protocol of the Gateway API
+Inference Extension asks: see ``duplex.py``. Envoy says which in its first message. One server serves both.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ class Exchange:
         """Serialized answers to ``message``; raises IllegalEvent."""
         conversation = self._conversation
         if conversation is None:
-            is_duplex = message.protocol_config.request_body_mode == FULL_DUPLEX
-            if is_duplex:
+            if self._comes_in_pieces(message):
                 conversation = self._new_duplex(self._context, self._is_trusted)
             else:
                 conversation = Buffered(self._context, self._is_trusted, self._origin)
@@ -109,6 +108,13 @@ class Exchange:
         except Refusal as refusal:
             self._context.metrics.refused(refusal)
             return [refusal_answer(refusal)]
+
+    def _comes_in_pieces(self, first: ProcessingRequest) -> bool:
+        if first.HasField("protocol_config"):
+            return first.protocol_config.request_body_mode == FULL_DUPLEX
+        # older Envoys and gateways that are none do not say; those with a pool keep to the endpoint picker protocol
+        options = self._context.options
+        return options.pool is not None and not options.whole_bodies
 
     def resume(self, answer: Answer | Decision | Refused) -> list[bytes]:
         """Go on with what was pending."""
