@@ -55,7 +55,8 @@ class StreamContext(msgspec.Struct, frozen=True):
 
     def read_head(self, message: ProcessingRequest, is_trusted: Callable[[], bool], origin: Origin = UNKNOWN) -> Head:
         """A request's headers; ``is_trusted`` takes a while, so it is asked only where anything depends on it."""
-        head = read_head(message.request_headers, is_trusted=self.core.asks_who and is_trusted(), origin=origin)
+        trusts = self.options.trusts_headers or (self.core.asks_who and is_trusted())
+        head = read_head(message.request_headers, is_trusted=trusts, origin=origin)
         if not head.is_trusted or not self.core.claims:
             return head
         return msgspec.structs.replace(head, claims=read_claims(message, self.core.claims))

@@ -17,11 +17,11 @@ from extproc.streams.http_headers import read_served, read_status, read_subset
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
     CONTINUE_REQUEST_TRAILERS,
-    CONTINUE_RESPONSE_HEADERS,
     CONTINUE_RESPONSE_TRAILERS,
     duplex_decision_answer,
     request_body_answers,
     response_body_answers,
+    response_headers_answer,
 )
 from extproc.streams.usage import UsageReader
 
@@ -78,7 +78,7 @@ class Duplex:
             case "response_headers":
                 headers = message.response_headers
                 self._answer.began(read_status(headers))
-                return self._ended([CONTINUE_RESPONSE_HEADERS], is_end=headers.end_of_stream)
+                return self._ended([response_headers_answer(self._tokens())], is_end=headers.end_of_stream)
             case "response_body":
                 return self._pass_answer(message.response_body)
             case _:
@@ -110,6 +110,16 @@ class Duplex:
         served = read_served(message)
         if served:
             self._answer.served = served
+
+    def _tokens(self) -> dict[str, str]:
+        """Headers that tell the client where its session is."""
+        sent = None if self.request is None else self.request.sent
+        if sent is None or not sent.sessions:
+            return {}
+        # who is not of our list has been chosen by the gateway alone
+        served = self._answer.served if self._answer.served in sent.addresses else ""
+        first = sent.endpoint.address
+        return {note.header: note.token(first=first, served=served) for note in sent.sessions if note.header}
 
     def _pass_answer(self, body: HttpBody) -> list[bytes]:
         self._answer.came(body.body, self._context.clock())
@@ -148,6 +158,9 @@ class Duplex:
     def _settle(self) -> None:
         request = self.request
         if self._is_settled or request is None or request.sent is None:
+            return
+        if self._head is not None and not self._head.path:
+            # a gateway that leaves out the path copies headers and shows no answer: nothing is known of it
             return
         self._is_settled = True
         now, first = self._context.clock(), request.sent.endpoint.address

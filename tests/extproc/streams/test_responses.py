@@ -11,7 +11,7 @@ from extproc.admission.buckets import Claim, Limit
 from extproc.admission.limits import Charge, Grant
 from extproc.core.effects import Decision
 from extproc.endpoints.table import EndpointRef
-from extproc.scheduling.pool import Assignment
+from extproc.scheduling.assignment import Assignment
 from extproc.streams.messages import CommonResponse, ProcessingResponse
 from extproc.streams.responses import (
     MOST_BODY_BYTES,
