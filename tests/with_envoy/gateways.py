@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -18,7 +19,6 @@ from bench.stack import envoy_command
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
 
 USAGE = b'"usage": {"prompt_tokens": 10, "completion_tokens": 2}'
 
@@ -214,23 +214,24 @@ def _listener(port: int, hint: object, cluster: dict[str, Any], *, mode_override
     }
 
 
-def pool_config(addresses: Sequence[str]) -> str:
-    """One ModelServer called ``pool``, and no route: whatever comes goes there."""
+def pool_config(addresses: Sequence[str], *, picker: bool = False) -> str:
+    """One ModelServer called ``pool``, and no route: whatever comes goes there. ``picker``: as ``picker.yaml`` says."""
     endpoints = ", ".join(f'{{address: "{address}"}}' for address in addresses)
     return f"""
 apiVersion: attache.dev/v1alpha1
 kind: ModelServer
 metadata: {{name: pool}}
-spec: {{model: base, scrapeInterval: 0s, endpoints: [{endpoints}]}}
+spec: {{model: base, scrapeInterval: 0s, {"pickerConfig: picker.yaml, " if picker else ""}endpoints: [{endpoints}]}}
 """
 
 
 class Gateway(msgspec.Struct, frozen=True):
-    """URLs of Envoy, one for each subset hint, and of extproc's metrics; the address of extproc."""
+    """URLs of Envoy, one for each subset hint, and of extproc's metrics; the address of extproc; its configuration."""
 
     urls: tuple[str, ...]
     metrics: str
     extproc: str
+    config: Path
 
     @property
     def url(self) -> str:
@@ -248,12 +249,18 @@ async def gateway(
     hints: Sequence[object] = (NO_HINT,),
     mode_override: bool = False,
     tls: dict[str, Any] | None = None,
+    picker: str = "",
 ) -> AsyncIterator[Gateway]:
-    """extproc and an Envoy that listens once for each of ``hints``. ``tls``: see ``bootstrap``; ``flags`` say it to extproc."""
+    """extproc and an Envoy that listens once for each of ``hints``. ``tls``: see ``bootstrap``; ``flags`` say it to extproc.
+
+    ``picker``: an EndpointPickerConfig.
+    """
     admin, extproc, metrics, *listen = free_ports(3 + len(hints))
     config = directory / "config"
     config.mkdir(parents=True)
-    (config / "pool.yaml").write_text(pool_config(addresses))
+    (config / "pool.yaml").write_text(pool_config(addresses, picker=bool(picker)))
+    if picker:
+        (config / "picker.yaml").write_text(picker)
     bundle = directory / "envoy"
     bundle.mkdir()
     configured = bootstrap(
@@ -280,4 +287,4 @@ async def gateway(
         await processes.wait_ready("extproc", lambda: answers(f"http://127.0.0.1:{metrics}/readyz"))
         await processes.wait_ready("envoy", lambda: answers(f"http://127.0.0.1:{admin}/ready"))
         urls = tuple(f"http://127.0.0.1:{port}" for port in listen)
-        yield Gateway(urls, f"http://127.0.0.1:{metrics}", f"127.0.0.1:{extproc}")
+        yield Gateway(urls, f"http://127.0.0.1:{metrics}", f"127.0.0.1:{extproc}", config)
