@@ -75,6 +75,24 @@ class SessionKeeper(Protocol):
         ...
 
 
+class UsageReporter(Protocol):
+    """Tells the gateway a number that follows from an answer's token usage."""
+
+    @property
+    def namespace(self) -> str:
+        """Of the gateway's dynamic metadata."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The key in the namespace."""
+        ...
+
+    def value(self, usage: Mapping[str, object]) -> int:
+        """The number; 0 if there is nothing to tell. ``usage``: as in an answer of OpenAI's API."""
+        ...
+
+
 class NamedFilter(msgspec.Struct, frozen=True):
     """A filter and its configured name."""
 
@@ -143,6 +161,7 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
     """The picker that an EndpointPickerConfig describes: profiles and their handler.
 
     ``sessions``: the plugins that keep sessions on their endpoints. ``prefill_profile``: its name, empty if there is none.
+    ``reporters``: what the gateway is told of each answer.
     """
 
     handler: ProfileHandler
@@ -150,6 +169,7 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
     deciders: Mapping[str, Decider] = {}
     sessions: tuple[SessionKeeper, ...] = ()
     prefill_profile: str = ""
+    reporters: tuple[UsageReporter, ...] = ()
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """Run the handler; endpoints in back-off only if no other may serve the request."""

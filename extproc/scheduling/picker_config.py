@@ -151,6 +151,7 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
         profiles={spec.name: _profile(spec, plugins) for spec in specs},
         deciders={name: plugin for name, (kind, plugin) in plugins.items() if kind == "decider"},
         sessions=tuple(plugin for _, plugin in plugins.values() if isinstance(plugin, SessionKeeper)),
+        reporters=tuple(plugin.reporter() for kind, plugin in plugins.values() if kind == "reporter"),
         prefill_profile=getattr(handler, "prefill_name", ""),
     )
 

@@ -67,6 +67,7 @@ class Pool:
     ``reports_cached_tokens``: its engines report cached tokens, so an answer without them had none. ``reports_usage``:
     its engines report usage. ``typical_duration_s``: recent mean of whole answers. ``readiness``: whether it has
     engines, as configured. ``sessions``: where sessions with an id are; ``keeps_sessions``: whether its picker asks.
+    ``reporters``: what gateways are told of answers.
     """
 
     def __init__(self, name: str, spec: ModelServerSpec, picker: Picker) -> None:
@@ -91,6 +92,7 @@ class Pool:
         """Apply a new configuration; endpoints that stay keep everything learned of them."""
         self.spec, self.picker = spec, picker
         self.keeps_sessions = isinstance(picker, ConfiguredPicker) and bool(picker.sessions)
+        self.reporters = picker.reporters if isinstance(picker, ConfiguredPicker) else ()
         if spec.kv_events is None:
             self.caches.kv_index = None
         elif self.caches.kv_index is None:

@@ -24,14 +24,17 @@ from extproc.streams.responses import (
     response_headers_answer,
 )
 from extproc.streams.usage import UsageReader
+from extproc.streams.usage_reports import reports_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from extproc.core.effects import Decision
     from extproc.core.types import Arrival, Head
+    from extproc.scheduling.framework import UsageReporter
     from extproc.streams.context import StreamContext
     from extproc.streams.messages import HttpBody, ProcessingRequest
+    from extproc.streams.usage import ReportedUsage
 
 # By what has come of the request, the kinds of messages that may come next. Envoy may answer by itself at any time.
 _ANSWER: Final = frozenset({"response_headers", "response_body", "response_trailers"})
@@ -56,6 +59,8 @@ class Duplex:
         self._began_s = 0.0
         self._answer = _Answer()
         self._is_settled = False
+        # what the gateway is told when the answer ends
+        self._reporters: Sequence[UsageReporter] = ()
         self.request: StreamRequest | None = None
 
     def receive(self, message: ProcessingRequest, kind: str) -> list[bytes]:
@@ -147,11 +152,14 @@ class Duplex:
         subset = self._context.allowed(arrival.head, self._subset)
         attachment = Attachment(self._context.options.duplex_choices, subset, passes_usage=True)
         self.request = StreamRequest(self._context)
+        self._reporters = arrival.pool.reporters
         return answers_to(self, self.request.begin(arrival, attachment, self._context.clock()))
 
     def _ended(self, answers: list[bytes], *, is_end: bool) -> list[bytes]:
         if is_end and self.request is not None and self.request.sent is not None:
             self._answer.is_whole = True
+            if self._reporters:
+                answers[-1] += reports_metadata(self._reporters, self._answer.usage())
             self.close()
         return answers
 
@@ -187,9 +195,13 @@ class _Answer:
             self._first_at_s = now
         self._usage.feed(piece)
 
+    def usage(self) -> ReportedUsage:
+        """What it has reported so far."""
+        return self._usage.finish()
+
     def outcome(self, ticket: str, first: str, *, began_s: float, now: float) -> Outcome:
         """Where the gateway does not say who served: assume that the single address in the answer did."""
-        usage = self._usage.finish()
+        usage = self.usage()
         return Outcome(
             ticket=ticket,
             status=self._status,

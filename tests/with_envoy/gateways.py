@@ -205,12 +205,23 @@ def _listener(port: int, hint: object, cluster: dict[str, Any], *, mode_override
         "http_filters": filters,
         "http_protocol_options": {"enable_trailers": True},
         "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
+        "access_log": [_access_log()],
     }
     chain = {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}
     return {
         "name": f"gateway-{port}",
         "address": {"socket_address": {"address": "127.0.0.1", "port_value": port}},
         "filter_chains": [{"filters": [chain]}],
+    }
+
+
+def _access_log() -> dict[str, Any]:
+    """To Envoy's output: of each request its status, and what the picker told of its cost."""
+    stdout = "type.googleapis.com/envoy.extensions.access_loggers.stream.v3.StdoutAccessLog"
+    line = "cost=%DYNAMIC_METADATA(envoy.lb:x-gateway-inference-request-cost)% status=%RESPONSE_CODE%\n"
+    return {
+        "name": "envoy.access_loggers.stdout",
+        "typed_config": {"@type": stdout, "log_format": {"text_format_source": {"inline_string": line}}},
     }
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps({"model": "base", "messages": [{"role": "user", "content": "Who are you?"}]})
-BY_TOKEN = """
+BY_HEADER = """
 apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
 plugins:
@@ -54,7 +54,7 @@ async def test_a_gateways_answers_carry_a_token_that_brings_requests_back(tmp_pa
     flags = ["--duplex-choices", "3"] if kind == "override_host" else []
     async with (
         engines(3) as addresses,
-        gateway(tmp_path, addresses, kind=kind, flags=flags, picker=BY_TOKEN) as made,
+        gateway(tmp_path, addresses, kind=kind, flags=flags, picker=BY_HEADER) as made,
         httpx.AsyncClient(timeout=30) as http,
     ):
         tokens = {}
@@ -116,7 +116,7 @@ def client_of(stack: Stack) -> openai.AsyncOpenAI:
 
 async def test_envoy_writes_the_token_in_our_bundle(tmp_path: Path) -> None:
     picker = tmp_path / "picker.yaml"
-    picker.write_text(BY_TOKEN)
+    picker.write_text(BY_HEADER)
     async with (
         running_stack(tmp_path / "stack", FLAGS, picker=picker, gateway={"servedHeader": SERVED}) as stack,
         client_of(stack) as client,

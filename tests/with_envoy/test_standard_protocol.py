@@ -270,3 +270,31 @@ async def test_health_services_answer_as_the_protocol_says(standard: Standard) -
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Check(health_pb2.HealthCheckRequest(service="other"))
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+REPORTER = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: random-picker
+- type: request-attribute-reporter
+  parameters:
+    attributes:
+    - key: {namespace: envoy.lb, name: x-gateway-inference-request-cost}
+      expression: usage.prompt_tokens + 3 * usage.completion_tokens
+"""
+
+
+async def test_envoy_learns_what_a_request_cost(tmp_path: Path) -> None:
+    log = tmp_path / "envoy.log"
+    async with (
+        engines(1) as addresses,
+        gateway(tmp_path, addresses, picker=REPORTER) as made,
+        httpx.AsyncClient() as http,
+    ):
+        await http.post(made.url + CHAT, content=chat(10, stream=True), headers={"x-pieces": "3"})
+
+        async def is_told() -> bool:
+            return "cost=16 status=200" in log.read_text()
+
+        await eventually(is_told)

@@ -346,3 +346,46 @@ async def test_nginx_gateway_fabric_reads_a_refusal() -> None:
         assert immediate.status.code == 503
         told = {one.header.key: one.header.raw_value.decode() for one in immediate.headers.set_headers}
         assert told["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
+
+
+REPORTER = b"""
+- type: request-attribute-reporter
+  parameters:
+    attributes:
+    - key: {name: x-gateway-inference-request-cost}
+      expression: usage.prompt_tokens + 3 * usage.completion_tokens
+      condition: has(usage.completion_tokens)
+"""
+
+
+@pytest.mark.parametrize("has_trailers", [False, True])
+async def test_the_last_message_of_an_answer_tells_its_cost(*, has_trailers: bool) -> None:
+    async with served() as server:
+        server.core.apply(load({"pool.yaml": POOL, "epp.yaml": EPP + REPORTER}), 0.0)
+        stream = server.stream()
+        await ask(stream, mode=FULL_DUPLEX)
+        await stream.write(answer_headers())
+        await next_of(stream)
+        costs = []
+        for piece, end in ((ANSWER[:20], False), (ANSWER[20:], not has_trailers)):
+            await stream.write(answer_body(piece, end=end))
+            costs.append((await next_of(stream)).dynamic_metadata)
+        if has_trailers:
+            trailers = ProcessingRequest()
+            trailers.response_trailers.SetInParent()
+            await stream.write(trailers)
+            costs.append((await next_of(stream)).dynamic_metadata)
+        assert [len(one.fields) for one in costs[:-1]] == [0] * (len(costs) - 1)
+        told = costs[-1].fields["envoy.lb"].struct_value.fields["x-gateway-inference-request-cost"]
+        assert told.number_value == 500 + 3 * 7
+
+
+async def test_an_answer_without_usage_tells_no_cost() -> None:
+    async with served() as server:
+        server.core.apply(load({"pool.yaml": POOL, "epp.yaml": EPP + REPORTER}), 0.0)
+        stream = server.stream()
+        await ask(stream, mode=FULL_DUPLEX)
+        await stream.write(answer_headers())
+        await next_of(stream)
+        await stream.write(answer_body(b"{}", end=True))
+        assert not (await next_of(stream)).HasField("dynamic_metadata")
