@@ -167,6 +167,8 @@ class Buffered:
         self._admitted: tuple[Api, Head] | None = None
         # the ModelServer that an HTTPRoute has chosen, with the request's head
         self._chosen: tuple[str, Head] | None = None
+        # of a gateway with a pool
+        self._pooled: Head | None = None
         self._decides_headers = False
         self._attachment = self._attached(None)
         self._awaits = _AWAITS_HEADERS
@@ -185,7 +187,7 @@ class Buffered:
     def decided(self, decision: Decision) -> list[bytes]:
         """The answer to the body, or to the headers of a request without one."""
         if self._chosen is None:
-            return [decision_answer(decision)]
+            return [decision_answer(decision, on_headers=self._decides_headers)]
         return [chosen_decision_answer(decision, on_headers=self._decides_headers)]
 
     def close(self) -> None:
@@ -211,6 +213,14 @@ class Buffered:
                 return self._begin(self._context.core.intake.receive_chosen(origin.server, head, b""))
             self._awaits = _AWAITS_BODY
             return [CONTINUE_HEADERS]
+        pool = self._context.options.pool
+        if pool is not None:
+            self._pooled = head
+            if not head.has_body:
+                self._decides_headers = True
+                return self._begin(self._context.core.intake.receive_unread(pool, head, b""))
+            self._awaits = _AWAITS_BODY
+            return [CONTINUE_HEADERS]
         models = self._context.list_models(head)
         if models is not None:
             return [models]
@@ -221,18 +231,17 @@ class Buffered:
     def _receive_body(self, message: HttpBody) -> list[bytes]:
         # a body that trailers follow is whole, too, and does not say that it ends the stream
         began_s = self._context.clock()
-        pool, intake = self._context.options.pool, self._context.core.intake
+        intake = self._context.core.intake
         if self._chosen is not None:
             server, head = self._chosen
             return self._begin(intake.receive_chosen(server, head, message.body), began_s)
+        if self._pooled is not None:
+            pooled = intake.receive_pooled(self._context.options.pool, self._pooled, message.body)
+            return self._begin(pooled, began_s)
         if self._admitted is None:
             return []
         api, head = self._admitted
-        if pool is None:
-            arrival = intake.receive(api, head, message.body)
-        else:
-            arrival = intake.receive_for(pool, api, head, message.body)
-        return self._begin(arrival, began_s)
+        return self._begin(intake.receive(api, head, message.body), began_s)
 
     def _begin(self, arrival: Arrival, began_s: float | None = None) -> list[bytes]:
         self.request = StreamRequest(self._context)

@@ -128,8 +128,13 @@ _BODY_MUTATION_TAG: Final = tag(CommonResponse, "body_mutation")
 _BODY_TAG: Final = tag(BodyMutation, "body")
 
 
-def decision_answer(decision: Decision) -> bytes:
-    """Answer a whole body: endpoints in order as header and ``envoy.lb`` metadata, server, ticket, and the changed body."""
+def decision_answer(decision: Decision, *, on_headers: bool = False) -> bytes:
+    """Answer a whole body: endpoints in order as header and ``envoy.lb`` metadata, server, ticket, and the changed body.
+
+    ``on_headers``: the request has no body.
+    """
+    if on_headers:
+        return _decision_answer(decision, _CLEAR_ROUTE_CACHE, _REQUEST_HEADERS_TAG, _HEADERS_RESPONSE_TAG)
     return _decision_answer(decision, _CLEAR_ROUTE_CACHE, _REQUEST_BODY_TAG, _RESPONSE_TAG)
 
 

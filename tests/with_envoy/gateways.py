@@ -18,7 +18,7 @@ from bench.processes import Processes, free_ports
 from bench.stack import envoy_command
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
 USAGE = b'"usage": {"prompt_tokens": 10, "completion_tokens": 2}'
 
@@ -113,6 +113,22 @@ def pool_cluster(kind: str, addresses: Sequence[str]) -> dict[str, Any]:
 
 
 NO_HINT: Final = object()
+IN_PIECES: Final = {
+    "request_header_mode": "SEND",
+    "response_header_mode": "SEND",
+    "request_body_mode": "FULL_DUPLEX_STREAMED",
+    "response_body_mode": "FULL_DUPLEX_STREAMED",
+    "request_trailer_mode": "SEND",
+    "response_trailer_mode": "SEND",
+}
+WHOLE_BODIES: Final = {
+    "request_header_mode": "SEND",
+    "response_header_mode": "SKIP",
+    "request_body_mode": "BUFFERED",
+    "response_body_mode": "NONE",
+    "request_trailer_mode": "SKIP",
+    "response_trailer_mode": "SKIP",
+}
 
 
 def bootstrap(
@@ -124,11 +140,14 @@ def bootstrap(
     mode_override: bool = False,
     tls: dict[str, Any] | None = None,
     host: str = "127.0.0.1",
+    sends_whole_bodies: bool = False,
 ) -> dict[str, Any]:
     """An Envoy as the inference extension's gateways set it up. ``listeners``: a port and the subset hint given there.
 
     ``host`` and ``extproc``: where the picker is. ``tls``: the common TLS context towards it; None: plain text.
+    ``sends_whole_bodies``: and no answers, as kgateway 2.0 and 2.1 do.
     """
+    mode = WHOLE_BODIES if sends_whole_bodies else IN_PIECES
     http2: dict[str, Any] = {
         "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
@@ -150,27 +169,24 @@ def bootstrap(
     return {
         "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": admin}}},
         "static_resources": {
-            "listeners": [_listener(port, hint, cluster, mode_override=mode_override) for port, hint in listeners],
+            "listeners": [
+                _listener(port, hint, cluster, mode_override=mode_override, mode=mode) for port, hint in listeners
+            ],
             "clusters": [picker, cluster],
         },
     }
 
 
-def _listener(port: int, hint: object, cluster: dict[str, Any], *, mode_override: bool) -> dict[str, Any]:
+def _listener(
+    port: int, hint: object, cluster: dict[str, Any], *, mode_override: bool, mode: Mapping[str, str]
+) -> dict[str, Any]:
     ext_proc = {
         "@type": "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {"envoy_grpc": {"cluster_name": "extproc"}},
         "failure_mode_allow": False,
         "allow_mode_override": mode_override,
         "message_timeout": "30s",
-        "processing_mode": {
-            "request_header_mode": "SEND",
-            "response_header_mode": "SEND",
-            "request_body_mode": "FULL_DUPLEX_STREAMED",
-            "response_body_mode": "FULL_DUPLEX_STREAMED",
-            "request_trailer_mode": "SEND",
-            "response_trailer_mode": "SEND",
-        },
+        "processing_mode": mode,
         "metadata_options": {
             "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
             "receiving_namespaces": {"untyped": ["envoy.lb"]},
@@ -251,7 +267,7 @@ class Gateway(msgspec.Struct, frozen=True):
 
 
 @asynccontextmanager
-async def gateway(
+async def gateway(  # noqa: PLR0913 - what tests want to be different
     directory: Path,
     addresses: Sequence[str],
     *,
@@ -261,10 +277,11 @@ async def gateway(
     mode_override: bool = False,
     tls: dict[str, Any] | None = None,
     picker: str = "",
+    sends_whole_bodies: bool = False,
 ) -> AsyncIterator[Gateway]:
     """extproc and an Envoy that listens once for each of ``hints``. ``tls``: see ``bootstrap``; ``flags`` say it to extproc.
 
-    ``picker``: an EndpointPickerConfig.
+    ``picker``: an EndpointPickerConfig. ``sends_whole_bodies``: see ``bootstrap``.
     """
     admin, extproc, metrics, *listen = free_ports(3 + len(hints))
     config = directory / "config"
@@ -281,6 +298,7 @@ async def gateway(
         cluster=pool_cluster(kind, addresses),
         mode_override=mode_override,
         tls=tls,
+        sends_whole_bodies=sends_whole_bodies,
     )
     (bundle / "bootstrap.json").write_text(json.dumps(configured))
     command = [sys.executable, "-m", "extproc", "--config", str(config), "--listen", f"127.0.0.1:{extproc}"]

@@ -270,6 +270,21 @@ async def test_kgateway_waits_for_the_headers_answer_then_sends_a_whole_body(
         assert await stream.read() is grpc.aio.EOF
 
 
+@pytest.mark.parametrize(("method", "path", "content"), [("GET", "/v1/models", None), ("POST", "/other", b"\x00")])
+async def test_kgateway_gets_an_endpoint_for_whatever_it_asks(method: str, path: str, content: bytes | None) -> None:
+    async with served(buffered_choices=1) as server:
+        stream = server.stream()
+        asked = headers({**ENVOYS, ":method": method, ":path": path}, body_mode=BUFFERED)
+        asked.request_headers.end_of_stream = content is None
+        await stream.write(asked)
+        answer = await next_of(stream)
+        if content is not None:
+            await stream.write(body(content, end=True))
+            answer = await next_of(stream)
+        assert answer.WhichOneof("response") == ("request_headers" if content is None else "request_body")
+        assert written(answer)["x-gateway-destination-endpoint"] in ENGINES
+
+
 GOS = {
     "Content-Type": "application/json",
     "User-Agent": "OpenAI/Python 2",
