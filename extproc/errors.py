@@ -17,13 +17,15 @@ class Refusal(Exception):
 
     ``message``: tells the client what to do. ``param``: the request parameter at fault, if any. ``retry_after_s``:
     for the retry-after header, None if a retry will not help. The class defines the rest: ``outcome`` is the value in
-    metrics, ``headers`` are response headers beside retry-after.
+    metrics, ``headers`` are response headers beside retry-after, ``dropped_reason`` is llm-d's word for it, None if
+    llm-d has none.
     """
 
     status: ClassVar[int] = 500
     error_type: str = "server_error"
     code: ClassVar[str | None] = None
     outcome: ClassVar[str] = "error"
+    dropped_reason: ClassVar[str | None] = None
     headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
@@ -84,6 +86,7 @@ class NoEndpoint(Refusal):
     error_type = "service_unavailable_error"
     code = "no_endpoint"
     outcome = "no_endpoint"
+    dropped_reason = "rejected-no-endpoints"
 
 
 class RateLimited(Refusal):
@@ -115,6 +118,7 @@ class QueueFull(Refusal):
     error_type = "requests"
     code = "queue_full"
     outcome = "queue_full"
+    dropped_reason = "rejected-saturated"
 
 
 class Shed(Refusal):
@@ -124,6 +128,7 @@ class Shed(Refusal):
     error_type = "requests"
     code = "shed"
     outcome = "shed"
+    dropped_reason = "rejected-saturated"
 
 
 class QueueTimeout(Refusal):
@@ -133,6 +138,7 @@ class QueueTimeout(Refusal):
     error_type = "service_unavailable_error"
     code = "queue_timeout"
     outcome = "queue_timeout"
+    dropped_reason = "rejected-ttl-expired"
 
 
 class EngineStarting(Refusal):
@@ -142,6 +148,7 @@ class EngineStarting(Refusal):
     error_type = "service_unavailable_error"
     code = "engine_starting"
     outcome = "engine_starting"
+    dropped_reason = "rejected-no-endpoints"
 
 
 class AdapterUnavailable(Refusal):
@@ -166,6 +173,7 @@ class InternalError(Refusal):
 
     code = "internal_error"
     outcome = "internal_error"
+    dropped_reason = "rejected-internal"
 
     def __init__(self, cause: Exception | None = None) -> None:
         super().__init__("The gateway failed to decide this request; try again, and tell its operator.")

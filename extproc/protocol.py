@@ -58,8 +58,13 @@ OBJECTIVES: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objecti
 FAIRNESS_IDS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 SLO_TTFT_MS: Final = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 SLO_TPOT_MS: Final = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+# The engine's model that a trusted gateway asks for in place of the one in the body.
+MODEL_REWRITES: Final = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 # What a client sends under these prefixes is removed as well.
 OBJECTIVE_PREFIXES: Final = ("x-llm-d-", "x-slo-")
+
+# Why a request was refused, on the refusal; llm-d's header and values.
+DROPPED_REASON: Final = "x-llm-d-request-dropped-reason"
 
 # OpenAI's response headers for rate limits; our dynamic metadata uses the same names.
 RATE_LIMIT_HEADERS: Final = tuple(

@@ -207,6 +207,12 @@ def _add_gateways(made: argparse.ArgumentParser) -> None:
         help="the same when the gateway sends whole bodies, as Attaché's own bundle does (default: %(default)s)",
     )
     add(
+        "--whole-bodies",
+        action="store_true",
+        help="with --pool, read messages that do not say how bodies come (protocol_config) as whole bodies (BUFFERED); "
+        "without this flag, as pieces (FULL_DUPLEX_STREAMED)",
+    )
+    add(
         "--mode-override",
         action="store_true",
         help="ask the gateway not to send responses; it must allow mode_override, and token usage is then unknown",

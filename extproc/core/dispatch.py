@@ -186,6 +186,7 @@ def constraints_of(
         wants_reasons=wants_reasons,
         candidates=with_room,
         is_trusted=arrival.head.is_trusted,
+        tenant=arrival.tenant,
     )
 
 
@@ -238,6 +239,7 @@ def _started(record: Record, run: Run) -> RequestStarted:
         service=run.charged,
         answers=run.answers,
         adapter=assignment.adapter,
+        sessions=tuple((one.key, one.address, one.ttl_s) for one in assignment.sessions if one.key),
     )
 
 

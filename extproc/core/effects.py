@@ -14,7 +14,7 @@ from extproc.core.peer_events import PeerEvent
 from extproc.core.types import Arrival, LoadResult, Outcome
 from extproc.endpoints.health import Failure
 from extproc.errors import Refusal
-from extproc.scheduling.pool import Assignment
+from extproc.scheduling.assignment import Assignment
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -12,7 +12,8 @@ from extproc.core.rewriting import refuse_steering
 from extproc.core.types import Arrival, Head
 from extproc.core.who_may import not_allowed
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, Refusal, UnknownModel, UnknownPath
-from extproc.protocol import MODELS_PATH
+from extproc.protocol import MODEL_REWRITES, MODELS_PATH
+from extproc.request.api_by_body import api_by_body
 from extproc.request.model import Api, InferenceRequest
 from extproc.request.openai import INFERENCE_PATHS, parse
 from extproc.routing.resolve import Destination
@@ -141,6 +142,24 @@ class Intake:
             return self.receive(api, head, body)
         return self._direct(request, server, head, body)
 
+    def receive_pooled(self, pool: str | None, head: Head, body: bytes) -> Arrival:
+        """By our routes; what they do not know goes to ``pool``, whatever its path and body; raises a Refusal.
+
+        None: the gateway has no pool.
+        """
+        if pool is None:
+            return self.receive(self.admit(head), head, body)
+        api = INFERENCE_PATHS.get(head.path) if head.path else api_by_body(body)
+        if api is None:
+            return self.receive_unread(pool, head, body)
+        try:
+            return self.receive_for(pool, api, head, body)
+        except BadRequest:
+            # engines know more APIs and fields than we do, and say best what is wrong; but no request gets round a limit so
+            if self.has_limits:
+                raise
+            return self.receive_unread(pool, head, body)
+
     def _routed(self, model: str, head: Head, visit: Visit | None) -> Destination:
         """By the ModelRoutes, among what is open to the caller; raises a Refusal.
 
@@ -189,7 +208,7 @@ class Intake:
         route, base_model = self._routing.route_of(request.model, head.listener)
         if not route and pool is not None:
             base_model = pool.spec.model
-        destination = Destination(server, request.model, route, base_model=base_model)
+        destination = Destination(server, _model_asked_of_engine(request, head), route, base_model=base_model)
         model = None if request.api is Api.UNKNOWN else request.model
         if visit is not None and not visit.may(model, destination):
             raise not_allowed(model)
@@ -216,6 +235,7 @@ class Intake:
         caller = ANONYMOUS_CALLER
         if (
             visit is not None
+            or pool.keeps_sessions
             or self._isolation.asks_who
             or destination.server in self._gated
             or destination.route in self._limited
@@ -225,6 +245,13 @@ class Intake:
             )
         salt = self._isolation.salt(request, pool.spec, caller, head.headers)
         return Arrival(request, destination, pool, head, body, caller, salt, is_routed)
+
+
+def _model_asked_of_engine(request: InferenceRequest, head: Head) -> str:
+    """Where no ModelRoute decides: what a trusted gateway writes, else what the client asks for."""
+    if head.is_trusted and request.api is not Api.UNKNOWN:
+        return next((head.headers[name] for name in MODEL_REWRITES if head.headers.get(name)), request.model)
+    return request.model
 
 
 def _api_of(head: Head) -> Api | None:

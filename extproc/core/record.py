@@ -17,7 +17,8 @@ from extproc.core.demand_meter import ModelMeter
 from extproc.core.states import State
 from extproc.core.types import BUNDLE, Arrival, Attachment
 from extproc.prefix.turns import Tail
-from extproc.scheduling.pool import Assignment, Pool
+from extproc.scheduling.assignment import Assignment
+from extproc.scheduling.pool import Pool
 
 OURS: Final = ""
 

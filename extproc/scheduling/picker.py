@@ -12,6 +12,7 @@ import numpy as np
 from extproc.endpoints.ledger import backlogs
 from extproc.endpoints.table import Bools, EndpointTable, Floats
 from extproc.errors import NoEndpoint
+from extproc.scheduling.sessions import TenantSessions
 
 if TYPE_CHECKING:
     import random
@@ -48,7 +49,8 @@ class View(msgspec.Struct, frozen=True):
     """Everything a decision depends on.
 
     ``eligible``: the rows that may be chosen; None: every endpoint. ``choices``: how many endpoints to name,
-    fallbacks included. ``wants_reasons``: whether the pick must be explained.
+    fallbacks included. ``wants_reasons``: whether the pick must be explained. ``sessions``: those of the caller, None if
+    the picker keeps none.
     """
 
     table: EndpointTable
@@ -58,6 +60,7 @@ class View(msgspec.Struct, frozen=True):
     eligible: Bools | None = None
     choices: int = 4
     wants_reasons: bool = False
+    sessions: TenantSessions | None = None
 
     def ttft_s(self) -> Floats:
         """Expected seconds to the first token, by row: (backlog + own work) / learned prefill rate."""

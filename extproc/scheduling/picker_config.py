@@ -17,7 +17,7 @@ from extproc.config.picker_config import PluginRef, ProfileSpec
 from extproc.config.picker_flow_control import FEATURE_GATE
 from extproc.config.quantities import decode_quantity
 from extproc.config.schema import check_shape, suggest
-from extproc.scheduling.framework import ConfiguredPicker, NamedFilter, NamedScorer, Profile
+from extproc.scheduling.framework import ConfiguredPicker, NamedFilter, NamedScorer, Profile, SessionKeeper
 from extproc.scheduling.plugins.accepted import ACCEPTED
 from extproc.scheduling.plugins.handlers import SingleProfile
 from extproc.scheduling.plugins.selectors import MaxScore
@@ -150,6 +150,9 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
         handler=handler,
         profiles={spec.name: _profile(spec, plugins) for spec in specs},
         deciders={name: plugin for name, (kind, plugin) in plugins.items() if kind == "decider"},
+        sessions=tuple(plugin for _, plugin in plugins.values() if isinstance(plugin, SessionKeeper)),
+        reporters=tuple(plugin.reporter() for kind, plugin in plugins.values() if kind == "reporter"),
+        prefill_profile=getattr(handler, "prefill_name", ""),
     )
 
 

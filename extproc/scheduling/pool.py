@@ -14,12 +14,14 @@ from extproc.endpoints.adapter_slots import AdapterSlots, slots_for
 from extproc.endpoints.backoff import begin_probe
 from extproc.endpoints.ledger import backlog_of, begin_request, end_request
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
-from extproc.prefix.held_blocks import Pin
 from extproc.prefix.kv_index import KvIndex
+from extproc.scheduling.assignment import Assignment
 from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt
+from extproc.scheduling.framework import ConfiguredPicker
 from extproc.scheduling.labels import serves_adapter
 from extproc.scheduling.picker import Pick, Picker, RequestFacts, View
 from extproc.scheduling.readiness import Readiness, readiness_of, stages_of
+from extproc.scheduling.sessions import SessionBindings, TenantSessions
 
 if TYPE_CHECKING:
     import random
@@ -28,54 +30,7 @@ if TYPE_CHECKING:
 
     from extproc.config.model_server import ModelServerSpec
     from extproc.scheduling.request_started import RequestStarted
-
-
-class Assignment(msgspec.Struct, frozen=True):
-    """A committed pick, with the predictions that its outcome is compared with.
-
-    ====================  =================  ==============================================================
-    field                 unit               meaning
-    ====================  =================  ==============================================================
-    ``endpoint``                             the first choice
-    ``addresses``                            first choice, then fallbacks
-    ``input_tokens``      tokens             of the prompt
-    ``cached_tokens``     tokens             of the prompt, expected in the cache of the prefilling endpoint
-    ``indexed_tokens``    tokens             of these, in whole blocks that were sent there before
-    ``last_used_at_s``    s                  when the last of these blocks was used; None if there are none
-    ``tokens_ahead``      tokens of work     prefill of this request and of those before it
-    ``cost_s``            s                  expected cost, by the picker
-    ``work``              tokens of work     prefill of this request
-    ``in_flight_tokens``  tokens             in flight at the endpoint, this request included
-    ``tokens``            tokens             of the prompt and expected of the answer
-    ``prefill``                              the endpoint that prefills, if another; else None
-    ``stage``                                why ``prefill`` is set or not
-    ``is_precise``                           ``cached_tokens`` follows from KV events
-    ``pins``                                 the blocks that it holds in the prefix index, by row
-    ``adapter``                              the adapter that it needs, if that is loaded on demand
-    ====================  =================  ==============================================================
-    """
-
-    endpoint: EndpointRef
-    addresses: tuple[str, ...]
-    input_tokens: float
-    cached_tokens: float
-    indexed_tokens: float
-    last_used_at_s: float | None
-    tokens_ahead: float
-    cost_s: float
-    work: float = 0.0
-    in_flight_tokens: float = 0.0
-    tokens: float = 0.0
-    prefill: EndpointRef | None = None
-    stage: str = ""
-    is_precise: bool = False
-    pins: Mapping[int, Pin] = {}
-    adapter: str | None = None
-
-    @property
-    def prefilled_by(self) -> EndpointRef:
-        """The endpoint that computes the prompt."""
-        return self.prefill or self.endpoint
+    from extproc.scheduling.sessions import SessionNote
 
 
 class PickConstraints(msgspec.Struct, frozen=True):
@@ -84,7 +39,7 @@ class PickConstraints(msgspec.Struct, frozen=True):
     ``headers``: names in lower case. ``choices``: how many endpoints to name, fallbacks included. ``subset``:
     addresses that the gateway allows, None for all. ``candidates``: rows that have room, None for all.
     ``wants_reasons``: whether the pick must be explained. ``is_trusted``: a gateway wrote the headers that give the
-    request's objectives.
+    request's objectives. ``tenant``: whose sessions are looked up.
     """
 
     headers: Mapping[str, str] = {}
@@ -93,6 +48,7 @@ class PickConstraints(msgspec.Struct, frozen=True):
     wants_reasons: bool = False
     candidates: Bools | None = None
     is_trusted: bool = False
+    tenant: str = ""
 
 
 class Consideration(msgspec.Struct, frozen=True):
@@ -110,7 +66,8 @@ class Pool:
     ``adapterLoading``. ``typical_ttft_s``: recent mean.
     ``reports_cached_tokens``: its engines report cached tokens, so an answer without them had none. ``reports_usage``:
     its engines report usage. ``typical_duration_s``: recent mean of whole answers. ``readiness``: whether it has
-    engines, as configured.
+    engines, as configured. ``sessions``: where sessions with an id are; ``keeps_sessions``: whether its picker asks.
+    ``reporters``: what gateways are told of answers.
     """
 
     def __init__(self, name: str, spec: ModelServerSpec, picker: Picker) -> None:
@@ -128,11 +85,14 @@ class Pool:
         self.typical_duration_s = 0.0
         self.picker = picker
         self.readiness = Readiness()
+        self.sessions = SessionBindings()
         self.update(spec, picker)
 
     def update(self, spec: ModelServerSpec, picker: Picker) -> None:
         """Apply a new configuration; endpoints that stay keep everything learned of them."""
         self.spec, self.picker = spec, picker
+        self.keeps_sessions = isinstance(picker, ConfiguredPicker) and bool(picker.sessions)
+        self.reporters = picker.reporters if isinstance(picker, ConfiguredPicker) else ()
         if spec.kv_events is None:
             self.caches.kv_index = None
         elif self.caches.kv_index is None:
@@ -183,6 +143,8 @@ class Pool:
         view = View(
             self.table, expectation.demand, facts, now, eligible, constraints.choices, constraints.wants_reasons
         )
+        if self.keeps_sessions:
+            view = msgspec.structs.replace(view, sessions=TenantSessions(self.sessions, constraints.tenant))
         return Consideration(expectation, view, self.picker.pick(view, rng=rng))
 
     def expected_output(self, max_tokens: int | None, answers: int = 1) -> float:
@@ -205,6 +167,7 @@ class Pool:
         endpoint, prefill = self._begin(first, pick.prefill_row, work=work, tokens=tokens, now=now)
         adapter = None if self.slots is None else self.slots.begin(first, considered.view.request.adapter, now)
         # the ledger has just counted the request as the last of them
+        notes = self._note_sessions(considered, now) if self.keeps_sessions else ()
         tokens_ahead = float(table.backlog_tokens[computing]) if work else backlog_of(table, computing, now)
         return Assignment(
             endpoint,  # by position: Python calls with more than 15 names by way of a dict
@@ -223,7 +186,18 @@ class Pool:
             is_precise=expectation.kv_chains is not None and bool(self.caches.whole_feeds >> computing & 1),
             pins=pins,
             adapter=adapter,
+            sessions=notes,
         )
+
+    def _note_sessions(self, considered: Consideration, now: float) -> tuple[SessionNote, ...]:
+        """What the request's sessions keep of the pick; those with an id are kept here."""
+        if not isinstance(self.picker, ConfiguredPicker):
+            return ()
+        notes = self.picker.session_notes(considered.view, considered.pick)
+        for note in notes:
+            if note.key:
+                self.sessions.bind(note.key, note.address, now, note.ttl_s)
+        return notes
 
     def record_remote(self, event: RequestStarted, now: float) -> Assignment | None:
         """Count a request sent by another process; None if its endpoint is not configured here."""
@@ -231,6 +205,8 @@ class Pool:
         prefill_row = None if event.prefill is None else self.table.row_of(event.prefill)
         if row is None or (event.prefill is not None and prefill_row is None):
             return None
+        for key, address, ttl_s in event.sessions:
+            self.sessions.bind(key, address, now, ttl_s)
         computing = row if prefill_row is None else prefill_row
         last_used_at_s = self.caches.last_use_of(computing, event.chain, event.indexed_tokens)
         pins = {one: self.caches.index.pin(one, event.chain, now) for one in {row, computing}}

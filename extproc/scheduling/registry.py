@@ -16,6 +16,7 @@ from extproc.scheduling.plugins import (
     handlers,
     label_plugins,
     latency_scorers,
+    reporters,
     selectors,
 )
 from extproc.scheduling.plugins import load_scorers as load
@@ -24,7 +25,7 @@ from extproc.scheduling.plugins.accepted import ACCEPTED, Accepted
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Kind = Literal["filter", "scorer", "filter and scorer", "picker", "decider", "profile handler", "accepted"]
+Kind = Literal["filter", "scorer", "filter and scorer", "picker", "decider", "profile handler", "reporter", "accepted"]
 
 # A package that brings plugins lists them in this group: each a name and a PluginType.
 ENTRY_POINTS: Final = "attache.scheduling"
@@ -122,6 +123,7 @@ BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
         **_all("picker", _PICKERS),
         **_all("profile handler", _HANDLERS),
         **_all("decider", _DECIDERS),
+        **_all("reporter", {"request-attribute-reporter": reporters.RequestAttributeReporter}),
     }
 )
 

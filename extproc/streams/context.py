@@ -31,6 +31,7 @@ class GatewayOptions(msgspec.Struct, frozen=True):
     ModelServer for all models that no ModelRoute knows. ``overrides_mode``: the gateway allows ``mode_override``, so
     answers need not pass through here. ``conformance``: tests may choose the endpoint by header. ``trusts_headers``:
     the gateway writes the headers that identify the caller, and removes its clients' own; our bundle does, and says so.
+    ``whole_bodies``: a gateway whose messages do not say how it sends bodies sends them whole.
     """
 
     buffered_choices: int = 4
@@ -39,6 +40,7 @@ class GatewayOptions(msgspec.Struct, frozen=True):
     overrides_mode: bool = False
     conformance: bool = False
     trusts_headers: bool = False
+    whole_bodies: bool = False
 
 
 class StreamContext(msgspec.Struct, frozen=True):
@@ -53,7 +55,8 @@ class StreamContext(msgspec.Struct, frozen=True):
 
     def read_head(self, message: ProcessingRequest, is_trusted: Callable[[], bool], origin: Origin = UNKNOWN) -> Head:
         """A request's headers; ``is_trusted`` takes a while, so it is asked only where anything depends on it."""
-        head = read_head(message.request_headers, is_trusted=self.core.asks_who and is_trusted(), origin=origin)
+        trusts = self.options.trusts_headers or (self.core.asks_who and is_trusted())
+        head = read_head(message.request_headers, is_trusted=trusts, origin=origin)
         if not head.is_trusted or not self.core.claims:
             return head
         return msgspec.structs.replace(head, claims=read_claims(message, self.core.claims))

@@ -139,7 +139,8 @@ class _Headers(Mapping[str, str]):
 
     def _all(self) -> dict[str, str]:
         if self._decoded is None:
-            self._decoded = {header.key: _value(header) for header in self._message.headers.headers}
+            # Envoy writes names in lower case, other gateways as Go does: Content-Type
+            self._decoded = {header.key.lower(): _value(header) for header in self._message.headers.headers}
         return self._decoded
 
 

@@ -13,6 +13,7 @@ from extproc.errors import to_openai_body
 from extproc.protocol import (
     DESTINATION,
     DETAILS_PREFIX,
+    DROPPED_REASON,
     ENGINE_HEADERS,
     HIDES_USAGE,
     LB_NAMESPACE,
@@ -127,8 +128,13 @@ _BODY_MUTATION_TAG: Final = tag(CommonResponse, "body_mutation")
 _BODY_TAG: Final = tag(BodyMutation, "body")
 
 
-def decision_answer(decision: Decision) -> bytes:
-    """Answer a whole body: endpoints in order as header and ``envoy.lb`` metadata, server, ticket, and the changed body."""
+def decision_answer(decision: Decision, *, on_headers: bool = False) -> bytes:
+    """Answer a whole body: endpoints in order as header and ``envoy.lb`` metadata, server, ticket, and the changed body.
+
+    ``on_headers``: the request has no body.
+    """
+    if on_headers:
+        return _decision_answer(decision, _CLEAR_ROUTE_CACHE, _REQUEST_HEADERS_TAG, _HEADERS_RESPONSE_TAG)
     return _decision_answer(decision, _CLEAR_ROUTE_CACHE, _REQUEST_BODY_TAG, _RESPONSE_TAG)
 
 
@@ -162,6 +168,18 @@ def duplex_decision_answer(decision: Decision, *, overrides_mode: bool) -> bytes
     return answer + _metadata(decision, destination) + (_MODE_OVERRIDE if overrides_mode else b"")
 
 
+def response_headers_answer(headers: Mapping[str, str]) -> bytes:
+    """Let the answer's headers pass, with ``headers`` written into them."""
+    if not headers:
+        return CONTINUE_RESPONSE_HEADERS
+    options = [
+        HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode()), append_action=_OVERWRITE)
+        for name, value in headers.items()
+    ]
+    common = CommonResponse(header_mutation=HeaderMutation(set_headers=options))
+    return ProcessingResponse(response_headers=HeadersResponse(response=common)).SerializeToString()
+
+
 def request_body_answers(body: bytes, *, is_end: bool) -> Iterator[bytes]:
     """A request's body in pieces that the gateway takes. ``is_end``: no trailers follow."""
     for piece, is_last in _pieces(body):
@@ -193,11 +211,13 @@ def _routing_headers(decision: Decision, destination: bytes) -> list[bytes]:
 
 
 def _metadata(decision: Decision, destination: bytes) -> bytes:
-    """Of a ProcessingResponse: where the request goes, its ticket, and what its rate limits granted."""
+    """Of a ProcessingResponse: where the request goes, its ticket, what its limits granted, and its session's token."""
     own: Iterable[bytes] = _TICKET_METADATA[decision.adds_usage].filled(decision.ticket.encode())
-    if decision.grants:
+    sessions = decision.assignment.sessions
+    if decision.grants or sessions:
         # the bundle's routes write them into the answer's headers
         values = {TICKET: decision.ticket, **granted_headers(decision.grants)}
+        values.update((note.header, note.token()) for note in sessions if note.header)
         if decision.adds_usage:
             values[HIDES_USAGE] = "1"
         own = (_metadata_of(NAMESPACE, values).SerializeToString(),)
@@ -216,6 +236,8 @@ def refusal_answer(refusal: Refusal) -> bytes:
     headers = dict(refusal.headers)
     if refusal.retry_after_s is not None:
         headers["retry-after"] = str(refusal.retry_after_s)
+    if refusal.dropped_reason is not None:
+        headers[DROPPED_REASON] = refusal.dropped_reason
     return _immediate(refusal.status, to_openai_body(refusal), headers, details=DETAILS_PREFIX + refusal.outcome)
 
 

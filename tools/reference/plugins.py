@@ -23,6 +23,7 @@ _TITLES: Final = {
     "picker": "Pickers",
     "profile handler": "Profile handlers",
     "decider": "Deciders",
+    "reporter": "Reporters",
 }
 _HEAD: Final = """\
 # Plugins

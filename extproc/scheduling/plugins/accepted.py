@@ -44,7 +44,6 @@ ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
         "vllmhttp-parser": "extproc's own parser",
         "passthrough-parser": "extproc's own parser",
         "always-disagg-multimodal-decider": "nothing: there is no encode stage",
-        "request-attribute-reporter": "extproc's metrics",
         "round-robin-fairness-policy": "flow control: RoundRobin",
         "global-strict-fairness-policy": "flow control: GlobalStrict",
         "program-aware-fairness-policy": "flow control: SlidingWindow, the least service within a minute",

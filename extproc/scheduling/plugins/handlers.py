@@ -134,6 +134,11 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
         return self.profiles.prefill or self.prefill_profile
 
     @property
+    def prefill_name(self) -> str:
+        """The name of the profile that picks prefill endpoints."""
+        return self._prefill
+
+    @property
     def decider(self) -> str | None:
         """The name of the decider for remote prefill; None: prefill is never remote."""
         return self.deciders.prefill or self.decider_plugin_name

@@ -137,7 +137,8 @@ def test_a_plugin_of_another_package_is_found_but_takes_no_name_of_ours(monkeypa
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_every_plugin_works_with_its_defaults(name: str) -> None:
     kind = BUILT_IN[name].kind
-    needed = {
+    needed: dict[str, dict[str, object]] = {
+        "request-attribute-reporter": {"attributes": [{"key": {"name": "cost"}, "expression": "usage.total_tokens"}]},
         "header-label-affinity-scorer": {"headerName": "x-zone", "labelKey": "zone"},
         "by-label": {"label": "zone"},
     }
@@ -148,5 +149,7 @@ def test_every_plugin_works_with_its_defaults(name: str) -> None:
         assert plugin.keep(view, view.table.is_active).sum() == (0 if name in needs_a_label else 4)
     elif kind == "scorer":
         assert plugin.score(view, view.table.is_active).shape == view.table.is_active.shape
+    elif kind == "reporter":
+        assert plugin.reporter().value({"total_tokens": 7}) == 7
     elif kind == "picker":
         assert len(plugin.order(view.demand.work[:4], random.Random(0))) == 4

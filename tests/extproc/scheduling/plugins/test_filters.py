@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from extproc.endpoints.table import LoraState
-from extproc.scheduling.plugins.affinity import SessionAffinityFilter, session_token
+from extproc.scheduling.plugins.affinity import SessionAffinityFilter
 from extproc.scheduling.plugins.filters import (
     Concurrency,
     Condition,
@@ -22,6 +22,7 @@ from extproc.scheduling.plugins.filters import (
     SubsetHint,
     Utilization,
 )
+from extproc.scheduling.sessions import session_token
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:

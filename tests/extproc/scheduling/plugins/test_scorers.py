@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from extproc.endpoints.prompt_cost import PromptCost
 from extproc.endpoints.table import LoraState
-from extproc.scheduling.plugins.affinity import LoraAffinity, SessionAffinity, session_token
+from extproc.scheduling.plugins.affinity import LoraAffinity, SessionAffinity
 from extproc.scheduling.plugins.cache_scorers import KvCacheUtilization, NoHitLru, PrefixCacheScorer
 from extproc.scheduling.plugins.latency_scorers import CostScorer, LatencyScorer, LeastLatency, RandomScore
 from extproc.scheduling.plugins.load_scorers import (
@@ -24,6 +24,7 @@ from extproc.scheduling.plugins.load_scorers import (
     RunningRequests,
     TokenLoad,
 )
+from extproc.scheduling.sessions import session_token
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:
