@@ -104,7 +104,8 @@ async def served(**options: object) -> AsyncIterator[Server]:
         async with grpc.aio.insecure_channel(address) as channel:
             yield Server(core, metrics, channel)
     finally:
-        await server.stop(0.0, asyncio.Event())
+        # without a grace, grpc frees calls that still end
+        await server.stop(1.0, asyncio.Event())
 
 
 def headers(given: Mapping[str, str], *, body_mode: int | None = None, raw: bool = True) -> ProcessingRequest:
