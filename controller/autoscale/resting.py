@@ -113,10 +113,7 @@ def _rested(memory: StageMemory, now_s: float) -> StageMemory:
     """The time since the last decision stays what it is: speeds are smoothed over it."""
     past = memory.past
     recommendations = tuple([msgspec.structs.replace(one, at_s=now_s) for one in past.recommendations])
-    laws = {
-        name: msgspec.structs.replace(one, at_s=now_s) if isinstance(one, WorkMemory) else one
-        for name, one in memory.laws.items()
-    }
+    laws = {name: one.without_load(now_s) if isinstance(one, WorkMemory) else one for name, one in memory.laws.items()}
     return msgspec.structs.replace(memory, past=Past(recommendations, past.changes), laws=laws)
 
 

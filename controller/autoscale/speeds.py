@@ -95,7 +95,7 @@ def seconds_of_replica(mean: PerRequest, speed: Speed, stage: str, objective: La
     """Time of one replica that a request takes up, counting in what must be left free for the objective's TPOT."""
     work = work_of(mean, speed, stage)
     tpot_s = objective.tpot if objective is not None else None
-    free = utilization_for_tpot(speed.step_s, tpot_s) if tpot_s is not None and work.decode_s > 0 else 1.0
+    free = utilization_for_tpot(speed.step_s, tpot_s) if tpot_s is not None and work.output_tokens > 0 else 1.0
     return work.total_s / free
 
 
