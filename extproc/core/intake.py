@@ -13,8 +13,9 @@ from extproc.core.types import Arrival, Head
 from extproc.core.who_may import not_allowed
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, Refusal, UnknownModel, UnknownPath
 from extproc.protocol import MODELS_PATH
+from extproc.request.fields import no_model
 from extproc.request.model import Api, InferenceRequest
-from extproc.request.openai import INFERENCE_PATHS, parse
+from extproc.request.parsing import INFERENCE_PATHS, parse
 from extproc.routing.resolve import Destination
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ class Intake:
     def receive(self, api: Api, head: Head, body: bytes) -> Arrival:
         """Parse and route; raises a Refusal."""
         request = parse(api, body)
+        if not request.model:
+            raise no_model()
         visit = self._who_may.visit(head)
         found = self._routed(request.model, head, visit)
         return self._arrival(request, found, head, body, visit, is_routed=True)

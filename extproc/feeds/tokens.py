@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from extproc.feeds.chat_template import ChatTemplate, TemplateInvalid
+from extproc.request.generate import tokens_in
 from extproc.request.model import Api
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ class Tokenizers:
     async def tokens_of(self, arrival: Arrival) -> Sequence[int] | None:
         """The prompt's tokens, or None if that fails or takes too long."""
         pool = arrival.pool
+        if arrival.request.api is Api.GENERATE:
+            # the client says them
+            return tokens_in(arrival.body)
         if arrival.request.api not in {Api.CHAT, Api.COMPLETIONS}:
             self._metrics.tokenized(pool.name, "unsupported")
             return None

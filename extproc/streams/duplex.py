@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from extproc.core.states import IllegalEvent
 from extproc.core.types import Attachment, Outcome
 from extproc.errors import BadRequest
-from extproc.request.openai import INFERENCE_PATHS
+from extproc.request.parsing import INFERENCE_PATHS
 from extproc.streams.exchange import answers_to
 from extproc.streams.http_headers import read_served, read_status, read_subset
 from extproc.streams.request import StreamRequest
@@ -49,7 +49,7 @@ class Duplex:
         self._context = context
         self._is_trusted = is_trusted
         self._awaits = _AWAITS_HEADERS
-        self._head: Head | None = None
+        self.head: Head | None = None
         self._subset: list[str] | None = None
         self._pieces: list[bytes] = []
         # of a request that waits for its decision; None: it had none, or it has gone on
@@ -68,7 +68,7 @@ class Duplex:
             self._read_metadata(message)
         match kind:
             case "request_headers":
-                head = self._head = self._context.read_head(message, self._is_trusted)
+                head = self.head = self._context.read_head(message, self._is_trusted)
                 self._awaits = _AWAITS_BODY if head.has_body else _ANSWER
                 return [] if head.has_body else self._decide_without_body(head)
             case "request_body":
@@ -129,11 +129,11 @@ class Duplex:
 
     def _decide(self) -> list[bytes]:
         self._awaits = _ANSWER
-        if self._head is None:
+        if self.head is None:
             return []
         body = self._body = b"".join(self._pieces)
         self._pieces.clear()
-        return self._enter(self._receive(self._head, body))
+        return self._enter(self._receive(self.head, body))
 
     def _receive(self, head: Head, body: bytes) -> Arrival:
         """By our routes; what they do not know goes to the pool that the gateway asks for, if it has one."""
