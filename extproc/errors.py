@@ -46,6 +46,10 @@ class BadRequest(Refusal):
     outcome = "bad_request"
 
 
+class SteeringRefused(BadRequest):
+    """A field of the body would steer engines, which is for gateways to do."""
+
+
 class UnknownModel(Refusal):
     """No route has this model name."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.core.states import IllegalEvent
 from extproc.core.types import Attachment, Outcome
-from extproc.errors import BadRequest
+from extproc.errors import BadRequest, SteeringRefused
 from extproc.request.parsing import INFERENCE_PATHS
 from extproc.streams.exchange import answers_to
 from extproc.streams.http_headers import read_served, read_status, read_subset
@@ -145,6 +145,8 @@ class Duplex:
             return intake.receive_unread(pool, head, body)
         try:
             return intake.receive_for(pool, api, head, body)
+        except SteeringRefused:
+            raise
         except BadRequest:
             # engines know more APIs and fields than we do, and say best what is wrong; but no request gets round a limit so
             if intake.has_limits:
