@@ -18,6 +18,8 @@ _KEPT_BYTES: Final = 16 * 1024
 # Larger numbers are an engine's mistake: no answers to one request have as many tokens.
 MOST_REPORTED: Final = 1_000_000_000
 _KEY: Final = b'"usage":'
+# The first event of a stream of the Messages API.
+_START: Final = b'"message_start"'
 _NAMES: Final = (
     *("prompt_tokens", "completion_tokens", "cached_tokens"),
     *("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"),
@@ -77,7 +79,11 @@ class UsageReader:
             return
         # null in every event but the last
         if isinstance(value, dict):
-            self._counts.update(_counts(value))
+            counts = _counts(value)
+            if _START in self._line[:at]:
+                # nothing is written yet: whoever hangs up now must not pay for nothing
+                counts.pop("output_tokens", None)
+            self._counts.update(counts)
 
 
 def _counts(found: dict[str, Any]) -> dict[str, int]:

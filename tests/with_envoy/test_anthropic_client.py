@@ -121,6 +121,14 @@ async def test_tokens_are_counted_by_an_engine_that_computes_nothing(
     assert await served(stack) == before
 
 
+async def test_the_beta_paths_of_its_client_are_the_same(claude: anthropic.AsyncAnthropic, model: str) -> None:
+    """As Claude Code asks: with ``?beta=true``."""
+    answer = await claude.beta.messages.create(model=model, max_tokens=3, messages=[user(LONG)])
+    assert answer.usage.output_tokens == 3
+    counted = await claude.beta.messages.count_tokens(model=model, messages=[user(LONG)])
+    assert counted.input_tokens >= len(LONG) // 4
+
+
 async def test_models_are_listed_in_its_form(claude: anthropic.AsyncAnthropic, model: str) -> None:
     assert {one.id async for one in claude.models.list()} == {model, "sql"}
     assert (await claude.models.retrieve(model)).type == "model"

@@ -341,3 +341,28 @@ async def test_hidden_counts_in_a_stream_longer_than_what_is_held_stay_hidden(hi
     shown = await answer_to(hiding, [long[:70_000], long[70_000:cut], long[cut:]])
     assert shown == long.replace(b": 16", b": 0")
     assert "accept-encoding" not in hiding.engine.asked_headers
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole", "counted"),
+    [
+        # neither the model's own objects nor an event of content say what was used
+        (JSON, MESSAGE, {"prompt": 31, "completion": 7, "cached": 16}),
+        (SSE, EVENTS, {"prompt": 31, "completion": 7, "cached": 16}),
+        # a stream that ends early: what was written is not known, rather than nothing
+        (SSE, EVENTS[: EVENTS.index(b"event: message_delta")], {"prompt": 31, "completion": None, "cached": None}),
+    ],
+    ids=["plain", "streamed", "cut off"],
+)
+async def test_usage_of_the_messages_api_is_read_wherever_it_is_cut(
+    gateway: Gateway, kind: str, whole: bytes, counted: dict[str, int | None]
+) -> None:
+    before = len(gateway.outcomes())
+    gateway.engine.headers = {"content-type": kind}
+    cuts = [[whole[at : at + size] for at in range(0, len(whole), size)] for size in (1, 7, 10_000)]
+    try:
+        for pieces in cuts:
+            assert await answer_to(gateway, pieces, "messages", stream=kind == SSE) == whole
+    finally:
+        gateway.engine.headers = {}
+    assert await gateway.outcomes_since(before, len(cuts)) == [counted] * len(cuts)

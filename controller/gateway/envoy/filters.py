@@ -112,7 +112,8 @@ _USAGE_PATHS: Final = (
     (PROMPT_TOKENS, ("response", "usage", "input_tokens")),
     (COMPLETION_TOKENS, ("response", "usage", "output_tokens")),
     (CACHED_TOKENS, ("response", "usage", "input_tokens_details", "cached_tokens")),
-    # the Messages API: message_start has usage in its message, message_delta beside it
+    # the Messages API: message_start has usage in its message, message_delta beside it. Nothing is written at the start: whoever
+    # hangs up after it would pay for nothing.
     *(
         (key, (*place, "usage", name))
         for place in (("message",), ())
@@ -122,6 +123,7 @@ _USAGE_PATHS: Final = (
             (CACHED_TOKENS, "cache_read_input_tokens"),
             (CREATED_TOKENS, "cache_creation_input_tokens"),
         )
+        if not (place and key == COMPLETION_TOKENS)
     ),
 )
 

@@ -89,7 +89,11 @@ def test_usage_that_is_no_count_is_ignored(number: str) -> None:
 
 def test_a_stream_of_the_messages_api_tells_usage_at_both_ends() -> None:
     reader = UsageReader()
-    reader.feed(b'event: message_start\ndata: {"message": {"usage": {"input_tokens": 31, "output_tokens": 0}}}\n\n')
+    reader.feed(
+        b'event: message_start\ndata: {"type": "message_start", "message": {"usage": {"input_tokens": 31, "output_tokens": 0}}}\n\n'
+    )
+    # who leaves now has written something, nobody knows how much
+    assert reader.finish() == ReportedUsage(31, None, None)
     reader.feed(b'event: message_delta\ndata: {"usage": {"output_tokens": 7}}\n\n')
     assert reader.finish() == ReportedUsage(31, 7, None)
 
