@@ -124,3 +124,4 @@ async def test_without_engines_and_without_a_picker(stack: Stack) -> None:
         await eventually(is_closed)
         closed = await refusal(client)
     assert (closed.status_code, closed.type) == (503, "overloaded_error")
+    assert int(closed.response.headers["retry-after"]) >= 1

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 from envoy_data_plane.envoy.config.accesslog.v3 import AccessLogFilter, ExtensionFilter
-from envoy_data_plane.envoy.config.core.v3 import DataSource, SubstitutionFormatString
+from envoy_data_plane.envoy.config.core.v3 import (
+    DataSource,
+    HeaderValue,
+    HeaderValueOption,
+    HeaderValueOptionHeaderAppendAction,
+    SubstitutionFormatString,
+)
 from envoy_data_plane.envoy.extensions.access_loggers.filters.cel.v3 import ExpressionFilter
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
     LocalReplyConfig,
@@ -26,8 +32,12 @@ if TYPE_CHECKING:
 # Who asked: as ``error_form`` of extproc says it.
 _ASKS_ANTHROPIC: Final = f"('{ANTHROPIC_VERSION}' in request.headers || request.path.contains('{MESSAGES_PATH}'))"
 _IS_DIRECT: Final = "response.code_details == 'direct_response'"
+_NO_ENGINE: Final = "No engine could take the request; try again soon."
 _OTHER: Final = "The gateway refuses the request. %LOCAL_REPLY_BODY%"
 _INVALID: Final = "invalid_request_error"
+# When to come back while extproc, or the last engine, is away: Envoy knows nothing of how long that lasts, and holds no
+# request for a cluster without endpoints. extproc holds and tells better as soon as it answers again.
+_RETRY_AFTER_S: Final = 5
 _NO_KEY: Final = "The request has no API key, or none that is known; send one as 'authorization: Bearer KEY'."
 _NO_JWT: Final = (
     "The request has no token, or one that is expired or not of this gateway's issuers; "
@@ -51,6 +61,7 @@ class _Error(msgspec.Struct, frozen=True):
     code: str
     status: int
     changes_status: bool = False
+    retry_after_s: int | None = None
 
 
 def _about_callers(authentication: Authentication | None) -> tuple[str, str]:
@@ -64,6 +75,41 @@ def _about_callers(authentication: Authentication | None) -> tuple[str, str]:
 
 def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
     """The first condition that holds decides. Answers of extproc and of the bundle itself are sent unchanged."""
+    errors = _errors(gateway)
+    return LocalReplyConfig(
+        mappers=[
+            ResponseMapper(
+                filter=_when(
+                    f"response.code_details.startsWith('{DETAILS_PREFIX}') || "
+                    # the script that knows keys refuses without a body
+                    "(response.code_details == 'lua_response' && response.code != 401)"
+                ),
+                body_format_override=SubstitutionFormatString(
+                    text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"), content_type="application/json"
+                ),
+            ),
+            # a route's own answer has a whole error object as its body
+            _anthropic(_Error(f"{_IS_DIRECT} && response.code >= 500", _NO_ENGINE, "", "", 500)),
+            *map(_anthropic, errors),
+            # The parameter says nothing new, and the Gateway API's conformance suite needs it: where the type is
+            # application/json alone, it parses the body even of the answer to a HEAD, which has none.
+            ResponseMapper(
+                filter=_when(_IS_DIRECT),
+                body_format_override=SubstitutionFormatString(
+                    text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"),
+                    content_type="application/json; charset=utf-8",
+                ),
+            ),
+            *map(_openai, errors),
+            _anthropic(_Error(f"!({_IS_DIRECT}) && response.code >= 400", _OTHER, "", "", 400)),
+        ],
+        # some have no body
+        body_format=_error_object(_OTHER, _INVALID, "%RESPONSE_CODE_DETAILS%"),
+    )
+
+
+def _errors(gateway: GatewayConfigSpec) -> tuple[_Error, ...]:
+    """Of Envoy itself."""
     too_large = (
         f"The request body is larger than the gateway takes ({gateway.max_body_size}); "
         "send a shorter prompt or ask for a higher maxBodySize."
@@ -72,9 +118,8 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
     no_path = "The path has an escaped slash or backslash, or cannot be normalized; write it plainly."
     no_route = "No model, or none that is served, was asked for; GET /v1/models lists those that are."
     no_picker = "The gateway cannot choose an engine at the moment; try again soon."
-    no_engine = "No engine could take the request; try again soon."
     too_late = "The engine did not finish in the time allowed; ask for a shorter answer or a higher timeout."
-    errors = (
+    return (
         _Error(
             "response.code_details == 'path_normalization_failed'", no_path, _INVALID, "path_normalization_failed", 400
         ),
@@ -96,40 +141,18 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
             "no_picker",
             503,
             changes_status=True,
+            retry_after_s=_RETRY_AFTER_S,
         ),
-        _Error("response.code == 503", no_engine, "service_unavailable_error", "no_engine", 503),
+        _Error(
+            "response.code == 503",
+            _NO_ENGINE,
+            "service_unavailable_error",
+            "no_engine",
+            503,
+            retry_after_s=_RETRY_AFTER_S,
+        ),
         _Error("response.code == 504", too_late, "timeout_error", "timeout", 504),
         _Error("response.code >= 500", "%LOCAL_REPLY_BODY%", "server_error", "%RESPONSE_CODE_DETAILS%", 500),
-    )
-    return LocalReplyConfig(
-        mappers=[
-            ResponseMapper(
-                filter=_when(
-                    f"response.code_details.startsWith('{DETAILS_PREFIX}') || "
-                    # the script that knows keys refuses without a body
-                    "(response.code_details == 'lua_response' && response.code != 401)"
-                ),
-                body_format_override=SubstitutionFormatString(
-                    text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"), content_type="application/json"
-                ),
-            ),
-            # a route's own answer has a whole error object as its body
-            _anthropic(_Error(f"{_IS_DIRECT} && response.code >= 500", no_engine, "", "", 500)),
-            *map(_anthropic, errors),
-            # The parameter says nothing new, and the Gateway API's conformance suite needs it: where the type is
-            # application/json alone, it parses the body even of the answer to a HEAD, which has none.
-            ResponseMapper(
-                filter=_when(_IS_DIRECT),
-                body_format_override=SubstitutionFormatString(
-                    text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"),
-                    content_type="application/json; charset=utf-8",
-                ),
-            ),
-            *map(_openai, errors),
-            _anthropic(_Error(f"!({_IS_DIRECT}) && response.code >= 400", _OTHER, "", "", 400)),
-        ],
-        # some have no body
-        body_format=_error_object(_OTHER, _INVALID, "%RESPONSE_CODE_DETAILS%"),
     )
 
 
@@ -138,6 +161,7 @@ def _openai(error: _Error) -> ResponseMapper:
         filter=_when(error.condition),
         body_format_override=_error_object(error.message, error.kind, error.code),
         status_code=error.status if error.changes_status else None,
+        headers_to_add=_headers(error),
     )
 
 
@@ -154,7 +178,18 @@ def _anthropic(error: _Error) -> ResponseMapper:
         filter=_when(f"({error.condition}) && {_ASKS_ANTHROPIC}"),
         body_format_override=SubstitutionFormatString(json_format=body),
         status_code=error.status if error.changes_status else None,
+        headers_to_add=_headers(error),
     )
+
+
+def _headers(error: _Error) -> list[HeaderValueOption]:
+    if error.retry_after_s is None:
+        return []
+    return [_only(HeaderValue(key="retry-after", value=str(error.retry_after_s)))]
+
+
+def _only(header: HeaderValue) -> HeaderValueOption:
+    return HeaderValueOption(header=header, append_action=HeaderValueOptionHeaderAppendAction.ADD_IF_ABSENT)
 
 
 def _when(condition: str) -> AccessLogFilter:
