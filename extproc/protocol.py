@@ -3,13 +3,22 @@
 
 from __future__ import annotations
 
-from typing import Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # The paths that are routed to engines; MODELS_PATH is answered by extproc. Clients reach nothing else of the engines.
 CHAT_PATH: Final = "/v1/chat/completions"
 COMPLETIONS_PATH: Final = "/v1/completions"
 EMBEDDINGS_PATH: Final = "/v1/embeddings"
 RESPONSES_PATH: Final = "/v1/responses"
+# Anthropic's Messages API, as engines serve it.
+MESSAGES_PATH: Final = "/v1/messages"
+COUNT_TOKENS_PATH: Final = "/v1/messages/count_tokens"
+# vLLM's own: tokens in, tokens out.
+GENERATE_PATH: Final = "/inference/v1/generate"
 MODELS_PATH: Final = "/v1/models"
 
 # The endpoint picker protocol of the Gateway API Inference Extension: header and metadata key, and the key's namespace.
@@ -50,6 +59,8 @@ TENANT: Final = "x-attache-tenant"
 USER: Final = "x-attache-user"
 # Dynamic metadata with the claims of a verified token, by the name of its issuer in our configuration.
 TOKENS_NAMESPACE: Final = "envoy.filters.http.jwt_authn"
+# Clients of Anthropic's API send it with every request.
+ANTHROPIC_VERSION: Final = "anthropic-version"
 # Milliseconds from arrival until the first token is wanted.
 DEADLINE_MS: Final = "x-attache-deadline-ms"
 # Priority by InferenceObjective, the flow for fair queueing, and latency targets: llm-d's names, then the older ones of the
@@ -95,6 +106,9 @@ USAGE_NAMESPACE: Final = "attache.usage"
 PROMPT_TOKENS: Final = "prompt_tokens"
 COMPLETION_TOKENS: Final = "completion_tokens"
 CACHED_TOKENS: Final = "cached_tokens"
+# Of the Messages API: what was not cached, and what was cached by this request. With the cached ones they are the prompt.
+UNCACHED_TOKENS: Final = "uncached_tokens"
+CREATED_TOKENS: Final = "created_tokens"
 
 # The host that served, which the override_host load balancing policy writes.
 SERVED_NAMESPACE: Final = "attache.served"
@@ -108,3 +122,22 @@ DETAILS_PREFIX: Final = "attache_"
 
 # The log name under which Envoy reports to the access log service.
 ACCESS_LOG_NAME: Final = "attache"
+
+# Statuses and types of Anthropic's page on errors. It has no 503: clients are to do as when it is overloaded.
+OVERLOADED: Final = 529
+ANTHROPIC_TYPES: Final[Mapping[int, str]] = MappingProxyType(
+    {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        405: "invalid_request_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        500: "api_error",
+        502: "api_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+        OVERLOADED: "overloaded_error",
+    }
+)

@@ -13,7 +13,7 @@ from bench.micro.test_core import body
 from extproc.core.effects import Decision
 from extproc.endpoints.table import EndpointRef
 from extproc.request.model import Api
-from extproc.request.openai import parse
+from extproc.request.parsing import parse
 from extproc.scheduling.assignment import Assignment
 from extproc.streams.http_headers import read_head
 from extproc.streams.messages import ProcessingRequest

@@ -78,7 +78,7 @@ FLAGS: Final = (
     Flag("zap-stacktrace-level", "text", "accepted", "the log has one form"),
     Flag("zap-time-encoding", "text", "accepted", "the log has one form"),
     Flag("model-server-metrics-scheme", "text", "refused", "metrics are read by plain HTTP", harmless="http"),
-    Flag("model-server-metrics-path", "text", "refused", "metrics are read from /metrics", harmless="/metrics"),
+    Flag("model-server-metrics-path", "text", "obeyed", "`metricsPath` of the pool's ModelServer"),
     Flag(
         "model-server-metrics-port", "number", "refused", "metrics are read from each endpoint's own port", harmless="0"
     ),

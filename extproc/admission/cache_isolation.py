@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from extproc.request.model import InferenceRequest
 
 # Engines cache nothing that is worth a salt for the other APIs, and may refuse it there.
-_SALTED = frozenset({Api.CHAT, Api.COMPLETIONS, Api.RESPONSES})
+_SALTED = frozenset({Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.MESSAGES, Api.GENERATE})
 
 
 class CacheIsolation:

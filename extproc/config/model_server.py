@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from extproc.config import patterns
 from extproc.config.activation import Activation
 from extproc.config.adapter_loading import AdapterLoading
 from extproc.config.admission import FlowControl
@@ -140,6 +141,9 @@ class ModelServerSpec(Spec, frozen=True):
     pd_group: PdGroup | None = None
     # Between two reads of an engine's metrics; 0s: never.
     scrape_interval: Duration = Duration("200ms")
+    # Where engines show their metrics; without it, where the engine does by itself: /prometheus/metrics of TensorRT-LLM,
+    # /metrics of the others.
+    metrics_path: Annotated[str, msgspec.Meta(pattern=patterns.HTTP_PATH, max_length=1024)] | None = None
     kv_events: KvEventsSpec | None = None
     tokenizer: TokenizerSpec = TokenizerSpec()
     # The older way to say cacheIsolation: Header:NAME.

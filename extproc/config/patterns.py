@@ -17,6 +17,8 @@ LISTENER: Final = r"^[a-z0-9]([-a-z0-9./]{0,198}[a-z0-9])?\Z"
 NO_CONTROL: Final = r"^[^\x00-\x1f\x7f]*\Z"
 # What a client can send as a token of the header ``authorization``.
 KEY: Final = r"^[\x21-\x7e]*\Z"
+# Of a request for one of our own pages: written into its first line as it is.
+HTTP_PATH: Final = r"^/[\x21-\x7e]*\Z"
 # A key of a Secret's or a ConfigMap's data.
 DATA_KEY: Final = r"^[-._a-zA-Z0-9]+\Z"
 HEADER: Final = r"^[0-9A-Za-z-]+\Z"
@@ -38,6 +40,7 @@ ADVICE: Final[Mapping[str, str]] = MappingProxyType(
         LISTENER: "is no name of a listener; write lower-case letters, digits, '-', '.' and '/' (at most 200)",
         NO_CONTROL: "has a control character, such as a line break; leave it out",
         KEY: "has a character that no client can send in a header; write ASCII letters, digits and signs, no spaces",
+        HTTP_PATH: "is no path; write one that begins with '/' and has no spaces, such as /metrics",
         DATA_KEY: "is no key of a Secret's or ConfigMap's data; write letters, digits, '-', '_' and '.'",
         HEADER: "is no name of a header; write letters, digits and '-'",
         HEADER_OR_EMPTY: "is no name of a header; write letters, digits, '-' and '_'",

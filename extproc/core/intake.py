@@ -11,11 +11,20 @@ from extproc.config.spec import namespace_of
 from extproc.core.rewriting import refuse_steering
 from extproc.core.types import Arrival, Head
 from extproc.core.who_may import not_allowed
-from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, Refusal, UnknownModel, UnknownPath
+from extproc.errors import (
+    BadRequest,
+    MethodNotAllowed,
+    NoEndpoint,
+    Refusal,
+    SteeringRefused,
+    UnknownModel,
+    UnknownPath,
+)
 from extproc.protocol import MODEL_REWRITES, MODELS_PATH
 from extproc.request.api_by_body import api_by_body
+from extproc.request.fields import no_model
 from extproc.request.model import Api, InferenceRequest
-from extproc.request.openai import INFERENCE_PATHS, parse
+from extproc.request.parsing import INFERENCE_PATHS, parse
 from extproc.routing.resolve import Destination
 
 if TYPE_CHECKING:
@@ -88,6 +97,8 @@ class Intake:
     def receive(self, api: Api, head: Head, body: bytes) -> Arrival:
         """Parse and route; raises a Refusal."""
         request = parse(api, body)
+        if not request.model:
+            raise no_model()
         visit = self._who_may.visit(head)
         found = self._routed(request.model, head, visit)
         return self._arrival(request, found, head, body, visit, is_routed=True)
@@ -154,6 +165,8 @@ class Intake:
             return self.receive_unread(pool, head, body)
         try:
             return self.receive_for(pool, api, head, body)
+        except SteeringRefused:
+            raise
         except BadRequest:
             # engines know more APIs and fields than we do, and say best what is wrong; but no request gets round a limit so
             if self.has_limits:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the /metrics pages of vLLM, SGLang and TensorRT-LLM.
+"""Reads the metrics pages of vLLM, SGLang and TensorRT-LLM.
 
 A page has hundreds of lines, of which a dozen matter. Each is searched for near its position on the previous page, so
 a reading takes microseconds. (Parsing whole pages is why scraping a hundred engines takes llm-d's picker several
@@ -33,7 +33,7 @@ class MetricNames(msgspec.Struct, frozen=True):
     """The names of an engine's metric families, tried in order; histograms without ``_sum`` and ``_count``.
 
     The cache's size is in the labels ``block_label`` and ``blocks_label`` of ``cache_info``, or in the gauges
-    ``block_size`` and ``blocks``.
+    ``block_size`` and ``blocks``. ``path``: where the engine's own server shows the page.
     """
 
     waiting: tuple[str, ...]
@@ -47,6 +47,7 @@ class MetricNames(msgspec.Struct, frozen=True):
     block_size: str = ""
     blocks: str = ""
     loras: str = ""
+    path: str = "/metrics"
 
 
 NAMES: Final[Mapping[str, MetricNames]] = MappingProxyType(
@@ -80,6 +81,8 @@ NAMES: Final[Mapping[str, MetricNames]] = MappingProxyType(
             tpot=("trtllm_time_per_output_token_seconds", "trtllm_inter_token_latency_seconds"),
             block_size="trtllm_kv_cache_tokens_per_block",
             blocks="trtllm_kv_cache_max_blocks",
+            # /metrics of trtllm-serve is a list of iterations in JSON
+            path="/prometheus/metrics",
         ),
     }
 )
@@ -102,12 +105,11 @@ class EngineMetrics(msgspec.Struct, frozen=True):
 class MetricsReader:
     """Reads successive pages of one engine."""
 
-    def __init__(self, names: MetricNames, *, with_loras: bool = True) -> None:
-        """``with_loras``: whether to read the LoRA adapters."""
+    def __init__(self, names: MetricNames) -> None:
         self._waiting, self._running = _Family(names.waiting), _Family(names.running)
         self._kv_usage = _Family(names.kv_usage)
         self._ttft, self._tpot = _HistogramMean(names.ttft), _HistogramMean(names.tpot)
-        self._loras = _Family((names.loras,) if names.loras and with_loras else ())
+        self._loras = _Family((names.loras,) if names.loras else ())
         self._cache_info = _Family((names.cache_info,) if names.cache_info else ())
         self._block_size, self._blocks = _Family((names.block_size,)), _Family((names.blocks,))
         self._labels = (names.block_label, names.blocks_label)

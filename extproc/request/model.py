@@ -26,8 +26,15 @@ class Api(enum.Enum):
     COMPLETIONS = "completions"
     EMBEDDINGS = "embeddings"
     RESPONSES = "responses"
+    MESSAGES = "messages"
+    COUNT_TOKENS = "count_tokens"
+    GENERATE = "generate"
     # any other path, from a gateway whose requests all go to one pool
     UNKNOWN = "unknown"
+
+
+# Streams of these always end with usage, and it cannot be asked for. Counting tokens has none.
+_OWN_USAGE = frozenset({Api.RESPONSES, Api.MESSAGES, Api.COUNT_TOKENS})
 
 
 class InferenceRequest(msgspec.Struct, frozen=True):
@@ -67,7 +74,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     @property
     def leaves_usage_out(self) -> bool:
         """Whether a streamed answer will lack token usage because the client did not ask for it."""
-        if not self.is_streamed or self.api is Api.RESPONSES:
+        if not self.is_streamed or self.api in _OWN_USAGE:
             return False
         asked = self.stream_options.get("include_usage")
         return asked is None or bytes(asked) not in _TRUE
@@ -80,4 +87,4 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     @property
     def asks_for_usage(self) -> bool:
         """Whether its answer reports token usage without a change of the request."""
-        return self.api is not Api.UNKNOWN and (not self.is_streamed or not self.leaves_usage_out)
+        return self.api not in {Api.UNKNOWN, Api.COUNT_TOKENS} and (not self.is_streamed or not self.leaves_usage_out)

@@ -262,7 +262,7 @@ class Pool:
         if subset is not None:
             eligible = np.zeros(len(table.addresses), np.bool_)
             eligible[[row for one in subset for row in table.rows_named(one)]] = True
-        if adapter is not None and self.adapters:
+        if adapter is not None:
             serving = serves_adapter(table, adapter) if self.slots is None else self.slots.has(adapter)
             # an engine without the adapter answers 404; if no engine lists it, all are eligible
             if serving.any():

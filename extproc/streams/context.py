@@ -13,9 +13,9 @@ from extproc.core.effects import Effect
 from extproc.errors import MethodNotAllowed, UnknownModel
 from extproc.metrics.registry import Metrics
 from extproc.protocol import CONFORMANCE_HEADER, MODELS_PATH
-from extproc.streams.http_headers import read_claims, read_head
+from extproc.streams.http_headers import error_form, read_claims, read_head
+from extproc.streams.models_list import model_answer, models_answer
 from extproc.streams.origin import UNKNOWN
-from extproc.streams.responses import model_answer, models_answer
 
 if TYPE_CHECKING:
     from extproc.core.types import Head
@@ -82,4 +82,7 @@ class StreamContext(msgspec.Struct, frozen=True):
                 f"The model '{name[:100]}' does not exist; GET {MODELS_PATH} lists those that do.", param="model"
             )
         self.metrics.answered_models()
-        return model_answer(model, self.started_s) if model else models_answer(models, self.started_s)
+        form = error_form(head)
+        if model is not None:
+            return model_answer(model, self.started_s, form)
+        return models_answer(models, self.started_s, form)

@@ -50,7 +50,7 @@ class Duplex:
         self._context = context
         self._is_trusted = is_trusted
         self._awaits = _AWAITS_HEADERS
-        self._head: Head | None = None
+        self.head: Head | None = None
         self._subset: list[str] | None = None
         self._pieces: list[bytes] = []
         # of a request that waits for its decision; None: it had none, or it has gone on
@@ -71,7 +71,7 @@ class Duplex:
             self._read_metadata(message)
         match kind:
             case "request_headers":
-                head = self._head = self._context.read_head(message, self._is_trusted)
+                head = self.head = self._context.read_head(message, self._is_trusted)
                 self._awaits = _AWAITS_BODY if head.has_body else _ANSWER
                 return [] if head.has_body else self._decide_without_body(head)
             case "request_body":
@@ -142,11 +142,11 @@ class Duplex:
 
     def _decide(self) -> list[bytes]:
         self._awaits = _ANSWER
-        if self._head is None:
+        if self.head is None:
             return []
         body = self._body = b"".join(self._pieces)
         self._pieces.clear()
-        return self._enter(self._context.core.intake.receive_pooled(self._context.options.pool, self._head, body))
+        return self._enter(self._context.core.intake.receive_pooled(self._context.options.pool, self.head, body))
 
     def _enter(self, arrival: Arrival) -> list[bytes]:
         subset = self._context.allowed(arrival.head, self._subset)
@@ -167,7 +167,7 @@ class Duplex:
         request = self.request
         if self._is_settled or request is None or request.sent is None:
             return
-        if self._head is not None and not self._head.path:
+        if self.head is not None and not self.head.path:
             # a gateway that leaves out the path copies headers and shows no answer: nothing is known of it
             return
         self._is_settled = True

@@ -14,7 +14,7 @@ from extproc.core.effects import Decision, Held, Refused
 from extproc.core.states import IllegalEvent
 from extproc.core.types import Attachment
 from extproc.errors import InternalError, Refusal
-from extproc.streams.http_headers import read_subset
+from extproc.streams.http_headers import error_form, read_subset
 from extproc.streams.origin import UNKNOWN, Origin
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
@@ -43,6 +43,11 @@ class Conversation(Protocol):
     @property
     def request(self) -> StreamRequest | None:
         """The request, once it is whole."""
+        ...
+
+    @property
+    def head(self) -> Head | None:
+        """Its headers, once they have come."""
         ...
 
     def receive(self, message: ProcessingRequest, kind: str) -> list[bytes]:
@@ -107,7 +112,7 @@ class Exchange:
             return conversation.receive(message, message.WhichOneof("request") or "nothing")
         except Refusal as refusal:
             self._context.metrics.refused(refusal)
-            return [refusal_answer(refusal)]
+            return [refusal_answer(refusal, error_form(conversation.head))]
 
     def _comes_in_pieces(self, first: ProcessingRequest) -> bool:
         if first.HasField("protocol_config"):
@@ -128,7 +133,8 @@ class Exchange:
         """The answer where our own code has failed: the request ends here and does not pass undecided."""
         refusal = InternalError()
         self._context.metrics.refused(refusal)
-        return refusal_answer(refusal)
+        head = None if self._conversation is None else self._conversation.head
+        return refusal_answer(refusal, error_form(head))
 
     def close(self) -> None:
         """The stream has ended, however it did."""
@@ -143,7 +149,7 @@ def answers_to(conversation: Conversation, own: Decision | Refused | None) -> li
         case Decision():
             return conversation.decided(own)
         case Refused():
-            return [refusal_answer(own.refusal)]
+            return [refusal_answer(own.refusal, error_form(conversation.head))]
         case None:
             return []
 
@@ -173,6 +179,7 @@ class Buffered:
         self._attachment = self._attached(None)
         self._awaits = _AWAITS_HEADERS
         self.request: StreamRequest | None = None
+        self.head: Head | None = None
 
     def receive(self, message: ProcessingRequest, kind: str) -> list[bytes]:
         """Headers or a body."""
@@ -203,7 +210,7 @@ class Buffered:
     def _receive_headers(self, message: ProcessingRequest) -> list[bytes]:
         # read only where anything depends on it, as it takes a while
         origin = self._origin() if self._context.core.asks_origin else UNKNOWN
-        head = self._context.read_head(message, self._is_trusted, origin)
+        head = self.head = self._context.read_head(message, self._is_trusted, origin)
         if message.HasField("metadata_context") or self._context.options.conformance:
             self._attachment = self._attached(self._context.allowed(head, read_subset(message)))
         if origin.server:

@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from extproc.core.types import Head
-from extproc.protocol import LB_NAMESPACE, SERVED, SUBSET, SUBSET_NAMESPACE, TOKENS_NAMESPACE
+from extproc.errors import ErrorForm
+from extproc.protocol import (
+    ANTHROPIC_VERSION,
+    LB_NAMESPACE,
+    MESSAGES_PATH,
+    SERVED,
+    SUBSET,
+    SUBSET_NAMESPACE,
+    TOKENS_NAMESPACE,
+)
 from extproc.streams.origin import UNKNOWN, Origin
 
 if TYPE_CHECKING:
@@ -44,6 +53,14 @@ def read_head(message: HttpHeaders, *, is_trusted: bool = False, origin: Origin 
         listener=origin.listener,
         http_route=origin.http_route,
     )
+
+
+def error_form(head: Head | None) -> ErrorForm:
+    """By the path, or by the header that Anthropic's clients send wherever they ask for something else."""
+    if head is None:
+        return ErrorForm.OPENAI
+    asks_anthropic = MESSAGES_PATH in head.path or ANTHROPIC_VERSION in head.headers
+    return ErrorForm.ANTHROPIC if asks_anthropic else ErrorForm.OPENAI
 
 
 def read_status(message: HttpHeaders) -> int:

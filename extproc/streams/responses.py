@@ -6,10 +6,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from extproc.admission.limits import granted_headers
-from extproc.errors import to_openai_body
+from extproc.errors import ErrorForm, anthropic_status, to_anthropic_body, to_openai_body
 from extproc.protocol import (
     DESTINATION,
     DETAILS_PREFIX,
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
 
     from extproc.core.effects import Decision
     from extproc.errors import Refusal
-    from extproc.routing.resolve import ListedModel
 
 # HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 _OVERWRITE: Final = 2
@@ -231,42 +228,22 @@ def longer_wait_answer(longest_s: float) -> bytes:
     return answer.SerializeToString()
 
 
-def refusal_answer(refusal: Refusal) -> bytes:
-    """Answer the client with an OpenAI error object; no engine is asked."""
+def refusal_answer(refusal: Refusal, form: ErrorForm = ErrorForm.OPENAI) -> bytes:
+    """Answer the client with an error object that it can read; no engine is asked."""
     headers = dict(refusal.headers)
     if refusal.retry_after_s is not None:
         headers["retry-after"] = str(refusal.retry_after_s)
     if refusal.dropped_reason is not None:
         headers[DROPPED_REASON] = refusal.dropped_reason
-    return _immediate(refusal.status, to_openai_body(refusal), headers, details=DETAILS_PREFIX + refusal.outcome)
+    if form is ErrorForm.ANTHROPIC:
+        status, body = anthropic_status(refusal), to_anthropic_body(refusal)
+    else:
+        status, body = refusal.status, to_openai_body(refusal)
+    return immediate_answer(status, body, headers, details=DETAILS_PREFIX + refusal.outcome)
 
 
-class _Model(msgspec.Struct):
-    id: str
-    created: int
-    parent: str | None
-    object: str = "model"
-    owned_by: str = "attache"
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-    object: str = "list"
-
-
-def models_answer(models: Iterable[ListedModel], created: int) -> bytes:
-    """OpenAI's list of models, in vLLM's form (``parent``: an adapter's base model). ``created``: Unix time in seconds."""
-    listed = _Models([_Model(model.name, created, model.parent) for model in models])
-    return _immediate(200, msgspec.json.encode(listed), {}, details=DETAILS_PREFIX + "models")
-
-
-def model_answer(model: ListedModel, created: int) -> bytes:
-    """One model of the list."""
-    body = msgspec.json.encode(_Model(model.name, created, model.parent))
-    return _immediate(200, body, {}, details=DETAILS_PREFIX + "model")
-
-
-def _immediate(status: int, body: bytes, headers: dict[str, str], *, details: str) -> bytes:
+def immediate_answer(status: int, body: bytes, headers: dict[str, str], *, details: str) -> bytes:
+    """Answer the client with ``body``; ``details``: what Envoy's log says of it."""
     answer = ProcessingResponse()
     immediate = answer.immediate_response
     immediate.status.code = status
