@@ -231,6 +231,13 @@ def test_without_recorded_runs_the_check_of_the_engine_model_says_loudly_what_is
     assert "NOT COMPARED WITH REAL RUNS" in said
     assert "LLMServingSim" in said
     assert "70B, 8 x A100" in said
+    # what was never compared is named, and what was is not
+    never = said.replace("\n", " ").partition("never held against a measurement:")[2]
+    assert "h200" in never
+    assert "pcie4" in never
+    assert "hardware from files" in never
+    assert "h100," not in never
+    assert "pcie5" not in never
 
 
 def test_an_engine_model_out_of_its_band_fails_the_check(
