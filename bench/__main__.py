@@ -21,6 +21,8 @@ from bench.autoscale import command as autoscale_command
 from bench.lab import compare, lab_command, replay_command, workload_command
 from bench.lab.engine_kinds import HardwareUnknown
 from bench.lab.lab_command import TRACES
+from bench.lab.runner import TrialFailed
+from bench.policies.own_file import PolicyFailed
 from bench.validation.check import validate
 from bench.workload.traces import FORMATS, TraceInvalid
 from extproc.config.errors import ConfigInvalid
@@ -64,8 +66,8 @@ def _run(program: Program, options: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         return program.call(options, console)
-    except (TraceInvalid, ConfigInvalid, HardwareUnknown, compare.NotComparable, ValueError) as error:
-        console.print(str(error), style="red", markup=False)
+    except _SAID as error:
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         console.print("stopped; finished trials are kept, and the same command continues from there")
@@ -105,6 +107,17 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
 def _validate(options: argparse.Namespace, console: Console) -> int:
     return validate(options.traces, console)
 
+
+# What is told by its message alone.
+_SAID: Final = (
+    TraceInvalid,
+    ConfigInvalid,
+    HardwareUnknown,
+    PolicyFailed,
+    TrialFailed,
+    compare.NotComparable,
+    ValueError,
+)
 
 _PROGRAMS: Final = (
     Program(

@@ -72,6 +72,10 @@ def compare(first: Sequence[TrialResult], second: Sequence[TrialResult]) -> list
 
     others = {msgspec.json.encode(trial.conditions): trial for trial in second}
     pairs = [(one, others[key]) for one in first if (key := msgspec.json.encode(one.conditions)) in others]
+    for one, other in pairs:
+        changed = [file for file, digest in one.files.items() if other.files.get(file, digest) != digest]
+        if changed:
+            raise NotComparable(f"{', '.join(changed)} was another file for the second; replay both with the same")
     if not pairs:
         raise NotComparable("the two have no trial under the same conditions; replay both with the same flags")
     found = []

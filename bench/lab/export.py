@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from bench.lab.inputs import condition_files
 from bench.lab.measures import LatencyObjective, Measures, measure
 from bench.lab.trial import Conditions, RequestRow, TrialReport
 from bench.reporting.distribution import Distribution
@@ -31,7 +32,7 @@ class RequestColumns(msgspec.Struct, frozen=True):
 
 
 class TrialResult(msgspec.Struct, frozen=True):
-    """One trial. ``wall_s``: how long it took to run."""
+    """One trial. ``wall_s``: how long it took to run. ``files``: the digests of its trace, hardware and model."""
 
     policy: str
     workload: str
@@ -39,6 +40,7 @@ class TrialResult(msgspec.Struct, frozen=True):
     measures: Measures
     requests: RequestColumns
     wall_s: float
+    files: dict[str, str] = {}
 
 
 class Results(msgspec.Struct, frozen=True):
@@ -69,7 +71,8 @@ def by_policy(reports: Sequence[TrialReport]) -> dict[str, list[TrialReport]]:
 def pooled(reports: Sequence[TrialReport], objective: LatencyObjective) -> Measures:
     """The measures of several trials of one policy together."""
     rows = [row for report in reports for row in report.rows]
-    return measure(rows, sum(report.duration_s for report in reports), objective)
+    engines = max((len(report.busy) for report in reports), default=0)
+    return measure(rows, sum(report.duration_s for report in reports), objective, engines=engines)
 
 
 def _trial(report: TrialReport, objective: LatencyObjective) -> TrialResult:
@@ -77,9 +80,10 @@ def _trial(report: TrialReport, objective: LatencyObjective) -> TrialResult:
         policy=report.trial.policy,
         workload=report.workload,
         conditions=report.trial.conditions,
-        measures=measure(report.rows, report.duration_s, objective),
+        measures=measure(report.rows, report.duration_s, objective, engines=len(report.busy)),
         requests=_columns(report.rows),
         wall_s=round(report.wall_s, 3),
+        files=condition_files(report.trial.conditions),
     )
 
 

@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.lab.columns import NARROW, policy_table
+from bench.lab.engine_kinds import engine_kinds
 from bench.lab.export import results_of, write_csv, write_json
 from bench.lab.html import write_html
 from bench.lab.measures import LatencyObjective
 from bench.lab.runner import run_all
 from bench.lab.trial import Conditions, Trial
-from bench.policies.registry import POLICIES, EngineCalibration, policy_named
+from bench.policies.registry import POLICIES, policy_named
+from bench.policies.setup import EngineCalibration
 from bench.workload.generators import GENERATORS
 from bench.workload.traces import FORMATS
 from extproc.config.quantities import Duration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--policies",
         default="attache,llm-d-token-load,round-robin",
-        help=f"a list of names, or of files with an EndpointPickerConfig; names: {', '.join(POLICIES)} (default: %(default)s)",
+        help=f"a list of names, of Python files as in my.py:Mine, or of files with an EndpointPickerConfig; names: {', '.join(POLICIES)} (default: %(default)s)",
     )
     add(
         "--rate-scale", type=_positive, action="append", metavar="X", help="start sessions X times as fast (default: 1)"
@@ -68,8 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_engines(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engines, and what is known of them").add_argument
     add("--engines", type=_at_least(1), action="append", metavar="N", help="how many (default: 8)")
-    add("--hardware", action="append", help="GPUs of each: h100x4; mixed: h100*4+l40s*4 (default: h100x4)")
-    add("--model", action="append", help="what they serve (default: 70b)")
+    add(
+        "--hardware",
+        action="append",
+        help="GPUs of each: h100x4; mixed: h100*4+l40s*4; a GPU's file: rig.yamlx2 (default: h100x4)",
+    )
+    add("--model", action="append", help="what they serve: a name, or a model's YAML file (default: 70b)")
     add("--block-size", type=_at_least(1), default=64, metavar="N", help="tokens in a KV block (default: %(default)s)")
     add("--kv-blocks", type=_at_least(1), metavar="N", help="of each engine (default: what its GPUs' memory holds)")
     add(
@@ -89,12 +95,9 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
 
 
 def replay(options: argparse.Namespace, console: Console) -> int:
-    """Raises TraceInvalid, ConfigInvalid or HardwareUnknown before anything runs."""
+    """Raises TraceInvalid, ConfigInvalid, PolicyFailed or HardwareUnknown before anything runs."""
     trials = trials_of(options)
-    for name in {trial.policy for trial in trials}:
-        policy_named(name)(
-            EngineCalibration(prefill_tokens_per_s=1.0, decode_s_per_token=1.0, block_size=options.block_size)
-        )
+    check_trials(trials)
     # read each trace once before anything runs, so that one that cannot be read is reported at once
     for conditions in {trial.conditions.trace: trial.conditions for trial in trials}.values():
         conditions.workload()
@@ -111,6 +114,14 @@ def replay(options: argparse.Namespace, console: Console) -> int:
     for file in filter(None, (options.json, options.csv, options.html)):
         console.print(f"written: {file}", highlight=False)
     return 0
+
+
+def check_trials(trials: Sequence[Trial]) -> None:
+    """Make every policy and engine once. Raises ConfigInvalid, PolicyFailed or HardwareUnknown."""
+    for name in dict.fromkeys(trial.policy for trial in trials):
+        policy_named(name)(EngineCalibration(prefill_tokens_per_s=1.0, decode_s_per_token=1.0, block_size=16))
+    for hardware, model in dict.fromkeys((trial.conditions.hardware, trial.conditions.model) for trial in trials):
+        engine_kinds(hardware, model, count=1, block_size=16)
 
 
 def trials_of(options: argparse.Namespace) -> list[Trial]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench.__main__ import main
-from bench.lab import html, runner
+from bench.lab import html, inputs
 from bench.policies import registry
 from bench.validation import check
 
@@ -132,7 +132,7 @@ def test_what_was_run_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert [file.stat().st_mtime_ns for file in kept] == times
     assert len(list((tmp_path / "bench/out/lab").iterdir())) == 2 * len(kept)
     # other code may come to other results
-    monkeypatch.setattr(runner, "_fingerprint", lambda: 1)
+    monkeypatch.setattr(inputs, "_code", lambda: "other")
     assert replay("--policies", "attache") == 0
     assert len(list((tmp_path / "bench/out/lab").iterdir())) == 3 * len(kept)
 
