@@ -8,6 +8,7 @@ trials are kept.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,7 +50,7 @@ class Program(msgspec.Struct, frozen=True):
 
     def main(self, words: list[str], prog: str) -> int:
         """The command by itself; returns its exit status."""
-        return _run(self, self.parser(prog).parse_args(words))
+        return _run(self, self.parser(prog).parse_args(words), shlex.join([*prog.split(), *words]))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,11 +59,14 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for program in PROGRAMS.values():
         program.add_arguments(commands.add_parser(program.name, help=program.summary, description=program.summary))
-    options = parser.parse_args(arguments)
-    return _run(PROGRAMS[options.command], options)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(words)
+    return _run(PROGRAMS[options.command], options, shlex.join(["attache", *words]))
 
 
-def _run(program: Program, options: argparse.Namespace) -> int:
+def _run(program: Program, options: argparse.Namespace, command_line: str) -> int:
+    # reports say what made them
+    options.command_line = command_line
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         return program.call(options, console)

@@ -107,9 +107,16 @@ def _paired(
 
 def table(first: Sequence[TrialResult], second: Sequence[TrialResult], differences: Sequence[Difference]) -> Table:
     """A row for each measure."""
-    title = "paired by request; intervals of 95% over windows of the traces and seeds"
+    title = f"paired by request; {_together(first)}intervals of 95% over windows of the traces and seeds"
     headings = ["mean", first[0].policy, second[0].policy, "change", "95% interval"]
     return Table(title, headings, [_cells(one) for one in differences])
+
+
+def _together(trials: Sequence[TrialResult]) -> str:
+    """What is pooled that a reader may take for one: rates, traces, engines."""
+    count = len({msgspec.json.encode(msgspec.structs.replace(one.conditions, seed=0)) for one in trials})
+    rates = ", ".join(f"x{rate:g}" for rate in sorted({one.conditions.rate_scale for one in trials}))
+    return f"{count} sets of conditions together, rates {rates}; " if count > 1 else ""
 
 
 def _cells(one: Difference) -> list[str]:

@@ -42,7 +42,7 @@ _LIBRARIES: Final = ("numpy", "msgspec", "xxhash")
 
 def key_of(trial: Trial) -> str:
     """The same for the same trial, code and contents of files."""
-    names = {**_policy_parts(trial.policy), **condition_files(trial.conditions), "code": _code()}
+    names = {**_policy_parts(trial.policy), **condition_files(trial.conditions), "code": code_digest()}
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode([trial, sorted(names.items())]))
 
 
@@ -70,7 +70,8 @@ def digest(file: Path) -> str:
 
 
 @cache
-def _code() -> str:
+def code_digest() -> str:
+    """Of the code of bench and extproc, and of the versions of what computes with it."""
     made = xxhash.xxh3_64(" ".join([platform.python_version(), *(version(one) for one in _LIBRARIES)]).encode())
     for file in sorted(path for package in ("bench", "extproc") for path in (_ROOT / package).rglob("*")):
         if file.suffix in {".py", ".yaml"}:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.lab.columns import NARROW, policy_table
-from bench.lab.engine_kinds import engine_kinds
-from bench.lab.export import results_of, write_csv, write_json
+from bench.lab.export import by_conditions, by_policy, pooled, results_of, ttft_blocks, write_csv, write_json
 from bench.lab.html import write_html
+from bench.lab.intervals import mean_interval
 from bench.lab.measures import LatencyObjective
 from bench.lab.runner import run_all
-from bench.lab.trial import Conditions, Trial
-from bench.policies.registry import POLICIES, policy_named
-from bench.policies.setup import EngineCalibration
+from bench.lab.trial import Conditions, Trial, check_trials
+from bench.policies.registry import POLICIES
 from bench.workload.generators import GENERATORS
 from bench.workload.traces import FORMATS
 from extproc.config.quantities import Duration
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from bench.lab.export import Results
+    from bench.lab.trial import TrialReport
     from bench.reporting.tables import Table
 
 KEPT = Path("bench/out/lab")
@@ -103,25 +102,18 @@ def replay(options: argparse.Namespace, console: Console) -> int:
         conditions.workload()
     objective = LatencyObjective(float(Duration(options.slo_ttft)), float(Duration(options.slo_tpot)))
     reports = run_all(trials, KEPT, console, jobs=options.jobs, fresh=options.fresh)
-    results = results_of(reports, objective)
-    console.print(table(results).on_terminal())
+    results = results_of(reports, objective, options.command_line)
+    for one in tables(reports, objective):
+        console.print(one.on_terminal())
     if options.json:
         write_json(results, options.json)
     if options.csv:
         write_csv(results, options.csv)
     if options.html:
-        write_html(reports, objective, options.html)
+        write_html(reports, results, options.html)
     for file in filter(None, (options.json, options.csv, options.html)):
         console.print(f"written: {file}", highlight=False)
     return 0
-
-
-def check_trials(trials: Sequence[Trial]) -> None:
-    """Make every policy and engine once. Raises ConfigInvalid, PolicyFailed or HardwareUnknown."""
-    for name in dict.fromkeys(trial.policy for trial in trials):
-        policy_named(name)(EngineCalibration(prefill_tokens_per_s=1.0, decode_s_per_token=1.0, block_size=16))
-    for hardware, model in dict.fromkeys((trial.conditions.hardware, trial.conditions.model) for trial in trials):
-        engine_kinds(hardware, model, count=1, block_size=16)
 
 
 def trials_of(options: argparse.Namespace) -> list[Trial]:
@@ -166,11 +158,17 @@ def trials_of(options: argparse.Namespace) -> list[Trial]:
     ]
 
 
-def table(results: Results) -> Table:
-    """All trials of each policy together; the lowest mean TTFT first."""
-    title = f"{len(results.trials)} trials in virtual time; seconds, unless a heading has a unit"
-    policies = dict(sorted(results.policies.items(), key=lambda item: item[1].ttft_s.mean))
-    return policy_table(title, policies, columns=NARROW)
+def tables(reports: Sequence[TrialReport], objective: LatencyObjective) -> list[Table]:
+    """One for each set of conditions, all seeds together; the lowest mean TTFT first."""
+    found = []
+    for words, group in by_conditions(reports).items():
+        policies = by_policy(group)
+        measures = {name: pooled(some, objective) for name, some in policies.items()}
+        ordered = dict(sorted(measures.items(), key=lambda item: item[1].ttft_s.mean))
+        intervals = {name: mean_interval(ttft_blocks(some)) for name, some in policies.items()}
+        title = f"{words}; virtual time, seconds, unless a heading has a unit"
+        found.append(policy_table(title, ordered, intervals, columns=NARROW))
+    return found
 
 
 def _at_least(least_cost: int) -> Callable[[str], int]:

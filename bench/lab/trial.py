@@ -24,7 +24,7 @@ from extproc.errors import NoEndpoint
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from bench.reporting.results import RequestResult
     from bench.virtual.engines import EngineKind
@@ -157,6 +157,14 @@ def run(trial: Trial, clock: Callable[[], float]) -> TrialReport:
         busy=busy,
         wall_s=clock() - began_at_s,
     )
+
+
+def check_trials(trials: Sequence[Trial]) -> None:
+    """Make every policy and engine once. Raises ConfigInvalid, PolicyFailed or HardwareUnknown."""
+    for name in dict.fromkeys(trial.policy for trial in trials):
+        policy_named(name)(EngineCalibration(prefill_tokens_per_s=1.0, decode_s_per_token=1.0, block_size=16))
+    for hardware, model in dict.fromkeys((trial.conditions.hardware, trial.conditions.model) for trial in trials):
+        engine_kinds(hardware, model, count=1, block_size=16)
 
 
 class _FirstFailure:

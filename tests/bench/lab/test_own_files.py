@@ -85,7 +85,8 @@ def test_what_a_policy_imports_from_beside_it_counts_too() -> None:
 def test_what_a_policy_reads_by_itself_counts_too() -> None:
     Path("weights.json").write_text("[-1.0]")
     reads = (
-        FIRST.format(row=0).replace("-1.0", "WEIGHT") + "\nimport json, pathlib\nWEIGHT = json.loads(pathlib.Path('weights.json').read_text())[0]\n"
+        FIRST.format(row=0).replace("-1.0", "WEIGHT")
+        + "\nimport json, pathlib\nWEIGHT = json.loads(pathlib.Path('weights.json').read_text())[0]\n"
     )
     Path("my.py").write_text(reads)
     assert imbalances("my.py:First") == [2.0]
@@ -110,22 +111,29 @@ def trial(policy: str = "attache", **conditions: str) -> Trial:
     )
 
 
-def test_contents_of_traces_hardware_and_configurations_make_the_key() -> None:
-    for name, change in (
-        ("trace.jsonl", lambda: trial(trace="trace.jsonl")),
-        ("rig.yaml", lambda: trial(hardware="h100*1+rig.yamlx2*1")),
-        ("shape.yaml", lambda: trial(model="shape.yaml")),
-        ("picker.yaml", lambda: trial("picker.yaml")),
-    ):
-        file = Path(name)
-        file.write_text("a: 1")
-        os.utime(file, (1, 1))
-        first = key_of(change())
-        file.write_text("a: 2")
-        os.utime(file, (1, 1))
-        assert key_of(change()) != first
-        file.write_text("a: 1")
-        assert key_of(change()) == first
+@pytest.mark.parametrize(
+    ("name", "policy", "conditions"),
+    [
+        ("trace.jsonl", "attache", {"trace": "trace.jsonl"}),
+        ("rig.yaml", "attache", {"hardware": "h100*1+rig.yamlx2*1"}),
+        ("shape.yaml", "attache", {"model": "shape.yaml"}),
+        ("picker.yaml", "picker.yaml", {}),
+        ("my.py", "my.py:Mine", {}),
+    ],
+)
+def test_contents_of_files_make_the_key(name: str, policy: str, conditions: dict[str, str]) -> None:
+    keys = []
+    for text in ("a = 1", "a = 2", "a = 1"):
+        Path(name).write_text(text)
+        # neither the size nor the time of the change tells them apart
+        os.utime(name, (1, 1))
+        keys.append(key_of(trial(policy, **conditions)))
+    assert keys[0] == keys[2] != keys[1]
+
+
+def test_the_files_of_hardware_and_models_are_known_by_their_words() -> None:
+    for name in ("rig.yaml", "shape.yaml"):
+        Path(name).write_text("a: 1")
     assert set(condition_files(trial(hardware="rig.yaml", model="shape.yaml").conditions)) == {"rig.yaml", "shape.yaml"}
     assert hardware_files("h100x4+a/b.yml*2", "8b") == ["a/b.yml"]
 
