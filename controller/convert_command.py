@@ -46,14 +46,19 @@ def main(words: list[str], prog: str) -> int:
     except ConfigInvalid as error:
         return report(error)
     except Invalid as error:
-        print(error, file=sys.stderr)
+        print(_plain(str(error)), file=sys.stderr)
         return 2
     for text in found.warnings:
-        print(f"warning: {text}", file=sys.stderr)
+        print(f"warning: {_plain(text)}", file=sys.stderr)
     print(yaml.dump_all(found.objects, Dumper=_Dumper, sort_keys=False, width=118, explicit_start=True), end="")
     made = counted(len(found.objects), "object")
     print(f"{made} written, {counted(len(found.warnings), 'warning')}", file=sys.stderr)
     return 0
+
+
+def _plain(text: str) -> str:
+    """One line that cannot command a terminal: whoever converts a file need not be its author."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
+from controller.keda.streams import MOST_STREAMS
 from extproc.config.validation import parse_address
 
 SERVICE: Final = "attache-manager"
@@ -82,6 +83,30 @@ def parser(prog: str = "attache manager") -> argparse.ArgumentParser:
     share("--keda-certificate", metavar="FILE", help="of KEDA's port, with --keda-key; default: without TLS")
     share("--keda-key", metavar="FILE", help="of the certificate")
     share("--keda-clients", metavar="FILE", help="authorities of those who may call KEDA's port; default: anybody may")
+    share(
+        "--keda-client-name",
+        metavar="NAME[=NAMESPACE,...]",
+        action="append",
+        default=[],
+        help="who may call KEDA's port: a name in the client's certificate (common name or alternative name), and the "
+        "namespaces that it may ask about, without them all; several times for several; needs --keda-clients; default: "
+        "any name",
+    )
+    share(
+        "--keda-namespace",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="whose decisions are told at KEDA's port; several times for several; default: those of all namespaces",
+    )
+    share(
+        "--keda-streams",
+        metavar="N",
+        type=_positive,
+        default=MOST_STREAMS,
+        help="streams at KEDA's port at a time, half of them of one caller, an eighth about one namespace; default: "
+        "%(default)s",
+    )
     work("--no-scaling", action="store_true", help="other processes look after AutoscalingPolicyBindings")
     work(
         "--prometheus-allow",
@@ -115,12 +140,20 @@ def parsed(words: list[str], prog: str) -> argparse.Namespace:
             from controller.roles.scaling.sources.allowed import Allowed  # noqa: PLC0415 - not for --help
 
             Allowed(options.prometheus_allow)
+        if options.keda_client_name:
+            from controller.keda.access import readers_of  # noqa: PLC0415 - not for --help
+
+            readers_of((), options.keda_client_name)
     except ValueError as error:
         made.error(str(error))
     if options.no_webhooks and (options.metrics_auth or options.external_metrics):
         made.error("--metrics-auth and --external-metrics need the webhooks' certificate: leave out --no-webhooks")
     if bool(options.keda_certificate) != bool(options.keda_key):
         made.error("write --keda-certificate and --keda-key together")
+    if options.keda_clients and not options.keda_certificate:
+        made.error("--keda-clients needs --keda-certificate and --keda-key")
+    if options.keda_client_name and not options.keda_clients:
+        made.error("--keda-client-name needs --keda-clients, the authorities of these certificates")
     return options
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from controller.gateway.compile.pickers import LABEL, picker_of
+from controller.resources.accelerators import is_of_kind
 from extproc.config.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
@@ -93,6 +94,25 @@ def without_policy(namespace: str, name: object, known: Known) -> Iterator[str]:
     """An AutoscalingPolicy that is not there."""
     if isinstance(name, str) and object_key(namespace, name) not in known.get("AutoscalingPolicy", {}):
         yield f"there is no AutoscalingPolicy '{name}' in this namespace yet; nothing is scaled until there is"
+
+
+def budget_warnings(binding: Object) -> Iterator[str]:
+    """Kinds of a binding's budget that no target has, or that a target may have, by the names alone."""
+    spec = binding.get("spec") or {}
+    targets = [one for one in spec.get("targets") or () if isinstance(one, Mapping)]
+    kinds = {str(one.get("name")): one["accelerator"] for one in targets if isinstance(one.get("accelerator"), str)}
+    budget = spec.get("budget")
+    limits = budget.get("accelerators") if isinstance(budget, Mapping) else None
+    for limited in limits if isinstance(limits, Mapping) else ():
+        vague = [name for name, kind in kinds.items() if is_of_kind(limited, kind) and not is_of_kind(kind, limited)]
+        for name in vague:
+            yield (
+                f"the budget for '{limited}' does not count target '{name}', whose accelerator is '{kinds[name]}'; write "
+                f"'{limited}' there if it is one"
+            )
+        if not vague and not any(is_of_kind(kind, limited) for kind in kinds.values()):
+            named = ", ".join(f"'{one}'" for one in sorted(set(kinds.values()))) or "none"
+            yield f"the budget for '{limited}' limits nothing: no target is of that kind (they name {named})"
 
 
 def users_of(kind: str, key: str, known: Known) -> Iterator[str]:

@@ -174,6 +174,6 @@ def _down_policies(behavior: Behavior) -> tuple[ScalingRule, ...]:
 def _why_stabilized(behavior: Behavior, recommended: float, current: float) -> str:
     if recommended >= current:
         window_s = _window_s(behavior.scale_up, _UP_WINDOW_S)
-        return f"fewer were enough within the last {window_s} s (scaleUp.stabilizationWindowSeconds)"
+        return f"so few were enough within the last {window_s} s (scaleUp.stabilizationWindowSeconds)"
     window_s = _window_s(behavior.scale_down, _DOWN_WINDOW_S)
-    return f"more were needed within the last {window_s} s (scaleDown.stabilizationWindowSeconds)"
+    return f"so many were needed within the last {window_s} s (scaleDown.stabilizationWindowSeconds)"

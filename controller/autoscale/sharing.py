@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 _NEED_STEP: Final = 0.1
 _CAPACITY_DIGITS: Final = 2
 _EPSILON: Final = 1e-6
+UNPROVEN: Final = "not proven the cheapest"
 
 
 class Sharing(msgspec.Struct, frozen=True):
     """``replicas`` and ``reasons``: by target. ``steps``: what ratios changed. ``limits``: what kept a stage from what it
-    needs, by stage. ``lacks``: replicas that were missed for want of accelerators, by target. ``shared``: to be
-    remembered.
+    needs, by stage. ``lacks``: replicas that were missed for want of accelerators, by target. ``unproven``: stages for
+    which a slightly cheaper set of targets may exist. ``shared``: to be remembered.
     """
 
     replicas: Mapping[str, int | None]
@@ -41,6 +42,7 @@ class Sharing(msgspec.Struct, frozen=True):
     steps: tuple[Step, ...]
     limits: Mapping[str, Step]
     lacks: Mapping[str, int]
+    unproven: frozenset[str]
     shared: Shared | None
 
 
@@ -51,7 +53,7 @@ def shared_out(
     free: Mapping[str, int] | None,
     before: Shared | None,
 ) -> Sharing:
-    """``free``: accelerators that nodes have left, by kind. ``before``: what this remembered last."""
+    """``free``: accelerators that nodes have left, by pool. ``before``: what this remembered last."""
     now_s = stages[0].situation.now_s
     fixed = {
         target.name: why
@@ -87,7 +89,11 @@ def _with_ratios(
 ) -> Sharing:
     found = {} if shared is None else shared.found
     replicas = {name: count for allocation in found.values() for name, count in allocation.replicas.items()}
-    reasons = {name: reason for allocation in found.values() for name, reason in allocation.reasons.items()}
+    reasons = {
+        name: reason if allocation.is_proven else f"{reason}; {UNPROVEN}"
+        for allocation in found.values()
+        for name, reason in allocation.reasons.items()
+    }
     targets = [target for stage in stages for target in stage.situation.targets]
     there = {one.name: one.current or 0 if one.name in fixed else replicas[one.name] for one in targets}
     most = {one.name: there[one.name] if one.name in fixed else one.spec.max_replicas for one in targets}
@@ -99,6 +105,7 @@ def _with_ratios(
         steps=tuple(steps),
         limits={} if shared is None else {name: one for name in found if (one := _limit(name, shared)) is not None},
         lacks={} if shared is None else _lacks(shared),
+        unproven=frozenset(stage for stage, one in found.items() if not one.is_proven),
         shared=shared,
     )
 

@@ -74,8 +74,9 @@ class Target(msgspec.Struct, frozen=True, dict=True):
     object is not there. ``speed``: of its replicas; None if nothing is known. ``capacity``: work that one replica does,
     in replicas of the binding's first target. ``start_s``: how long a replica takes from its creation to its first
     request. ``blocked``: why no more can be had for now; empty if they can. ``room``: replicas beyond the current ones
-    for which nodes have accelerators; None if unknown. ``set_by``: who set the replicas last, if it was somebody else
-    than this autoscaler; empty otherwise. ``set_at_s``: when.
+    for which nodes have accelerators; None if unknown. ``pools``: what its accelerators are counted in, with those of
+    other targets; None: in the pool that is named as their kind. ``set_by``: who set the replicas last, if it was
+    somebody else than this autoscaler; empty otherwise. ``set_at_s``: when.
     """
 
     spec: ScaleTarget
@@ -86,6 +87,7 @@ class Target(msgspec.Struct, frozen=True, dict=True):
     start_s: float = 60.0
     blocked: str = ""
     room: int | None = None
+    pools: tuple[str, ...] | None = None
     set_by: str = ""
     set_at_s: float = 0.0
 

@@ -35,9 +35,14 @@ class Metrics(msgspec.Struct, frozen=True):
 
     @staticmethod
     def read(metrics: Sequence[Fields]) -> Metrics:
-        """Raises Invalid."""
+        """Raises Invalid. The first versions called the name ``metricName``."""
         return Metrics(
-            {one.need("name"): quantity(one.take("targetValue"), f"{one.where}.targetValue") for one in metrics}
+            {
+                one.need("metricName" if "metricName" in one else "name"): quantity(
+                    one.take("targetValue"), f"{one.where}.targetValue"
+                )
+                for one in metrics
+            }
         )
 
     def resolved(self, sources: Sequence[Source], where: str, warnings: list[str]) -> list[dict[str, Any]]:

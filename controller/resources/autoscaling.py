@@ -42,11 +42,11 @@ class EngineSource(Spec, frozen=True):
 
 
 class MetricTarget(Spec, frozen=True):
-    """A metric and the value that it should have. ``name``: of the metric. ``value``: the target, of one replica.
-    ``source``: who knows it: extproc (``Gateway``: requests_in_flight, requests_queued, requests_running,
-    requests_per_second, tokens_in_flight, kv_usage), the engines' own pages, Prometheus, or Kubernetes' resource metrics
-    (cpu or memory, as a share of what pods request). ``engine`` and ``prometheus``: where. ``total``: ``value`` is for
-    all replicas together.
+    """A metric and the value that it should have. ``name``: of the metric; of Gateway requests_in_flight,
+    requests_queued, requests_running, requests_per_second, tokens_in_flight or kv_usage, of Resource cpu or memory, as a
+    share of what pods request. ``value``: the target, of one replica. ``source``: who knows it, extproc (Gateway), the
+    engines' own pages (Engine), Prometheus, or Kubernetes' resource metrics (Resource). ``engine``: where on the engines.
+    ``prometheus``: which server, and its query. ``total``: ``value`` is for all replicas together.
     """
 
     CEL: ClassVar = (
@@ -129,7 +129,7 @@ class ScaleToZero(Spec, frozen=True):
 
 class Schedule(Spec, frozen=True):
     """Bounds that hold at some times. ``start``: a cron line that begins it. ``duration``: how long it holds.
-    ``time_zone``: of ``start``. ``min_replicas`` and ``max_replicas``: the bounds.
+    ``time_zone``: of ``start``, such as Europe/Berlin. ``min_replicas`` and ``max_replicas``: the bounds.
     """
 
     CEL: ClassVar = (Rule("has(self.minReplicas) || has(self.maxReplicas)", "write minReplicas, maxReplicas or both"),)

@@ -19,12 +19,14 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 class WorkParameters(Spec, frozen=True):
     """Work to come, in seconds of engines. ``utilization``: the share of its time that an engine may be busy; left out,
     it follows from the objective's TPOT, and is 0.8 without one. ``window``: over which rates are measured.
+    ``headroom``: for how many times the load of now there is room, as far as the last hour has seen as much.
     ``drain_budget``: in which what waits should be done. ``trend``: whether the rates are continued over the time that an
     engine takes to start. ``guard``: whether measured latencies above the objective call for more.
     """
 
     utilization: _Utilization | None = None
     window: Duration = Duration("30s")
+    headroom: Annotated[float, msgspec.Meta(ge=1, le=10)] = 1.5
     drain_budget: Duration = Duration("15s")
     trend: bool = True
     guard: bool = True

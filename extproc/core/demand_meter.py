@@ -3,11 +3,25 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
+from typing import Final
 
 import msgspec
 
 from extproc.config.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S
+
+# So many more unfinished requests than somebody knows of, and so many times as many, are news.
+_MANY_MORE: Final = 8
+_TIMES_AS_MANY: Final = 2
+NEVER: Final = sys.maxsize
+# Adapters come and go with the configuration: beyond so many, new ones count as their base model.
+_MOST_MODELS: Final = 1_000
+
+
+def is_news_at(known: int) -> int:
+    """How many unfinished requests are news to somebody who knows of so many."""
+    return max(known + _MANY_MORE, known * _TIMES_AS_MANY)
 
 
 class InFlight(msgspec.Struct):
@@ -28,7 +42,7 @@ class Wait(msgspec.Struct, frozen=True):
 class ServerMeter(msgspec.Struct):
     """One ModelServer. ``models``: by the model asked for. ``ttft``, ``tpot``: requests by bucket. ``waiting``: by ticket,
     the first to come first. ``waiting_tokens``: the sum of theirs. ``in_flight``: by address, of engines with requests.
-    ``running``: the sum of these. ``told``: of ``unfinished`` requests, when somebody was last told.
+    ``running``: the sum of these. ``tell_at``: so many unfinished requests are news to a follower.
     """
 
     models: dict[str, ModelMeter] = {}
@@ -38,7 +52,7 @@ class ServerMeter(msgspec.Struct):
     waiting_tokens: float = 0.0
     in_flight: dict[str, InFlight] = {}
     running: int = 0
-    told: int = 0
+    tell_at: int = is_news_at(0)
 
     @property
     def unfinished(self) -> int:
@@ -103,3 +117,11 @@ class ModelMeter(msgspec.Struct):
     cached_tokens: float = 0.0
     output_tokens: float = 0.0
     prefill_work: float = 0.0
+
+
+def add_model(server: ServerMeter, model: str, base_model: str) -> ModelMeter:
+    """The meter of a model that the server has none of yet."""
+    if len(server.models) >= _MOST_MODELS and base_model in server.models:
+        return server.models[base_model]
+    meter = server.models[model] = ModelMeter(server)
+    return meter

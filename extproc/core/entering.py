@@ -126,7 +126,7 @@ class EnteringRequests:
         try:
             if slots is None or not self._loading.admit(record, arrival, slots, now, out):
                 if gate is None:
-                    self._awaiting.withdraw(record)
+                    self._awaiting.withdraw(record, now)
                     out.append(self._dispatcher.dispatch(record, arrival, now, out, was_held=True))
                     return True
                 expectation = arrival.pool.expect(prompt_of(arrival, record.tokens), now)
@@ -138,20 +138,20 @@ class EnteringRequests:
                 self._waiting.enter(record, gate, now, out)
                 self._dispatcher.put(record, State.QUEUED)
         except Refusal as refusal:
-            self._awaiting.withdraw(record)
+            self._awaiting.withdraw(record, now)
             out.append(self._dispatcher.refuse(record, refusal, now, out, was_held=True))
             return True
         except Exception as error:  # noqa: BLE001 - whatever it is, the others of its server go on
             out.append(self.fail(record, error, now, out, was_held=True))
             return True
-        self._awaiting.withdraw(record)
+        self._awaiting.withdraw(record, now)
         return True
 
     def fail(
         self, record: Record, error: Exception, now: float, out: list[Effect], *, was_held: bool = False
     ) -> Refused:
         """Our own code has failed: the request is refused, and nothing of it remains."""
-        self._awaiting.withdraw(record)
+        self._awaiting.withdraw(record, now)
         self._loading.withdraw(record)
         self._waiting.withdraw(record)
         return self._dispatcher.refuse(record, InternalError(error), now, out, was_held=was_held)
@@ -164,7 +164,7 @@ class EnteringRequests:
         elif record.state is State.LOADING:
             self._loading.withdraw(record)
         elif record.state is State.AWAITING_ENGINE:
-            self._awaiting.withdraw(record)
+            self._awaiting.withdraw(record, now)
         self._dispatcher.drop(record, now, out)
 
     def _granted(

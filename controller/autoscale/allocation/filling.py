@@ -55,12 +55,13 @@ class _Filling:
             cost = sum(self._variants[name].cost * n for name, n in self.replicas.items())
             if cost + more * one.cost > rules.cost_per_hour + _NOTHING:
                 return "the budget of cost leaves no room for more"
-        kind = one.accelerator
-        if kind is not None and self._taken(kind) + more * one.accelerators > rules.accelerators.get(kind, math.inf):
-            return f"the budget of accelerators of the kind {kind} leaves no room for more"
+        for kind, limit in rules.accelerators.items():
+            if one.is_of(kind) and self._taken(kind) + more * one.accelerators > limit:
+                return f"the budget of accelerators of the kind {kind} leaves no room for more"
         fresh = (max(0, count - one.running) - max(0, count - more - one.running)) * one.accelerators
-        if kind is not None and fresh and self._fresh(kind) + fresh > rules.free.get(kind, math.inf):
-            return f"what nodes have free of the kind {kind} leaves no room for more"
+        for pool, limit in rules.free.items():
+            if fresh and one.takes_from(pool) and self._fresh(pool) + fresh > limit:
+                return f"what nodes have free of the kind {pool} leaves no room for more"
         if one.spot and rules.min_on_demand:
             spot = sum(
                 self._variants[name].capacity * n for name, n in self.replicas.items() if self._variants[name].spot
@@ -73,15 +74,13 @@ class _Filling:
         return ""
 
     def _taken(self, kind: str) -> int:
-        return sum(
-            one.accelerators * self.replicas[one.name] for one in self._variants.values() if one.accelerator == kind
-        )
+        return sum(one.accelerators * self.replicas[one.name] for one in self._variants.values() if one.is_of(kind))
 
-    def _fresh(self, kind: str) -> int:
+    def _fresh(self, pool: str) -> int:
         return sum(
             one.accelerators * max(0, self.replicas[one.name] - one.running)
             for one in self._variants.values()
-            if one.accelerator == kind
+            if one.takes_from(pool)
         )
 
     def result(self, need: float, why: str) -> Allocation:

@@ -6,7 +6,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from envoy_data_plane.envoy.config.accesslog.v3 import AccessLogFilter, ExtensionFilter
-from envoy_data_plane.envoy.config.core.v3 import DataSource, SubstitutionFormatString
+from envoy_data_plane.envoy.config.core.v3 import (
+    DataSource,
+    HeaderValue,
+    HeaderValueOption,
+    HeaderValueOptionHeaderAppendAction,
+    SubstitutionFormatString,
+)
 from envoy_data_plane.envoy.extensions.access_loggers.filters.cel.v3 import ExpressionFilter
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
     LocalReplyConfig,
@@ -23,6 +29,9 @@ if TYPE_CHECKING:
 
 
 _INVALID: Final = "invalid_request_error"
+# When to come back while extproc, or the last engine, is away: Envoy knows nothing of how long that lasts, and holds no
+# request for a cluster without endpoints. extproc holds and tells better as soon as it answers again.
+_RETRY_AFTER_S: Final = 5
 _NO_KEY: Final = "The request has no API key, or none that is known; send one as 'authorization: Bearer KEY'."
 _NO_JWT: Final = (
     "The request has no token, or one that is expired or not of this gateway's issuers; "
@@ -93,8 +102,15 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
                 "no_picker",
                 # also where extproc did not answer in time
                 status=503,
+                retry_after_s=_RETRY_AFTER_S,
             ),
-            _mapper("response.code == 503", no_engine, "service_unavailable_error", "no_engine"),
+            _mapper(
+                "response.code == 503",
+                no_engine,
+                "service_unavailable_error",
+                "no_engine",
+                retry_after_s=_RETRY_AFTER_S,
+            ),
             _mapper("response.code == 504", too_late, "timeout_error", "timeout"),
             _mapper("response.code >= 500", "%LOCAL_REPLY_BODY%", "server_error", "%RESPONSE_CODE_DETAILS%"),
         ],
@@ -105,10 +121,20 @@ def local_replies(gateway: GatewayConfigSpec) -> LocalReplyConfig:
     )
 
 
-def _mapper(condition: str, message: str, kind: str, code: str, *, status: int | None = None) -> ResponseMapper:
+def _mapper(
+    condition: str, message: str, kind: str, code: str, *, status: int | None = None, retry_after_s: int | None = None
+) -> ResponseMapper:
+    headers = [] if retry_after_s is None else [_only(HeaderValue(key="retry-after", value=str(retry_after_s)))]
     return ResponseMapper(
-        filter=_when(condition), body_format_override=_error_object(message, kind, code), status_code=status
+        filter=_when(condition),
+        body_format_override=_error_object(message, kind, code),
+        status_code=status,
+        headers_to_add=headers,
     )
+
+
+def _only(header: HeaderValue) -> HeaderValueOption:
+    return HeaderValueOption(header=header, append_action=HeaderValueOptionHeaderAppendAction.ADD_IF_ABSENT)
 
 
 def _when(condition: str) -> AccessLogFilter:

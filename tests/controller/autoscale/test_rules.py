@@ -23,10 +23,12 @@ from controller.resources.autoscaling import (
     Schedule,
     Strategy,
 )
+from controller.resources.scaling_laws import WorkParameters
 from extproc.config.quantities import Duration
 from tests.controller.autoscale.situations import NOW_S, SPEED, binding_of, situation_of, spec_of, target_of, traffic_of
 
-POLICY = AutoscalingPolicySpec()
+# numbers are worked out for load as it is
+POLICY = AutoscalingPolicySpec(strategies=(Strategy(name="Work", work=WorkParameters(headroom=1.0)),))
 
 
 class Stage:
@@ -171,7 +173,7 @@ def test_an_object_that_is_not_there_gets_no_replicas() -> None:
 
 def test_a_law_that_cannot_tell_keeps_replicas() -> None:
     policy = AutoscalingPolicySpec(
-        strategies=(Strategy(name="Work"), Strategy(name="Target")), metrics=(MetricTarget(name="cpu", value=1.0),)
+        strategies=(*POLICY.strategies, Strategy(name="Target")), metrics=(MetricTarget(name="cpu", value=1.0),)
     )
     broken = {"cpu": Metric(NOW_S, problem="the server is down")}
     assert Stage(policy, target=target_of(ready=9)).settled(metrics=broken)[0] == 9

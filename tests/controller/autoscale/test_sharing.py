@@ -9,15 +9,17 @@ import msgspec
 
 from controller.autoscale.decide import decide
 from controller.autoscale.situation import Engine, EngineState, Freshness, Situation, Target
-from controller.resources.autoscaling import AutoscalingPolicySpec
+from controller.resources.autoscaling import AutoscalingPolicySpec, Strategy
 from controller.resources.autoscaling_binding import AutoscalingPolicyBinding, Budget, RatioConstraint
+from controller.resources.scaling_laws import WorkParameters
 from tests.controller.autoscale.situations import NOW_S, SPEED, binding_of, situation_of, spec_of, target_of, traffic_of
 
 if TYPE_CHECKING:
     from controller.autoscale.decision import Decision
     from controller.autoscale.memory import Memory
 
-POLICY = AutoscalingPolicySpec()
+# numbers are worked out for load as it is
+POLICY = AutoscalingPolicySpec(strategies=(Strategy(name="Work", work=WorkParameters(headroom=1.0)),))
 # Half as fast as SPEED, and a quarter of its cost.
 HALF = msgspec.structs.replace(
     SPEED, prefill_tokens_per_s=SPEED.prefill_tokens_per_s / 2, step_s_per_token=SPEED.step_s_per_token * 2
@@ -135,6 +137,30 @@ def test_free_accelerators_limit_what_is_started() -> None:
     found = {one.name: one.desired or 0 for one in decision.targets}
     assert found["large"] - 1 + found["small"] == 2
     assert sum(decision.lacks.values()) > 0
+
+
+def test_a_set_that_is_not_proven_the_cheapest_is_told() -> None:
+    # stages that share a limit are served in turn
+    large, small = (msgspec.structs.replace(one, stage="Prefill", accelerator="h100") for one in (LARGE, SMALL))
+    decode = msgspec.structs.replace(spec_of("decode", stage="Decode"), accelerator="h100")
+    made = binding_of(large, small, decode)
+    binding = msgspec.structs.replace(
+        made, spec=msgspec.structs.replace(made.spec, budget=Budget(accelerators={"h100": 5}))
+    )
+    stages = [
+        (target_of(ready=1, spec=large), target_of(ready=1, spec=small, speed=HALF)),
+        (target_of(ready=1, spec=decode),),
+    ]
+    memory: Memory | None = None
+    for look in range(40):
+        now_s = NOW_S + 5 * look
+        situations = [situation_of(one, traffic=traffic_of(40.0, now_s=now_s), now_s=now_s) for one in stages]
+        decision, memory = decide(POLICY, binding, situations, memory, now_s)
+    assert not any(one.is_proven for one in decision.stages)
+    assert all(one.reason.endswith("; not proven the cheapest") for one in decision.targets[:2])
+    few = decided_once(pair(small=7), 12.0, BINDING)
+    assert few.stages[0].is_proven
+    assert not any("not proven" in one.reason for one in few.targets)
 
 
 def decided_once(
