@@ -67,7 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(program: Program, options: argparse.Namespace, command_line: str) -> int:
     # reports say what made them
     options.command_line = command_line
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    # names of policies and files are no markup: rich would make a leaf of my.py:Leaves:
+    console = Console(width=None if sys.stdout.isatty() else 160, emoji=False, markup=False)
     try:
         return program.call(options, console)
     except _SAID as error:

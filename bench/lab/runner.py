@@ -57,7 +57,7 @@ def run_all(
     files = [kept / f"{key_of(trial)}.json.gz" for trial in trials]
     reports = [None if fresh else _read(file) for file in files]
     missing = [number for number, report in enumerate(reports) if report is None]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         bar = progress.add_task("trials", total=len(trials), completed=len(trials) - len(missing))
         workers = min(jobs or os.cpu_count() or 1, max(1, len(missing)))
@@ -69,7 +69,7 @@ def run_all(
                     reports[number] = one.result()
                     progress.update(bar, advance=1, description=_title(trials[number]))
             except BrokenProcessPool:
-                msg = "a process of the lab was killed, perhaps for want of memory; try again with --jobs 1"
+                msg = "a process of the lab ended: for want of memory, or by a policy; try again with --jobs 1"
                 raise TrialFailed(msg) from None
             except BaseException:
                 pool.shutdown(cancel_futures=True)

@@ -74,7 +74,7 @@ def _loaded(file: Path) -> ModuleType:
     sys.dont_write_bytecode = True
     try:
         exec(compile(source, str(file), "exec"), module.__dict__)  # noqa: S102 - it is the user's own program
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is told with its traceback
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told with its traceback
         msg = f"{file}: cannot be loaded:\n{_whole(error, file)}"
         raise PolicyFailed(msg) from None
     finally:
@@ -120,7 +120,7 @@ def _made(name: str, file: Path, target: Callable[..., Any], calibration: Engine
         raise PolicyFailed(msg)
     try:
         made = target(**{key: value for key, value in given.items() if key in wanted})
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is told with its traceback
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told with its traceback
         msg = f"{name}: cannot be made:\n{_whole(error, file)}"
         raise PolicyFailed(msg) from None
     setup = made if isinstance(made, PolicySetup) else PolicySetup(made, tracker if "tracker" in wanted else None)
@@ -156,7 +156,7 @@ class _CheckedPicks:
             pick: object = self._picker.pick(view, rng=rng)
         except NoEndpoint:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is told with its traceback
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told with its traceback
             msg = f"{self._name}: its pick failed at {view.now_s:.3f} s of the trial:\n{_whole(error, self._file)}"
             raise PolicyFailed(msg) from None
         if not isinstance(pick, Pick):

@@ -184,6 +184,16 @@ def test_installed_plugins_make_the_key_of_what_may_use_them(tmp_path: Path, mon
             "my.py:Mine",
             ['File "my.py", line 6, in pick', "Odd"],
         ),
+        (
+            "class Leaves:\n    def pick(self, view, *, rng):\n        raise SystemExit('enough')\n",
+            "my.py:Leaves",
+            ["my.py:Leaves: its pick failed at", "SystemExit: enough"],
+        ),
+        (
+            "import os\nclass Mine:\n    def pick(self, view, *, rng):\n        os._exit(3)\n",
+            "my.py:Mine",
+            ["a process of the lab ended"],
+        ),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_policys_file_comes_whole(
