@@ -186,6 +186,7 @@ def constraints_of(
         wants_reasons=wants_reasons,
         candidates=with_room,
         is_trusted=arrival.head.is_trusted,
+        priority=arrival.priority,
     )
 
 

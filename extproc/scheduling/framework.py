@@ -60,6 +60,14 @@ class Decider(Protocol):
         ...
 
 
+class Admitter(Protocol):
+    """Decides whether a request is served at all."""
+
+    def admit(self, view: View, rng: random.Random) -> None:
+        """Raise Shed if it is not. ``view``: all endpoints that may serve it, with and without room."""
+        ...
+
+
 class NamedFilter(msgspec.Struct, frozen=True):
     """A filter and its configured name."""
 
@@ -125,11 +133,20 @@ class ProfileHandler(Protocol):
 
 
 class ConfiguredPicker(msgspec.Struct, frozen=True):
-    """The picker that an EndpointPickerConfig describes: profiles and their handler."""
+    """The picker that an EndpointPickerConfig describes: profiles and their handler.
+
+    ``admitters``: asked before, by ``admit``, whether the request is served at all.
+    """
 
     handler: ProfileHandler
     profiles: Mapping[str, Profile]
     deciders: Mapping[str, Decider] = {}
+    admitters: tuple[Admitter, ...] = ()
+
+    def admit(self, view: View, *, rng: random.Random) -> None:
+        """Ask the admitters; raises Shed."""
+        for one in self.admitters:
+            one.admit(view, rng)
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """Run the handler; endpoints in back-off only if no other may serve the request."""

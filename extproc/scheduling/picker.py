@@ -34,7 +34,7 @@ class RequestFacts(msgspec.Struct, frozen=True):
 
     ``model``: its name in the engines; the adapter's name if one was requested. ``adapter``: the same name if it is a
     LoRA adapter's, else None. ``headers``: names in lower case. ``is_trusted``: a gateway wrote the headers that give
-    the request's objectives.
+    the request's objectives. ``priority``: of its objective; known only to pickers with admitters.
     """
 
     model: str
@@ -42,6 +42,7 @@ class RequestFacts(msgspec.Struct, frozen=True):
     adapter: str | None = None
     headers: Mapping[str, str] = {}
     is_trusted: bool = False
+    priority: int = 0
 
 
 class View(msgspec.Struct, frozen=True):

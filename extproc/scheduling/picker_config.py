@@ -150,6 +150,7 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
         handler=handler,
         profiles={spec.name: _profile(spec, plugins) for spec in specs},
         deciders={name: plugin for name, (kind, plugin) in plugins.items() if kind == "decider"},
+        admitters=tuple(plugin for kind, plugin in plugins.values() if kind == "admitter"),
     )
 
 

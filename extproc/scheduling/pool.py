@@ -17,6 +17,7 @@ from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, Endpoint
 from extproc.prefix.held_blocks import Pin
 from extproc.prefix.kv_index import KvIndex
 from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt
+from extproc.scheduling.framework import ConfiguredPicker
 from extproc.scheduling.labels import serves_adapter
 from extproc.scheduling.picker import Pick, Picker, RequestFacts, View
 from extproc.scheduling.readiness import Readiness, readiness_of, stages_of
@@ -83,8 +84,7 @@ class PickConstraints(msgspec.Struct, frozen=True):
 
     ``headers``: names in lower case. ``choices``: how many endpoints to name, fallbacks included. ``subset``:
     addresses that the gateway allows, None for all. ``candidates``: rows that have room, None for all.
-    ``wants_reasons``: whether the pick must be explained. ``is_trusted``: a gateway wrote the headers that give the
-    request's objectives.
+    ``wants_reasons``: whether the pick must be explained. ``is_trusted``, ``priority``: see RequestFacts.
     """
 
     headers: Mapping[str, str] = {}
@@ -93,6 +93,7 @@ class PickConstraints(msgspec.Struct, frozen=True):
     wants_reasons: bool = False
     candidates: Bools | None = None
     is_trusted: bool = False
+    priority: int = 0
 
 
 class Consideration(msgspec.Struct, frozen=True):
@@ -107,10 +108,10 @@ class Pool:
     """One ModelServer's endpoints.
 
     ``adapters``: LoRA adapters that routes request from it. ``slots``: those that are loaded on demand, None without
-    ``adapterLoading``. ``typical_ttft_s``: recent mean.
+    ``adapterLoading``. ``typical_ttft_s``, ``typical_duration_s``: recent means, of first tokens and whole answers.
     ``reports_cached_tokens``: its engines report cached tokens, so an answer without them had none. ``reports_usage``:
-    its engines report usage. ``typical_duration_s``: recent mean of whole answers. ``readiness``: whether it has
-    engines, as configured.
+    its engines report usage. ``readiness``: whether it has engines, as configured. ``admits``: asks its picker's
+    admitters, None without any.
     """
 
     def __init__(self, name: str, spec: ModelServerSpec, picker: Picker) -> None:
@@ -133,6 +134,7 @@ class Pool:
     def update(self, spec: ModelServerSpec, picker: Picker) -> None:
         """Apply a new configuration; endpoints that stay keep everything learned of them."""
         self.spec, self.picker = spec, picker
+        self.admits = picker.admit if isinstance(picker, ConfiguredPicker) and picker.admitters else None
         if spec.kv_events is None:
             self.caches.kv_index = None
         elif self.caches.kv_index is None:
@@ -168,21 +170,20 @@ class Pool:
         rng: random.Random,
         expectation: Expectation | None = None,
     ) -> Consideration:
-        """Choose endpoints for a prompt without changing anything; raises NoEndpoint.
+        """Choose endpoints for a prompt without changing anything; raises NoEndpoint, or Shed.
 
         ``expectation``: computed from ``prompt`` if not given.
         """
         if expectation is None:
             expectation = self.expect(prompt, now)
-        facts = RequestFacts(
-            prompt.model, expectation.input_tokens, prompt.adapter, constraints.headers, constraints.is_trusted
-        )
-        eligible = self.eligible(prompt.adapter, constraints.subset)
-        if constraints.candidates is not None:
-            eligible = constraints.candidates if eligible is None else eligible & constraints.candidates
-        view = View(
-            self.table, expectation.demand, facts, now, eligible, constraints.choices, constraints.wants_reasons
-        )
+        headers, trusted, priority = constraints.headers, constraints.is_trusted, constraints.priority
+        facts = RequestFacts(prompt.model, expectation.input_tokens, prompt.adapter, headers, trusted, priority)
+        eligible, room = self.eligible(prompt.adapter, constraints.subset), constraints.candidates
+        choices, wants = constraints.choices, constraints.wants_reasons
+        view = View(self.table, expectation.demand, facts, now, eligible, choices, wants)
+        if self.admits is not None:
+            self.admits(view, rng=rng)
+        view = view if room is None else view.narrowed(room)
         return Consideration(expectation, view, self.picker.pick(view, rng=rng))
 
     def expected_output(self, max_tokens: int | None, answers: int = 1) -> float:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from extproc.scheduling.plugins import (
+    admitters,
     affinity,
     cache_scorers,
     filters,
@@ -17,6 +18,7 @@ from extproc.scheduling.plugins import (
     label_plugins,
     latency_scorers,
     selectors,
+    slo_filters,
 )
 from extproc.scheduling.plugins import load_scorers as load
 from extproc.scheduling.plugins.accepted import ACCEPTED, Accepted
@@ -24,7 +26,7 @@ from extproc.scheduling.plugins.accepted import ACCEPTED, Accepted
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Kind = Literal["filter", "scorer", "filter and scorer", "picker", "decider", "profile handler", "accepted"]
+Kind = Literal["filter", "scorer", "filter and scorer", "picker", "decider", "profile handler", "admitter", "accepted"]
 
 # A package that brings plugins lists them in this group: each a name and a PluginType.
 ENTRY_POINTS: Final = "attache.scheduling"
@@ -48,6 +50,7 @@ _FILTERS: Final = {
     "utilization-detector": filters.SaturationFilter,
     "concurrency-detector": filters.Concurrency,
     "utilization-filter": filters.Utilization,
+    "slo-headroom-tier-filter": slo_filters.SloHeadroomTier,
     "label-selector-filter": label_plugins.LabelSelector,
     "by-label-selector": label_plugins.LabelSelector,
     "by-label": label_plugins.ByLabel,
@@ -113,6 +116,11 @@ _DECIDERS: Final = {
     "always-disagg-pd-decider": handlers.AlwaysDecider,
 }
 
+_ADMITTERS: Final = {
+    "probabilistic-admitter": admitters.ProbabilisticAdmitter,
+    "latency-slo-admitter": admitters.LatencySloAdmitter,
+}
+
 BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
     {
         **_all("accepted", dict.fromkeys(ACCEPTED, Accepted)),
@@ -122,6 +130,7 @@ BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
         **_all("picker", _PICKERS),
         **_all("profile handler", _HANDLERS),
         **_all("decider", _DECIDERS),
+        **_all("admitter", _ADMITTERS),
     }
 )
 

@@ -23,6 +23,7 @@ _TITLES: Final = {
     "picker": "Pickers",
     "profile handler": "Profile handlers",
     "decider": "Deciders",
+    "admitter": "Admitters",
 }
 _HEAD: Final = """\
 # Plugins
