@@ -191,8 +191,6 @@ def _flow_control_notes(config: EndpointPickerConfig) -> Iterator[str]:
     section = config.flow_control
     if section is not None and FEATURE_GATE not in config.feature_gates:
         yield f"flowControl: not used without the feature gate {FEATURE_GATE}"
-    if section is not None and section.usage_limit_policy_plugin_ref:
-        yield "usageLimitPolicyPluginRef: read, and not used; a ModelServer's flowControl has ceilings by band"
     if section is not None and section.enable_eviction:
         yield "enableEviction: read, and not used; what has gone to an engine is not taken back"
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
+from extproc.config.usage_limits import AGENT_IDENTITY, POLICIES, AgentIdentity
 from extproc.scheduling.plugins import (
     admitters,
     affinity,
@@ -26,7 +27,17 @@ from extproc.scheduling.plugins.accepted import ACCEPTED, Accepted
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Kind = Literal["filter", "scorer", "filter and scorer", "picker", "decider", "profile handler", "admitter", "accepted"]
+Kind = Literal[
+    "filter",
+    "scorer",
+    "filter and scorer",
+    "picker",
+    "decider",
+    "profile handler",
+    "admitter",
+    "flow control",
+    "accepted",
+]
 
 # A package that brings plugins lists them in this group: each a name and a PluginType.
 ENTRY_POINTS: Final = "attache.scheduling"
@@ -131,6 +142,7 @@ BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
         **_all("profile handler", _HANDLERS),
         **_all("decider", _DECIDERS),
         **_all("admitter", _ADMITTERS),
+        **_all("flow control", {**POLICIES, AGENT_IDENTITY: AgentIdentity}),
     }
 )
 

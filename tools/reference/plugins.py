@@ -24,6 +24,7 @@ _TITLES: Final = {
     "profile handler": "Profile handlers",
     "decider": "Deciders",
     "admitter": "Admitters",
+    "flow control": "Flow control",
 }
 _HEAD: Final = """\
 # Plugins

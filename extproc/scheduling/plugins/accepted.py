@@ -51,7 +51,5 @@ ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
         "fcfs-ordering-policy": "flow control: FirstCome",
         "edf-ordering-policy": "flow control: Deadline",
         "slo-deadline-ordering-policy": "flow control: Deadline",
-        "static-usage-limit-policy": "flow control: bands' ceilings",
-        "priority-holdback-policy": "flow control: bands' ceilings",
     }
 )

@@ -100,3 +100,55 @@ def test_hopeless_objectives_are_refused_if_they_may_be_shed() -> None:
     assert isinstance(asked(core, x_llm_d_inference_objective="batch", x_llm_d_slo_ttft_ms="9000"), Decision)
     assert isinstance(asked(core, x_llm_d_inference_objective="chat", x_llm_d_slo_ttft_ms="1000"), Decision)
     assert not isinstance(asked(core, x_llm_d_slo_ttft_ms="1000"), Hold)
+
+
+AGENTS = "  - {type: agent-identity, parameters: {additionalSessionHeaders: [x-my-agent]}}"
+ONE_AT_A_TIME = """  - {type: concurrency-detector, parameters: {maxConcurrency: 1}}
+flowControl:
+  saturationDetector: {pluginRef: concurrency-detector}
+"""
+
+
+def test_sessions_of_agents_are_flows_of_their_tenant() -> None:
+    core = core_of(AGENTS, "flowControl")
+
+    def part(**headers: str) -> str:
+        own = asked(core, **headers)
+        assert isinstance(own, Decision)
+        assert own.queued is not None
+        return own.queued.flow.part
+
+    first = part(x_claude_code_session_id="a")
+    assert part(x_claude_code_session_id="b") != first
+    assert part(x_claude_code_session_id="a", session_id="b") == first
+    assert part(x_my_agent="a", x_claude_code_session_id="b") == first, "an added header goes first"
+    assert part() == ""
+    assert part(x_claude_code_session_id="a", x_llm_d_inference_fairness_id="team") == "", "said by the gateway"
+
+
+def test_lower_priorities_are_held_back_before_higher_ones() -> None:
+    plugins = "  - {type: priority-holdback-policy, name: mine, parameters: {minCeiling: 0.2, maxCeiling: 0.9}}\n"
+    core = core_of(plugins + ONE_AT_A_TIME, "flowControl", "  usageLimitPolicyPluginRef: mine\n")
+    assert isinstance(asked(core, x_llm_d_inference_objective="batch"), Decision)
+    # one of two engines is full: the ceilings of 10, 0 and -1 are 0.9, 0.55 and 0.2
+    assert isinstance(asked(core, x_llm_d_inference_objective="batch"), Hold)
+    assert isinstance(asked(core_of(plugins + ONE_AT_A_TIME, "flowControl")), Decision)
+
+
+def test_a_lower_band_waits_for_its_next_look_and_is_woken() -> None:
+    core = core_of(
+        ONE_AT_A_TIME.replace("maxConcurrency: 1", "maxConcurrency: 4"),
+        "flowControl",
+        "  usageLimitPolicyPluginRef: soft-reflective-ceiling-policy\n",
+    )
+    for _ in range(6):
+        assert isinstance(asked(core, x_llm_d_inference_objective="chat"), Decision)
+    # 6 of 8 places are taken: one request of the lower band every 3 ms
+    assert isinstance(asked(core, x_llm_d_inference_objective="batch"), Decision)
+    core_gate = core.admission.gates[SERVER]
+    assert isinstance(asked(core, x_llm_d_inference_objective="batch"), Hold)
+    woken_at_s = core_gate.wake_at_s(0.0)
+    assert woken_at_s is not None
+    assert 0 < woken_at_s <= 0.01
+    released = [one for one in core.tick(woken_at_s) if isinstance(one, Decision)]
+    assert len(released) == 1
