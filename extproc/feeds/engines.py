@@ -59,7 +59,7 @@ _Key = tuple[str, str, object]
 
 def _key(pool: Pool, address: str) -> _Key:
     spec = pool.spec
-    return pool.name, address, (spec.engine, spec.scrape_interval, spec.connection)
+    return pool.name, address, (spec.engine, spec.scrape_interval, spec.connection, pool.metrics)
 
 
 class EngineScraper:
@@ -144,7 +144,7 @@ class _Poll:
         self._access = access
         # with the key that engines asked for when the connection was made; who refuses it gets another connection
         self._metrics_request = self._models_request = b""
-        self._reader = MetricsReader(NAMES[pool.spec.engine], with_loras=bool(pool.adapters))
+        self._reader = MetricsReader(NAMES[pool.spec.engine], with_loras=bool(pool.adapters), custom=pool.metrics)
         self._connection: KeptConnection | None = None
         self._reads_models = False
         self._is_scraping = False

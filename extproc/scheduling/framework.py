@@ -9,7 +9,7 @@ handler decides which profiles run. Plugins are pure functions of the ``View``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -65,6 +65,15 @@ class Admitter(Protocol):
 
     def admit(self, view: View, rng: random.Random) -> None:
         """Raise Shed if it is not. ``view``: all endpoints that may serve it, with and without room."""
+        ...
+
+
+@runtime_checkable
+class NeedsPlugins(Protocol):
+    """Parameters whose plugin depends on other plugins of the same file."""
+
+    def with_plugins(self, others: Mapping[str, Any]) -> Any:  # noqa: ANN401 - plugins have no type in common
+        """The plugin itself. ``others``: all plugins of the file by their names, as their parameters."""
         ...
 
 
@@ -135,13 +144,15 @@ class ProfileHandler(Protocol):
 class ConfiguredPicker(msgspec.Struct, frozen=True):
     """The picker that an EndpointPickerConfig describes: profiles and their handler.
 
-    ``admitters``: asked before, by ``admit``, whether the request is served at all.
+    ``admitters``: asked before, by ``admit``, whether the request is served at all. ``metrics``: attributes of
+    endpoints, each with the metric of the engine that has its value, such as ``queue{tier=gold}``.
     """
 
     handler: ProfileHandler
     profiles: Mapping[str, Profile]
     deciders: Mapping[str, Decider] = {}
     admitters: tuple[Admitter, ...] = ()
+    metrics: tuple[tuple[str, str], ...] = ()
 
     def admit(self, view: View, *, rng: random.Random) -> None:
         """Ask the admitters; raises Shed."""

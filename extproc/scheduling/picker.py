@@ -49,7 +49,8 @@ class View(msgspec.Struct, frozen=True):
     """Everything a decision depends on.
 
     ``eligible``: the rows that may be chosen; None: every endpoint. ``choices``: how many endpoints to name,
-    fallbacks included. ``wants_reasons``: whether the pick must be explained.
+    fallbacks included. ``wants_reasons``: whether the pick must be explained. ``peer_row``: the endpoint that was picked
+    before for the same request and hands its KV cache over, or gets it; None if there is none yet.
     """
 
     table: EndpointTable
@@ -59,6 +60,7 @@ class View(msgspec.Struct, frozen=True):
     eligible: Bools | None = None
     choices: int = 4
     wants_reasons: bool = False
+    peer_row: int | None = None
 
     def ttft_s(self) -> Floats:
         """Expected seconds to the first token, by row: (backlog + own work) / learned prefill rate."""
@@ -75,10 +77,13 @@ class View(msgspec.Struct, frozen=True):
             )
         return candidates
 
-    def narrowed(self, candidates: Bools, *, choices: int | None = None) -> View:
-        """The same view with only ``candidates`` to choose from."""
+    def narrowed(self, candidates: Bools, *, choices: int | None = None, peer_row: int | None = None) -> View:
+        """The same view with only ``candidates`` to choose from, and other ``choices`` and ``peer_row`` if given."""
         eligible = candidates if self.eligible is None else self.eligible & candidates
-        return msgspec.structs.replace(self, eligible=eligible, choices=self.choices if choices is None else choices)
+        choices = self.choices if choices is None else choices
+        return msgspec.structs.replace(
+            self, eligible=eligible, choices=choices, peer_row=self.peer_row if peer_row is None else peer_row
+        )
 
 
 class ScorerValues(msgspec.Struct, frozen=True):

@@ -17,8 +17,9 @@ from extproc.config.picker_config import PluginRef, ProfileSpec
 from extproc.config.picker_flow_control import FEATURE_GATE
 from extproc.config.quantities import decode_quantity
 from extproc.config.schema import check_shape, suggest
-from extproc.scheduling.framework import ConfiguredPicker, NamedFilter, NamedScorer, Profile
+from extproc.scheduling.framework import ConfiguredPicker, NamedFilter, NamedScorer, NeedsPlugins, Profile
 from extproc.scheduling.plugins.accepted import ACCEPTED
+from extproc.scheduling.plugins.attributes import MetricsExtractor
 from extproc.scheduling.plugins.handlers import SingleProfile
 from extproc.scheduling.plugins.selectors import MaxScore
 
@@ -143,6 +144,11 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
     plugins: dict[str, tuple[Kind, Any]] = {
         spec.called: (known[spec.type].kind, _parameters(spec, known[spec.type].cls)) for spec in config.plugins
     }
+    parameters = {name: plugin for name, (_, plugin) in plugins.items()}
+    plugins = {
+        name: (kind, plugin.with_plugins(parameters) if isinstance(plugin, NeedsPlugins) else plugin)
+        for name, (kind, plugin) in plugins.items()
+    }
     # a file without profiles runs all its plugins in one, as llm-d does
     specs = config.scheduling_profiles or (ProfileSpec("default", tuple(PluginRef(name) for name in plugins)),)
     handler = next((plugin for kind, plugin in plugins.values() if kind == "profile handler"), SingleProfile())
@@ -151,6 +157,12 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
         profiles={spec.name: _profile(spec, plugins) for spec in specs},
         deciders={name: plugin for name, (kind, plugin) in plugins.items() if kind == "decider"},
         admitters=tuple(plugin for kind, plugin in plugins.values() if kind == "admitter"),
+        metrics=tuple(
+            (metric.attribute_key, metric.metric_spec)
+            for plugin in parameters.values()
+            if isinstance(plugin, MetricsExtractor)
+            for metric in plugin.custom_metrics
+        ),
     )
 
 
@@ -178,6 +190,9 @@ def _notes(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Ite
     for spec in config.plugins:
         if known[spec.type].kind == "accepted":
             yield f"{spec.type}: in its place, {ACCEPTED.get(spec.type, 'nothing')}"
+        told = getattr(known[spec.type].cls, "TOLD", "")
+        if told:
+            yield f"{spec.called}: {told}"
     for field in msgspec.structs.fields(config):
         if field.name in _NOT_USED and getattr(config, field.name):
             yield f"{field.encode_name}: read, and not used"

@@ -111,7 +111,7 @@ class Pool:
     ``adapterLoading``. ``typical_ttft_s``, ``typical_duration_s``: recent means, of first tokens and whole answers.
     ``reports_cached_tokens``: its engines report cached tokens, so an answer without them had none. ``reports_usage``:
     its engines report usage. ``readiness``: whether it has engines, as configured. ``admits``: asks its picker's
-    admitters, None without any.
+    admitters, None without any. ``metrics``: see ConfiguredPicker.
     """
 
     def __init__(self, name: str, spec: ModelServerSpec, picker: Picker) -> None:
@@ -121,12 +121,10 @@ class Pool:
         self.caches = CacheEstimator()
         self.adapters: frozenset[str] = frozenset()
         self.slots: AdapterSlots | None = None
-        self.typical_ttft_s = 0.0
+        self.typical_ttft_s = self.typical_duration_s = 0.0
         self.input_estimates = InputEstimates()
         self.output_estimate = OutputEstimate()
-        self.reports_cached_tokens = False
-        self.reports_usage = False
-        self.typical_duration_s = 0.0
+        self.reports_cached_tokens = self.reports_usage = False
         self.picker = picker
         self.readiness = Readiness()
         self.update(spec, picker)
@@ -134,7 +132,9 @@ class Pool:
     def update(self, spec: ModelServerSpec, picker: Picker) -> None:
         """Apply a new configuration; endpoints that stay keep everything learned of them."""
         self.spec, self.picker = spec, picker
-        self.admits = picker.admit if isinstance(picker, ConfiguredPicker) and picker.admitters else None
+        configured = picker if isinstance(picker, ConfiguredPicker) else None
+        self.metrics = configured.metrics if configured else ()
+        self.admits = configured.admit if configured and configured.admitters else None
         if spec.kv_events is None:
             self.caches.kv_index = None
         elif self.caches.kv_index is None:

@@ -13,6 +13,7 @@ from extproc.config.usage_limits import AGENT_IDENTITY, POLICIES, AgentIdentity
 from extproc.scheduling.plugins import (
     admitters,
     affinity,
+    attributes,
     cache_scorers,
     filters,
     handlers,
@@ -20,6 +21,7 @@ from extproc.scheduling.plugins import (
     latency_scorers,
     selectors,
     slo_filters,
+    topology,
 )
 from extproc.scheduling.plugins import load_scorers as load
 from extproc.scheduling.plugins.accepted import ACCEPTED, Accepted
@@ -36,6 +38,7 @@ Kind = Literal[
     "profile handler",
     "admitter",
     "flow control",
+    "data source",
     "accepted",
 ]
 
@@ -61,6 +64,8 @@ _FILTERS: Final = {
     "utilization-detector": filters.SaturationFilter,
     "concurrency-detector": filters.Concurrency,
     "utilization-filter": filters.Utilization,
+    "topology-affinity-filter": topology.TopologyAffinityFilter,
+    "endpoint-attribute-filter": attributes.EndpointAttributeFilter,
     "slo-headroom-tier-filter": slo_filters.SloHeadroomTier,
     "label-selector-filter": label_plugins.LabelSelector,
     "by-label-selector": label_plugins.LabelSelector,
@@ -91,6 +96,8 @@ _SCORERS: Final = {
     "lora-affinity-scorer": affinity.LoraAffinity,
     "session-affinity-scorer": affinity.SessionAffinity,
     "header-label-affinity-scorer": label_plugins.HeaderLabelAffinity,
+    "topology-affinity-scorer": topology.TopologyAffinityScorer,
+    "endpoint-attribute-scorer": attributes.EndpointAttributeScorer,
     "latency-scorer": latency_scorers.LatencyScorer,
     # Kthena's, and ours
     "least-request": load.LeastRequestScorer,
@@ -118,6 +125,7 @@ _PICKERS: Final = {
 _HANDLERS: Final = {
     "single-profile-handler": handlers.SingleProfile,
     "header-profile-handler": handlers.HeaderProfile,
+    "data-parallel-profile-handler": handlers.DataParallel,
     "disagg-profile-handler": handlers.Disaggregation,
     "pd-profile-handler": handlers.Disaggregation,
 }
@@ -132,6 +140,11 @@ _ADMITTERS: Final = {
     "latency-slo-admitter": admitters.LatencySloAdmitter,
 }
 
+_SOURCES: Final = {
+    topology.EXTRACTOR_TYPE: topology.TopologyExtractor,
+    "core-metrics-extractor": attributes.MetricsExtractor,
+}
+
 BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
     {
         **_all("accepted", dict.fromkeys(ACCEPTED, Accepted)),
@@ -142,6 +155,7 @@ BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
         **_all("profile handler", _HANDLERS),
         **_all("decider", _DECIDERS),
         **_all("admitter", _ADMITTERS),
+        **_all("data source", _SOURCES),
         **_all("flow control", {**POLICIES, AGENT_IDENTITY: AgentIdentity}),
     }
 )

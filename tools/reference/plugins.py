@@ -25,6 +25,7 @@ _TITLES: Final = {
     "decider": "Deciders",
     "admitter": "Admitters",
     "flow control": "Flow control",
+    "data source": "Sources of data",
 }
 _HEAD: Final = """\
 # Plugins

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from extproc.config.errors import ConfigInvalid
-from extproc.scheduling.framework import NamedScorer, Profile
+from extproc.scheduling.framework import NamedScorer, NeedsPlugins, Profile
 from extproc.scheduling.picker_config import picker_from_text
 from extproc.scheduling.plugins.cache_scorers import PrefixCacheScorer
 from extproc.scheduling.plugins.filters import PrefixCacheAffinity
@@ -140,8 +140,12 @@ def test_every_plugin_works_with_its_defaults(name: str) -> None:
     needed = {
         "header-label-affinity-scorer": {"headerName": "x-zone", "labelKey": "zone"},
         "by-label": {"label": "zone"},
+        "priority-holdback-policy": {"minCeiling": 0.5},
+        "endpoint-attribute-filter": {"attribute": "a", "algorithm": {"type": "topK", "topK": {"k": 1}}},
+        "endpoint-attribute-scorer": {"attributeKey": "a", "algorithm": {"type": "linear_lower_is_better"}},
     }
     plugin = msgspec.convert(needed.get(name, {}), BUILT_IN[name].cls)
+    plugin = plugin.with_plugins({}) if isinstance(plugin, NeedsPlugins) else plugin
     view = view_of(4)
     needs_a_label = {"prefill-filter", "encode-filter", "by-label"}
     if kind == "filter":
