@@ -18,7 +18,7 @@ from extproc.config.picker_flow_control import FEATURE_GATE
 from extproc.config.quantities import decode_quantity
 from extproc.config.schema import check_shape, suggest
 from extproc.scheduling.framework import ConfiguredPicker, NamedFilter, NamedScorer, NeedsPlugins, Profile
-from extproc.scheduling.plugins.accepted import ACCEPTED
+from extproc.scheduling.plugins.accepted import ACCEPTED, REFUSED
 from extproc.scheduling.plugins.attributes import MetricsExtractor
 from extproc.scheduling.plugins.handlers import SingleProfile
 from extproc.scheduling.plugins.selectors import MaxScore
@@ -67,6 +67,9 @@ def _check_plugins(config: EndpointPickerConfig, known: Mapping[str, PluginType]
         if spec.called in names:
             yield path, f"a second plugin called '{spec.called}'; give each a name of its own"
         names.add(spec.called)
+        if spec.type in REFUSED:
+            yield (*path, "type"), REFUSED[spec.type]
+            continue
         if spec.type not in known:
             yield (*path, "type"), f"there is no plugin type '{spec.type}'; {suggest(spec.type, known)}"
             continue

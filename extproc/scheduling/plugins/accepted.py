@@ -20,6 +20,32 @@ class Accepted(msgspec.Struct, frozen=True):
     """Accepts any parameters and ignores them."""
 
 
+_CLUSTERS: Final = (
+    "it picks among whole clusters, which is not done here; let routes send to each cluster's own picker, by weights, and "
+    "remove the multicluster plugins"
+)
+# Types that a file cannot do without if it names them, and what to write in their place.
+REFUSED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "disaggregatedset-rollout-screener": (
+            "pairs of different revisions are kept apart by a label here; set groupKey: "
+            "disaggregatedset.x-k8s.io/revision of disagg-profile-handler, and remove it"
+        ),
+        **dict.fromkeys(
+            (
+                "multicluster-file-discovery",
+                "multicluster-kv-cache-utilization-scorer",
+                "multicluster-metrics-data-source",
+                "multicluster-metrics-extractor",
+                "multicluster-prefix-cache-scorer",
+                "multicluster-queue-scorer",
+                "multicluster-session-affinity-filter",
+                "multicluster-topology-scorer",
+            ),
+            _CLUSTERS,
+        ),
+    }
+)
 # What does the work of each type here.
 ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
     {
