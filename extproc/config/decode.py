@@ -26,6 +26,7 @@ from extproc.config.picker_flow_control import check_flow_control_section, flow_
 from extproc.config.quantities import decode_quantity, decode_quantity_leniently
 from extproc.config.schema import check_shape, suggest
 from extproc.config.spec import API_VERSION
+from extproc.config.usage_limits import check_usage_limits, with_usage_limits
 from extproc.config.validation import check_backend, check_gateway, check_route, check_server
 
 if TYPE_CHECKING:
@@ -103,7 +104,9 @@ def decode(document: Document, *, listeners_may_come: bool = False) -> tuple[Obj
     mistakes = document.mistakes(findings)
     if not isinstance(decoded, EndpointPickerConfig):
         return decoded, mistakes
-    return (None if mistakes else PickerFile(document, decoded, flow_control_of(decoded))), mistakes
+    return (
+        None if mistakes else PickerFile(document, decoded, with_usage_limits(flow_control_of(decoded), decoded))
+    ), mistakes
 
 
 def read_picker_file(file: str, text: str) -> PickerFile:
@@ -185,3 +188,4 @@ def _check(decoded: _Decoded, *, listeners_may_come: bool) -> Iterator[Finding]:
             yield from check_access_policy(decoded.spec)
         case EndpointPickerConfig():
             yield from check_flow_control_section(decoded)
+            yield from check_usage_limits(decoded)

@@ -187,6 +187,7 @@ def constraints_of(
         candidates=with_room,
         is_trusted=arrival.head.is_trusted,
         tenant=arrival.tenant,
+        priority=arrival.priority,
     )
 
 

@@ -57,7 +57,7 @@ class Intake:
         self._isolation = isolation
         self._who_may = who_may
         self.pools = pools
-        # the caller is identified only for servers with a queue and routes with limits
+        # the caller is identified only for servers with a queue or admitters, and routes with limits
         self._gated, self._limited = admission.gates, admission.routes
         self._rng = rng
 
@@ -249,6 +249,7 @@ class Intake:
         if (
             visit is not None
             or pool.keeps_sessions
+            or pool.admits is not None
             or self._isolation.asks_who
             or destination.server in self._gated
             or destination.route in self._limited

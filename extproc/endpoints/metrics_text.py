@@ -8,6 +8,7 @@ cores, llm-d-router issue 2441.) Series of one name, as of data-parallel ranks, 
 
 from __future__ import annotations
 
+import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +18,7 @@ from extproc.endpoints.engine_reports import CacheConfig, EngineReport
 from extproc.endpoints.table import LoraState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 # Bytes by which a line may move from page to page, as numbers get longer.
 _DRIFT: Final = 1024
@@ -105,7 +106,9 @@ class EngineMetrics(msgspec.Struct, frozen=True):
 class MetricsReader:
     """Reads successive pages of one engine."""
 
-    def __init__(self, names: MetricNames) -> None:
+    def __init__(self, names: MetricNames, *, custom: Iterable[tuple[str, str]] = ()) -> None:
+        """``custom``: attributes, each with its metric (``OneMetric``)."""
+        self._custom = [(name, OneMetric(spec)) for name, spec in custom]
         self._waiting, self._running = _Family(names.waiting), _Family(names.running)
         self._kv_usage = _Family(names.kv_usage)
         self._ttft, self._tpot = _HistogramMean(names.ttft), _HistogramMean(names.tpot)
@@ -127,6 +130,7 @@ class MetricsReader:
             tpot_s=self._tpot.since(page).mean,
             loras=self._read_loras(page),
             first_tokens=ttft.count,
+            attributes={name: metric.value(page) for name, metric in self._custom} if self._custom else {},
         )
         self._pages += 1
         # the cache size does not change while the engine runs
@@ -213,6 +217,23 @@ class _Family:
                 return start
         self._needle, self._misses = b"", _RARE_PAGES
         return -1
+
+
+class OneMetric:
+    """A metric by ``name`` or ``name{label=value,...}``: the sum of the series that have all of these labels."""
+
+    def __init__(self, spec: str) -> None:
+        name, _, labels = spec.partition("{")
+        pairs = (pair.partition("=") for pair in labels.rstrip("} ").split(",") if "=" in pair)
+        self._labels = {label.strip(): value.strip(' "') for label, _, value in pairs}
+        self._family = _Family((name.strip(),))
+
+    def value(self, page: bytes) -> float:
+        """NaN if the page has no such series."""
+        wanted = self._labels.items()
+        found = [_value(line) for line in self._family.lines(page) if not wanted or wanted <= _labels(line).items()]
+        values = [value for value in found if value is not None]
+        return sum(values) if values else math.nan
 
 
 class _HistogramChange(msgspec.Struct, frozen=True):

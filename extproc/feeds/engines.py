@@ -58,7 +58,7 @@ _Key = tuple[str, str, object]
 
 def _key(pool: Pool, address: str) -> _Key:
     spec = pool.spec
-    return pool.name, address, (spec.engine, spec.metrics_path, spec.scrape_interval, spec.connection)
+    return pool.name, address, (spec.engine, spec.metrics_path, spec.scrape_interval, spec.connection, pool.metrics)
 
 
 class EngineScraper:
@@ -144,7 +144,7 @@ class _Poll:
         # with the key that engines asked for when the connection was made; who refuses it gets another connection
         self._metrics_request = self._models_request = b""
         names = NAMES[pool.spec.engine]
-        self._reader = MetricsReader(names)
+        self._reader = MetricsReader(names, custom=pool.metrics)
         self._metrics_path = pool.spec.metrics_path or names.path
         # whether it can have adapters, as far as it has said so
         self._has_loras = False

@@ -9,7 +9,7 @@ handler decides which profiles run. Plugins are pure functions of the ``View``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -93,6 +93,23 @@ class UsageReporter(Protocol):
         ...
 
 
+class Admitter(Protocol):
+    """Decides whether a request is served at all."""
+
+    def admit(self, view: View, rng: random.Random) -> None:
+        """Raise Shed if it is not. ``view``: all endpoints that may serve it, with and without room."""
+        ...
+
+
+@runtime_checkable
+class NeedsPlugins(Protocol):
+    """Parameters whose plugin depends on other plugins of the same file."""
+
+    def with_plugins(self, others: Mapping[str, Any]) -> Any:  # noqa: ANN401 - plugins have no type in common
+        """The plugin itself. ``others``: all plugins of the file by their names, as their parameters."""
+        ...
+
+
 class NamedFilter(msgspec.Struct, frozen=True):
     """A filter and its configured name."""
 
@@ -161,7 +178,9 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
     """The picker that an EndpointPickerConfig describes: profiles and their handler.
 
     ``sessions``: the plugins that keep sessions on their endpoints. ``prefill_profile``: its name, empty if there is none.
-    ``reporters``: what the gateway is told of each answer.
+    ``reporters``: what the gateway is told of each answer. ``admitters``: asked before, by ``admit``, whether the request
+    is served at all. ``metrics``: attributes of endpoints, each with the metric of the engine that has its value, such as
+    ``queue{tier=gold}``.
     """
 
     handler: ProfileHandler
@@ -170,6 +189,13 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
     sessions: tuple[SessionKeeper, ...] = ()
     prefill_profile: str = ""
     reporters: tuple[UsageReporter, ...] = ()
+    admitters: tuple[Admitter, ...] = ()
+    metrics: tuple[tuple[str, str], ...] = ()
+
+    def admit(self, view: View, *, rng: random.Random) -> None:
+        """Ask the admitters; raises Shed."""
+        for one in self.admitters:
+            one.admit(view, rng)
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """Run the handler; endpoints in back-off only if no other may serve the request."""

@@ -17,8 +17,16 @@ from extproc.config.picker_config import PluginRef, ProfileSpec
 from extproc.config.picker_flow_control import FEATURE_GATE
 from extproc.config.quantities import decode_quantity
 from extproc.config.schema import check_shape, suggest
-from extproc.scheduling.framework import ConfiguredPicker, NamedFilter, NamedScorer, Profile, SessionKeeper
-from extproc.scheduling.plugins.accepted import ACCEPTED
+from extproc.scheduling.framework import (
+    ConfiguredPicker,
+    NamedFilter,
+    NamedScorer,
+    NeedsPlugins,
+    Profile,
+    SessionKeeper,
+)
+from extproc.scheduling.plugins.accepted import ACCEPTED, REFUSED
+from extproc.scheduling.plugins.attributes import MetricsExtractor
 from extproc.scheduling.plugins.handlers import SingleProfile
 from extproc.scheduling.plugins.selectors import MaxScore
 
@@ -66,6 +74,9 @@ def _check_plugins(config: EndpointPickerConfig, known: Mapping[str, PluginType]
         if spec.called in names:
             yield path, f"a second plugin called '{spec.called}'; give each a name of its own"
         names.add(spec.called)
+        if spec.type in REFUSED:
+            yield (*path, "type"), REFUSED[spec.type]
+            continue
         if spec.type not in known:
             yield (*path, "type"), f"there is no plugin type '{spec.type}'; {suggest(spec.type, known)}"
             continue
@@ -143,6 +154,11 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
     plugins: dict[str, tuple[Kind, Any]] = {
         spec.called: (known[spec.type].kind, _parameters(spec, known[spec.type].cls)) for spec in config.plugins
     }
+    parameters = {name: plugin for name, (_, plugin) in plugins.items()}
+    plugins = {
+        name: (kind, plugin.with_plugins(parameters) if isinstance(plugin, NeedsPlugins) else plugin)
+        for name, (kind, plugin) in plugins.items()
+    }
     # a file without profiles runs all its plugins in one, as llm-d does
     specs = config.scheduling_profiles or (ProfileSpec("default", tuple(PluginRef(name) for name in plugins)),)
     handler = next((plugin for kind, plugin in plugins.values() if kind == "profile handler"), SingleProfile())
@@ -153,6 +169,13 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
         sessions=tuple(plugin for _, plugin in plugins.values() if isinstance(plugin, SessionKeeper)),
         reporters=tuple(plugin.reporter() for kind, plugin in plugins.values() if kind == "reporter"),
         prefill_profile=getattr(handler, "prefill_name", ""),
+        admitters=tuple(plugin for kind, plugin in plugins.values() if kind == "admitter"),
+        metrics=tuple(
+            (metric.attribute_key, metric.metric_spec)
+            for plugin in parameters.values()
+            if isinstance(plugin, MetricsExtractor)
+            for metric in plugin.custom_metrics
+        ),
     )
 
 
@@ -180,6 +203,9 @@ def _notes(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Ite
     for spec in config.plugins:
         if known[spec.type].kind == "accepted":
             yield f"{spec.type}: in its place, {ACCEPTED.get(spec.type, 'nothing')}"
+        told = getattr(known[spec.type].cls, "TOLD", "")
+        if told:
+            yield f"{spec.called}: {told}"
     for field in msgspec.structs.fields(config):
         if field.name in _NOT_USED and getattr(config, field.name):
             yield f"{field.encode_name}: read, and not used"
@@ -193,8 +219,6 @@ def _flow_control_notes(config: EndpointPickerConfig) -> Iterator[str]:
     section = config.flow_control
     if section is not None and FEATURE_GATE not in config.feature_gates:
         yield f"flowControl: not used without the feature gate {FEATURE_GATE}"
-    if section is not None and section.usage_limit_policy_plugin_ref:
-        yield "usageLimitPolicyPluginRef: read, and not used; a ModelServer's flowControl has ceilings by band"
     if section is not None and section.enable_eviction:
         yield "enableEviction: read, and not used; what has gone to an engine is not taken back"
 

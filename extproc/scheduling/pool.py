@@ -38,8 +38,8 @@ class PickConstraints(msgspec.Struct, frozen=True):
 
     ``headers``: names in lower case. ``choices``: how many endpoints to name, fallbacks included. ``subset``:
     addresses that the gateway allows, None for all. ``candidates``: rows that have room, None for all.
-    ``wants_reasons``: whether the pick must be explained. ``is_trusted``: a gateway wrote the headers that give the
-    request's objectives. ``tenant``: whose sessions are looked up.
+    ``wants_reasons``: whether the pick must be explained. ``is_trusted``, ``priority``: see RequestFacts. ``tenant``:
+    whose sessions are looked up.
     """
 
     headers: Mapping[str, str] = {}
@@ -49,6 +49,7 @@ class PickConstraints(msgspec.Struct, frozen=True):
     candidates: Bools | None = None
     is_trusted: bool = False
     tenant: str = ""
+    priority: int = 0
 
 
 class Consideration(msgspec.Struct, frozen=True):
@@ -63,11 +64,11 @@ class Pool:
     """One ModelServer's endpoints.
 
     ``adapters``: LoRA adapters that routes request from it. ``slots``: those that are loaded on demand, None without
-    ``adapterLoading``. ``typical_ttft_s``: recent mean.
+    ``adapterLoading``. ``typical_ttft_s``, ``typical_duration_s``: recent means, of first tokens and whole answers.
     ``reports_cached_tokens``: its engines report cached tokens, so an answer without them had none. ``reports_usage``:
-    its engines report usage. ``typical_duration_s``: recent mean of whole answers. ``readiness``: whether it has
-    engines, as configured. ``sessions``: where sessions with an id are; ``keeps_sessions``: whether its picker asks.
-    ``reporters``: what gateways are told of answers.
+    its engines report usage. ``readiness``: whether it has engines, as configured. ``sessions``: where sessions with an
+    id are; ``keeps_sessions``: whether its picker asks. ``reporters``: what gateways are told of answers. ``admits``: asks
+    its picker's admitters, None without any. ``metrics``: see ConfiguredPicker.
     """
 
     def __init__(self, name: str, spec: ModelServerSpec, picker: Picker) -> None:
@@ -77,12 +78,10 @@ class Pool:
         self.caches = CacheEstimator()
         self.adapters: frozenset[str] = frozenset()
         self.slots: AdapterSlots | None = None
-        self.typical_ttft_s = 0.0
+        self.typical_ttft_s = self.typical_duration_s = 0.0
         self.input_estimates = InputEstimates()
         self.output_estimate = OutputEstimate()
-        self.reports_cached_tokens = False
-        self.reports_usage = False
-        self.typical_duration_s = 0.0
+        self.reports_cached_tokens = self.reports_usage = False
         self.picker = picker
         self.readiness = Readiness()
         self.sessions = SessionBindings()
@@ -91,8 +90,11 @@ class Pool:
     def update(self, spec: ModelServerSpec, picker: Picker) -> None:
         """Apply a new configuration; endpoints that stay keep everything learned of them."""
         self.spec, self.picker = spec, picker
-        self.keeps_sessions = isinstance(picker, ConfiguredPicker) and bool(picker.sessions)
-        self.reporters = picker.reporters if isinstance(picker, ConfiguredPicker) else ()
+        configured = picker if isinstance(picker, ConfiguredPicker) else None
+        self.keeps_sessions = configured is not None and bool(configured.sessions)
+        self.reporters = configured.reporters if configured else ()
+        self.metrics = configured.metrics if configured else ()
+        self.admits = configured.admit if configured and configured.admitters else None
         if spec.kv_events is None:
             self.caches.kv_index = None
         elif self.caches.kv_index is None:
@@ -128,21 +130,20 @@ class Pool:
         rng: random.Random,
         expectation: Expectation | None = None,
     ) -> Consideration:
-        """Choose endpoints for a prompt without changing anything; raises NoEndpoint.
+        """Choose endpoints for a prompt without changing anything; raises NoEndpoint, or Shed.
 
         ``expectation``: computed from ``prompt`` if not given.
         """
         if expectation is None:
             expectation = self.expect(prompt, now)
-        facts = RequestFacts(
-            prompt.model, expectation.input_tokens, prompt.adapter, constraints.headers, constraints.is_trusted
-        )
-        eligible = self.eligible(prompt.adapter, constraints.subset)
-        if constraints.candidates is not None:
-            eligible = constraints.candidates if eligible is None else eligible & constraints.candidates
-        view = View(
-            self.table, expectation.demand, facts, now, eligible, constraints.choices, constraints.wants_reasons
-        )
+        headers, trusted, priority = constraints.headers, constraints.is_trusted, constraints.priority
+        facts = RequestFacts(prompt.model, expectation.input_tokens, prompt.adapter, headers, trusted, priority)
+        eligible, room = self.eligible(prompt.adapter, constraints.subset), constraints.candidates
+        choices, wants = constraints.choices, constraints.wants_reasons
+        view = View(self.table, expectation.demand, facts, now, eligible, choices, wants)
+        if self.admits is not None:
+            self.admits(view, rng=rng)
+        view = view if room is None else view.narrowed(room)
         if self.keeps_sessions:
             view = msgspec.structs.replace(view, sessions=TenantSessions(self.sessions, constraints.tenant))
         return Consideration(expectation, view, self.picker.pick(view, rng=rng))

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
+from extproc.config.usage_limits import AGENT_IDENTITY, POLICIES, AgentIdentity
 from extproc.scheduling.plugins import (
+    admitters,
     affinity,
+    attributes,
     cache_scorers,
     filters,
     handlers,
@@ -18,6 +21,8 @@ from extproc.scheduling.plugins import (
     latency_scorers,
     reporters,
     selectors,
+    slo_filters,
+    topology,
 )
 from extproc.scheduling.plugins import load_scorers as load
 from extproc.scheduling.plugins.accepted import ACCEPTED, Accepted
@@ -25,7 +30,19 @@ from extproc.scheduling.plugins.accepted import ACCEPTED, Accepted
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Kind = Literal["filter", "scorer", "filter and scorer", "picker", "decider", "profile handler", "reporter", "accepted"]
+Kind = Literal[
+    "filter",
+    "scorer",
+    "filter and scorer",
+    "picker",
+    "decider",
+    "profile handler",
+    "admitter",
+    "reporter",
+    "flow control",
+    "data source",
+    "accepted",
+]
 
 # A package that brings plugins lists them in this group: each a name and a PluginType.
 ENTRY_POINTS: Final = "attache.scheduling"
@@ -49,6 +66,9 @@ _FILTERS: Final = {
     "utilization-detector": filters.SaturationFilter,
     "concurrency-detector": filters.Concurrency,
     "utilization-filter": filters.Utilization,
+    "topology-affinity-filter": topology.TopologyAffinityFilter,
+    "endpoint-attribute-filter": attributes.EndpointAttributeFilter,
+    "slo-headroom-tier-filter": slo_filters.SloHeadroomTier,
     "label-selector-filter": label_plugins.LabelSelector,
     "by-label-selector": label_plugins.LabelSelector,
     "by-label": label_plugins.ByLabel,
@@ -78,6 +98,8 @@ _SCORERS: Final = {
     "lora-affinity-scorer": affinity.LoraAffinity,
     "session-affinity-scorer": affinity.SessionAffinity,
     "header-label-affinity-scorer": label_plugins.HeaderLabelAffinity,
+    "topology-affinity-scorer": topology.TopologyAffinityScorer,
+    "endpoint-attribute-scorer": attributes.EndpointAttributeScorer,
     "latency-scorer": latency_scorers.LatencyScorer,
     # Kthena's, and ours
     "least-request": load.LeastRequestScorer,
@@ -105,6 +127,7 @@ _PICKERS: Final = {
 _HANDLERS: Final = {
     "single-profile-handler": handlers.SingleProfile,
     "header-profile-handler": handlers.HeaderProfile,
+    "data-parallel-profile-handler": handlers.DataParallel,
     "disagg-profile-handler": handlers.Disaggregation,
     "pd-profile-handler": handlers.Disaggregation,
 }
@@ -112,6 +135,16 @@ _HANDLERS: Final = {
 _DECIDERS: Final = {
     "prefix-based-pd-decider": handlers.PrefixBasedDecider,
     "always-disagg-pd-decider": handlers.AlwaysDecider,
+}
+
+_ADMITTERS: Final = {
+    "probabilistic-admitter": admitters.ProbabilisticAdmitter,
+    "latency-slo-admitter": admitters.LatencySloAdmitter,
+}
+
+_SOURCES: Final = {
+    topology.EXTRACTOR_TYPE: topology.TopologyExtractor,
+    "core-metrics-extractor": attributes.MetricsExtractor,
 }
 
 BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
@@ -124,6 +157,9 @@ BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
         **_all("profile handler", _HANDLERS),
         **_all("decider", _DECIDERS),
         **_all("reporter", {"request-attribute-reporter": reporters.RequestAttributeReporter}),
+        **_all("admitter", _ADMITTERS),
+        **_all("data source", _SOURCES),
+        **_all("flow control", {**POLICIES, AGENT_IDENTITY: AgentIdentity}),
     }
 )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import inspect
 
 from controller.crds import field_docs
-from extproc.scheduling.plugins.accepted import ACCEPTED
+from extproc.scheduling.plugins.accepted import ACCEPTED, REFUSED
 from extproc.scheduling.registry import BUILT_IN
 from tools.reference.field_types import structs_in
 from tools.reference.kinds import MARK, field_table
@@ -24,6 +24,9 @@ _TITLES: Final = {
     "profile handler": "Profile handlers",
     "decider": "Deciders",
     "reporter": "Reporters",
+    "admitter": "Admitters",
+    "flow control": "Flow control",
+    "data source": "Sources of data",
 }
 _HEAD: Final = """\
 # Plugins
@@ -40,6 +43,14 @@ unchanged.
 | type | what does its work here |
 |---|---|
 """
+_REFUSED: Final = """\
+## Refused
+
+A file that names one of these types of llm-d would mean something else without it.
+
+| type | why, and what to write |
+|---|---|
+"""
 
 
 def page() -> str:
@@ -54,7 +65,8 @@ def page() -> str:
         for cls, names in classes.items():
             lines += _plugin(cls, names)
     rows = [f"| `{name}` | {place} |" for name, place in sorted(ACCEPTED.items())]
-    return "\n".join(lines) + "\n" + _ACCEPTED + "\n".join(rows) + "\n"
+    refused = [f"| `{name}` | {message} |" for name, message in sorted(REFUSED.items())]
+    return "\n".join((*lines, _ACCEPTED + "\n".join(rows), "", _REFUSED + "\n".join(refused), ""))
 
 
 def _plugin(cls: type, names: list[str]) -> list[str]:

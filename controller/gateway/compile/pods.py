@@ -24,6 +24,8 @@ _MOST_SHOWN: Final = 40
 _OURS: Final = "attache.dev/"
 # On endpoints: which pod it is, for people who look at a decision.
 POD_LABEL: Final = "attache.dev/pod"
+# On endpoints: the node, for pairs that should be on one; a pod's own label goes first.
+HOST_LABEL: Final = "kubernetes.io/hostname"
 
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +71,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
 
 def pod_of(thing: Mapping[str, Any]) -> Pod:
     """A pod as the API server has it."""
-    metadata, status = thing["metadata"], thing.get("status") or {}
+    metadata, status, node = thing["metadata"], thing.get("status") or {}, (thing.get("spec") or {}).get("nodeName")
     annotations = metadata.get("annotations") or {}
     ready = any(one.get("type") == "Ready" and one.get("status") == "True" for one in status.get("conditions") or ())
     price = _price(annotations.get(PRICE))
@@ -77,7 +79,7 @@ def pod_of(thing: Mapping[str, Any]) -> Pod:
     return Pod(
         namespace=metadata.get("namespace", "default"),
         name=metadata["name"],
-        labels=metadata.get("labels") or {},
+        labels={**({HOST_LABEL: node} if node else {}), **(metadata.get("labels") or {})},
         ip=_ip(status.get("podIP")),
         is_ready=ready and status.get("phase") == "Running",
         is_leaving="deletionTimestamp" in metadata or annotations.get(DRAIN) == "true" or DRAINING in annotations,
@@ -109,6 +111,7 @@ def slim_pod(thing: Mapping[str, Any]) -> dict[str, Any]:
         "apiVersion": thing.get("apiVersion", "v1"),
         "kind": thing.get("kind", "Pod"),
         "metadata": slim,
+        "spec": {"nodeName": (thing.get("spec") or {}).get("nodeName")},
         "status": {"podIP": status.get("podIP"), "phase": status.get("phase"), "conditions": conditions},
     }
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -99,6 +99,21 @@ class AlwaysDecider(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
         return True
 
 
+class DataParallel(SingleProfile, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``data-parallel-profile-handler``: runs the only profile.
+
+    Each port of a pod is an endpoint of its own, so a data-parallel rank is picked like any other endpoint and is itself
+    the destination. llm-d sends to the pod's primary port and names the rank in ``x-data-parallel-host-port``.
+    """
+
+    TOLD: ClassVar = (
+        "each rank is an endpoint of its own and gets its requests itself; x-data-parallel-host-port is not set"
+    )
+
+    # accepted without effect
+    primary_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+
+
 class StageNames(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """The name of the plugin or profile for each stage."""
 
@@ -165,13 +180,15 @@ class Disaggregation(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
             first = decode.pick(view, rng=rng)
             if not decider.wants_prefill(view, first.rows[0]):
                 return msgspec.structs.replace(first, stage="the decider keeps prefill with decode")
-            found = _try(prefill, view.narrowed(groups == groups[first.rows[0]], choices=1), rng)
+            found = _try(
+                prefill, view.narrowed(groups == groups[first.rows[0]], choices=1, peer_row=first.rows[0]), rng
+            )
             return self._join(first, found, groups)
         can_decode = self._groups_of(decode, view, groups, rng)
         found = _try(prefill, view.narrowed(can_decode, choices=1), rng)
         if found is None:
             return msgspec.structs.replace(decode.pick(view, rng=rng), stage="the prefill profile found no endpoint")
-        first = decode.pick(view.narrowed(groups == groups[found.rows[0]]), rng=rng)
+        first = decode.pick(view.narrowed(groups == groups[found.rows[0]], peer_row=found.rows[0]), rng=rng)
         if not decider.wants_prefill(view, first.rows[0]):
             return msgspec.structs.replace(first, stage="the decider keeps prefill with decode")
         return self._join(first, found, groups)

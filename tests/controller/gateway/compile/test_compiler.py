@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from controller.cluster.resources import key_of
 from controller.gateway.compile.compiler import Compiler, Outcome, file_name
+from controller.gateway.compile.pods import pod_of, slim_pod
 from controller.gateway.directory import DirectoryWriter
 from extproc.config.directory import load_directory
 from extproc.config.failure_mode import failure_mode_of
@@ -162,6 +163,15 @@ def test_a_pods_price_is_its_annotation_if_that_is_one(price: str, expected: flo
     outcome = compiled(server(), pod("a", annotations={"attache.dev/price": price}))
     (found,) = snapshot(outcome).servers
     assert found.spec.endpoints[0].price == expected
+
+
+def test_an_endpoint_is_labelled_with_the_node_of_its_pod_unless_the_pod_says_otherwise() -> None:
+    on_a_node = {**pod("a"), "spec": {"nodeName": "gpu-7"}}
+    found = pod_of(slim_pod(on_a_node))
+    assert found.labels["kubernetes.io/hostname"] == "gpu-7"
+    own = {**on_a_node, "metadata": {**on_a_node["metadata"], "labels": {"kubernetes.io/hostname": "rack-3"}}}
+    assert pod_of(slim_pod(own)).labels == {"kubernetes.io/hostname": "rack-3"}
+    assert "kubernetes.io/hostname" not in pod_of(slim_pod(pod("a"))).labels
 
 
 @pytest.mark.parametrize("ip", ["", "localhost", "10.0.0.1; rm", "10.0.0.1/8"])
