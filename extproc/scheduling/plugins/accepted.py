@@ -47,6 +47,7 @@ ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
         "request-attribute-reporter": "extproc's metrics",
         "round-robin-fairness-policy": "flow control: RoundRobin",
         "global-strict-fairness-policy": "flow control: GlobalStrict",
+        "program-aware-fairness": "flow control: SlidingWindow, the least service within a minute, by every strategy",
         "program-aware-fairness-policy": "flow control: SlidingWindow, the least service within a minute",
         "fcfs-ordering-policy": "flow control: FirstCome",
         "edf-ordering-policy": "flow control: Deadline",

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 import numpy as np
 
 from extproc.endpoints.engine_reports import estimated_running, estimated_waiting
 from extproc.endpoints.ledger import backlogs
+from extproc.scheduling.plugins.reasons import ONE_LEDGER
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
@@ -51,6 +53,13 @@ class ActiveRequests(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
     ``count <= idleThreshold``: 1; else ``(max - count) / max * maxBusyScore``.
     """
 
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(
+        {
+            "requestTimeout": "a request counts until it has ended, which its stream tells",
+            "inFlightLoadProducerName": ONE_LEDGER,
+        }
+    )
+
     idle_threshold: Count = 0
     max_busy_score: Share = 1.0
 
@@ -84,6 +93,13 @@ class TokenLoad(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
 
     T is the prefill work that waits at the endpoint plus this prompt's own, in tokens, attention included.
     """
+
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(
+        {
+            "inFlightLoadProducerName": ONE_LEDGER,
+            "nonTextTokenWeight": "images count by the tokens that engines report for them",
+        }
+    )
 
     queue_threshold_tokens: Annotated[float, msgspec.Meta(gt=0)] = 4_194_304
 
