@@ -125,11 +125,15 @@ class ProfileHandler(Protocol):
 
 
 class ConfiguredPicker(msgspec.Struct, frozen=True):
-    """The picker that an EndpointPickerConfig describes: profiles and their handler."""
+    """The picker that an EndpointPickerConfig describes: profiles and their handler.
+
+    ``tiers``: prefix caches with a capacity of their own, in tokens by name.
+    """
 
     handler: ProfileHandler
     profiles: Mapping[str, Profile]
     deciders: Mapping[str, Decider] = {}
+    tiers: Mapping[str, float] = {}
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         """Run the handler; endpoints in back-off only if no other may serve the request."""

@@ -16,6 +16,7 @@ from extproc.config.errors import ConfigInvalid
 from extproc.config.picker_config import PluginRef, ProfileSpec
 from extproc.config.quantities import decode_quantity
 from extproc.config.schema import check_shape, suggest
+from extproc.scheduling.cache_tiers import tier_capacities
 from extproc.scheduling.framework import ConfiguredPicker, NamedFilter, NamedScorer, Profile
 from extproc.scheduling.picker_notes import notes_of, without_effect
 from extproc.scheduling.picker_references import References
@@ -105,6 +106,7 @@ def _build(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Con
         handler=handler,
         profiles={spec.name: _profile(spec, plugins, usual) for spec in specs},
         deciders={name: plugin for name, (kind, plugin) in plugins.items() if kind == "decider"},
+        tiers=tier_capacities(config),
     )
 
 

@@ -16,6 +16,7 @@ from extproc.config.picker_flow_control import (
     detector_name,
     gates_of,
 )
+from extproc.scheduling.cache_tiers import tier_capacities
 from extproc.scheduling.plugins.accepted import ACCEPTED
 from extproc.scheduling.plugins.label_plugins import RANGE_LABEL, context_range
 
@@ -35,6 +36,9 @@ _SECTIONS: Final[Mapping[str, str]] = {
 }
 # Types that follow KV events, in llm-d and in Kthena.
 _PRECISE: Final = frozenset({"precise-prefix-cache-scorer", "precise-prefix-cache-producer", "kvcache-aware"})
+_PREFIX_SCORERS: Final = frozenset(
+    {"prefix-cache-scorer", "prefix-cache", "precise-prefix-cache-scorer", "kvcache-aware"}
+)
 _DETECTORS: Final = frozenset({"utilization-detector", "concurrency-detector"})
 
 
@@ -46,9 +50,12 @@ def without_effect(cls: type) -> Mapping[str, str]:
 
 def notes_of(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Iterator[str]:
     """For a file in which every plugin is known and every reference names one."""
+    tiers = tier_capacities(config)
     for spec in config.plugins:
         plugin = known[spec.type]
-        if plugin.kind == "accepted":
+        if spec.called in tiers:
+            yield f"{spec.called}: a tier of its own, of {tiers[spec.called]:.0f} tokens at each endpoint"
+        elif plugin.kind == "accepted":
             yield f"{spec.type}: in its place, {ACCEPTED.get(spec.type, 'nothing')}"
         yield from _parameter_notes(spec.called, spec.parameters or {}, plugin.cls)
         told = getattr(plugin.cls, "TOLD", "")
@@ -86,11 +93,20 @@ def _parameter_notes(name: str, parameters: Mapping[str, Any], cls: type) -> Ite
 
 def _profile_notes(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Iterator[str]:
     kinds = {spec.called: known[spec.type].kind for spec in config.plugins}
+    tiers = tier_capacities(config)
+    one_index = {
+        spec.called
+        for spec in config.plugins
+        if spec.type in _PREFIX_SCORERS and (spec.parameters or {}).get("prefixMatchInfoProducerName") not in tiers
+    }
     for profile in config.scheduling_profiles:
         for ref in profile.plugins:
             if ref.weight is not None and kinds[ref.plugin_ref] not in {"scorer", "filter and scorer"}:
                 what = f"a weight for '{ref.plugin_ref}' has no effect: it is no scorer"
                 yield f"schedulingProfiles '{profile.name}': {what}"
+        same = [ref.plugin_ref for ref in profile.plugins if ref.plugin_ref in one_index]
+        if len(same) > 1:
+            yield f"schedulingProfiles '{profile.name}': {' and '.join(same)} score by one estimate of cached prefixes"
 
 
 def _gate_notes(config: EndpointPickerConfig) -> Iterator[str]:

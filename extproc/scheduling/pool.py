@@ -15,8 +15,8 @@ from extproc.endpoints.backoff import begin_probe
 from extproc.endpoints.ledger import backlog_of, begin_request, end_request
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
 from extproc.prefix.held_blocks import Pin
-from extproc.prefix.kv_index import KvIndex
 from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt
+from extproc.scheduling.framework import ConfiguredPicker
 from extproc.scheduling.labels import serves_adapter
 from extproc.scheduling.picker import Pick, Picker, RequestFacts, View
 from extproc.scheduling.readiness import Readiness, readiness_of, stages_of
@@ -133,10 +133,8 @@ class Pool:
     def update(self, spec: ModelServerSpec, picker: Picker) -> None:
         """Apply a new configuration; endpoints that stay keep everything learned of them."""
         self.spec, self.picker = spec, picker
-        if spec.kv_events is None:
-            self.caches.kv_index = None
-        elif self.caches.kv_index is None:
-            self.caches.kv_index = KvIndex()
+        tiers = picker.tiers if isinstance(picker, ConfiguredPicker) else {}
+        self.caches.configure(has_events=spec.kv_events is not None, tiers=tiers)
         endpoints = {one.address: EndpointConfig(one.labels, one.price, one.draining) for one in spec.endpoints}
         for row in self.table.replace(endpoints):
             self.caches.forget(row)
@@ -233,7 +231,7 @@ class Pool:
             return None
         computing = row if prefill_row is None else prefill_row
         last_used_at_s = self.caches.last_use_of(computing, event.chain, event.indexed_tokens)
-        pins = {one: self.caches.index.pin(one, event.chain, now) for one in {row, computing}}
+        pins = {one: self.caches.pin(one, event.chain, now) for one in {row, computing}}
         endpoint, prefill = self._begin(row, prefill_row, work=event.work, tokens=event.tokens, now=now)
         adapter = None if self.slots is None else self.slots.begin(row, event.adapter, now)
         return Assignment(
