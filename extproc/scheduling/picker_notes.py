@@ -35,7 +35,9 @@ _SECTIONS: Final[Mapping[str, str]] = {
     "parser": "extproc's own parsers of every API",
 }
 # Types that follow KV events, in llm-d and in Kthena.
-_PRECISE: Final = frozenset({"precise-prefix-cache-scorer", "precise-prefix-cache-producer", "kvcache-aware"})
+_PRECISE: Final = frozenset(
+    {"precise-prefix-cache-scorer", "precise-prefix-cache-producer", "kvcache-aware", "kvcache-aware-scorer"}
+)
 _PREFIX_SCORERS: Final = frozenset(
     {"prefix-cache-scorer", "prefix-cache", "precise-prefix-cache-scorer", "kvcache-aware"}
 )

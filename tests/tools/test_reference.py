@@ -15,6 +15,7 @@ from tools.reference.__main__ import FOLDER, pages
 from tools.reference.commands import page as commands_page
 from tools.reference.field_types import default_text, type_text
 from tools.reference.kinds import KINDS, anchor, page
+from tools.reference.llm_d_parameters import NOT_BUILT, unknown_parameters, verdicts
 
 
 class Part(msgspec.Struct, frozen=True, rename="camel"):
@@ -43,6 +44,17 @@ def test_the_pages_are_up_to_date() -> None:
     assert {file.name for file in FOLDER.iterdir()} == set(pages()), "run make generate"
     for name, text in pages().items():
         assert (FOLDER / name).read_text() == text.rstrip("\n") + "\n", f"{name}: run make generate"
+
+
+def test_every_parameter_of_llm_ds_plugins_is_taken_or_told() -> None:
+    refused = unknown_parameters()
+    # session affinity has its own reader of these
+    assert [one for one in refused if not one[0].startswith("session-affinity")] == []
+    assert {name for name, _, here in verdicts() if here.startswith("not built")} <= NOT_BUILT.keys()
+    by_parameter = {(name, parameter): here for name, parameter, here in verdicts()}
+    assert by_parameter["prefix-cache-affinity-filter", "maxTTFTPenaltyMs"] == "taken"
+    assert by_parameter["no-hit-lru-scorer", "lruSize"].startswith("without effect: every endpoint")
+    assert by_parameter["token-producer", "estimate"].startswith("without effect; in its place, the ModelServer's")
 
 
 def test_meanings_come_from_descriptions_comments_and_docstrings() -> None:

@@ -74,6 +74,12 @@ class HeaderProfile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
         return profiles[name].pick(view, rng=rng)
 
 
+class HeaderPhase(HeaderProfile, frozen=True):
+    """``header-profile-handler`` as it was called first, with the header ``EPP-Phase``."""
+
+    header_name: str = "EPP-Phase"
+
+
 class PrefixBasedDecider(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``prefix-based-pd-decider``: remote prefill if the decode endpoint lacks enough of the prompt.
 
