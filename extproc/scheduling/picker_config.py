@@ -21,6 +21,7 @@ from extproc.scheduling.framework import ConfiguredPicker, NamedFilter, NamedSco
 from extproc.scheduling.picker_notes import notes_of, without_effect
 from extproc.scheduling.picker_references import References
 from extproc.scheduling.plugins.handlers import SingleProfile
+from extproc.scheduling.plugins.not_built import NOT_BUILT
 from extproc.scheduling.plugins.selectors import MaxScore
 
 if TYPE_CHECKING:
@@ -65,13 +66,19 @@ def _check_plugins(config: EndpointPickerConfig, known: Mapping[str, PluginType]
             yield path, f"a second plugin called '{spec.called}'; give each a name of its own"
         names.add(spec.called)
         if spec.type not in known:
-            yield (*path, "type"), f"there is no plugin type '{spec.type}'; {suggest(spec.type, known)}"
+            yield (*path, "type"), _unknown(spec.type, known)
             continue
         handlers += known[spec.type].kind == "profile handler"
         if known[spec.type].kind == "profile handler" and handlers > 1:
             yield (*path, "type"), "a second profile handler; a file has one"
         for place, message in check_shape(_taken(spec, known[spec.type].cls), known[spec.type].cls):
             yield (*path, "parameters", *place), message
+
+
+def _unknown(type_name: str, known: Mapping[str, PluginType]) -> str:
+    if type_name in NOT_BUILT:
+        return f"there is no plugin type '{type_name}' here; in its place, {NOT_BUILT[type_name]}"
+    return f"there is no plugin type '{type_name}'; {suggest(type_name, known)}"
 
 
 def _check_profiles(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Iterator[Finding]:

@@ -41,6 +41,7 @@ _PRECISE: Final = frozenset(
 _PREFIX_SCORERS: Final = frozenset(
     {"prefix-cache-scorer", "prefix-cache", "precise-prefix-cache-scorer", "kvcache-aware"}
 )
+_DECIDERS: Final = frozenset({"deciders", "deciderPluginName", "prefillDeciderPluginName"})
 _DETECTORS: Final = frozenset({"utilization-detector", "concurrency-detector"})
 
 
@@ -59,6 +60,8 @@ def notes_of(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> I
             yield f"{spec.called}: a tier of its own, of {tiers[spec.called]:.0f} tokens at each endpoint"
         elif plugin.kind == "accepted":
             yield f"{spec.type}: in its place, {ACCEPTED.get(spec.type, 'nothing')}"
+        if spec.type == "pd-profile-handler" and not _DECIDERS & (spec.parameters or {}).keys():
+            yield f"{spec.called}: names no decider, so prefill stays with decode; name one in deciders.prefill"
         yield from _parameter_notes(spec.called, spec.parameters or {}, plugin.cls)
         told = getattr(plugin.cls, "TOLD", "")
         if told:

@@ -70,6 +70,7 @@ _SCORERS: Final = {
     "active-request-scorer": load.ActiveRequests,
     "load-aware-scorer": load.LoadAware,
     "token-load-scorer": load.TokenLoad,
+    "lmetric-scorer": load.LMetric,
     "kv-cache-utilization-scorer": cache_scorers.KvCacheUtilization,
     "kv-cache-scorer": cache_scorers.KvCacheUtilization,  # its name before llm-d 0.3
     "kvcache-aware-scorer": cache_scorers.PrecisePrefixCache,

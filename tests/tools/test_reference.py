@@ -10,12 +10,13 @@ import pytest
 from msgspec import inspect
 
 from controller.crds import field_docs
+from extproc.scheduling.plugins.not_built import NOT_BUILT
 from extproc.scheduling.registry import BUILT_IN
 from tools.reference.__main__ import FOLDER, pages
 from tools.reference.commands import page as commands_page
 from tools.reference.field_types import default_text, type_text
 from tools.reference.kinds import KINDS, anchor, page
-from tools.reference.llm_d_parameters import NOT_BUILT, unknown_parameters, verdicts
+from tools.reference.llm_d_parameters import unknown_parameters, verdicts
 
 
 class Part(msgspec.Struct, frozen=True, rename="camel"):

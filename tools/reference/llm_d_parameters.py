@@ -14,6 +14,7 @@ from msgspec import inspect
 
 from extproc.scheduling.picker_notes import without_effect
 from extproc.scheduling.plugins.accepted import ACCEPTED
+from extproc.scheduling.plugins.not_built import NOT_BUILT
 from extproc.scheduling.registry import BUILT_IN
 from tools.reference.kinds import MARK
 
@@ -47,6 +48,7 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         "kv-cache-utilization-scorer": _NONE,
         "latency-scorer": "ttftWeight tpotWeight headroomSelectionStrategy compositeKVWeight compositeQueueWeight"
         " compositePrefixWeight latencyPredictionInfoProducerName prefixMatchInfoProducerName",
+        "lmetric-scorer": "prefixMatchInfoProducerName inFlightLoadProducerName",
         "load-aware-scorer": "threshold",
         "lora-affinity-scorer": _NONE,
         "mm-embeddings-cache-scorer": _NONE,
@@ -130,27 +132,11 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         "vllmhttp-parser": _NONE,
     }
 )
-# Types that are not built, and what takes their place: a file that names one is refused.
-NOT_BUILT: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "agent-identity": "a ModelServer's flowControl: flowBy: Header and sessionHeader",
-        "data-parallel-profile-handler": "each port of a pod is an endpoint of its own",
-        "dcgm-data-source": "what engines report of themselves: kv-cache-utilization-scorer, queue-scorer",
-        "dcgm-extractor": "what engines report of themselves: kv-cache-utilization-scorer, queue-scorer",
-        "endpoint-attribute-filter": "utilization-filter",
-        "endpoint-attribute-scorer": "queue-scorer, running-requests-size-scorer, kv-cache-utilization-scorer",
-        "latency-slo-admitter": "a ModelServer's flowControl: order: Deadline and shedFrom",
-        "mm-embeddings-cache-producer": "the pool's own prefix index, which covers images in prompts",
-        "mm-embeddings-cache-scorer": "prefix-cache-scorer",
-        "probabilistic-admitter": "a ModelServer's flowControl: shedFrom",
-        "slo-headroom-tier-filter": "latency-scorer",
-        "soft-reflective-ceiling-policy": "a ModelServer's flowControl: ceilings of bands",
-        "topology-affinity-filter": "groupKey of disagg-profile-handler",
-        "topology-affinity-scorer": "groupKey of disagg-profile-handler",
-        "topology-extractor": "groupKey of disagg-profile-handler",
-        "vertexai-parser": "none: clients send the OpenAI or Anthropic API",
-        "vllmgrpc-parser": "none: engines are spoken to over HTTP",
-    }
+_TIER: Final = (
+    "taken if a scorer names the producer and autoTune is false: a tier of its own; else the pool's own index"
+)
+_BY_HAND: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
+    {("approx-prefix-cache-producer", one): _TIER for one in ("autoTune", "blockSizeTokens", "lruCapacityPerServer")}
 )
 _HEAD: Final = """\
 # llm-d's plugins, parameter by parameter
@@ -187,6 +173,8 @@ _REFUSED: Final = "refused"
 
 
 def _verdict(name: str, parameter: str) -> str:
+    if (name, parameter) in _BY_HAND:
+        return _BY_HAND[name, parameter]
     plugin = BUILT_IN.get(name)
     if plugin is None:
         return f"not built; in its place, {NOT_BUILT[name]}"

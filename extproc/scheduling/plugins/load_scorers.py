@@ -111,6 +111,23 @@ class TokenLoad(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
         return scores
 
 
+class LMetric(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """llm-d's ``lmetric-scorer`` (arXiv 2603.15202): ``uncached * (in flight + 1)``, ``(max - x) / (max - min)``.
+
+    ``uncached``: tokens of the prompt that the endpoint would have to compute.
+    """
+
+    WITHOUT_EFFECT: ClassVar = MappingProxyType({"inFlightLoadProducerName": ONE_LEDGER})
+
+    prefix_match_info_producer_name: str = ""
+
+    def score(self, view: View, candidates: Bools) -> Floats:
+        """1 for the least product, and for all if they are equal."""
+        cached = view.demand.cached_by(self.prefix_match_info_producer_name)
+        uncached = np.maximum(view.request.input_tokens - cached, 0.0)
+        return less_is_better(uncached * (view.table.in_flight + 1.0), candidates)
+
+
 class LeastRequestScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Kthena's ``least-request`` score: ``(max - base) / max`` with ``base = F + 100 * max(F - R, 0)``.
 
