@@ -73,6 +73,21 @@ class Gateway(msgspec.Struct):
         known.sequence, known.heard_at_s, known.slot = said.sequence, now, said.slot
         return known, before_s
 
+    def expects(self, said: Demand) -> bool:
+        """Whether its process is known, in the same place."""
+        known = self.processes.get(said.instance)
+        return known is not None and known.slot == said.slot
+
+    def steady(self, now: float) -> list[Process] | None:
+        """Those that run, if each place of one has spoken lately; None otherwise."""
+        found: list[Process] = []
+        for slot in self.slots:
+            here = self._of_slot(slot, now)
+            if not here or any(one.is_silent(now) for one in here):
+                return None
+            found += here
+        return found or None
+
     def living(self, now: float) -> list[Process]:
         """Those that run, or may: all but those that another one has replaced."""
         found: list[Process] = []

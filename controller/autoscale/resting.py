@@ -3,9 +3,10 @@
 
 Most bindings are idle most of the time. One rests if nothing has arrived for longer than any window, nothing waits or
 runs, all engines serve, and its last decision left everything as it is for reasons that do not end by themselves. Its
-decision then stands until something changes, a schedule's bounds end, or a few periods have passed: speeds and what other
-bindings leave of nodes may move meanwhile, and are looked at then. Policies with other laws than ``Work``, with metrics or
-panic never rest, nor does a binding that waits to go to zero.
+decision then stands until something changes, a schedule's bounds end, or a few periods have passed: speeds and what
+other bindings leave of nodes may move meanwhile, and are looked at then. ``stands`` finds that out from new situations;
+where it is known without them that nothing has changed, ``still`` does. Policies with other laws than ``Work``, with
+metrics or panic never rest, nor does a binding that waits to go to zero.
 """
 
 from __future__ import annotations
@@ -82,6 +83,27 @@ def stands(
     )
 
 
+def still(
+    memory: Memory,
+    policy: AutoscalingPolicySpec,
+    binding: AutoscalingPolicyBinding,
+    now_s: float,
+    told_at_s: float,
+) -> tuple[Decision, Memory] | None:
+    """The last decision and what to remember, if it stands where nothing but time has changed since it last did: no
+    situation has to be made for that. None: it may not. ``told_at_s``: no data are older.
+    """
+    rest = memory.rest
+    if rest is None or not rest.decision.at_s <= now_s < rest.until_s:
+        return None
+    if rest.policy != policy or rest.binding.spec != binding.spec:
+        return None
+    staleness = policy.staleness
+    if now_s - told_at_s > min(staleness.soft, staleness.hard):
+        return None
+    return rest.decision, rested(memory, now_s)
+
+
 def rested(memory: Memory, now_s: float) -> Memory:
     """As if it had been decided again."""
     return msgspec.structs.replace(memory, stages={name: _rested(one, now_s) for name, one in memory.stages.items()})
@@ -91,10 +113,7 @@ def _rested(memory: StageMemory, now_s: float) -> StageMemory:
     """The time since the last decision stays what it is: speeds are smoothed over it."""
     past = memory.past
     recommendations = tuple([msgspec.structs.replace(one, at_s=now_s) for one in past.recommendations])
-    laws = {
-        name: msgspec.structs.replace(one, at_s=now_s) if isinstance(one, WorkMemory) else one
-        for name, one in memory.laws.items()
-    }
+    laws = {name: one.without_load(now_s) if isinstance(one, WorkMemory) else one for name, one in memory.laws.items()}
     return msgspec.structs.replace(memory, past=Past(recommendations, past.changes), laws=laws)
 
 

@@ -33,10 +33,10 @@ def speed_of(declared: EngineCapacity, reports: Iterable[EngineDemand]) -> Speed
     The median ignores an engine that is ill, and a gateway that has just begun to learn.
     """
     known = tuple(reports)
-    prefill = _median(one.prefill_tokens_per_s for one in known)
-    step = _median(one.step_s for one in known)
-    step_per_token = _median(one.step_s_per_token for one in known)
-    kv_tokens = _median(one.kv_capacity_tokens or None for one in known)
+    prefill = _median([one.prefill_tokens_per_s for one in known])
+    step = _median([one.step_s for one in known])
+    step_per_token = _median([one.step_s_per_token for one in known])
+    kv_tokens = _median([one.kv_capacity_tokens or None for one in known])
     values = (
         _first(prefill, declared.prefill_tokens_per_second),
         _first(step, declared.step),
@@ -95,13 +95,15 @@ def seconds_of_replica(mean: PerRequest, speed: Speed, stage: str, objective: La
     """Time of one replica that a request takes up, counting in what must be left free for the objective's TPOT."""
     work = work_of(mean, speed, stage)
     tpot_s = objective.tpot if objective is not None else None
-    free = utilization_for_tpot(speed.step_s, tpot_s) if tpot_s is not None and work.decode_s > 0 else 1.0
+    free = utilization_for_tpot(speed.step_s, tpot_s) if tpot_s is not None and work.output_tokens > 0 else 1.0
     return work.total_s / free
 
 
-def _median(values: Iterable[float | None]) -> float | None:
+def _median(values: list[float | None]) -> float | None:
+    if len(values) == 1:
+        return values[0]
     known = [value for value in values if value is not None]
-    return known[0] if len(known) == 1 else median(known) if known else None
+    return median(known) if known else None
 
 
 def _first(value: float | None, otherwise: float | None) -> float | None:

@@ -22,6 +22,13 @@ class WorkMemory(msgspec.Struct, frozen=True):
     correction: Correction | None = None
     peaks: Peaks | None = None
 
+    def without_load(self, now_s: float) -> WorkMemory:
+        """As of now, after a look at which nothing came: nothing is measured then."""
+        correction = self.correction
+        if correction is not None:
+            correction = msgspec.structs.replace(correction, at_s=now_s, enough_since_s=None)
+        return WorkMemory(now_s, correction, self.peaks)
+
 
 def kept_peaks(memory: object) -> Peaks | None:
     """What of a law's memory is slow to learn; None if nothing is. Without it, a restart would look like a load of which

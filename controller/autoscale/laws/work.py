@@ -87,7 +87,8 @@ class WorkLaw(msgspec.Struct, frozen=True):
         if load is None:
             return Recommendation(self.name, None, "no traffic is known yet"), memory
         if load.arrivals_per_s == 0 and not situation.waiting.requests:
-            return Recommendation(self.name, 0.0, "nothing arrives"), _forward(memory, situation.now_s)
+            still = None if memory is None else memory.without_load(situation.now_s)
+            return Recommendation(self.name, 0.0, "nothing arrives"), still
         if first.speed is None or load.per_request is None or _is_guess(first, load.per_request):
             return self._by_concurrency(situation), memory
         work = work_of(load.per_request, first.speed, first.spec.stage)
@@ -149,7 +150,7 @@ class WorkLaw(msgspec.Struct, frozen=True):
         given = self.parameters.utilization
         tpot_s = objective.tpot if objective is not None else None
         needs = []
-        if given is None and tpot_s is not None and work.decode_s > 0:
+        if given is None and tpot_s is not None and work.output_tokens > 0:
             percent = objective.percentile if objective is not None else 50.0
             by_tpot = replicas_for_tpot(rate, work, step_s=speed.step_s, tpot_s=tpot_s, percent=percent)
             needs.append(_Need(by_tpot, f"TPOT within {tpot_s}"))
@@ -182,14 +183,6 @@ def _is_guess(target: Target, mean: PerRequest) -> bool:
     speed = target.speed
     is_short = target.spec.stage == "Prefill" or mean.output_tokens <= _SHORT_ANSWER
     return speed is not None and not speed.is_step_known and not is_short
-
-
-def _forward(memory: WorkMemory | None, now_s: float) -> WorkMemory | None:
-    """Nothing is measured without load."""
-    if memory is None or memory.correction is None:
-        return memory
-    correction = msgspec.structs.replace(memory.correction, at_s=now_s, enough_since_s=None)
-    return msgspec.structs.replace(memory, at_s=now_s, correction=correction)
 
 
 def _backlog_left(situation: Situation, busy: float, work: RequestWork, speed: Speed, ahead_s: float) -> float:

@@ -40,6 +40,24 @@ class Decide(Protocol):
         ...
 
 
+class Still(Protocol):
+    """Whether the last decision stands where nothing but time has changed, without looking at it again."""
+
+    def __call__(
+        self,
+        memory: Memory,
+        policy: AutoscalingPolicySpec,
+        binding: AutoscalingPolicyBinding,
+        now_s: float,
+        told_at_s: float,
+        /,
+    ) -> tuple[Decision, Memory] | None:
+        """It, and what to remember until the next; None if it has to be looked whether it stands. ``told_at_s``: no data are
+        older.
+        """
+        ...
+
+
 class Deciding(NamedTuple):
     """``decide``: the decision. ``kept``: what of a memory survives a restart, as JSON of bounded length; empty if
     nothing. ``restored``: a memory from that and the time; raises ValueError for what is none.
@@ -48,6 +66,7 @@ class Deciding(NamedTuple):
     decide: Decide
     kept: Callable[[Memory], bytes] = lambda _: b""
     restored: Callable[[bytes, float], Memory] = lambda _, __: None
+    still: Still = lambda *_: None
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from controller.autoscale.situation import EngineReport, Freshness, Waiting
 from controller.autoscale.traffic import Traffic
 from extproc.config.demand import EngineDemand
+
+if TYPE_CHECKING:
+    from controller.autoscale.signals import Calm
 
 Urgent = Callable[[str], None]
 """Gets the key of a ModelServer about which something should be decided at once."""
@@ -43,6 +46,10 @@ class DemandSource(Protocol):
 
     def follow(self, servers: Collection[str]) -> None:
         """From now on these ModelServers, by key, are asked about."""
+        ...
+
+    def calm(self, servers: Sequence[str], now_s: float) -> Calm | None:
+        """By what it is known, without a view, that nothing goes on at these ModelServers; None if it is not."""
         ...
 
     def view(self, servers: Sequence[str], now_s: float) -> DemandView:

@@ -91,10 +91,7 @@ class Followed:
 
     def knows(self, view: BindingView) -> bool:
         """Whether all that a binding is about has been heard of."""
-        others = self.other_kinds
-        return self.pods.knows(view.namespace) and all(
-            others.is_read(place) for place in view.places if is_foreign(place)
-        )
+        return self.pods.knows(view.namespace) and self.other_kinds.are_read(view.key)
 
     def cut_off_s(self, namespace: str) -> float | None:
         """How long nothing can have been heard of pods of a namespace or of what is scaled; None if it can."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from controller.autoscale.engine_signals import EngineSignal
+    from controller.autoscale.signals import Calm
     from controller.autoscale.situation import EngineReport
     from controller.cluster.client import Client
     from controller.roles.scaling.demand import Urgent
@@ -85,6 +86,11 @@ class GatewayDemand:
     def follow(self, servers: Collection[str]) -> None:
         """See ``DemandSource``."""
         self._wanted = servers
+
+    def calm(self, servers: Sequence[str], now_s: float) -> Calm | None:
+        """See ``DemandSource``."""
+        self._follow(now_s)
+        return self._signals.calm(servers, now_s)
 
     def view(self, servers: Sequence[str], now_s: float) -> DemandView:
         """See ``DemandSource``. Asked for again at the same instant, it is the same."""

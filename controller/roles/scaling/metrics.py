@@ -71,6 +71,7 @@ class ScalingMetrics(Collector):
             ("outcome",),
             registry=registry,
         )
+        self._of_outcome: dict[str, Counter] = {}
         self._writes = Counter(
             "attache_scaling_writes_total", "Writes to the API server", ("kind", "verb"), registry=registry
         )
@@ -82,7 +83,10 @@ class ScalingMetrics(Collector):
 
     def looked(self, outcome: str, seconds: float) -> None:
         """One look has ended."""
-        self._looks.labels(outcome).inc()
+        counter = self._of_outcome.get(outcome)
+        if counter is None:
+            counter = self._of_outcome[outcome] = self._looks.labels(outcome)
+        counter.inc()
         self._seconds.observe(seconds)
 
     def wrote(self, kind: str, verb: str) -> None:

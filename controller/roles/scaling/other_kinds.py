@@ -86,6 +86,10 @@ class OtherKinds:
         """As read last; empty before that."""
         return self._read.get(place, Read())
 
+    def are_read(self, key: str) -> bool:
+        """Whether all that the binding ``key`` asks for have been tried."""
+        return all(map(self.is_read, self._asked.get(key, ())))
+
     def is_read(self, place: Place) -> bool:
         """Whether it has been tried."""
         return place in self._read

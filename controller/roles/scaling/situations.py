@@ -116,7 +116,7 @@ def _speed(one: Resolved, demand: DemandView) -> Speed | None:
     if not known and one.spec.capacity == _UNDECLARED:
         return None
     speed = speed_of(one.spec.capacity, [learned for _, learned in known])
-    if speed is None or one.kind is None or not known:
+    if speed is None or one.kind is None or len(known) <= 1:
         return speed
     number = len(known) / len({one.kind.unit_of(pod) for pod, _ in known})
     if number == 1:

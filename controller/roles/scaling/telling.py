@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from controller.autoscale.decision import Decision, Rule, StageDecision
+from controller.autoscale.signals import Calm
 from controller.autoscale.situation import Situation
 from controller.reconcile.model_infer.times import text_of
 from controller.reconcile.plan import Happened
@@ -41,7 +42,8 @@ class Scaled(msgspec.Struct, frozen=True):
 class Looked(msgspec.Struct, frozen=True, kw_only=True):
     """What a look at a binding came to. ``policy``: None if there is none; ``problem``: why nothing can be decided, as
     reason and message. ``holds``: whose changes are honoured, ``waits_for``: pods that drain, ``homeless``: why no node
-    counts, and ``refused``: why the API server does not let us write, by target.
+    counts, and ``refused``: why the API server does not let us write, by target. ``calm``: where nothing goes on; None
+    where it does, or nobody knows.
     """
 
     now_s: float
@@ -56,6 +58,7 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True):
     waits_for: Mapping[str, Sequence[str]] = {}
     homeless: Mapping[str, str] = {}
     refused: Mapping[str, str] = {}
+    calm: Calm | None = None
 
 
 def status_of(looked: Looked, before: Mapping[str, Any]) -> dict[str, Any]:

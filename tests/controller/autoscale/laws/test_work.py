@@ -51,6 +51,14 @@ def test_the_objective_of_tpot_says_how_busy_engines_may_be() -> None:
     assert "TPOT within 40ms" in found.reason
 
 
+def test_steps_that_do_not_grow_with_context_have_an_objective_all_the_same() -> None:
+    flat = msgspec.structs.replace(SPEED, step_s_per_token=0.0)
+    found = asked(situation_of(target_of(ready=1, speed=flat), traffic=traffic_of(4.0), objective=TPOT))
+    # 0.1 s of prefill each, a step of 10 ms within 40 ms, and a tenth more as that is fewer than there are
+    assert found.replicas == pytest.approx(4 * 0.1 / 0.75 * 1.1)
+    assert "TPOT within 40ms" in found.reason
+
+
 def test_a_written_utilization_takes_its_place() -> None:
     found = asked(situation_of(target_of(ready=1), traffic=traffic_of(4.0), objective=TPOT), utilization=0.5)
     assert found.replicas == pytest.approx(4 * 0.21 / 0.5)

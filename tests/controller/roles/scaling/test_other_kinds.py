@@ -11,6 +11,7 @@ import pytest
 
 from controller.cluster.errors import NotFound
 from controller.roles.scaling.other_kinds import OtherKinds
+from controller.roles.scaling.other_kinds_read import Read
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -75,6 +76,11 @@ async def reading(
         await asyncio.gather(task, return_exceptions=True)
 
 
+def is_read(kinds: OtherKinds, target: Place) -> bool:
+    """Whether it has been tried."""
+    return kinds.of(target) != Read()
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -90,7 +96,7 @@ async def reading(
 async def test_an_object_of_any_shape_harms_no_other(spec: Any) -> None:  # noqa: ANN401 - JSON
     client = FakeClient(bad={"spec": spec}, good={"spec": {"template": {"metadata": {"labels": {"app": "llama"}}}}})
     async with reading(client, {place("bad"): SERVED, place("good"): SERVED}) as kinds:
-        await eventually(lambda: kinds.is_read(place("good")) and kinds.is_read(place("bad")))
+        await eventually(lambda: kinds.are_read("default/binding"))
         found = kinds.of(place("good")).found
         assert found is not None
         assert found.replicas == 2
@@ -115,7 +121,7 @@ async def test_an_object_of_any_shape_harms_no_other(spec: Any) -> None:  # noqa
 async def test_what_is_no_version_is_not_asked_for(version: str) -> None:
     client = FakeClient()
     async with reading(client, {place("a"): version}) as kinds:
-        await eventually(lambda: kinds.is_read(place("a")))
+        await eventually(lambda: kinds.are_read("default/binding"))
         lacks = kinds.of(place("a")).lacks
     assert lacks is not None
     assert lacks.reason == "UnknownKind"
@@ -127,7 +133,7 @@ async def test_what_is_no_version_is_not_asked_for(version: str) -> None:
 async def test_a_name_leads_nowhere_else(name: str) -> None:
     client = FakeClient(**{name: {}})
     async with reading(client, {place(name): SERVED}) as kinds:
-        await eventually(lambda: kinds.is_read(place(name)))
+        await eventually(lambda: kinds.are_read("default/binding"))
         lacks = kinds.of(place(name)).lacks
     assert lacks is not None
     assert lacks.reason == "TargetNotFound"
@@ -138,23 +144,23 @@ async def test_a_slow_server_of_one_group_holds_up_no_other_group() -> None:
     slow = {place(f"fleet-{number}", "slow.com"): SLOW for number in range(30)}
     quick = {place(f"fleet-{number}"): SERVED for number in range(3)}
     async with reading(client, {**slow, **quick}, each_s=0.05) as kinds:
-        await eventually(lambda: all(kinds.is_read(one) for one in quick))
+        await eventually(lambda: all(is_read(kinds, one) for one in quick))
         # and again and again
         client.objects["fleet-0"] = {"spec": {"template": {"metadata": {"labels": {"app": "new"}}}}}
         kinds.anew(place("fleet-0"))
         await eventually(lambda: len(client.begun) == 8)
-        assert not any(kinds.is_read(one) for one in slow)
+        assert not any(is_read(kinds, one) for one in slow)
         # half of the turns: one share is left for others
         assert len(set(client.begun)) == 8
         client.gate.set()
-        await eventually(lambda: all(kinds.is_read(one) for one in slow))
+        await eventually(lambda: all(is_read(kinds, one) for one in slow))
 
 
 async def test_what_is_not_answered_in_time_cannot_be_read_and_stays_as_it_was() -> None:
     client = FakeClient(a={}, b={})
     both = {place("a", "slow.com"): SLOW, place("b"): SERVED}
     async with reading(client, both, each_s=0.05, deadline_s=0.2) as kinds:
-        await eventually(lambda: kinds.is_read(place("a", "slow.com")))
+        await eventually(lambda: is_read(kinds, place("a", "slow.com")))
         lacks = kinds.of(place("a", "slow.com")).lacks
         assert lacks is not None
         assert "has not answered within 0.2 s" in lacks.message
@@ -186,5 +192,5 @@ async def test_a_target_that_is_not_wanted_any_more_is_read_no_more() -> None:
         await eventually(lambda: client.begun == ["a"])
         kinds.want("default/binding", {place("b"): SERVED})
         client.gate.set()
-        await eventually(lambda: kinds.is_read(place("b")))
-        assert not kinds.is_read(slow)
+        await eventually(lambda: is_read(kinds, place("b")))
+        assert not is_read(kinds, slow)
