@@ -130,7 +130,7 @@ def flow_control_of(config: EndpointPickerConfig) -> FlowControl | None:
             ttl if section.no_endpoint_request_ttl is None else section.no_endpoint_request_ttl
         ),
         # there, bands are bounded, and all together only if that is said
-        max_requests=min(section.max_requests or _MOST_REQUESTS, _MOST_REQUESTS),
+        max_requests=int(section.max_requests or _MOST_REQUESTS),
         max_bytes=ByteSize(int(section.max_bytes)) if section.max_bytes else _MOST_BYTES,
         bands=tuple(_band(priority, band, plugins) for priority, band in _bands(section).items()),
         sharing="Strict",

@@ -71,7 +71,7 @@ def notes_of(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> I
         if field.name in _SECTIONS and getattr(config, field.name):
             yield f"{field.encode_name}: read, and not used; in its place, {_SECTIONS[field.name]}"
     yield from _gate_notes(config)
-    yield from _flow_control_notes(config)
+    yield from _flow_control_notes(config, known)
 
 
 def server_notes(config: EndpointPickerConfig, spec: ModelServerSpec) -> Iterator[str]:
@@ -120,7 +120,7 @@ def _gate_notes(config: EndpointPickerConfig) -> Iterator[str]:
         yield f"featureGates: {', '.join(others)}: read, and not used"
 
 
-def _flow_control_notes(config: EndpointPickerConfig) -> Iterator[str]:
+def _flow_control_notes(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Iterator[str]:
     section = config.flow_control
     if not gates_of(config).get(FEATURE_GATE, False):
         if section is not None or config.saturation_detector is not None:
@@ -132,11 +132,14 @@ def _flow_control_notes(config: EndpointPickerConfig) -> Iterator[str]:
     if detector not in _DETECTORS:
         yield f"saturationDetector: {detector} is not built here; in its place, {DEFAULT_DETECTOR} with its defaults"
     if section is not None:
-        yield from _section_notes(section, types)
+        yield from _section_notes(section, types, known)
 
 
-def _section_notes(section: FlowControlSection, types: Mapping[str, str]) -> Iterator[str]:
-    if section.usage_limit_policy_plugin_ref:
+def _section_notes(
+    section: FlowControlSection, types: Mapping[str, str], known: Mapping[str, PluginType]
+) -> Iterator[str]:
+    usage = section.usage_limit_policy_plugin_ref
+    if usage and known[types.get(usage, usage)].kind == "accepted":
         yield "usageLimitPolicyPluginRef: read, and not used; a ModelServer's flowControl has ceilings by band"
     if section.enable_eviction:
         yield "enableEviction: read, and not used; what has gone to an engine is not taken back"

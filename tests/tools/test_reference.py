@@ -16,6 +16,7 @@ from tools.reference.__main__ import FOLDER, pages
 from tools.reference.commands import page as commands_page
 from tools.reference.field_types import default_text, type_text
 from tools.reference.kinds import KINDS, anchor, page
+from tools.reference.llm_d_files import verdicts as file_verdicts
 from tools.reference.llm_d_parameters import unknown_parameters, verdicts
 
 
@@ -56,6 +57,13 @@ def test_every_parameter_of_llm_ds_plugins_is_taken_or_told() -> None:
     assert by_parameter["prefix-cache-affinity-filter", "maxTTFTPenaltyMs"] == "taken"
     assert by_parameter["no-hit-lru-scorer", "lruSize"].startswith("without effect: every endpoint")
     assert by_parameter["token-producer", "estimate"].startswith("without effect; in its place, the ModelServer's")
+
+
+def test_published_files_load_but_for_the_types_that_the_page_names() -> None:
+    assert sum(not refused for *_, refused in file_verdicts()) >= 75
+    found = {path: refused for repo, path, refused in file_verdicts() if repo == "llm-d/llm-d"}
+    assert found["guides/flow-control/router/flow-control.values.yaml"] == ""
+    assert "`multicluster-queue-scorer`" in found["guides/multi-cluster-routing/router/hub-load.values.yaml"]
 
 
 def test_meanings_come_from_descriptions_comments_and_docstrings() -> None:

@@ -183,7 +183,14 @@ def _verdict(name: str, parameter: str) -> str:
     reasons = without_effect(plugin.cls)
     if parameter in reasons:
         return f"without effect: {reasons[parameter]}"
+    return "taken" if is_taken(name, parameter) else _REFUSED
+
+
+def is_taken(name: str, parameter: str) -> bool:
+    """Whether a plugin of this type, which is built, can have the parameter, with or without effect."""
+    plugin = BUILT_IN[name]
+    if not parameter or plugin.kind == "accepted" or parameter in without_effect(plugin.cls):
+        return True
     kind = inspect.type_info(plugin.cls)
     assert isinstance(kind, inspect.StructType)  # noqa: S101 - a plugin is a struct
-    is_taken = not parameter or parameter in {field.encode_name for field in kind.fields}
-    return "taken" if is_taken else _REFUSED
+    return parameter in {field.encode_name for field in kind.fields}
