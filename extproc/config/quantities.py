@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Durations (``250ms``, ``1h30m``) and sizes (``64Mi``), decoded when read."""
+"""Durations (``250ms``, ``1h30m``), sizes (``64Mi``) and quantities, decoded when read."""
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
-from typing import Final, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _PART: Final = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h|d)", re.ASCII)
 _SECONDS: Final = {
@@ -25,6 +30,17 @@ _SIZE: Final = re.compile(r"(\d+\.?\d*|\.\d+)(?:([KMGTPE]i)|([kMGTPE])|[eE]\+?(\
 _BINARY: Final = {f"{letter}i": 1024**power for power, letter in enumerate("KMGTPE", start=1)}
 _DECIMAL: Final = {letter: 1000**power for power, letter in enumerate("kMGTPE", start=1)}
 _LARGEST_SIZE: Final = 2**63 - 1
+_QUANTITY: Final = re.compile(
+    r"([+-]?)(\d+\.?\d*|\.\d+)(?:([KMGTPE]i|[numkMGTPE])|[eE](\+?\d{1,2}|-\d{1,2}))?", re.ASCII
+)
+_UNITS: Final[Mapping[str, Decimal]] = MappingProxyType(
+    {
+        **{unit: Decimal(factor) for unit, factor in {**_BINARY, **_DECIMAL}.items()},
+        "n": Decimal("1e-9"),
+        "u": Decimal("1e-6"),
+        "m": Decimal("1e-3"),
+    }
+)
 
 
 class Duration(float):
@@ -92,12 +108,52 @@ class ByteSize(int):
         return (self._text,)
 
 
+class Quantity(int):
+    """A whole number as Kubernetes writes quantities: ``"500"``, ``1k``, ``"10Gi"``, ``1e3``; a fraction is rounded up.
+
+    For EndpointPickerConfigs, which write numbers of requests and of bytes so. Raises ValueError.
+    """
+
+    _text: str
+
+    def __new__(cls, given: object) -> Self:
+        """Read ``given``; YAML and JSON turn some quantities into numbers by themselves."""
+        text = str(given)
+        match = None if isinstance(given, bool) else _QUANTITY.fullmatch(text)
+        if match is None:
+            msg = f"'{text}' is not a quantity; write a whole number, or one with a unit, such as 500, 1k, 10G or 10Gi"
+            raise ValueError(msg)
+        sign, number, unit, exponent = match.groups()
+        value = Decimal(number) * (_UNITS[unit] if unit else Decimal(10) ** int(exponent or 0))
+        if sign == "-" and value:
+            msg = f"'{text}' is negative; write a positive quantity, or 0 as if there were none"
+            raise ValueError(msg)
+        if value > _LARGEST_SIZE:
+            msg = f"'{text}' is too large; write at most {_LARGEST_SIZE}"
+            raise ValueError(msg)
+        found = super().__new__(cls, math.ceil(value))
+        found._text = text
+        return found
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"Quantity({self._text!r})"
+
+    def __getnewargs__(self) -> tuple[str]:  # type: ignore[override]  # int's own would pass the number
+        """For copy and pickle."""
+        return (self._text,)
+
+
 def decode_quantity(kind: type, value: object) -> object:
     """msgspec's ``dec_hook`` for these types; raises ValueError or, for a foreign type, NotImplementedError."""
     if kind is Duration:
         return Duration(value)
     if kind is ByteSize:
         return ByteSize(value)
+    if kind is Quantity:
+        return Quantity(value)
     msg = f"no configuration type is a {kind.__name__}"
     raise NotImplementedError(msg)
 
@@ -107,7 +163,7 @@ def decode_quantity_leniently(kind: type, value: object) -> object:
     try:
         return decode_quantity(kind, value)
     except ValueError:
-        return Duration("1s") if kind is Duration else ByteSize(1)
+        return Duration("1s") if kind is Duration else ByteSize(1) if kind is ByteSize else Quantity(1)
 
 
 def _bytes_of(match: re.Match[str]) -> int | None:

@@ -97,7 +97,7 @@ def _learn_endpoint(run: Run, outcome: Outcome, now: float) -> None:
     was_passed_over = bool(outcome.served) and outcome.served != first.address
     served_row = table.row_of(outcome.served)
     if was_passed_over and served_row is not None:
-        run.pool.caches.index.record(served_row, run.chain, now)
+        run.pool.caches.record(served_row, run.chain, now)
 
 
 def _learn_turn(run: Run, outcome: Outcome) -> None:

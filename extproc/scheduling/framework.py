@@ -180,7 +180,7 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
     ``sessions``: the plugins that keep sessions on their endpoints. ``prefill_profile``: its name, empty if there is none.
     ``reporters``: what the gateway is told of each answer. ``admitters``: asked before, by ``admit``, whether the request
     is served at all. ``metrics``: attributes of endpoints, each with the metric of the engine that has its value, such as
-    ``queue{tier=gold}``.
+    ``queue{tier=gold}``. ``tiers``: prefix caches with a capacity of their own, in tokens by name.
     """
 
     handler: ProfileHandler
@@ -191,6 +191,7 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
     reporters: tuple[UsageReporter, ...] = ()
     admitters: tuple[Admitter, ...] = ()
     metrics: tuple[tuple[str, str], ...] = ()
+    tiers: Mapping[str, float] = {}
 
     def admit(self, view: View, *, rng: random.Random) -> None:
         """Ask the admitters; raises Shed."""

@@ -23,11 +23,17 @@ class Demand(msgspec.Struct, frozen=True):
 
     ``cached_tokens``: tokens of its prompt that are probably cached. ``work``: remaining prefill work in tokens,
     attention included. ``decode_s_per_token``: seconds that its answer takes longer for each other token in flight.
+    ``tiers``: as ``cached_tokens``, of caches with a capacity of their own, by name.
     """
 
     cached_tokens: Floats
     work: Floats
     decode_s_per_token: float = 0.0
+    tiers: Mapping[str, Floats] = {}
+
+    def cached_by(self, tier: str) -> Floats:
+        """``cached_tokens`` of the tier of this name; of the cache as a whole if there is none."""
+        return self.tiers.get(tier, self.cached_tokens)
 
 
 class RequestFacts(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from extproc.config.picker_config import EndpointPickerConfig
 from extproc.scheduling.pairs import PairParameters, PrefillDecodePairs
 from extproc.scheduling.picker import Picker
 from extproc.scheduling.picker_config import build_picker
+from extproc.scheduling.picker_notes import server_notes
 from extproc.scheduling.prefix_aware import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.registry import installed
 from extproc.scheduling.round_robin import RoundRobin
@@ -115,6 +116,13 @@ def picker_notes(snapshot: Snapshot) -> list[str]:
     notes: list[str] = []
     mistakes: list[Mistake] = []
     check = InstalledPlugins()
+    for server in snapshot.servers:
+        named = server.spec.picker_config
+        if named is not None and named in snapshot.picker_files:
+            config = snapshot.picker_files[named].config
+            notes.extend(
+                f"{named}: ModelServer {server.metadata.key}: {one}" for one in server_notes(config, server.spec)
+            )
     for name, file in snapshot.picker_files.items():
         try:
             notes.extend(f"{name}: {note}" for note in check(file))

@@ -14,7 +14,6 @@ from extproc.endpoints.adapter_slots import AdapterSlots, slots_for
 from extproc.endpoints.backoff import begin_probe
 from extproc.endpoints.ledger import backlog_of, begin_request, end_request
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
-from extproc.prefix.kv_index import KvIndex
 from extproc.scheduling.assignment import Assignment
 from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt
 from extproc.scheduling.framework import ConfiguredPicker
@@ -95,10 +94,8 @@ class Pool:
         self.reporters = configured.reporters if configured else ()
         self.metrics = configured.metrics if configured else ()
         self.admits = configured.admit if configured and configured.admitters else None
-        if spec.kv_events is None:
-            self.caches.kv_index = None
-        elif self.caches.kv_index is None:
-            self.caches.kv_index = KvIndex()
+        tiers = configured.tiers if configured else {}
+        self.caches.configure(has_events=spec.kv_events is not None, tiers=tiers)
         endpoints = {one.address: EndpointConfig(one.labels, one.price, one.draining) for one in spec.endpoints}
         for row in self.table.replace(endpoints):
             self.caches.forget(row)
@@ -210,7 +207,7 @@ class Pool:
             self.sessions.bind(key, address, now, ttl_s)
         computing = row if prefill_row is None else prefill_row
         last_used_at_s = self.caches.last_use_of(computing, event.chain, event.indexed_tokens)
-        pins = {one: self.caches.index.pin(one, event.chain, now) for one in {row, computing}}
+        pins = {one: self.caches.pin(one, event.chain, now) for one in {row, computing}}
         endpoint, prefill = self._begin(row, prefill_row, work=event.work, tokens=event.tokens, now=now)
         adapter = None if self.slots is None else self.slots.begin(row, event.adapter, now)
         return Assignment(

@@ -91,7 +91,10 @@ _SCORERS: Final = {
     "active-request-scorer": load.ActiveRequests,
     "load-aware-scorer": load.LoadAware,
     "token-load-scorer": load.TokenLoad,
+    "lmetric-scorer": load.LMetric,
     "kv-cache-utilization-scorer": cache_scorers.KvCacheUtilization,
+    "kv-cache-scorer": cache_scorers.KvCacheUtilization,  # its name before llm-d 0.3
+    "kvcache-aware-scorer": cache_scorers.PrecisePrefixCache,
     "prefix-cache-scorer": cache_scorers.PrefixCacheScorer,
     "precise-prefix-cache-scorer": cache_scorers.PrecisePrefixCache,
     "no-hit-lru-scorer": cache_scorers.NoHitLru,
@@ -117,6 +120,7 @@ _SCORERS: Final = {
 _PICKERS: Final = {
     # llm-d's
     "max-score-picker": selectors.MaxScore,
+    "max-score": selectors.MaxScore,
     "random-picker": selectors.Random,
     "weighted-random-picker": selectors.WeightedRandom,
     # ours
@@ -126,8 +130,10 @@ _PICKERS: Final = {
 
 _HANDLERS: Final = {
     "single-profile-handler": handlers.SingleProfile,
+    "single-profile": handlers.SingleProfile,
     "header-profile-handler": handlers.HeaderProfile,
     "data-parallel-profile-handler": handlers.DataParallel,
+    "header-phase-profile-handler": handlers.HeaderPhase,
     "disagg-profile-handler": handlers.Disaggregation,
     "pd-profile-handler": handlers.Disaggregation,
 }

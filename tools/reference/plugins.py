@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import inspect
 
 from controller.crds import field_docs
+from extproc.scheduling.picker_notes import without_effect
 from extproc.scheduling.plugins.accepted import ACCEPTED, REFUSED
 from extproc.scheduling.registry import BUILT_IN
 from tools.reference.field_types import structs_in
@@ -76,14 +77,23 @@ def _plugin(cls: type, names: list[str]) -> list[str]:
     struct = inspect.type_info(cls)
     assert isinstance(struct, inspect.StructType)  # noqa: S101 - a plugin is a struct
     if not struct.fields:
-        return lines
+        return lines + _without_effect(cls)
     inner = list(_inner(struct, names[0]))
     lines += field_table(struct, docs, {one.cls: path for path, one in inner})
+    lines += _without_effect(cls)
     for path, one in inner:
         said = field_docs.read(one.cls)
         lines += [f"#### `{path}`", "", said.text, ""]
         lines += field_table(one, said, {other.cls: place for place, other in inner})
     return lines
+
+
+def _without_effect(cls: type) -> list[str]:
+    reasons = without_effect(cls)
+    if not reasons:
+        return []
+    rows = [f"| `{name}` | {reason} |" for name, reason in reasons.items()]
+    return ["| accepted, without effect | because |", "|---|---|", *rows, ""]
 
 
 def _inner(struct: inspect.StructType, path: str) -> Iterator[tuple[str, inspect.StructType]]:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from extproc.scheduling.plugins.load_scorers import less_is_better
 from extproc.scheduling.plugins.noise import uniforms
 from extproc.scheduling.plugins.objectives import objective_ms
+from extproc.scheduling.plugins.reasons import LEARNED_LATENCY, ONE_INDEX
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
@@ -52,6 +54,17 @@ class LatencyScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
     Endpoints that miss the objectives score below 0.5, the smallest miss highest. TTFT is waiting work over the
     learned prefill rate, TPOT the recent mean; llm-d predicts both with a trained model.
     """
+
+    WITHOUT_EFFECT: ClassVar = MappingProxyType(
+        {
+            **dict.fromkeys(
+                ("compositeKVWeight", "compositeQueueWeight", "compositePrefixWeight"),
+                "there always is an expected latency, so there is nothing to fall back to",
+            ),
+            "latencyPredictionInfoProducerName": LEARNED_LATENCY,
+            "prefixMatchInfoProducerName": ONE_INDEX,
+        }
+    )
 
     ttft_weight: NonNegative = 0.8
     tpot_weight: NonNegative = 0.2

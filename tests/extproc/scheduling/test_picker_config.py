@@ -50,6 +50,10 @@ def profile_of(text: str) -> Profile:
     return profile
 
 
+def notes_of(text: str) -> tuple[str, ...]:
+    return picker_from_text("epp.yaml", text, BUILT_IN).notes
+
+
 def test_a_file_of_llm_ds_is_read_with_its_weights_and_parameters() -> None:
     profile = profile_of(CONFIG)
     assert [(one.name, one.plugin) for one in profile.filters] == [
@@ -96,11 +100,6 @@ plugins:
         ("weight: 3", "wait: 3", "epp.yaml:19: schedulingProfiles[0].plugins[2].wait: there is no such field"),
         ("weight: 3", "weight: -3", "epp.yaml:19:"),
         ("name: prefix\n", "name: token-load-scorer\n", "a second plugin called 'token-load-scorer'"),
-        (
-            "pluginRef: weighted-random-picker",
-            "pluginRef: prefix-cache-affinity-filter\n        weight: 2",
-            "only scorers",
-        ),
         ("kind: Endpoint", "kind: Entpoint", "epp.yaml:2: kind"),
         ("plugins:\n  - type", "plugins:\n  - [", "not YAML"),
     ],
@@ -110,6 +109,42 @@ def test_a_mistake_is_placed_and_comes_with_advice(old: str, new: str, mistake: 
     assert text != CONFIG
     with pytest.raises(ConfigInvalid, match=re.escape(mistake)):
         picker_from_text("epp.yaml", text, BUILT_IN)
+
+
+def test_a_weight_of_a_plugin_that_is_no_scorer_is_told() -> None:
+    text = CONFIG.replace("pluginRef: weighted-random-picker", "pluginRef: weighted-random-picker\n        weight: 2")
+    assert any("'weighted-random-picker' has no effect: it is no scorer" in note for note in notes_of(text))
+
+
+def test_a_declared_picker_serves_a_profile_that_names_none() -> None:
+    text = CONFIG.replace("      - pluginRef: weighted-random-picker\n", "")
+    assert profile_of(text).selector == WeightedRandom(max_num_of_endpoints=2)
+    assert profile_of(
+        text.replace("  - type: weighted-random-picker\n    parameters: {maxNumOfEndpoints: 2}\n", "")
+    ) == (msgspec.structs.replace(profile_of(text), selector=MaxScore()))
+
+
+def test_parameters_without_effect_are_taken_and_told_with_the_reason() -> None:
+    text = CONFIG.replace("{affinityThreshold: 0.9}", "{affinityThreshold: 0.9, explorationProbability: 0.01}")
+    assert profile_of(text) == profile_of(CONFIG)
+    reason = PrefixCacheAffinity.WITHOUT_EFFECT["explorationProbability"]
+    assert f"prefix-cache-affinity-filter: explorationProbability has no effect: {reason}" in notes_of(text)
+
+
+def test_the_older_names_of_a_prefix_scorers_parameters_count() -> None:
+    (older,) = profile_of(
+        CONFIG.replace("matchLengthWeight: 0.5", "prefixLengthWeight: 0.5, maxModelLen: 2000")
+    ).scorers[1:]
+    view = view_of(2, cached=[1000, 500])
+    # half of it by length, a quarter of the scale squared, and half by the ratio
+    assert older.plugin.score(view, view.table.is_active)[1] == pytest.approx(0.5 * 0.0625 + 0.5 * 0.5)
+
+
+def test_a_type_of_llm_ds_that_is_not_built_is_refused_with_what_takes_its_place() -> None:
+    with pytest.raises(ConfigInvalid, match="in its place, a picker in each cluster"):
+        picker_from_text(
+            "epp.yaml", CONFIG.replace("type: token-load-scorer", "type: multicluster-queue-scorer"), BUILT_IN
+        )
 
 
 def test_a_second_picker_and_a_second_document_are_refused() -> None:

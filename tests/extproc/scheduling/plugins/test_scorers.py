@@ -19,6 +19,7 @@ from extproc.scheduling.plugins.latency_scorers import CostScorer, LatencyScorer
 from extproc.scheduling.plugins.load_scorers import (
     ActiveRequests,
     LeastRequestScorer,
+    LMetric,
     LoadAware,
     Queue,
     RunningRequests,
@@ -76,6 +77,12 @@ def test_token_load_counts_what_waits_and_what_this_prompt_adds() -> None:
     assert scores(TokenLoad(queue_threshold_tokens=4100), view) == pytest.approx(
         [1 - 1025 / 4100, 1 - 416 / 4100, 1 - 4025 / 4100]
     )
+
+
+def test_lmetric_is_the_least_product_of_uncached_tokens_and_requests() -> None:
+    # 1000 * 1, 500 * 3, 200 * 2
+    view = view_of(3, cached=[0, 500, 800], in_flight=[0, 2, 1])
+    assert scores(LMetric(), view) == pytest.approx([500 / 1100, 0.0, 1.0])
 
 
 def test_prefix_cache_is_the_share_and_if_asked_the_length() -> None:
