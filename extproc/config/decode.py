@@ -148,6 +148,8 @@ def _convert(value: object) -> tuple[_Decoded | None, list[Finding]]:
     versions = _VERSIONS.get(kind, (API_VERSION,))
     if kind != PICKER_KIND and value.get("apiVersion") not in versions:
         findings.append((("apiVersion",), f"write apiVersion: {' or '.join(versions)}"))
+    if kind == PICKER_KIND:
+        value = _without_nulls(value)
     cls = _KINDS.get(kind)
     if cls is None:
         findings.append((("kind",), f"'{kind}' is not a kind; {suggest(kind, _KINDS)}"))
@@ -157,6 +159,15 @@ def _convert(value: object) -> tuple[_Decoded | None, list[Finding]]:
     except msgspec.ValidationError:
         return _convert_leniently(value, cls), [*findings, *check_shape(value, cls)]
     return decoded, findings
+
+
+def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - plain data of any shape
+    """For Go, a field that is null is absent."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def _convert_leniently(value: object, cls: type[_Decoded]) -> _Decoded | None:

@@ -31,7 +31,7 @@ def tier_capacities(config: EndpointPickerConfig) -> Mapping[str, float]:
 
     A producer is a tier if a plugin names it and it says its capacity itself. All others are the pool's own index.
     """
-    named = {(spec.parameters or {}).get("prefixMatchInfoProducerName") for spec in config.plugins}
+    named = {str((spec.parameters or {}).get("prefixMatchInfoProducerName")) for spec in config.plugins}
     return MappingProxyType(
         {
             spec.called: _tokens(spec.parameters or {})

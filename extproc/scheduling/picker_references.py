@@ -123,10 +123,10 @@ class References:
 
     def _profile_names(self, index: int, parameters: Mapping[str, Any]) -> Iterator[Finding]:
         for key in _PROFILE_NAMES & parameters.keys():
-            name = parameters[key]
+            name = str(parameters[key] or "")
             if name and name not in self._profiles:
                 place = ("plugins", index, "parameters", key)
-                yield place, f"there is no profile '{name}'; {suggest(str(name), self._profiles)}"
+                yield place, f"there is no profile '{name}'; {suggest(name, self._profiles)}"
 
 
 def _parameters(parameters: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str, _Use]]:

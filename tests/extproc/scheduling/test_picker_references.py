@@ -115,3 +115,36 @@ def test_a_producer_is_named_by_its_own_name_or_its_type() -> None:
         load(scorer % ("mine", ""))
     with pytest.raises(ConfigInvalid, match="and no producer"):
         load(scorer % ("best", ", {type: max-score-picker, name: best}"))
+
+
+def test_a_profile_that_a_parameter_names_is_there() -> None:
+    source = "plugins: [{type: queue-scorer}, {type: p2p-source-producer, parameters: {prefillProfileName: %s}}]"
+    load(source % "default")
+    load(source % '""')
+    with pytest.raises(ConfigInvalid, match="there is no profile 'prefil'"):
+        load(source % "prefil")
+    with pytest.raises(ConfigInvalid, match="there is no profile"):
+        load(source % "[default]")
+
+
+def test_what_is_null_is_absent() -> None:
+    load("""
+featureGates:
+plugins:
+  - {type: queue-scorer, name: null, parameters: }
+  - {type: concurrency-detector, parameters: {headroom: null, maxConcurrency: 7}}
+schedulingProfiles:
+flowControl: {priorityBands: , defaultRequestTTL: , maxBytes: null}
+dataLayer:
+saturationDetector: {pluginRef: }
+""")
+
+
+@pytest.mark.parametrize("value", ["{a: 1}", "[1]", "7", "true"])
+def test_parameters_of_another_shape_are_no_accident(value: str) -> None:
+    load(f"""
+plugins:
+  - {{type: queue-scorer}}
+  - {{type: approx-prefix-cache-producer, parameters: {{autoTune: {value}, lruCapacityPerServer: {value}}}}}
+  - {{type: inflight-load-producer, parameters: {{prefixMatchInfoProducerName: {value}}}}}
+""")
