@@ -2,8 +2,7 @@
 """Reads the metrics pages of vLLM, SGLang and TensorRT-LLM.
 
 A page has hundreds of lines, of which a dozen matter. Each is searched for near its position on the previous page, so
-a reading takes microseconds. (Parsing whole pages is why scraping a hundred engines takes llm-d's picker several
-cores, llm-d-router issue 2441.) Series of one name, as of data-parallel ranks, are added up; fractions are averaged.
+a reading takes microseconds. Series of one name, as of data-parallel ranks, are added up; fractions are averaged.
 """
 
 from __future__ import annotations
@@ -288,9 +287,8 @@ def _labels(line: bytes) -> dict[str, str]:
     while text:
         name, _, rest = text.partition('="')
         value, closing, text = rest.partition('"')
-        if not closing:
-            break
-        found[name.strip(", ")] = value
+        if closing:
+            found[name.strip(", ")] = value
     return found
 
 

@@ -49,9 +49,7 @@ def test_the_pages_are_up_to_date() -> None:
 
 
 def test_every_parameter_of_llm_ds_plugins_is_taken_or_told() -> None:
-    refused = unknown_parameters()
-    # session affinity has its own reader of these
-    assert [one for one in refused if not one[0].startswith("session-affinity")] == []
+    assert unknown_parameters() == []
     assert {name for name, _, here in verdicts() if here.startswith("not built")} <= NOT_BUILT.keys()
     by_parameter = {(name, parameter): here for name, parameter, here in verdicts()}
     assert by_parameter["prefix-cache-affinity-filter", "maxTTFTPenaltyMs"] == "taken"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import inspect
 
 from extproc.scheduling.picker_notes import without_effect
-from extproc.scheduling.plugins.accepted import ACCEPTED
+from extproc.scheduling.plugins.accepted import ACCEPTED, REFUSED
 from extproc.scheduling.plugins.not_built import NOT_BUILT
 from extproc.scheduling.registry import BUILT_IN
 from tools.reference.kinds import MARK
@@ -176,6 +176,8 @@ def _verdict(name: str, parameter: str) -> str:
     if (name, parameter) in _BY_HAND:
         return _BY_HAND[name, parameter]
     plugin = BUILT_IN.get(name)
+    if name in REFUSED:
+        return f"refused with its type: {REFUSED[name]}"
     if plugin is None:
         return f"not built; in its place, {NOT_BUILT[name]}"
     if plugin.kind == "accepted":

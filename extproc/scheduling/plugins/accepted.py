@@ -59,8 +59,6 @@ ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
         "tokenizer": "the ModelServer's tokenizer",
         "p2p-source-producer": "nothing: pulling KV caches from peers is not done",
         "latency-predictor-producer": "learned prefill rates",
-        "disaggregatedset-rollout-screener": "groupKey: disaggregatedset.x-k8s.io/revision of disagg-profile-handler,"
-        " which pairs engines of one revision only",
         "dp-rank-header-handler": "each rank is an endpoint of its own, with its own port",
         "metrics-data-source": "the scraper",
         "models-data-source": "the scraper",

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 import numpy as np
@@ -43,6 +44,8 @@ class MetricsExtractor(msgspec.Struct, frozen=True, rename="camel"):
 
     They are looked for on the metrics page of every engine. The usual metrics are those of the ModelServer's ``engine``.
     """
+
+    WITHOUT_EFFECT: ClassVar = MappingProxyType({"defaultEngine": "engines are of the ModelServer's kind"})
 
     engine_configs: tuple[EngineConfig, ...] = ()
 

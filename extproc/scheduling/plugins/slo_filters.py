@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import msgspec
 
 from extproc.scheduling.plugins.noise import uniforms
 from extproc.scheduling.plugins.objectives import meets_objectives
+from extproc.scheduling.plugins.reasons import LEARNED_LATENCY
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools
@@ -25,6 +27,8 @@ class SloHeadroomTier(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
     first is kept, but the second with the probability ``epsilonExploreNeg``, so that what is expected of its
     endpoints is put to the test again. The draw is a hash of the request's time.
     """
+
+    WITHOUT_EFFECT: ClassVar = MappingProxyType({"latencyPredictionInfoProducerName": LEARNED_LATENCY})
 
     epsilon_explore_neg: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01
 

@@ -24,12 +24,13 @@ _APART: Final = len(_LEVELS)
 
 
 class TopologyExtractor(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``topology-extractor``: the labels of endpoints that say where they are.
+    """llm-d's ``topology-extractor``: the labels of endpoints that say where they are. ``host``: the same as ``hostname``.
 
     The gateway role gives a pod without the label ``kubernetes.io/hostname`` its node's name there.
     """
 
     hostname: str = ""
+    host: str = ""
     rack: str = ""
     zone: str = ""
     region: str = ""
@@ -38,7 +39,7 @@ class TopologyExtractor(msgspec.Struct, frozen=True, rename="camel", forbid_unkn
     def labels(self) -> tuple[str, ...]:
         """Host, rack, zone, region."""
         return (
-            self.hostname or "kubernetes.io/hostname",
+            self.hostname or self.host or "kubernetes.io/hostname",
             self.rack or "topology.kubernetes.io/rack",
             self.zone or "topology.kubernetes.io/zone",
             self.region or "topology.kubernetes.io/region",

@@ -55,7 +55,7 @@ KILLERS: Final = {
         f"  - modelMatch: {{uri: {{regex: '{'(' * 5000}'}}}}\n    targetModels: [{{modelServerName: s}}]\n",
         "bad.yaml:7: spec.rules[0].modelMatch.uri.regex: not a regular expression",
     ),
-    "size": (PICKER + "featureGates: [flowControl]\nflowControl: {maxRequests: 10G}", "bad.yaml:4: flowControl.maxReq"),
+    "size": (PICKER + "featureGates: [flowControl]\nflowControl: {maxRequests: 10X}", "bad.yaml:4: flowControl.maxReq"),
     "parameter": (PICKER + "plugins:\n- {type: random-picker, parameters: {maxNumOfEndpoints: 10G}}", "bad.yaml:4:"),
 }
 

@@ -141,10 +141,8 @@ def test_the_older_names_of_a_prefix_scorers_parameters_count() -> None:
 
 
 def test_a_type_of_llm_ds_that_is_not_built_is_refused_with_what_takes_its_place() -> None:
-    with pytest.raises(ConfigInvalid, match="in its place, a picker in each cluster"):
-        picker_from_text(
-            "epp.yaml", CONFIG.replace("type: token-load-scorer", "type: multicluster-queue-scorer"), BUILT_IN
-        )
+    with pytest.raises(ConfigInvalid, match="in its place, queue-scorer, kv-cache-utilization-scorer and lora"):
+        picker_from_text("epp.yaml", CONFIG.replace("type: token-load-scorer", "type: decision-tree-filter"), BUILT_IN)
 
 
 def test_a_second_picker_and_a_second_document_are_refused() -> None:

@@ -69,7 +69,7 @@ def test_names_of_plugins_and_types_that_need_no_parameters_are_taken(section: s
         ("dataLayer: {discovery: {endpoints: {pluginRef: none}}}", "endpoints.pluginRef: no plugin is called 'none'"),
         ("saturationDetector: {pluginRef: queue-scorer}", "and no saturation detector"),
         ("flowControl: {saturationDetector: {pluginRef: none}}", "saturationDetector.pluginRef: no plugin is called"),
-        ("flowControl: {usageLimitPolicyPluginRef: parser}", "'parser' is a openai-parser, and no usage limit policy"),
+        ("flowControl: {usageLimitPolicyPluginRef: parser}", "'parser' is no usage limit policy"),
         ("flowControl: {priorityBands: [{priority: 1, fairnessPolicyRef: none}]}", "no plugin is called 'none'"),
         ("flowControl: {priorityBands: [{priority: 1, orderingPolicyRef: queue-scorer}]}", "and no ordering policy"),
         ("flowControl: {defaultNegativePriorityBand: {fairnessPolicyRef: fcfs-ordering-policy}}", "no fairness policy"),
