@@ -18,7 +18,7 @@ from controller.autoscale.memory import Shared
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from controller.autoscale.allocation.variants import Variant
+    from controller.autoscale.allocation.variants import Allocation, Rules, Variant
     from controller.autoscale.situation import Target
     from controller.autoscale.stage import StageAnswer
     from controller.resources.autoscaling import AutoscalingPolicySpec
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _NEED_STEP: Final = 0.1
 _CAPACITY_DIGITS: Final = 2
 _EPSILON: Final = 1e-6
+# Of the cost without other targets' new replicas.
+_WORTH_MOVING: Final = 0.9
 UNPROVEN: Final = "not proven the cheapest"
 
 
@@ -77,8 +79,37 @@ def shared_out(
     rules = rules_of(binding, free)
     shared = before
     if before is None or (before.needs, before.variants, before.rules) != (needs, variants, rules):
-        shared = Shared(needs, variants, rules, allocate_stages(needs, variants, rules)) if needs else None
+        found = _without_moving_about(needs, variants, rules) if needs else {}
+        shared = Shared(needs, variants, rules, found) if needs else None
     return _with_ratios(stages, fixed, shared if needs else None, binding)
+
+
+def _without_moving_about(
+    needs: Mapping[str, float], variants: Mapping[str, tuple[Variant, ...]], rules: Rules
+) -> dict[str, Allocation]:
+    """The allocation; where what runs is enough, replicas of one target take the place of another's only if that saves a
+    tenth of the cost. Needs and learned capacities move by less than that from look to look.
+    """
+    found = allocate_stages(needs, variants, rules)
+    if rules.mode != "Cheapest" or not any(_is_move(found[stage], variants[stage]) for stage in found):
+        return found
+    there = {stage: tuple(_no_more(one) for one in several) for stage, several in variants.items()}
+    fewer = allocate_stages(needs, there, rules)
+    is_enough = not any(one.missing for one in fewer.values())
+    return fewer if is_enough and _cost(found, variants) > _WORTH_MOVING * _cost(fewer, variants) else found
+
+
+def _is_move(found: Allocation, variants: Sequence[Variant]) -> bool:
+    changes = [found.replicas[one.name] - one.running for one in variants]
+    return min(changes) < 0 < max(changes)
+
+
+def _no_more(variant: Variant) -> Variant:
+    return msgspec.structs.replace(variant, most=max(variant.least, min(variant.most, variant.running)))
+
+
+def _cost(found: Mapping[str, Allocation], variants: Mapping[str, Sequence[Variant]]) -> float:
+    return sum(one.cost * found[stage].replicas[one.name] for stage in found for one in variants[stage])
 
 
 def _with_ratios(

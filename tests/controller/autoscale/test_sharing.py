@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+import pytest
 
 from controller.autoscale.decide import decide
 from controller.autoscale.situation import Engine, EngineState, Freshness, Situation, Target
@@ -59,6 +60,16 @@ def after_minutes(
 def test_the_cheapest_kind_carries_the_work() -> None:
     # 12 * 0.21 s at 0.8: 3.15 large ones, or twice as many small ones at half the price in all
     assert after_minutes(pair(small=7), 12.0) == {"large": 0, "small": 7}
+
+
+@pytest.mark.parametrize(("price", "expected"), [(2.1, {"large": 4, "small": 0}), (4.0, {"large": 0, "small": 8})])
+def test_replicas_move_to_another_target_for_a_tenth_of_the_cost_not_for_less(
+    price: float, expected: dict[str, int]
+) -> None:
+    # 15% of room: 3.62 large ones carry it, so one of five goes, or eight small ones carry it, for 8 instead of 4 * price
+    large, small = pair(large=5)
+    large = msgspec.structs.replace(large, spec=msgspec.structs.replace(large.spec, cost=price))
+    assert after_minutes((large, small), 12.0, binding=binding_of(large.spec, small.spec)) == expected
 
 
 def test_in_doubt_no_target_loses_a_replica_to_another() -> None:
