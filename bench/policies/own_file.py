@@ -69,8 +69,9 @@ def _loaded(file: Path) -> ModuleType:
     module.__file__ = str(file)
     # dataclasses look their module up
     sys.modules[module.__name__] = module
-    before, writes = set(sys.modules), sys.dont_write_bytecode
-    # bytecode of a neighbour that was edited within a second would be taken for current
+    before = set(sys.modules)
+    # Bytecode of a neighbour that was edited within a second would be taken for current. A pick may import one, too, so
+    # this process never writes any again.
     sys.dont_write_bytecode = True
     try:
         exec(compile(source, str(file), "exec"), module.__dict__)  # noqa: S102 - it is the user's own program
@@ -78,7 +79,6 @@ def _loaded(file: Path) -> ModuleType:
         msg = f"{file}: cannot be loaded:\n{_whole(error, file)}"
         raise PolicyFailed(msg) from None
     finally:
-        sys.dont_write_bytecode = writes
         # another policy's neighbours may have the same names
         for other in set(sys.modules) - before:
             if str(getattr(sys.modules[other], "__file__", None) or "").startswith(beside + "/"):
