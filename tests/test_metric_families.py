@@ -15,7 +15,7 @@ from controller.agents.downloader.telling import ProgressMetrics
 from controller.agents.runtime.counters import Counters
 from controller.agents.runtime.dialects import FAMILIES
 from controller.agents.runtime.engine_page import EnginePage
-from controller.agents.runtime.exposition import AgentState, write_page
+from controller.agents.runtime.exposition import write_page
 from controller.autoscale.decision import StageDecision, Step
 from controller.autoscale.law import Recommendation
 from controller.bundle import Follower
@@ -28,6 +28,7 @@ from controller.uptake_metrics import FollowerSeries
 from extproc.config.directory import ConfigDirectory
 from extproc.metrics.registry import Metrics
 from extproc.metrics.tls import TlsMetrics
+from tests.controller.agents.runtime.test_engine_page import STATE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -77,18 +78,8 @@ def registries(folder: Path) -> Iterator[CollectorRegistry]:
 
 def of_agents() -> Iterator[tuple[str, Said]]:
     """They write their page themselves."""
-    state = AgentState(
-        dialect="vLLM",
-        is_ready=True,
-        is_alive=True,
-        has_answered=True,
-        drain_s=None,
-        file_is_good=True,
-        coming=0,
-        limit=4,
-    )
     values = {one.name: {"m": 1.0} for one in FAMILIES if one.kind != "histogram"}
-    for family in text_string_to_metric_families(write_page(EnginePage(values, {}), state, Counters())):
+    for family in text_string_to_metric_families(write_page(EnginePage(values, {}), STATE, Counters())):
         yield said_of(family, ())
 
 

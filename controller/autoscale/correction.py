@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 _FOLLOWING_S: Final = 60.0
 # Where more replicas than that share have just gone, measured answers say nothing about those that are left.
 _AS_MANY: Final = 1.15
-# It grows by so much of itself in a second for each multiple of the objective. It halves its distance from 1 in an hour:
-# what the model does not know of an engine stays so, and each trial of less makes replicas come and go.
+# It grows by so much of itself in a second for each multiple of the objective. It halves its distance from 1 in an
+# hour: what the model does not know of an engine stays so, and each trial of less makes replicas come and go.
 _GROWTH_PER_S: Final = 1 / 240
 _HALVING_S: Final = 3600.0
 _SETTLED_S: Final = 180.0
@@ -51,9 +51,9 @@ class Extreme(msgspec.Struct, frozen=True):
 
 
 class Correction(msgspec.Struct, frozen=True, kw_only=True):
-    """``factor``: see the module. ``at_s``: when it was looked at last. ``enough_since_s``: since when no more replicas were
-    called for than were ready; None: they are now. ``ready``: replicas; ``steady_since_s``: since when they are as many,
-    nothing waits and none is starting. ``most`` and ``fewest``: replicas ready in the time of measured answers.
+    """``factor``: see the module. ``at_s``: when it was looked at last. ``enough_since_s``: since when no more replicas
+    were called for than were ready; None: they are now. ``ready``: replicas; ``steady_since_s``: since when they are as
+    many, nothing waits and none is starting. ``most`` and ``fewest``: replicas ready in the time of measured answers.
     """
 
     at_s: float

@@ -46,8 +46,8 @@ def decide(
     accelerators that nodes have left, by pool, as far as that is known.
 
     ``now_s``: since 1970, as schedules need it. Written down is what each target should have; what is done with it
-    depends on the mode, and is the caller's. While nothing but time has changed, the last decision may be returned again,
-    as the same object: see ``resting``.
+    depends on the mode, and is the caller's. While nothing but time has changed, the last decision may be returned
+    again, as the same object: see ``resting``.
     """
     before = memory or Memory()
     if policy.mode == "Paused":

@@ -72,9 +72,9 @@ class StageDecision(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """``binding``: its key. ``at_s``: when. ``mode``: of the policy. ``targets``: what each should have. ``look_again_at_s``:
-    when the next decision is due. ``inputs``: more numbers that were used, such as learned start times. ``lacks``: replicas
-    that targets would have as well, were there accelerators for them, by target.
+    """``binding``: its key. ``at_s``: when. ``mode``: of the policy. ``targets``: what each should have.
+    ``look_again_at_s``: when the next decision is due. ``inputs``: more numbers that were used, such as learned start
+    times. ``lacks``: replicas that targets would have as well, were there accelerators for them, by target.
     """
 
     binding: str

@@ -24,8 +24,8 @@ _LONGEST_INSTANCE: Final = 400
 
 
 class Process(msgspec.Struct):
-    """``heard_at_s``: when it spoke last. ``whole_since_s``: since when it has been heard without a gap; minus infinity: since
-    it began. ``servers``: what it said of each.
+    """``heard_at_s``: when it spoke last. ``whole_since_s``: since when it has been heard without a gap; minus
+    infinity: since it began. ``servers``: what it said of each.
     """
 
     name: str
@@ -42,9 +42,9 @@ class Process(msgspec.Struct):
 
 
 class Gateway(msgspec.Struct):
-    """A pod, or another place where processes run. ``seen_at_s``: since when it is known. ``processes``: by name, all that
-    spoke. ``slots``: when each was heard or heard of. ``gap_at_s``: the end of the last time in which a process may have
-    counted what nobody heard.
+    """A pod, or another place where processes run. ``seen_at_s``: since when it is known. ``processes``: by name, all
+    that spoke. ``slots``: when each was heard or heard of. ``gap_at_s``: the end of the last time in which a process
+    may have counted what nobody heard.
     """
 
     seen_at_s: float
@@ -129,7 +129,9 @@ class Gateway(msgspec.Struct):
         return met, born_at_s
 
     def _of_slot(self, slot: str, now: float) -> list[Process]:
-        """A slot with a name has one process at a time. Else each process that begins replaces one that was silent then."""
+        """A slot with a name has one process at a time. Else each process that begins replaces one that was silent
+        then.
+        """
         here = [one for one in self.processes.values() if one.slot == slot]
         if len(here) <= 1:
             return here

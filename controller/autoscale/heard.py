@@ -28,8 +28,8 @@ Value = TypeVar("Value")
 
 class Heard(msgspec.Struct):
     """``server``: what was said last, as it was said; None if the process does not know the server any more.
-    ``calm_since_s``: no report of an engine is older; minus infinity where something goes on. ``highest``: the most that
-    each counter had, so that one which falls and rises again adds nothing.
+    ``calm_since_s``: no report of an engine is older; minus infinity where something goes on. ``highest``: the most
+    that each counter had, so that one which falls and rises again adds nothing.
     """
 
     server: ServerDemand | None = None

@@ -63,10 +63,11 @@ class PerRequest(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """``arrivals_per_s``: requests that were not refused, as they count; ``seen_s``: in which they came. ``mean_per_s``:
-    over ``window_s``, the window that agrees with all shorter ones. ``slope``: by how much arrivals a second
-    grow each second; 0 if no trend is significant. ``newest_per_s``: over the shortest window, and ``newest_error`` its
-    standard error. ``dispersion``: variance of arrivals over Poisson's. ``per_request``: None if no request has finished.
+    """``arrivals_per_s``: requests that were not refused, as they count; ``seen_s``: in which they came.
+    ``mean_per_s``: over ``window_s``, the window that agrees with all shorter ones. ``slope``: by how much arrivals a
+    second grow each second; 0 if no trend is significant. ``newest_per_s``: over the shortest window, and
+    ``newest_error`` its standard error. ``dispersion``: variance of arrivals over Poisson's. ``per_request``: None if
+    no request has finished.
     """
 
     arrivals_per_s: float
@@ -82,8 +83,8 @@ class Load(msgspec.Struct, frozen=True):
     def arrivals_in(self, ahead_s: float) -> float:
         """Arrivals a second so far ahead. Falling load is not foreseen.
 
-        A trend counts from the middle of the window, but no further than the newest arrivals bear out: it may be over. And
-        it is damped, as trends end (Gardner and McKenzie, 1985).
+        A trend counts from the middle of the window, but no further than the newest arrivals bear out: it may be over.
+        And it is damped, as trends end (Gardner and McKenzie, 1985).
         """
         if self.slope <= 0:
             return self.arrivals_per_s

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is remembered of a binding between two decisions. All of it may be lost: nothing is scaled in because of that."""
+"""What is remembered of a binding between two decisions. All of it may be lost: nothing is scaled in because of
+that.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,12 @@ _MOST: Final = 1e15
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """``began_at_s``: since when laws have known something without a gap. ``laws``: what each law remembers, by its name. ``past``: for
-    the behaviour block. ``panic``: None if there is none. ``current``: as seen last. ``speeds``: smoothed,
-    ``starts``: measured, and ``blockages``: why one is left out, by target. ``arrivals``: counted so far. ``active_at_s``: when something was last asked for
-    or done. ``woken_at_s``: when the stage last left zero; None: not yet, or requests have been served since.
+    """``began_at_s``: since when laws have known something without a gap. ``laws``: what each law remembers, by its
+    name. ``past``: for the behaviour block. ``panic``: None if there is none. ``current``: as seen last. ``speeds``:
+    smoothed,
+    ``starts``: measured, and ``blockages``: why one is left out, by target. ``arrivals``: counted so far.
+    ``active_at_s``: when something was last asked for or done. ``woken_at_s``: when the stage last left zero; None: not
+    yet, or requests have been served since.
     ``fell_from``: how many there were before they last became fewer; None: they grew since. ``turned_at_s``: when they
     grew again although few had gone, lately.
     """
@@ -99,8 +103,8 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encoded(memory: Memory) -> bytes:
-    """JSON of what is slow to learn: speeds, start times, seasons and the load of the last hour. The rest is about the last minutes and known again
-    soon.
+    """JSON of what is slow to learn: speeds, start times, seasons and the load of the last hour. The rest is about the
+    last minutes and known again soon.
     """
     # durations that were declared are floats with a text
     return msgspec.json.encode({name: _stored(stage) for name, stage in memory.stages.items()}, enc_hook=float)

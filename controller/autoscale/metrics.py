@@ -33,7 +33,9 @@ def report_of(situation: Situation, engine: Engine) -> EngineReport | None:
 
 
 def kv_usage_of(report: EngineReport) -> float | None:
-    """The share of the cache in use: as the engine says, else by the tokens that gateways have sent; None if unknown."""
+    """The share of the cache in use: as the engine says, else by the tokens that gateways have sent; None if
+    unknown.
+    """
     if report.kv_usage is not None:
         return report.kv_usage
     if report.kv_capacity_tokens > 0:

@@ -39,7 +39,9 @@ _GAP_PERIODS: Final = 6
 def prepared(
     situation: Situation, before: StageMemory | None, policy: AutoscalingPolicySpec
 ) -> tuple[Situation, StageMemory]:
-    """The situation with smoothed speeds, relative capacities and measured start times, and the memory that knows them."""
+    """The situation with smoothed speeds, relative capacities and measured start times, and the memory that knows
+    them.
+    """
     now_s = situation.now_s
     memory = before or StageMemory(began_at_s=now_s, decided_at_s=now_s, active_at_s=now_s)
     elapsed_s = max(0.0, now_s - memory.decided_at_s)

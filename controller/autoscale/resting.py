@@ -72,11 +72,8 @@ def stands(
     free: Mapping[str, int] | None,
 ) -> bool:
     """Whether the decision of ``rest`` would be made again."""
-    now_s = situations[0].now_s
     return (
-        rest.decision.at_s <= now_s < rest.until_s
-        and rest.policy == policy
-        and rest.binding.spec == binding.spec
+        _still_applies(rest, policy, binding, situations[0].now_s)
         and rest.free == free
         and rest.seen == _seen(situations)
         and all(_is_idle(one, policy) for one in situations)
@@ -94,14 +91,16 @@ def still(
     situation has to be made for that. None: it may not. ``told_at_s``: no data are older.
     """
     rest = memory.rest
-    if rest is None or not rest.decision.at_s <= now_s < rest.until_s:
-        return None
-    if rest.policy != policy or rest.binding.spec != binding.spec:
+    if rest is None or not _still_applies(rest, policy, binding, now_s):
         return None
     staleness = policy.staleness
     if now_s - told_at_s > min(staleness.soft, staleness.hard):
         return None
     return rest.decision, rested(memory, now_s)
+
+
+def _still_applies(rest: Rest, policy: AutoscalingPolicySpec, binding: AutoscalingPolicyBinding, now_s: float) -> bool:
+    return rest.decision.at_s <= now_s < rest.until_s and rest.policy == policy and rest.binding.spec == binding.spec
 
 
 def rested(memory: Memory, now_s: float) -> Memory:

@@ -2,9 +2,9 @@
 """Room for load to come back to where it was: as much as the last hour has seen, within a factor of load now.
 
 Replicas take a minute and more to start, and until then a rise that nobody could foresee is served by those that there
-are. Room for a multiple of load pays where load rises again soon, and is wasted at a peak, which is where it costs most.
-What load has been is the best guess at how far it may rise. So there is room for ``headroom`` times the load of now, but
-not for more than the largest load of the last hour. While no more than minutes are known, all of it is kept.
+are. Room for a multiple of load pays where load rises again soon, and is wasted at a peak, which is where it costs
+most. What load has been is the best guess at how far it may rise. So there is room for ``headroom`` times the load of
+now, but not for more than the largest load of the last hour. While no more than minutes are known, all of it is kept.
 """
 
 from __future__ import annotations

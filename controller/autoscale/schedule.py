@@ -5,8 +5,8 @@ Cron lines are read in their own time zone. Where clocks change, they do what De
 exist is taken at once after the change, and a time that exists twice counts once. A duration is time that passes,
 whatever clocks show.
 
-Where windows overlap, the largest minimum and the smallest maximum hold. Where these contradict, the maximum does: it is
-the one that limits what is spent.
+Where windows overlap, the largest minimum and the smallest maximum hold. Where these contradict, the maximum does: it
+is the one that limits what is spent.
 """
 
 from __future__ import annotations

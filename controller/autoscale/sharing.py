@@ -34,9 +34,9 @@ UNPROVEN: Final = "not proven the cheapest"
 
 
 class Sharing(msgspec.Struct, frozen=True):
-    """``replicas`` and ``reasons``: by target. ``steps``: what ratios changed. ``limits``: what kept a stage from what it
-    needs, by stage. ``lacks``: replicas that were missed for want of accelerators, by target. ``unproven``: stages for
-    which a slightly cheaper set of targets may exist. ``shared``: to be remembered.
+    """``replicas`` and ``reasons``: by target. ``steps``: what ratios changed. ``limits``: what kept a stage from what
+    it needs, by stage. ``lacks``: replicas that were missed for want of accelerators, by target. ``unproven``: stages
+    for which a slightly cheaper set of targets may exist. ``shared``: to be remembered.
     """
 
     replicas: Mapping[str, int | None]
@@ -87,8 +87,8 @@ def shared_out(
 def _without_moving_about(
     needs: Mapping[str, float], variants: Mapping[str, tuple[Variant, ...]], rules: Rules
 ) -> dict[str, Allocation]:
-    """The allocation; where what runs is enough, replicas of one target take the place of another's only if that saves a
-    tenth of the cost. Needs and learned capacities move by less than that from look to look.
+    """The allocation; where what runs is enough, replicas of one target take the place of another's only if that saves
+    a tenth of the cost. Needs and learned capacities move by less than that from look to look.
     """
     found = allocate_stages(needs, variants, rules)
     if rules.mode != "Cheapest" or not any(_is_move(found[stage], variants[stage]) for stage in found):
@@ -150,7 +150,9 @@ def _limit(stage: str, shared: Shared) -> Step | None:
 
 
 def _lacks(shared: Shared) -> dict[str, int]:
-    """Of each stage that is short: what the target would take that does the most for its cost among those without room."""
+    """Of each stage that is short: what the target would take that does the most for its cost among those without
+    room.
+    """
     lacks: dict[str, int] = {}
     for stage, found in shared.found.items():
         short = [

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all gateways say of clients' demand and of engines, merged: sums that only grow, whoever restarts or falls silent.
+"""What all gateways say of clients' demand and of engines, merged: sums that only grow, whoever restarts or falls
+silent.
 
-Each process counts since it began. What it has counted more than the last time is added to the sums of its ModelServers;
-so a process that ends takes nothing away, and one that begins anew is no jump. What a process counted while it was not
-heard is spread evenly over that time. Gauges (what waits, what is in flight) are those of processes that run; a silent one
-keeps its last ones until its pod is gone, or another process has taken its place.
+Each process counts since it began. What it has counted more than the last time is added to the sums of its
+ModelServers; so a process that ends takes nothing away, and one that begins anew is no jump. What a process counted
+while it was not heard is spread evenly over that time. Gauges (what waits, what is in flight) are those of processes
+that run; a silent one keeps its last ones until its pod is gone, or another process has taken its place.
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ class Signals:
                 self._servers[name] = _Server(now, next(self._versions))
 
     def present(self, gateways: Collection[str], now: float) -> None:
-        """The gateways (``namespace/name``) that run: each is expected to speak, and others have nothing in flight any more."""
+        """The gateways (``namespace/name``) that run: each is expected to speak, and others have nothing in flight any
+        more.
+        """
         for key in [one for one in self._gateways if one not in gateways]:
             self._forget_speakers(key)
             gone = self._gateways.pop(key)

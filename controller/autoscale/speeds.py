@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a target's replicas are: learned by the gateways, else declared, else typical; and relative to each other."""
+"""How fast a target's replicas are: learned by the gateways, else declared, else typical; and relative to each
+other.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
 # An 8B model on an H100. They fill in what is missing where something is known.
 _TYPICAL: Final = Speed(prefill_tokens_per_s=15_000.0, step_s=0.0075, step_s_per_token=8e-8)
-# Estimates of the gateways follow single answers. Those for scaling need not: engines stay as they are, and where they do
-# not, the law's correction follows what is measured at once.
+# Estimates of the gateways follow single answers. Those for scaling need not: engines stay as they are, and where they
+# do not, the law's correction follows what is measured at once.
 _SMOOTHING_S: Final = 600.0
 # The first estimates come from few answers, so they count no more than this.
 _FIRST_S: Final = 30.0
@@ -55,8 +57,8 @@ def speed_of(declared: EngineCapacity, reports: Iterable[EngineDemand]) -> Speed
 
 
 def smoothed(before: Speed | None, new: Speed | None, elapsed_s: float) -> Speed | None:
-    """A mean of logarithms over all of the time since the first measurement, then a moving one; a speed that is not known
-    any more is kept.
+    """A mean of logarithms over all of the time since the first measurement, then a moving one; a speed that is not
+    known any more is kept.
 
     A first measurement replaces what was declared at once.
     """
@@ -77,7 +79,8 @@ def smoothed(before: Speed | None, new: Speed | None, elapsed_s: float) -> Speed
 
 
 def work_of(mean: PerRequest, speed: Speed, stage: str) -> RequestWork:
-    """What the mean request asks of an engine with this speed. ``stage``: Prefill has no decode work, Decode no prefill.
+    """What the mean request asks of an engine with this speed. ``stage``: Prefill has no decode work, Decode no
+    prefill.
 
     See ``queueing`` for the model.
     """

@@ -9,19 +9,11 @@ from typing import Final
 
 import msgspec
 
-from extproc.config.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S
+from extproc.config.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S, is_news_at
 
-# So many more unfinished requests than somebody knows of, and so many times as many, are news.
-_MANY_MORE: Final = 8
-_TIMES_AS_MANY: Final = 2
 NEVER: Final = sys.maxsize
 # Adapters come and go with the configuration: beyond so many, new ones count as their base model.
 _MOST_MODELS: Final = 1_000
-
-
-def is_news_at(known: int) -> int:
-    """How many unfinished requests are news to somebody who knows of so many."""
-    return max(known + _MANY_MORE, known * _TIMES_AS_MANY)
 
 
 class InFlight(msgspec.Struct):
@@ -32,7 +24,9 @@ class InFlight(msgspec.Struct):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """A request that waits here. ``tokens``: uncached ones of its prompt. ``awaits_engine``: its ModelServer has none."""
+    """A request that waits here. ``tokens``: uncached ones of its prompt. ``awaits_engine``: its ModelServer has
+    none.
+    """
 
     since_s: float
     tokens: float
@@ -40,8 +34,9 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class ServerMeter(msgspec.Struct):
-    """One ModelServer. ``models``: by the model asked for. ``ttft``, ``tpot``: requests by bucket. ``waiting``: by ticket,
-    the first to come first. ``waiting_tokens``: the sum of theirs. ``in_flight``: by address, of engines with requests.
+    """One ModelServer. ``models``: by the model asked for. ``ttft``, ``tpot``: requests by bucket. ``waiting``: by
+    ticket, the first to come first. ``waiting_tokens``: the sum of theirs. ``in_flight``: by address, of engines with
+    requests.
     ``running``: the sum of these. ``tell_at``: so many unfinished requests are news to a follower.
     """
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.config.demand import changed_since
-from extproc.core.demand_meter import is_news_at
+from extproc.config.demand import changed_since, is_news_at
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection
@@ -28,15 +27,15 @@ _SHORTEST_PAUSE_S: Final = 0.05
 _QUIET_S: Final = 5.0
 # Requests get their turn after so many servers: each takes some 20 µs.
 _AT_ONCE: Final = 16
-# Who follows is told of an alarm before further requests are read, if that takes no longer: turns of the event loop, and
-# seconds after which an alarm that a follower does not take is no concern of requests any more.
+# Who follows is told of an alarm before further requests are read, if that takes no longer: turns of the event loop,
+# and seconds after which an alarm that a follower does not take is no concern of requests any more.
 _TURNS: Final = 8
 _URGENT_S: Final = 0.1
 
 
 class _Follower:
-    """Of the page. ``news``: its next line is due. ``knows``: of how many unfinished requests, by ModelServer; of none where
-    that is left out.
+    """Of the page. ``news``: its next line is due. ``knows``: of how many unfinished requests, by ModelServer; of none
+    where that is left out.
     """
 
     def __init__(self) -> None:
@@ -120,8 +119,8 @@ class DemandWatch:
         return self._core.meter.server(self._core.pools, name, now)
 
     def look(self) -> None:
-        """Called after everything that the core does: those who follow hear at once of engines that are missed, and of far
-        more requests than they know of.
+        """Called after everything that the core does: those who follow hear at once of engines that are missed, and of
+        far more requests than they know of.
         """
         meter = self._core.meter
         if meter.alarms != self._alarms:
@@ -134,7 +133,9 @@ class DemandWatch:
                 self._tell_of(name)
 
     def _tell_of(self, name: str) -> None:
-        """Many requests of a server are unfinished: who knows of far fewer is told; the others when there are as many more."""
+        """Many requests of a server are unfinished: who knows of far fewer is told; the others when there are as many
+        more.
+        """
         unfinished = self._core.meter.unfinished(name)
         ignorant = {one for one in self._followers if one.is_news(name, unfinished)}
         self._wake(ignorant)

@@ -146,7 +146,9 @@ def _give_all(filling: _Filling, shares: Mapping[str, int], refused: set[str]) -
 
 
 def largest_remainders(total: int, weights: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """``total`` in the ratio of the weights: whole parts, then one each to the largest remainders, the first name first."""
+    """``total`` in the ratio of the weights: whole parts, then one each to the largest remainders, the first name
+    first.
+    """
     whole = sum(weight for _, weight in weights)
     found = {name: total * weight // whole for name, weight in weights}
     order = sorted(weights, key=lambda one: (-(total * one[1] % whole), one[0]))
@@ -176,8 +178,8 @@ def expansion_sequence(variants: Iterable[Variant], rate_percent: int) -> list[s
     """Which target gets the next replica, from the lower bounds to the upper ones.
 
     Each target's replicas above its lower bound are cut into batches: the first has one replica, each further one as
-    many as the rate makes of the one before (rounded down, the rate applied to the exact size), the last what is left. Batches are sorted by what the whole batch
-    costs; between equals the order of the targets decides.
+    many as the rate makes of the one before (rounded down, the rate applied to the exact size), the last what is left.
+    Batches are sorted by what the whole batch costs; between equals the order of the targets decides.
     """
     return [name for name, count in _batches(variants, rate_percent) for _ in range(count)]
 

@@ -48,7 +48,8 @@ class Place(NamedTuple):
 
 
 def places_of(nodes: Sequence[FreeNode], kind: str) -> frozenset[Place]:
-    """Where accelerators of a kind are, free or not. A kind is the name of a resource, or what a label of the node says.
+    """Where accelerators of a kind are, free or not. A kind is the name of a resource, or what a label of the node
+    says.
 
     The latter by ``is_of_kind``: spelling matters little. All accelerators of a node are of the kind of its label.
     """

@@ -26,8 +26,9 @@ Order = tuple[int, str, str]
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """One target's part of a claim. ``accelerators``: of a replica, of the kind ``kind``, in ``pods`` pods. ``promised``:
-    replicas that were ordered and have no node yet. ``lacks``: further ones that it would take if there were room.
+    """One target's part of a claim. ``accelerators``: of a replica, of the kind ``kind``, in ``pods`` pods.
+    ``promised``: replicas that were ordered and have no node yet. ``lacks``: further ones that it would take if there
+    were room.
     """
 
     kind: str
@@ -79,8 +80,8 @@ class Nodes:
         return other in kinds or not self._of_any(kinds).isdisjoint(self._places(other))
 
     def pools(self, kinds: Kinds) -> set[Kinds]:
-        """Which of these kinds have to share: each one with those that mean no others than it, as ``H100`` with ``h100``
-        and ``NVIDIA-H100-PCIe``; and all that overlap, directly or by way of others.
+        """Which of these kinds have to share: each one with those that mean no others than it, as ``H100`` with
+        ``h100`` and ``NVIDIA-H100-PCIe``; and all that overlap, directly or by way of others.
         """
         found = {tuple(one for one in kinds if one == kind or self._is_within(one, kind)) for kind in kinds}
         rest = list(kinds)

@@ -17,9 +17,9 @@ Mode = Literal["Cheapest", "Priority", "Weights", "Expansion"]
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """One way to run the model. ``capacity``: work that a replica does, in units. ``cost``: of a replica and hour.
     ``least`` and ``most``: bounds of its replicas. ``running``: replicas that serve or will soon. ``start_s``: how long
-    one takes to start. ``room``: further replicas for which nodes have accelerators; None if unknown. ``blocked``: why no
-    more can be had; empty if they can. ``accelerators``: of a replica, of the kind ``accelerator``. ``pools``: those of
-    ``Rules.free`` that they are taken from; None: the one that is named as their kind.
+    one takes to start. ``room``: further replicas for which nodes have accelerators; None if unknown. ``blocked``: why
+    no more can be had; empty if they can. ``accelerators``: of a replica, of the kind ``accelerator``. ``pools``: those
+    of ``Rules.free`` that they are taken from; None: the one that is named as their kind.
     """
 
     name: str
@@ -55,9 +55,9 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """How work is shared out. ``expansion_rate_percent``: of the mode Expansion. ``min_on_demand``: the share of capacity
-    that must not be spot. ``cost_per_hour``: of all replicas together; None: any. ``accelerators``: how many there may
-    be, by kind. ``free``: how many nodes have left, by pool; kinds without one are not limited.
+    """How work is shared out. ``expansion_rate_percent``: of the mode Expansion. ``min_on_demand``: the share of
+    capacity that must not be spot. ``cost_per_hour``: of all replicas together; None: any. ``accelerators``: how many
+    there may be, by kind. ``free``: how many nodes have left, by pool; kinds without one are not limited.
     ``payback_s``: a running replica is replaced only if what that saves in so long is more than what the start of
     another costs.
     """
@@ -86,7 +86,9 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def variant_of(target: Target) -> Variant:
-    """The target of a binding. Replicas of a blocked one that find no node, or do not start, do not count as running."""
+    """The target of a binding. Replicas of a blocked one that find no node, or do not start, do not count as
+    running.
+    """
     spec, running = target.spec, target.current or 0
     if target.blocked:
         running = max(0, running - len(target.having(EngineState.UNSCHEDULABLE, EngineState.FAILING)))

@@ -16,8 +16,8 @@ or load has risen since it was measured. This shows sooner than any latency, and
 
 Backlog: work that waits at the gateways and in the engines' queues. It is carried forward to the time when a replica
 ordered now would be ready. Until then engines that serve, and those that start as they become ready, take work off it,
-and arrivals add to it. Only what is left then calls for more replicas, as many as do it within ``drain_budget``, or half
-of the start time if that is longer. So what replicas that are starting will mend is not ordered twice.
+and arrivals add to it. Only what is left then calls for more replicas, as many as do it within ``drain_budget``, or
+half of the start time if that is longer. So what replicas that are starting will mend is not ordered twice.
 
 Scale-in: the answer for n - 1 replicas has to hold with 15% more load as well, so load at an edge does not make
 replicas come and go.
@@ -102,13 +102,14 @@ class WorkLaw(msgspec.Struct, frozen=True):
         before = memory or WorkMemory(now_s)
         peaks = (before.peaks or Peaks(now_s)).seen(load.mean_per_s, now_s)
         rate = self._ahead(load, lead_s, peaks.most(now_s))
-        bare, now, need = [
-            self._carried(each, work, speed, situation.objective)
-            for each in (
-                load.arrivals_per_s,
-                *(self._with_room(one, peaks, now_s) for one in (load.arrivals_per_s, rate)),
-            )
-        ]
+        roomy_now, roomy_ahead = (
+            with_room(each, self.parameters.headroom, peaks.most(now_s)) for each in (load.arrivals_per_s, rate)
+        )
+        needs = {
+            each: self._carried(each, work, speed, situation.objective)
+            for each in {load.arrivals_per_s, roomy_now, roomy_ahead}
+        }
+        bare, now, need = needs[load.arrivals_per_s], needs[roomy_now], needs[roomy_ahead]
         correction = corrected(situation, before.correction, needed=bare.replicas, work=work, speed=speed, guard=guard)
         left_s = _backlog_left(situation, load.arrivals_per_s * work.total_s, work, speed, lead_s)
         drain_s = max(self.parameters.drain_budget, lead_s / 2)
@@ -125,7 +126,7 @@ class WorkLaw(msgspec.Struct, frozen=True):
             "arrivals_per_s": load.arrivals_per_s,
             "arrivals_per_s_ahead": rate,
             "ahead_s": lead_s,
-            "arrivals_per_s_with_room": self._with_room(rate, peaks, now_s),
+            "arrivals_per_s_with_room": roomy_ahead,
             "rate_window_s": load.seen_s,
             "prefill_s_per_request": work.prefill_s,
             "decode_s_per_request": work.decode_s,
@@ -138,13 +139,12 @@ class WorkLaw(msgspec.Struct, frozen=True):
         return Recommendation(self.name, wanted, reason, inputs), WorkMemory(now_s, correction, peaks)
 
     def _ahead(self, load: Load, lead_s: float, most: float) -> float:
-        """Arrivals a second when a replica that is ordered now is ready. Trends end, and rather where nothing was before."""
+        """Arrivals a second when a replica that is ordered now is ready. Trends end, and rather where nothing was
+        before.
+        """
         rate = load.arrivals_in(lead_s) if self.parameters.trend else load.arrivals_per_s
         seen = max(most, load.arrivals_per_s)
         return rate if rate <= seen else seen + _BEYOND * (rate - seen)
-
-    def _with_room(self, rate: float, peaks: Peaks, now_s: float) -> float:
-        return with_room(rate, self.parameters.headroom, peaks.most(now_s))
 
     def _carried(self, rate: float, work: RequestWork, speed: Speed, objective: LatencyObjective | None) -> _Need:
         given = self.parameters.utilization

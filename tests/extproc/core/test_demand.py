@@ -9,10 +9,18 @@ import random
 import msgspec
 import pytest
 
-from extproc.config.demand import TPOT_BOUNDS_S, TTFT_BOUNDS_S, Counted, Demand, EngineDemand, ServerDemand, bucket_of
+from extproc.config.demand import (
+    TPOT_BOUNDS_S,
+    TTFT_BOUNDS_S,
+    Counted,
+    Demand,
+    EngineDemand,
+    ServerDemand,
+    bucket_of,
+    is_news_at,
+)
 from extproc.config.load import load
 from extproc.core.core import Core
-from extproc.core.demand_meter import is_news_at
 from extproc.core.effects import Decision, Refused, Tell
 from extproc.core.peer_events import EventBatch
 from extproc.core.types import Head, Outcome
