@@ -26,8 +26,11 @@ def parser(prog: str = "attache convert") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Print VariantAutoscalings of llm-d and AutoscalingPolicies (with their Bindings) of Kthena as "
-        "AutoscalingPolicies and AutoscalingPolicyBindings of ours. What cannot be carried over is told on standard error.",
+        description=(
+            "Print VariantAutoscalings of llm-d and AutoscalingPolicies (with their Bindings) of Kthena as"
+            " AutoscalingPolicies and AutoscalingPolicyBindings of ours. What cannot be carried over is told on"
+            " standard error."
+        ),
         epilog="Exit status: 0, or 2 for a mistake in the options or in a file.",
     )
     made.add_argument("files", nargs="+", metavar="FILE", help="YAML or JSON; - reads standard input")

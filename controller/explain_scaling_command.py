@@ -32,10 +32,13 @@ def parser(prog: str = "attache explain-scaling") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Print the last decisions about an AutoscalingPolicyBinding, the newest last: what each law asked for "
-        "and why, what changed that, and what was done.",
-        epilog=f"{_REACH} "
-        "Exit status: 0, 1 if there is no such decision, or 2 for a mistake in the options or no manager.",
+        description=(
+            "Print the last decisions about an AutoscalingPolicyBinding, the newest last: what each law asked for "
+            "and why, what changed that, and what was done."
+        ),
+        epilog=(
+            f"{_REACH} Exit status: 0, 1 if there is no such decision, or 2 for a mistake in the options or no manager."
+        ),
     )
     made.add_argument("binding", metavar="NAMESPACE/NAME", type=_key, help="the AutoscalingPolicyBinding")
     made.add_argument(
@@ -46,8 +49,10 @@ def parser(prog: str = "attache explain-scaling") -> argparse.ArgumentParser:
         "--ca",
         metavar="FILE",
         type=Path,
-        help="the authorities of its certificate, ca.crt of the Secret attache-webhook-certificates; the name in the "
-        "certificate is not checked, because it is reached by a forwarded port",
+        help=(
+            "the authorities of its certificate, ca.crt of the Secret attache-webhook-certificates; the name in the "
+            "certificate is not checked, because it is reached by a forwarded port"
+        ),
     )
     made.add_argument("--last", metavar="N", type=_positive, default=1, help="how many; default: %(default)s")
     return made

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors for clients: each knows its HTTP status, its OpenAI error object, and both as Anthropic's clients read them."""
+"""Errors for clients: each knows its HTTP status, its OpenAI error object, and both as Anthropic's clients read
+them.
+"""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ SIDECAR_HEADERS: Final = (
 # Headers that engines and their routers obey: which rank of an engine runs a request, and whose session it is.
 ENGINE_HEADERS: Final = ("x-data-parallel-rank", "x-session-token", "x-prefiller-url", "x-kv-transfer-params")
 
-# Bodies are read here, whole and as they come: no engine is to decode one into something else, or to be asked whether it
-# expects one.
+# Bodies are read here, whole and as they come: no engine is to decode one into something else, or to be asked whether
+# it expects one.
 BODY_HEADERS: Final = ("content-encoding", "expect")
 
 # The ModelServer that a request goes to; Envoy's routes match on it.
@@ -63,8 +63,8 @@ TOKENS_NAMESPACE: Final = "envoy.filters.http.jwt_authn"
 ANTHROPIC_VERSION: Final = "anthropic-version"
 # Milliseconds from arrival until the first token is wanted.
 DEADLINE_MS: Final = "x-attache-deadline-ms"
-# Priority by InferenceObjective, the flow for fair queueing, and latency targets: llm-d's names, then the older ones of the
-# Gateway API Inference Extension.
+# Priority by InferenceObjective, the flow for fair queueing, and latency targets: llm-d's names, then the older ones of
+# the Gateway API Inference Extension.
 OBJECTIVES: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 FAIRNESS_IDS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 SLO_TTFT_MS: Final = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
@@ -82,8 +82,8 @@ RATE_LIMIT_HEADERS: Final = tuple(
     f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")
 )
 
-# gRPC metadata on streams of our own bundle: its presence says that Envoy has removed the headers above from what clients
-# sent. Clients cannot write it, because gRPC metadata are not HTTP request headers.
+# gRPC metadata on streams of our own bundle: its presence says that Envoy has removed the headers above from what
+# clients sent. Clients cannot write it, because gRPC metadata are not HTTP request headers.
 BUNDLE_MARK: Final = "x-attache-bundle"
 
 # More of it, on streams of our bundle: the HTTPRoute that took the request, the ModelServer that it has chosen, and the
@@ -98,7 +98,8 @@ LONGEST_MESSAGE_TIMEOUT_S: Final = 3600
 # Our own dynamic metadata: the ticket joins a decision with its access log entry.
 NAMESPACE: Final = "attache"
 TICKET: Final = "ticket"
-# Present if a streamed answer carries usage that the client did not ask for: the chunk with it is dropped on the way back.
+# Present if a streamed answer carries usage that the client did not ask for: the chunk with it is dropped on the way
+# back.
 HIDES_USAGE: Final = "hides_usage"
 
 # Token usage, which Envoy's filters read out of answers.
@@ -106,7 +107,8 @@ USAGE_NAMESPACE: Final = "attache.usage"
 PROMPT_TOKENS: Final = "prompt_tokens"
 COMPLETION_TOKENS: Final = "completion_tokens"
 CACHED_TOKENS: Final = "cached_tokens"
-# Of the Messages API: what was not cached, and what was cached by this request. With the cached ones they are the prompt.
+# Of the Messages API: what was not cached, and what was cached by this request. With the cached ones they are the
+# prompt.
 UNCACHED_TOKENS: Final = "uncached_tokens"
 CREATED_TOKENS: Final = "created_tokens"
 

@@ -60,8 +60,8 @@ class EmbeddingsRequest(msgspec.Struct):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What the engine has to do, whichever API asked. ``max_tokens``: of the answer, if the request limits it. ``options``: more that
-    its format needs.
+    """What the engine has to do, whichever API asked. ``max_tokens``: of the answer, if the request limits it.
+    ``options``: more that its format needs.
     """
 
     model: str

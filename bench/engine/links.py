@@ -6,9 +6,12 @@ Tensor parallelism sums activations twice a layer. Each of these all-reduces tak
 
 | link | bandwidth from | latency from |
 |---|---|---|
-| `nvlink3`, `nvlink5` | 77% of the data sheet's 300 and 900 GB/s in each direction, as was measured on `nvlink4` | as `nvlink4` |
-| `nvlink4` | nccl-tests on 4 H100: 366 GB/s, 77% or more of 450 | nccl-tests on 2 H100, small messages: 6 us (NVIDIA/nccl, issue 1259) |
-| `pcie5` | vLLM 0.28, 32B on 2 RTX PRO 6000 | NCCL's all-gather and reduce-scatter between 2 GPUs, 8 us each (flashinfer, pull request 5023) |
+| `nvlink3`, `nvlink5` | 77% of the data sheet's 300 and 900 GB/s in each direction, as was measured on `nvlink4` | as
+`nvlink4` |
+| `nvlink4` | nccl-tests on 4 H100: 366 GB/s, 77% or more of 450 | nccl-tests on 2 H100, small messages: 6 us
+(NVIDIA/nccl, issue 1259) |
+| `pcie5` | vLLM 0.28, 32B on 2 RTX PRO 6000 | NCCL's all-gather and reduce-scatter between 2 GPUs, 8 us each
+(flashinfer, pull request 5023) |
 | `pcie4` | half of the `pcie5` link, as its lanes are half as fast | as `pcie5` |
 
 The bandwidth of `pcie5`: in that run (LLMServingSim, bench/examples/RTXPRO6000/Qwen3-32B) steps with 2,048 tokens of

@@ -61,7 +61,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     default_max_tokens: int
     speed: float
     seed: int
-    # vLLM sends a stream's headers at once. SGLang and others send them with the first token; until then Envoy may retry.
+    # vLLM sends a stream's headers at once, SGLang and others with the first token: until then Envoy may retry.
     headers_first: bool
     events: KvEventsConfig | None = None
     # of adapters that are loaded at run time; None: there are none but ``adapters``

@@ -77,7 +77,9 @@ def results_of(reports: Sequence[TrialReport], objective: LatencyObjective, comm
 
 
 def made_by(command: str, policies: Sequence[str]) -> MadeBy:
-    """``command``, what runs it, and the files of ``policies``. The commit is that of the working tree that the code is in, if git knows one."""
+    """``command``, what runs it, and the files of ``policies``. The commit is that of the working tree that the code is
+    in, if git knows one.
+    """
     said = subprocess.run(
         ["git", "describe", "--always", "--dirty"],  # noqa: S607 - whichever git the user has
         cwd=Path(__file__).parent,

@@ -43,11 +43,11 @@ def write_html(reports: Sequence[TrialReport], results: Results, file: Path) -> 
     body = "".join(_section(name, found, objective, colors) for name, found in by_conditions(reports).items())
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(
-        f"<!doctype html><meta charset=utf-8><title>Policy lab</title><style>{_STYLE}</style><h1>Policy lab</h1>"
-        "<p>Virtual time. Seconds, unless a heading has a unit. "
-        f"Objective: the first token within {objective.ttft_s:g} s, each further one within {1000 * objective.tpot_s:g} ms. "
-        "Excess: TTFT beyond the lower bound, an idle engine that holds all that was sent before. 95%: interval of the "
-        f"mean TTFT, bootstrap over windows of the trace and seeds.</p>{body}{_origin(results)}"
+        f"<!doctype html><meta charset=utf-8><title>Policy lab</title><style>{_STYLE}</style><h1>Policy"
+        " lab</h1><p>Virtual time. Seconds, unless a heading has a unit. Objective: the first token within"
+        f" {objective.ttft_s:g} s, each further one within {1000 * objective.tpot_s:g} ms. Excess: TTFT beyond the"
+        " lower bound, an idle engine that holds all that was sent before. 95%: interval of the mean TTFT, bootstrap"
+        f" over windows of the trace and seeds.</p>{body}{_origin(results)}"
     )
 
 

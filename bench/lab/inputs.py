@@ -158,7 +158,9 @@ def _version(package: str) -> str:
 
 
 class OpenedFiles:
-    """The files that a trial opens for reading. An audit hook hears of them, and it stays for the life of the process."""
+    """The files that a trial opens for reading. An audit hook hears of them, and it stays for the life of the
+    process.
+    """
 
     def __init__(self) -> None:
         self._heard: set[str] | None = None

@@ -200,10 +200,12 @@ def _name(trial: Trial) -> bytes:
 
 def _preface(options: argparse.Namespace) -> list[str]:
     return [
-        f"8 engines of {options.model} on {options.hardware}; {options.seeds} seeds; seconds, unless a heading has a unit. "
-        "Intervals: 95%, bootstrap over windows of the trace and seeds. Against: the policy's mean TTFT over attache's, "
-        "minus 1, paired by request. Goodput: requests per second with the first token within 5 s and each further one "
-        "within 100 ms.",
+        (
+            f"8 engines of {options.model} on {options.hardware}; {options.seeds} seeds; seconds, unless a heading has"
+            " a unit. Intervals: 95%, bootstrap over windows of the trace and seeds. Against: the policy's mean TTFT"
+            " over attache's, minus 1, paired by request. Goodput: requests per second with the first token within 5 s"
+            " and each further one within 100 ms."
+        ),
     ]
 
 

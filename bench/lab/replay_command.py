@@ -41,13 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         action="append",
         metavar="TRACE",
-        help=f"a file, or a generator with its numbers as in shared-prefix:groups=256; generators: {', '.join(GENERATORS)}",
+        help=(
+            "a file, or a generator with its numbers as in shared-prefix:groups=256; generators:"
+            f" {', '.join(GENERATORS)}"
+        ),
     )
     add("--format", choices=sorted(FORMATS), help="of the file (default: by its name)")
     add(
         "--policies",
         default="attache,llm-d-token-load,round-robin",
-        help=f"a list of names, of Python files as in my.py:Mine, or of files with an EndpointPickerConfig; names: {', '.join(POLICIES)} (default: %(default)s)",
+        help=(
+            "a list of names, of Python files as in my.py:Mine, or of files with an EndpointPickerConfig; names:"
+            f" {', '.join(POLICIES)} (default: %(default)s)"
+        ),
     )
     add(
         "--rate-scale", type=_positive, action="append", metavar="X", help="start sessions X times as fast (default: 1)"

@@ -73,7 +73,8 @@ class PublishedRun(msgspec.Struct, frozen=True):
 
 
 _PUBLISHED_RUNS: Final = (
-    # LLMServingSim, bench/examples/RTXPRO6000/Qwen3-32B: with vLLM 0.28 27.6 s and 67.5 ms, with 0.19 36.9 s and 80.3 ms
+    # LLMServingSim, bench/examples/RTXPRO6000/Qwen3-32B: with vLLM 0.28 27.6 s and 67.5 ms, with 0.19 36.9 s and 80.3
+    # ms
     PublishedRun(
         what="32B, 2 x RTX PRO 6000 over PCIe 5, vLLM 0.28 and 0.19",
         hardware=Hardware(MODELS["32b"], GPUS["rtxpro6000"], 2),

@@ -97,7 +97,9 @@ def _mistakes(review: Review, thing: Object, known: Known, check_picker: PickerC
 
 
 def _wrong(kind: str, name: str, thing: Object) -> Iterator[str]:
-    """The first difference in shape, in the decoder's words: the schema has found most of them before; or what it means."""
+    """The first difference in shape, in the decoder's words: the schema has found most of them before; or what it
+    means.
+    """
     try:
         # conditions of the status have times of their own form
         made: Any = msgspec.convert(

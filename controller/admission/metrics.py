@@ -21,7 +21,9 @@ def metric_warnings(spec: Mapping[str, Any]) -> Iterator[str]:
         if one.get("source", "Gateway") == "Gateway" and name not in GATEWAY_METRICS:
             yield f"the gateway has no metric {name}; it has {', '.join(GATEWAY_METRICS)}"
         if one.get("source") == "Resource" and name == "memory":
-            yield "engines take their memory when they start, whatever their load: the metric memory scales nothing well"
+            yield (
+                "engines take their memory when they start, whatever their load: the metric memory scales nothing well"
+            )
         if one.get("source") == "Resource" and name not in {"cpu", "memory"}:
             yield f"there is no resource metric {name}; there are cpu and memory"
         if source.get("secretRef") and str(source.get("address", "")).startswith("http:"):

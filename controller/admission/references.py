@@ -25,7 +25,9 @@ def route_warnings(key: str, route: Object, known: Known, names_of: Callable[[Ob
     servers = known.get("ModelServer", {})
     for name in dict.fromkeys(_servers_of(route)):
         if object_key(namespace_of(key), name) not in servers:
-            yield f"there is no ModelServer '{name}' in this namespace yet; its requests are answered 503 until there is"
+            yield (
+                f"there is no ModelServer '{name}' in this namespace yet; its requests are answered 503 until there is"
+            )
     yield from _contested(key, route, known, names_of)
     yield from _unreached(_rules(route))
 
@@ -77,7 +79,10 @@ def picker_warnings(namespace: str, server: Object, known: Known, check_picker: 
     key = object_key(namespace, name)
     thing = known.get("ConfigMap", {}).get(key)
     if thing is None:
-        yield f"this namespace has no ConfigMap '{name}' with the label {LABEL} yet; the default picker is used until then"
+        yield (
+            f"this namespace has no ConfigMap '{name}' with the label {LABEL} yet; the default picker is used until"
+            " then"
+        )
     elif problem := picker_of(key, thing, check_picker).problem:
         yield f"the ConfigMap '{name}' cannot be used, so the default picker is: {problem}"
 
@@ -107,8 +112,8 @@ def budget_warnings(binding: Object) -> Iterator[str]:
         vague = [name for name, kind in kinds.items() if is_of_kind(limited, kind) and not is_of_kind(kind, limited)]
         for name in vague:
             yield (
-                f"the budget for '{limited}' does not count target '{name}', whose accelerator is '{kinds[name]}'; write "
-                f"'{limited}' there if it is one"
+                f"the budget for '{limited}' does not count target '{name}', whose accelerator is '{kinds[name]}';"
+                f" write '{limited}' there if it is one"
             )
         if not vague and not any(is_of_kind(kind, limited) for kind in kinds.values()):
             named = ", ".join(f"'{one}'" for one in sorted(set(kinds.values()))) or "none"

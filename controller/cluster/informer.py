@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a copy of all objects of a kind up to date: one list, then a watch, and a list anew where the watch cannot go on.
+"""Keeps a copy of all objects of a kind up to date: one list, then a watch, and a list anew where the watch cannot go
+on.
 
 A deletion that happens while there is no watch is found by the next list, because a list replaces the whole copy.
 """
@@ -30,7 +31,8 @@ log = logging.getLogger(__name__)
 _SHORT_WATCH_S: Final = 1.0
 
 Listener = Callable[[str], None]
-"""Gets the key of an object that changed; must not block and must not raise. What the object is now: see the informer."""
+"""Gets the key of an object that changed; must not block and must not raise. What the object is now: see the informer.
+"""
 
 
 class Selection(msgspec.Struct, frozen=True):
@@ -45,7 +47,8 @@ class InformerTiming(msgspec.Struct, frozen=True):
     """How patient an informer is.
 
     ``silence_s``: a watch on which not even a bookmark comes for so long is opened anew. ``watch_s``: the server ends a
-    watch after it. A watch that has lasted for ``backoff_max_s`` shows that lists are not asked for in vain. ``resync_s``: listeners get all keys that often, a safety net for what they missed; 0: never.
+    watch after it. A watch that has lasted for ``backoff_max_s`` shows that lists are not asked for in vain.
+    ``resync_s``: listeners get all keys that often, a safety net for what they missed; 0: never.
     """
 
     backoff_s: float = 0.5
@@ -56,8 +59,8 @@ class InformerTiming(msgspec.Struct, frozen=True):
 
 
 class Informer:
-    """``run`` does the work; ``objects`` is the copy; ``synced`` is set once the first list is in. ``answered`` is set then,
-    too, or once the server has said that it does not serve this kind, or not to us.
+    """``run`` does the work; ``objects`` is the copy; ``synced`` is set once the first list is in. ``answered`` is set
+    then, too, or once the server has said that it does not serve this kind, or not to us.
     """
 
     def __init__(
@@ -147,7 +150,9 @@ class Informer:
         return listed.resource_version
 
     async def _watch(self, version: str) -> str:
-        """Follow one watch to its end; the version reached. Raises Expired, and _Interrupted with the version reached."""
+        """Follow one watch to its end; the version reached. Raises Expired, and _Interrupted with the version
+        reached.
+        """
         chosen, timing = self._selection, self._timing
         clock = asyncio.get_running_loop().time
         began_s = clock()

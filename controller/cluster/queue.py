@@ -32,8 +32,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 class QueueTiming(msgspec.Struct, frozen=True):
     """After a failure a key waits about ``backoff_s``, twice as long after each further one, ``backoff_max_s`` at most.
-    ``slot_s``: looks that come again by themselves begin at multiples of it, as each time that the process wakes up costs
-    something; 0: each at its own time.
+    ``slot_s``: looks that come again by themselves begin at multiples of it, as each time that the process wakes up
+    costs something; 0: each at its own time.
     """
 
     backoff_s: float = 0.2
@@ -80,8 +80,8 @@ class WorkQueue(Generic[Key]):
             self._alarms.set(key, at_s if failing is None else max(at_s, failing.until_s))
 
     def hasten(self, key: Key) -> None:
-        """Look at ``key`` without waiting for its back-off, because what may have been wrong with it has changed. A wait
-        that the server has asked for (``Retry-After``) is kept.
+        """Look at ``key`` without waiting for its back-off, because what may have been wrong with it has changed. A
+        wait that the server has asked for (``Retry-After``) is kept.
         """
         failing = self._failing.pop(key, None)
         if failing is not None and failing.asked_until_s > _now_s():
@@ -92,8 +92,8 @@ class WorkQueue(Generic[Key]):
         self.add(key)
 
     async def run(self, look: Callable[[Key], Awaitable[float | None]], workers: int) -> None:
-        """Until cancelled. ``look`` returns in how many seconds to look again, None if only a change makes that necessary.
-        A key whose look raises is looked at again after its back-off.
+        """Until cancelled. ``look`` returns in how many seconds to look again, None if only a change makes that
+        necessary. A key whose look raises is looked at again after its back-off.
         """
         async with asyncio.TaskGroup() as tasks:
             for number in range(workers):
@@ -149,7 +149,9 @@ class WorkQueue(Generic[Key]):
 
 
 class _Failing:
-    """A key that has failed. ``until_s``: nobody looks before. ``asked_until_s``: the part of it that a server asked for."""
+    """A key that has failed. ``until_s``: nobody looks before. ``asked_until_s``: the part of it that a server asked
+    for.
+    """
 
     def __init__(self, backoff: Backoff) -> None:
         self.backoff = backoff

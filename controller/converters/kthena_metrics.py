@@ -19,8 +19,8 @@ _PATH: Final = "/metrics"
 
 
 class Source(msgspec.Struct, frozen=True):
-    """``name``: of the metric in the policy; empty: of all that have no other. ``block``: what ours has for it. ``series``:
-    how the engine calls it, if otherwise.
+    """``name``: of the metric in the policy; empty: of all that have no other. ``block``: what ours has for it.
+    ``series``: how the engine calls it, if otherwise.
     """
 
     name: str

@@ -35,8 +35,8 @@ _METRIC_FLAGS: Final = (
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """``pool``: ``namespace/name``. ``fixed_pool``: the pool itself, where it is no object of the cluster.
-    ``server_fields``: of the pool's ModelServer. ``picker_file`` or ``picker_text``: the EndpointPickerConfig, if one is
-    given. ``extproc``: its options, without ``--config``. ``metrics``: where the role's metrics are.
+    ``server_fields``: of the pool's ModelServer. ``picker_file`` or ``picker_text``: the EndpointPickerConfig, if one
+    is given. ``extproc``: its options, without ``--config``. ``metrics``: where the role's metrics are.
     """
 
     pool: str

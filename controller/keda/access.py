@@ -21,9 +21,14 @@ class Readers(msgspec.Struct, frozen=True):
     clients: Mapping[str, frozenset[str]] = {}
 
     def refusal(self, names: Collection[str], namespace: str) -> str:
-        """Why a caller must not ask about a namespace, and what to do; empty if it may. ``names``: in its certificate."""
+        """Why a caller must not ask about a namespace, and what to do; empty if it may. ``names``: in its
+        certificate.
+        """
         if self.namespaces and namespace not in self.namespaces:
-            return f"decisions of the namespace {namespace} are not told here; start attache manager with --keda-namespace {namespace}"
+            return (
+                f"decisions of the namespace {namespace} are not told here; start attache manager with --keda-namespace"
+                f" {namespace}"
+            )
         if not self.clients:
             return ""
         known = [self.clients[one] for one in names if one in self.clients]

@@ -34,7 +34,9 @@ def wanted_of(decision: Decision) -> dict[str, Wanted]:
 
 
 class Decisions:
-    """Told by what follows the bindings' statuses, asked by KEDA's streams; as many as there are bindings, and forgotten with them."""
+    """Told by what follows the bindings' statuses, asked by KEDA's streams; as many as there are bindings, and
+    forgotten with them.
+    """
 
     def __init__(self) -> None:
         self._by_binding: dict[str, Mapping[str, Wanted]] = {}

@@ -3,8 +3,8 @@
 
 A ScaledObject names the binding, and the target if it has several. The metric is the number of replicas that we decided
 on and its target value is 1, so that the HPA, which divides the one by the other (``metricType: AverageValue``, the
-default), comes to the same number. Nothing is known without a decision: then calls fail, and KEDA keeps what is there or
-follows its ``fallback``; zero is never made up.
+default), comes to the same number. Nothing is known without a decision: then calls fail, and KEDA keeps what is there
+or follows its ``fallback``; zero is never made up.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Source(Protocol):
 class KedaScaler:
     """Answers KEDA from ``source``, on one grpc.aio server, which serves once.
 
-    Only the replica that decides serves: behind a Service the others refuse connections, and KEDA's client tries on until
-    it finds the one that knows.
+    Only the replica that decides serves: behind a Service the others refuse connections, and KEDA's client tries on
+    until it finds the one that knows.
     """
 
     def __init__(
@@ -172,7 +172,10 @@ class KedaScaler:
         """
         binding, target = ref.scalerMetadata.get("binding", ""), ref.scalerMetadata.get("target", "")
         if not binding or "/" in binding:
-            text = "write the name of an AutoscalingPolicyBinding of the same namespace as 'binding' into the trigger's metadata"
+            text = (
+                "write the name of an AutoscalingPolicyBinding of the same namespace as 'binding' into the trigger's"
+                " metadata"
+            )
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         if max(map(len, (ref.namespace, binding, target))) > _LONGEST_NAME:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "names have at most 253 characters")

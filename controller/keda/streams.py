@@ -21,8 +21,8 @@ class TooMany(Exception):
 
 
 class OpenStreams:
-    """At most ``most`` of them: half of these of one caller, so that another one finds room beside one that takes all it
-    can get, and an eighth about one namespace.
+    """At most ``most`` of them: half of these of one caller, so that another one finds room beside one that takes all
+    it can get, and an eighth about one namespace.
     """
 
     def __init__(self, most: int = MOST_STREAMS) -> None:

@@ -13,7 +13,8 @@ _BETWEEN_WORDS: Final = re.compile(r"[-_ ]+")
 
 
 def is_of_kind(name: str, kind: str) -> bool:
-    """Whether ``name`` says all that ``kind`` does: NVIDIA-H100-80GB-HBM3 is of the kinds H100, nvidia-h100 and h100-80gb.
+    """Whether ``name`` says all that ``kind`` does: NVIDIA-H100-80GB-HBM3 is of the kinds H100, nvidia-h100 and
+    h100-80gb.
 
     Neither case nor the vendor matters. What says less is of unknown kind: an H100 need not be an H100-80GB.
     """

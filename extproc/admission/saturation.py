@@ -143,7 +143,9 @@ class Capacity:
         return pressure
 
     def _hard(self, trust: Floats) -> Floats:
-        """The pressure by requests and tokens in flight; without a limit of requests, an assumed one stands in for missing reports."""
+        """The pressure by requests and tokens in flight; without a limit of requests, an assumed one stands in for
+        missing reports.
+        """
         table, limits = self._table, self._limits
         if limits.max_requests < np.inf:
             pressure = table.in_flight / limits.max_requests

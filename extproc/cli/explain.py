@@ -27,8 +27,10 @@ def parser(prog: str = "extproc explain") -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Explain where a request would go: the filters, the scores with their weights, and the pick. "
-        "Nothing is sent to an engine.",
+        description=(
+            "Explain where a request would go: the filters, the scores with their weights, and the pick. "
+            "Nothing is sent to an engine."
+        ),
         epilog="Exit status: 0; 1 if the request would be refused; 2 if the question could not be asked.",
     )
     source = made.add_mutually_exclusive_group(required=True)
@@ -48,8 +50,10 @@ def parser(prog: str = "extproc explain") -> argparse.ArgumentParser:
         "--pool",
         default="",
         metavar="[NAMESPACE/]NAME",
-        help="ask as a gateway of the endpoint picker protocol does: the ModelServer for requests that match no ModelRoute "
-        "(default with --url: that of the process)",
+        help=(
+            "ask as a gateway of the endpoint picker protocol does: the ModelServer for requests that match no"
+            " ModelRoute (default with --url: that of the process)"
+        ),
     )
     made.add_argument("--json", action="store_true", help="print everything as JSON")
     made.add_argument("body", metavar="FILE", help="the request's body; - reads standard input")

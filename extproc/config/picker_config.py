@@ -53,7 +53,9 @@ class ProfileSpec(_Section, frozen=True):
 
 
 class BandSection(_Section, frozen=True):
-    """One of ``priorityBands``, or what holds for all others. A quantity of 0 is the band's default, as if it were absent."""
+    """One of ``priorityBands``, or what holds for all others. A quantity of 0 is the band's default, as if it were
+    absent.
+    """
 
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] = 0
     priority_name: str = ""
@@ -123,7 +125,9 @@ class PickerFile(msgspec.Struct, frozen=True):
 
 
 class PickerCheck(Protocol):
-    """Whether an EndpointPickerConfig can be used with the plugins that are installed, which ``extproc.scheduling`` knows."""
+    """Whether an EndpointPickerConfig can be used with the plugins that are installed, which ``extproc.scheduling``
+    knows.
+    """
 
     def __call__(self, file: PickerFile) -> Sequence[str]:
         """What of it has no effect here, in sentences; raises ConfigInvalid with every mistake."""

@@ -84,7 +84,9 @@ def gates_of(config: EndpointPickerConfig) -> Mapping[str, bool]:
 
 
 def check_flow_control_section(config: EndpointPickerConfig) -> Iterator[Finding]:
-    """Feature gates can be read, bands differ in priority, and the saturation detector's parameters have their shape."""
+    """Feature gates can be read, bands differ in priority, and the saturation detector's parameters have their
+    shape.
+    """
     yield from _check_gates(config)
     section = config.flow_control or FlowControlSection()
     seen: set[int] = set()

@@ -37,7 +37,9 @@ class _Named(Protocol):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The objects of a directory with their documents, each kind sorted by key. ``pickers``: files of picker configs."""
+    """The objects of a directory with their documents, each kind sorted by key. ``pickers``: files of picker
+    configs.
+    """
 
     routes: Sequence[tuple[Document, ModelRoute]]
     servers: Sequence[tuple[Document, ModelServer]]

@@ -22,8 +22,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One consistent, validated reading of a configuration directory, sorted by namespace and name.
 
     ``version`` is a digest of the content: equal directories have equal versions. ``digests``: of each file, as
-    ``content_digest`` has it. ``picker_files``: EndpointPickerConfigs by the name of their file; which plugins there are,
-    extproc knows.
+    ``content_digest`` has it. ``picker_files``: EndpointPickerConfigs by the name of their file; which plugins there
+    are, extproc knows.
     """
 
     version: str
@@ -38,7 +38,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     digests: Mapping[str, str] = {}
 
     def flow_control_of(self, spec: ModelServerSpec, namespace: str = "") -> FlowControl | None:
-        """A server's own, or else that of its EndpointPickerConfig, with bands for the InferenceObjectives of ``namespace``."""
+        """A server's own, or else that of its EndpointPickerConfig, with bands for the InferenceObjectives of
+        ``namespace``.
+        """
         if spec.flow_control is not None or spec.picker_config is None:
             return spec.flow_control
         file = self.picker_files[spec.picker_config]
@@ -46,8 +48,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         return with_usage_limits(file.flow_control, file.config, named) if named else file.flow_control
 
     def longest_wait_s_of(self, spec: ModelServerSpec) -> float:
-        """The longest that a request waits before an engine of the server gets it: for the first engine, for its adapter,
-        then in the queue.
+        """The longest that a request waits before an engine of the server gets it: for the first engine, for its
+        adapter, then in the queue.
         """
         control, loading, activation = self.flow_control_of(spec), spec.adapter_loading, spec.activation
         for_engine_s = 0.0 if activation is None else float(activation.hold_timeout)

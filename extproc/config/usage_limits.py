@@ -52,7 +52,8 @@ class StaticUsageLimit(msgspec.Struct, frozen=True, rename="camel", forbid_unkno
 
 
 class PriorityHoldback(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``priority-holdback-policy``: lower priorities stop at lower ceilings, so that room is left for higher ones.
+    """llm-d's ``priority-holdback-policy``: lower priorities stop at lower ceilings, so that room is left for higher
+    ones.
 
     The highest of N priorities has the ceiling ``maxCeiling``, the lowest ``minCeiling``. Between them, domain ``rank``
     goes down in equal steps, ``c_i = max - i * (max - min) / (N - 1)``; domain ``value`` follows the numbers, ``c =
@@ -116,9 +117,10 @@ class PriorityHoldback(msgspec.Struct, frozen=True, rename="camel", forbid_unkno
 class SoftReflectiveCeiling(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``soft-reflective-ceiling-policy``: lower priorities slow down as engines fill, the highest never.
 
-    The band of rank i of N (0: the highest; those that requests have come to) has the ceiling ``1 - i * saturation / (N -
-    1)``. At or above it, the band sends one request every ``round(saturation / (1 - saturation))`` ms, and none
-    once all engines are full. The same as ``ceilings: SoftReflective`` in a ModelServer's ``flowControl``.
+    The band of rank i of N (0: the highest; those that requests have come to) has the ceiling
+    ``1 - i * saturation / (N - 1)``. At or above it, the band sends one request every
+    ``round(saturation / (1 - saturation))`` ms, and none once all engines are full. The same as
+    ``ceilings: SoftReflective`` in a ModelServer's ``flowControl``.
     """
 
     def applied(self, control: FlowControl, priorities: Collection[int]) -> FlowControl:
@@ -173,8 +175,8 @@ def with_usage_limits(
 ) -> FlowControl | None:
     """``control`` with what these plugins say. Expects a config in which ``check_usage_limits`` finds nothing.
 
-    ``objectives``: the priorities of the InferenceObjectives that its requests may name. Each is a band of its own, as in
-    llm-d, with the settings of the band that it would be in.
+    ``objectives``: the priorities of the InferenceObjectives that its requests may name. Each is a band of its own, as
+    in llm-d, with the settings of the band that it would be in.
     """
     if control is None:
         return None

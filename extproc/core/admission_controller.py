@@ -123,8 +123,8 @@ class AdmissionController:
 def usage_to_reserve(arrival: Arrival) -> Usage:
     """What the request may take.
 
-    Input: all of its prompts, by their tokens or else by their bytes, and its media. Output: for each answer as much as was
-    asked for, or else as much as nearly all answers have had.
+    Input: all of its prompts, by their tokens or else by their bytes, and its media. Output: for each answer as much as
+    was asked for, or else as much as nearly all answers have had.
     """
     request, pool = arrival.request, arrival.pool
     prompts, most = request.prompts, request.max_output_tokens

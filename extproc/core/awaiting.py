@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that wait for an engine: held while their ModelServer has none, sent on in order when one is there
 
-Whether a server has engines follows from its configuration alone (``Pool.readiness``), so it changes only when that does.
-While anybody waits, whoever comes for the same server waits behind: nobody is overtaken. A request whose server stays
-without engines goes to another server of its rule that has got one. Where too many wait, the tenant with most gives way.
+Whether a server has engines follows from its configuration alone (``Pool.readiness``), so it changes only when that
+does. While anybody waits, whoever comes for the same server waits behind: nobody is overtaken. A request whose server
+stays without engines goes to another server of its rule that has got one. Where too many wait, the tenant with most
+gives way.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ class AwaitingRequests:
         return True
 
     def go_back(self, records: Iterable[Record], pools: Mapping[str, Pool], now: float, out: list[Effect]) -> None:
-        """After a change of configuration: held requests whose server has lost its last engine meanwhile wait for the next
-        one, before those that came later.
+        """After a change of configuration: held requests whose server has lost its last engine meanwhile wait for the
+        next one, before those that came later.
         """
         for record in [one for one in records if _has_lost_engines(one, pools)]:
             is_legal(record.state, Event.ENGINES_GONE, record.ticket)

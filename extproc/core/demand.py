@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What clients ask of each ModelServer and what its engines do: counted with each request, told as a page.
 
-A request counts once at each step: it arrives, its prefill work becomes known, it is refused or its outcome comes. Tokens
-count with its outcome: as that says, or by estimates where it does not.
+A request counts once at each step: it arrives, its prefill work becomes known, it is refused or its outcome comes.
+Tokens count with its outcome: as that says, or by estimates where it does not.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class DemandMeter:
         return 0 if server is None else server.unfinished
 
     def tell_at(self, name: str, unfinished: int) -> None:
-        """From so many unfinished requests on, or fewer if that was asked for before, the ModelServer is ``crowded``, once."""
+        """The ModelServer is ``crowded``, once, from so many unfinished requests on, or from fewer if asked before."""
         server = self._servers.get(name)
         if server is not None:
             server.tell_at = min(server.tell_at, unfinished)
 
     def moved(self, record: Record, arrival: Arrival) -> None:
-        """A request that waits for an engine goes to another ModelServer. It counts as an arrival at the first one alone."""
+        """A request that waits for an engine goes to another ModelServer; it has arrived at the first one alone."""
         before = record.meter
         if before is not None:
             wait = before.server.waiting.get(record.ticket)

@@ -63,7 +63,9 @@ class Dispatcher:
         self._records[record.ticket] = record
 
     def move(self, record: Record, other: Arrival) -> None:
-        """A request that is held goes to another ModelServer, as ``other``. Its tokens are those of the first one's model."""
+        """A request that is held goes to another ModelServer, as ``other``. Its tokens are those of the first one's
+        model.
+        """
         self._demand.moved(record, other)
         record.arrival, record.tokens = other, None
 

@@ -186,7 +186,9 @@ class EnteringRequests:
     def _grant_of(
         self, charges: Sequence[Charge], answer: Grant | Refusal | StoreAway | None, now: float, out: list[Effect]
     ) -> Grant:
-        """What the store has granted, or else this process grants by itself, where that is allowed; raises a Refusal."""
+        """What the store has granted, or else this process grants by itself, where that is allowed; raises a
+        Refusal.
+        """
         if isinstance(answer, Grant | Refusal):
             self._accounts.store_answered()
         if isinstance(answer, Refusal):
@@ -261,7 +263,9 @@ class EnteringRequests:
         return Hold(record.ticket, longest_s)
 
     def _queue_entry(self, record: Record, arrival: Arrival, expectation: Expectation, now: float) -> QueuedRequest:
-        """How the request stands in its server's queue. If it has waited for something else before, its deadlines know."""
+        """How the request stands in its server's queue. If it has waited for something else before, its deadlines
+        know.
+        """
         entry = self._admission.queue_entry(record.ticket, arrival, record.attachment, expectation, now)
         if record.answer_by_s == math.inf:
             return entry
@@ -272,7 +276,9 @@ class EnteringRequests:
         )
 
     def _answered_within_s(self, record: Record, pool: Pool, now: float) -> float:
-        """The longest that the request is held from now on, for all that it may have to wait for: its gateway is told."""
+        """The longest that the request is held from now on, for all that it may have to wait for: its gateway is
+        told.
+        """
         gate, loading, activation = (
             self._admission.gates.get(pool.name),
             pool.spec.adapter_loading,

@@ -149,7 +149,9 @@ def usage_of(run: Run, outcome: Outcome) -> Usage:
 
 
 def _may_have_written(run: Run, outcome: Outcome) -> float:
-    """All answers are written side by side, each in the engine's time per token. Who refuses to say pays what is reserved."""
+    """All answers are written side by side, each in the engine's time per token. Who refuses to say pays what is
+    reserved.
+    """
     if outcome.ttfb_s is None and run.is_streamed:
         return 0.0
     row = run.pool.table.row_of(outcome.served)

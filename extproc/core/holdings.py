@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tenants have waiting, and who gives way where no more may wait: the tenant with most makes room for others
 
-A bound alone would be first come, first served: one tenant that fills it keeps all others out. Here whoever is alone may
-use all of it, and a tenant that has less takes the place of the newest request of the one that has most, until they have
-the same.
+A bound alone would be first come, first served: one tenant that fills it keeps all others out. Here whoever is alone
+may use all of it, and a tenant that has less takes the place of the newest request of the one that has most, until they
+have the same.
 """
 
 from __future__ import annotations

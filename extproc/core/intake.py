@@ -168,7 +168,8 @@ class Intake:
         except SteeringRefused:
             raise
         except BadRequest:
-            # engines know more APIs and fields than we do, and say best what is wrong; but no request gets round a limit so
+            # engines know more APIs and fields than we do, and say best what is wrong; but no request gets round a
+            # limit so
             if self.has_limits:
                 raise
             return self.receive_unread(pool, head, body)
@@ -176,7 +177,8 @@ class Intake:
     def _routed(self, model: str, head: Head, visit: Visit | None) -> Destination:
         """By the ModelRoutes, among what is open to the caller; raises a Refusal.
 
-        Where the weights name a server without engines whose requests wait for one, another of the rule is taken that has some.
+        Where the weights name a server without engines whose requests wait for one, another of the rule is taken that
+        has some.
         """
         found = self._routed_by_weights(model, head, visit)
         pool = self.pools.get(found.server)

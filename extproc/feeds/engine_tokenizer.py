@@ -40,7 +40,8 @@ class EngineTokenizers:
 
 
 class EngineTokenizer:
-    """Asks the engine with the fewest requests in flight (POST /tokenize), of those that do not fail; if it is not there, the next.
+    """Asks the engine with the fewest requests in flight (POST /tokenize), of those that do not fail; if it is not
+    there, the next.
 
     An engine that is gone has the fewest of all: by its load alone it would be asked every time.
     """

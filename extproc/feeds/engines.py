@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 _MODELS_PATH: Final = "/v1/models"
 _TIMEOUT_S: Final = 2.0
 _MAX_PAUSE_S: Final = 10.0
-# Intervals of reading the list of models, which changes when adapters are loaded: of engines with adapters, and of others.
+# Intervals of reading the list of models, which changes when adapters are loaded: of engines with adapters, and of
+# others.
 _MODELS_INTERVAL_S: Final = 1.0
 _MODELS_LONG_INTERVAL_S: Final = 5.0
 # Scrapes are started in batches: waking up for each engine would cost several times as much as the scrape.

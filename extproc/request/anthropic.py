@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies of Anthropic's Messages API to an InferenceRequest.
 
-Engines turn such a request into a chat and render that (vLLM's ``entrypoints/anthropic``). The prompt is written in the same order
-and with the same omissions: tools, system, messages, a user's tool results before the text beside them. What clients move from
-turn to turn without a change of the prompt is left out: ``cache_control``, and the line by which Claude Code marks each request.
-Text looks as in ``openai.py``, so that a conversation is found in the caches whichever API it comes by.
+Engines turn such a request into a chat and render that (vLLM's ``entrypoints/anthropic``). The prompt is written in the
+same order and with the same omissions: tools, system, messages, a user's tool results before the text beside them. What
+clients move from turn to turn without a change of the prompt is left out: ``cache_control``, and the line by which
+Claude Code marks each request. Text looks as in ``openai.py``, so that a conversation is found in the caches whichever
+API it comes by.
 """
 
 from __future__ import annotations

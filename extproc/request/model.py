@@ -40,10 +40,12 @@ _OWN_USAGE = frozenset({Api.RESPONSES, Api.MESSAGES, Api.COUNT_TOKENS})
 class InferenceRequest(msgspec.Struct, frozen=True):
     """A parsed request body.
 
-    ``prompt``: the text whose prefixes an engine caches, in the order in which a chat template writes it, so that the prompt
-    of a longer conversation begins with the prompt of the shorter one. ``stream_options``: the client's, values undecoded.
-    ``cache_salt``: vLLM's field; only prompts with the same salt share cached blocks. ``contents``: the byte span of a large
-    body that holds its messages, prompt or input, for ``rewrite.with_changes``. ``max_output_tokens``: of each answer.
+    ``prompt``: the text whose prefixes an engine caches, in the order in which a chat template writes it, so that the
+    prompt of a longer conversation begins with the prompt of the shorter one. ``stream_options``: the client's, values
+    undecoded.
+    ``cache_salt``: vLLM's field; only prompts with the same salt share cached blocks. ``contents``: the byte span of a
+    large body that holds its messages, prompt or input, for ``rewrite.with_changes``. ``max_output_tokens``: of each
+    answer.
     ``answers``: how many are written, over all prompts; 0 for embeddings.
     ``internal_fields``: the INTERNAL_FIELDS that the body has.
     """

@@ -60,7 +60,9 @@ def parse(api: Api, body: bytes) -> InferenceRequest:
 
 
 def _refuse_shape(problem: str) -> NoReturn:
-    """Raise what msgspec reports, ``Expected `str`, got `int` - at `$.model```, with the field in OpenAI's ``param``."""
+    """Raise what msgspec reports, ``Expected `str`, got `int` - at `$.model```, with the field in OpenAI's
+    ``param``.
+    """
     what, _, where = problem.partition(" - at `")
     param = where.rstrip("`").removeprefix("$").lstrip(".") or None
     if "missing required field" in what:

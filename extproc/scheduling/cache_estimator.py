@@ -109,13 +109,17 @@ class CacheEstimator:
             self.kv_index.forget(row)
 
     def tokens_held(self, row: int) -> int:
-        """Tokens of prompts that the endpoint of ``row`` has cached: by its events if they are complete, else as remembered."""
+        """Tokens of prompts that the endpoint of ``row`` has cached: by its events if they are complete, else as
+        remembered.
+        """
         if self.kv_index is not None and self.whole_feeds >> row & 1:
             return self.kv_index.blocks_held(row) * self._block_tokens
         return int(self.index.bytes_held(row) / self.bytes_per_token)
 
     def configure(self, *, has_events: bool, tiers: Mapping[str, float]) -> None:
-        """Whether engines send KV events; caches with a capacity of their own, in tokens by name. What stays is kept."""
+        """Whether engines send KV events; caches with a capacity of their own, in tokens by name. What stays is
+        kept.
+        """
         self.kv_index = (self.kv_index or KvIndex()) if has_events else None
         if self._tiers is None or self._tiers.capacities != tiers:
             self._tiers = self._new_tiers(tiers) if tiers else None

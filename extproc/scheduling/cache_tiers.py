@@ -58,7 +58,9 @@ class CacheTiers:
         }
 
     def held(self, chain: list[int], rows: int, tokens_in: Callable[[int], float]) -> Mapping[str, Floats]:
-        """Tokens of ``chain`` that each endpoint holds, by tier. ``tokens_in``: so many bytes, in the engines' blocks."""
+        """Tokens of ``chain`` that each endpoint holds, by tier. ``tokens_in``: so many bytes, in the engines'
+        blocks.
+        """
         found: dict[str, Floats] = {}
         for name, index in self._indexes.items():
             tokens = found[name] = np.zeros(rows)

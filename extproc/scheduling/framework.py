@@ -177,10 +177,11 @@ class ProfileHandler(Protocol):
 class ConfiguredPicker(msgspec.Struct, frozen=True):
     """The picker that an EndpointPickerConfig describes: profiles and their handler.
 
-    ``sessions``: the plugins that keep sessions on their endpoints. ``prefill_profile``: its name, empty if there is none.
-    ``reporters``: what the gateway is told of each answer. ``admitters``: asked before, by ``admit``, whether the request
-    is served at all. ``metrics``: attributes of endpoints, each with the metric of the engine that has its value, such as
-    ``queue{tier=gold}``. ``tiers``: prefix caches with a capacity of their own, in tokens by name.
+    ``sessions``: the plugins that keep sessions on their endpoints. ``prefill_profile``: its name, empty if there is
+    none.
+    ``reporters``: what the gateway is told of each answer. ``admitters``: asked before, by ``admit``, whether the
+    request is served at all. ``metrics``: attributes of endpoints, each with the metric of the engine that has its
+    value, such as ``queue{tier=gold}``. ``tiers``: prefix caches with a capacity of their own, in tokens by name.
     """
 
     handler: ProfileHandler

@@ -56,9 +56,9 @@ class View(msgspec.Struct, frozen=True):
     """Everything a decision depends on.
 
     ``eligible``: the rows that may be chosen; None: every endpoint. ``choices``: how many endpoints to name,
-    fallbacks included. ``wants_reasons``: whether the pick must be explained. ``sessions``: those of the caller, None if
-    the picker keeps none. ``peer_row``: the endpoint that was picked before for the same request and hands its KV cache
-    over, or gets it; None if there is none yet.
+    fallbacks included. ``wants_reasons``: whether the pick must be explained. ``sessions``: those of the caller, None
+    if the picker keeps none. ``peer_row``: the endpoint that was picked before for the same request and hands its KV
+    cache over, or gets it; None if there is none yet.
     """
 
     table: EndpointTable

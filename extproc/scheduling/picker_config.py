@@ -156,7 +156,9 @@ def _taken(spec: PluginSpec, cls: type) -> dict[str, Any]:
 
 
 def _profile(spec: ProfileSpec, plugins: Mapping[str, tuple[Kind, Any]], usual: Selector) -> Profile:
-    """``usual``: the picker of a profile that names none: one that the file declares, as in llm-d, else the best score."""
+    """``usual``: the picker of a profile that names none: one that the file declares, as in llm-d, else the best
+    score.
+    """
     filters: list[NamedFilter] = []
     scorers: list[NamedScorer] = []
     choice = usual

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names in an EndpointPickerConfig that refer to its plugins and profiles: each names one that can do what is asked.
 
-As in llm-d, producers, parsers, sources and policies with their defaults need not be written down: their type names them.
+As in llm-d, producers, parsers, sources and policies with their defaults need not be written down: their type names
+them.
 """
 
 from __future__ import annotations

@@ -99,7 +99,9 @@ def make_picker(spec: ModelServerSpec, files: Mapping[str, PickerFile]) -> Picke
 
 
 class InstalledPlugins:
-    """Checks EndpointPickerConfigs (a ``PickerCheck``) with the plugins that are installed, which are looked up once."""
+    """Checks EndpointPickerConfigs (a ``PickerCheck``) with the plugins that are installed, which are looked up
+    once.
+    """
 
     def __init__(self) -> None:
         self._known: Mapping[str, PluginType] | None = None

@@ -66,8 +66,8 @@ class Pool:
     ``adapterLoading``. ``typical_ttft_s``, ``typical_duration_s``: recent means, of first tokens and whole answers.
     ``reports_cached_tokens``: its engines report cached tokens, so an answer without them had none. ``reports_usage``:
     its engines report usage. ``readiness``: whether it has engines, as configured. ``sessions``: where sessions with an
-    id are; ``keeps_sessions``: whether its picker asks. ``reporters``: what gateways are told of answers. ``admits``: asks
-    its picker's admitters, None without any. ``metrics``: see ConfiguredPicker.
+    id are; ``keeps_sessions``: whether its picker asks. ``reporters``: what gateways are told of answers. ``admits``:
+    asks its picker's admitters, None without any. ``metrics``: see ConfiguredPicker.
     """
 
     def __init__(self, name: str, spec: ModelServerSpec, picker: Picker) -> None:

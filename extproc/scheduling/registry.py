@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plugins by the names under which they are configured: llm-d's, Kthena's and ours, and those that other packages bring."""
+"""Plugins by the names under which they are configured: llm-d's, Kthena's and ours, and those that other packages
+bring.
+"""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ _MOST_DIGITS: Final = 15
 def receive_entries(message: StreamAccessLogsMessage, context: StreamContext, now: float, failures: FailureLog) -> None:
     """Settle every entry of a batch. Entries without a ticket (refusals, balanced without us) teach nothing.
 
-    Envoy sends its log to one of several processes, whichever decided the request. An entry over which our code raises is
-    noted in ``failures``; those behind it are settled all the same.
+    Envoy sends its log to one of several processes, whichever decided the request. An entry over which our code raises
+    is noted in ``failures``; those behind it are settled all the same.
     """
     for entry in message.http_logs.log_entry:
         try:

@@ -27,9 +27,9 @@ class GatewayOptions(msgspec.Struct, frozen=True):
     """What differs between gateways, and cannot be seen in their messages.
 
     ``buffered_choices`` and ``duplex_choices``: how many endpoints an answer may name, by how bodies are sent. Several
-    for gateways that go down a list (our bundle, Istio), one for those that read one address (ORIGINAL_DST). ``pool``: the
-    ModelServer for all models that no ModelRoute knows. ``overrides_mode``: the gateway allows ``mode_override``, so
-    answers need not pass through here. ``conformance``: tests may choose the endpoint by header. ``trusts_headers``:
+    for gateways that go down a list (our bundle, Istio), one for those that read one address (ORIGINAL_DST). ``pool``:
+    the ModelServer for all models that no ModelRoute knows. ``overrides_mode``: the gateway allows ``mode_override``,
+    so answers need not pass through here. ``conformance``: tests may choose the endpoint by header. ``trusts_headers``:
     the gateway writes the headers that identify the caller, and removes its clients' own; our bundle does, and says so.
     ``whole_bodies``: a gateway whose messages do not say how it sends bodies sends them whole.
     """
@@ -62,14 +62,18 @@ class StreamContext(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(head, claims=read_claims(message, self.core.claims))
 
     def allowed(self, head: Head, subset: Collection[str] | None) -> Collection[str] | None:
-        """The addresses that a request may go to: those of the gateway's ``subset``, or of a conformance test's header."""
+        """The addresses that a request may go to: those of the gateway's ``subset``, or of a conformance test's
+        header.
+        """
         chosen = head.headers.get(CONFORMANCE_HEADER) if self.options.conformance else None
         if chosen is None:
             return subset
         return [part.strip() for part in chosen.split(",") if part.strip()]
 
     def list_models(self, head: Head) -> bytes | None:
-        """The list of models that the caller may use, or one of them, if the request asks for that; raises a Refusal."""
+        """The list of models that the caller may use, or one of them, if the request asks for that; raises a
+        Refusal.
+        """
         if head.path != MODELS_PATH and not head.path.startswith(MODELS_PATH + "/"):
             return None
         if head.method != "GET":

@@ -2,8 +2,8 @@
 """One request's conversation with a gateway, message by message, without I/O.
 
 Bodies come whole (BUFFERED), as our bundle and some gateways send them: headers are answered at once, the body with the
-decision, and nothing more comes. Or in pieces (FULL_DUPLEX_STREAMED), as the endpoint picker protocol of the Gateway API
-Inference Extension asks: see ``duplex.py``. Envoy says which in its first message. One server serves both.
+decision, and nothing more comes. Or in pieces (FULL_DUPLEX_STREAMED), as the endpoint picker protocol of the Gateway
+API Inference Extension asks: see ``duplex.py``. Envoy says which in its first message. One server serves both.
 """
 
 from __future__ import annotations

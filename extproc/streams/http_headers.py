@@ -73,7 +73,9 @@ def read_status(message: HttpHeaders) -> int:
 
 
 def read_subset(message: ProcessingRequest) -> list[str] | None:
-    """The endpoints that the gateway allows, which it writes as a list or as one string; None: it does not restrict them."""
+    """The endpoints that the gateway allows, which it writes as a list or as one string; None: it does not restrict
+    them.
+    """
     value = metadata_value(message.metadata_context, SUBSET_NAMESPACE, SUBSET)
     if value is None:
         return None
@@ -97,7 +99,8 @@ def metadata_value(metadata: Metadata, namespace: str, key: str) -> _Value | Non
 
 
 def read_claims(message: ProcessingRequest, names: Collection[str]) -> dict[str, frozenset[str]]:
-    """The claims called ``names`` of the caller's verified token, each with its values; claims of other types have none.
+    """The claims called ``names`` of the caller's verified token, each with its values; claims of other types have
+    none.
 
     Envoy writes the token where no client can, and its size is bounded by that of a request's headers.
     """

@@ -46,8 +46,8 @@ class _AnthropicModels(msgspec.Struct):
 
 
 def models_answer(models: Iterable[ListedModel], created: int, form: ErrorForm = ErrorForm.OPENAI) -> bytes:
-    """OpenAI's list of models, in vLLM's form (``parent``: an adapter's base model), or Anthropic's. ``created``: Unix time in
-    seconds.
+    """OpenAI's list of models, in vLLM's form (``parent``: an adapter's base model), or Anthropic's. ``created``: Unix
+    time in seconds.
     """
     if form is ErrorForm.ANTHROPIC:
         found = [_anthropic(model, created) for model in models]

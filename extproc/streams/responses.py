@@ -126,7 +126,8 @@ _BODY_TAG: Final = tag(BodyMutation, "body")
 
 
 def decision_answer(decision: Decision, *, on_headers: bool = False) -> bytes:
-    """Answer a whole body: endpoints in order as header and ``envoy.lb`` metadata, server, ticket, and the changed body.
+    """Answer a whole body: endpoints in order as header and ``envoy.lb`` metadata, server, ticket, and the changed
+    body.
 
     ``on_headers``: the request has no body.
     """
@@ -157,7 +158,9 @@ def _decision_answer(decision: Decision, common: bytes, answer_tag: bytes, respo
 
 
 def duplex_decision_answer(decision: Decision, *, overrides_mode: bool) -> bytes:
-    """Answer headers whose body follows in pieces: endpoints as header and metadata; headers that a client forged removed."""
+    """Answer headers whose body follows in pieces: endpoints as header and metadata; headers that a client forged
+    removed.
+    """
     destination = ",".join(decision.assignment.addresses).encode()
     forged = _REMOVE_FORGED[decision.assignment.prefill is not None]
     headers = b"".join((*_routing_headers(decision, destination), forged))
@@ -184,7 +187,9 @@ def request_body_answers(body: bytes, *, is_end: bool) -> Iterator[bytes]:
 
 
 def response_body_answers(body: bytes, *, is_end: bool) -> Iterator[bytes]:
-    """One message's part of an answer, passed on unchanged in pieces that the gateway takes. ``is_end``: it is the last."""
+    """One message's part of an answer, passed on unchanged in pieces that the gateway takes. ``is_end``: it is the
+    last.
+    """
     for piece, is_last in _pieces(body):
         yield b"".join(_RESPONSE_PIECE[is_end and is_last].filled(piece))
 

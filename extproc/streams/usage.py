@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token usage out of an answer that passes in pieces of any size, plain or streamed, without holding the answer.
 
-Usage stands at the end: of the JSON object, or of one of the last events of a stream. So only the end of the current line is
-kept, a few kilobytes, and where the line or the answer ends, the last ``"usage": {...}`` in it is read. Generated text cannot
-be mistaken for it: a quotation mark inside of a JSON string is escaped.
+Usage stands at the end: of the JSON object, or of one of the last events of a stream. So only the end of the current
+line is kept, a few kilobytes, and where the line or the answer ends, the last ``"usage": {...}`` in it is read.
+Generated text cannot be mistaken for it: a quotation mark inside of a JSON string is escaped.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gateways that are configured elsewhere: a real Envoy with ext_proc in full-duplex mode, and engines that tell what reached them."""
+"""Gateways that are configured elsewhere: a real Envoy with ext_proc in full-duplex mode, and engines that tell what
+reached them.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,8 @@ async def engines(count: int) -> AsyncIterator[list[str]]:
 
 
 def pool_cluster(kind: str, addresses: Sequence[str]) -> dict[str, Any]:
-    """How the gateway reads the pick: ``original_dst``: the header, as one address. ``override_host``: the metadata, as a
-    list, as Istio does. ``override_header``: the header, as a list, as Envoy Gateway's endpointOverride does.
+    """How the gateway reads the pick: ``original_dst``: the header, as one address. ``override_host``: the metadata, as
+    a list, as Istio does. ``override_header``: the header, as a list, as Envoy Gateway's endpointOverride does.
     """
     if kind == "original_dst":
         return {
@@ -216,7 +218,9 @@ def _listener(
     retries = {"retry_policy": retry} if "load_assignment" in cluster else {}
     route = {"match": {"prefix": "/"}, "route": {"cluster": "pool", "timeout": "60s", **retries}}
     manager = {
-        "@type": "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "@type": (
+            "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
+        ),
         "stat_prefix": "gateway",
         "http_filters": filters,
         "http_protocol_options": {"enable_trailers": True},
@@ -279,7 +283,8 @@ async def gateway(  # noqa: PLR0913 - what tests want to be different
     picker: str = "",
     sends_whole_bodies: bool = False,
 ) -> AsyncIterator[Gateway]:
-    """extproc and an Envoy that listens once for each of ``hints``. ``tls``: see ``bootstrap``; ``flags`` say it to extproc.
+    """extproc and an Envoy that listens once for each of ``hints``. ``tls``: see ``bootstrap``; ``flags`` say it to
+    extproc.
 
     ``picker``: an EndpointPickerConfig. ``sends_whole_bodies``: see ``bootstrap``.
     """

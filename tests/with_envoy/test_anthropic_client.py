@@ -204,7 +204,9 @@ async def test_a_conversation_stays_where_its_prefix_is_whichever_client_goes_on
     """Six conversations of two clients: each has all of its turns on one engine, and together they use several."""
 
     async def turn(number: int, turns: int, *, by_claude: bool) -> int:
-        """Turn ``turns`` of the conversation; which engine took it. Markers of caching move, as Claude Code moves them."""
+        """Turn ``turns`` of the conversation; which engine took it. Markers of caching move, as Claude Code moves
+        them.
+        """
         system = f"You are assistant number {number}. {LONG * 4}"
         said: list[Any] = [
             {"role": ("user", "assistant")[place % 2], "content": f"Turn {place} of {number}. {LONG}"}

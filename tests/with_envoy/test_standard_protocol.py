@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint picker protocol (Gateway API Inference Extension, docs/proposals/004), case by case, through a real Envoy.
+"""The endpoint picker protocol (Gateway API Inference Extension, docs/proposals/004), case by case, through a real
+Envoy.
 
-From its text: the pick in a header and in metadata, always both and equal; a list of fallbacks where the gateway goes down it;
-the subset hint, present and empty, 503; no ready endpoint, 503; the served endpoint read back; bodies and answers of any
-length in pieces; trailers; requests without a body; health services.
+From its text: the pick in a header and in metadata, always both and equal; a list of fallbacks where the gateway goes
+down it; the subset hint, present and empty, 503; no ready endpoint, 503; the served endpoint read back; bodies and
+answers of any length in pieces; trailers; requests without a body; health services.
 """
 
 from __future__ import annotations

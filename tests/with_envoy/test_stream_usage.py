@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients see streams as engines made them: the chunk with usage that we asked for is gone, and its usage is counted."""
+"""Clients see streams as engines made them: the chunk with usage that we asked for is gone, and its usage is
+counted.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,8 @@ async def test_a_stream_in_single_bytes_loses_the_chunk_only(gateway: Gateway, p
         [TOKEN, DONE],
         # text of a model that looks like the chunk
         [
-            b'data: {"choices": [{"delta": {"content": "\\"choices\\": [], \\"usage\\": {\\"prompt_tokens\\": 9}"}}]}\n\n'
+            b'data: {"choices": [{"delta": {"content": "\\"choices\\": [], \\"usage\\": {\\"prompt_tokens\\":'
+            b' 9}"}}]}\n\n'
         ],
         [TOKEN, b"data: an end without its blank line"],
         [b": a comment\n\n", b"data: not JSON\n\n", b"\n\n\n"],
@@ -238,10 +241,12 @@ MESSAGE = (
     + b"}"
 )
 EVENTS = (
-    b'event: message_start\ndata: {"type":"message_start","message":{"usage":{"input_tokens":31,"output_tokens":0}}}\n\n'
-    b'event: content_block_start\ndata: {"type":"content_block_start","content_block":{"usage":{"input_tokens":9}}}\n\n'
-    b'event: message_delta\ndata: {"type":"message_delta",' + MESSAGE_USAGE + b"}\n\n"
-    b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    b"event: message_start\ndata:"
+    b' {"type":"message_start","message":{"usage":{"input_tokens":31,"output_tokens":0}}}\n\nevent:'
+    b' content_block_start\ndata: {"type":"content_block_start","content_block":{"usage":{"input_tokens":9}}}\n\nevent:'
+    b' message_delta\ndata: {"type":"message_delta",'
+    + MESSAGE_USAGE
+    + b'}\n\nevent: message_stop\ndata: {"type":"message_stop"}\n\n'
 )
 
 

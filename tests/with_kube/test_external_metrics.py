@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes' own HPA controller scales by what we decide, through the API server; and pages need a token with the right."""
+"""Kubernetes' own HPA controller scales by what we decide, through the API server; and pages need a token with the
+right.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ class Manager:
 async def manager(
     client: Client, account: Access, plane: ControlPlane, assets: Assets, namespace: str, tmp_path: Path
 ) -> AsyncIterator[Manager]:
-    """With the external metrics API behind the API server, the manager's own account and the rights of our manifests."""
+    """With the external metrics API behind the API server, the manager's own account and the rights of our
+    manifests.
+    """
     await define_kinds(client, ROOT / "manifests" / "crds")
     ports = dict(zip(("listen", "metrics", "external-metrics", "keda"), free_ports(4), strict=True))
     for one in ("external-metrics", "metrics-auth"):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Prometheus takes what our monitors ask for, scrapes all pages of our processes with it, and takes our rules."""
+"""A real Prometheus takes what our monitors ask for, scrapes all pages of our processes with it, and takes our
+rules.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storms at the API server: scaling goes on as far as it can, asks no more than it may, and scales nothing in for them."""
+"""Storms at the API server: scaling goes on as far as it can, asks no more than it may, and scales nothing in for
+them.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ async def kinds(client: Client, namespace: str) -> AsyncIterator[None]:
 
 
 async def two_targets(client: Client, namespace: str) -> None:
-    """A binding of the Deployments ``first`` and ``second``, each with two replicas; its targets have the same names."""
+    """A binding of the Deployments ``first`` and ``second``, each with two replicas; its targets have the same
+    names.
+    """
     await make_policy(client, namespace)
     targets = []
     for name in ("first", "second"):

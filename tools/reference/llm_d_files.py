@@ -24,8 +24,9 @@ _FILES: Final = Path(__file__).with_suffix(".json")
 # Files that something else than a type refuses, here and in llm-d's present release.
 _BY_HAND: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "guides/agentic-serving/router/agentic-serving-gpu.values.yaml": "a profile names active-request-scorer, which no"
-        " plugin is called; llm-d refuses it, too",
+        "guides/agentic-serving/router/agentic-serving-gpu.values.yaml": (
+            "a profile names active-request-scorer, which no plugin is called; llm-d refuses it, too"
+        ),
         "deploy/config/pd-slo-epp-config.yaml": "a draft with a field profileHandler, which no release had",
     }
 )

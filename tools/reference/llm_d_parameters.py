@@ -33,10 +33,12 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         "endpoint-attribute-filter": "attribute producer onMissing fallbackOnEmpty algorithm",
         "label-selector-filter": "matchLabels matchExpressions",
         "prefill-filter": _NONE,
-        "prefix-cache-affinity-filter": "affinityThreshold explorationProbability maxTTFTPenaltyMs ttftSource"
-        " peakPrefillThroughput penaltySource maxTokensInFlightPenalty prefixMatchInfoProducerName"
-        " latencyPredictionInfoProducerName inFlightLoadProducerName prefillCalibrationFile"
-        " prefillCalibrationFingerprint prefillCalibrationRequired",
+        "prefix-cache-affinity-filter": (
+            "affinityThreshold explorationProbability maxTTFTPenaltyMs ttftSource"
+            " peakPrefillThroughput penaltySource maxTokensInFlightPenalty prefixMatchInfoProducerName"
+            " latencyPredictionInfoProducerName inFlightLoadProducerName prefillCalibrationFile"
+            " prefillCalibrationFingerprint prefillCalibrationRequired"
+        ),
         "session-affinity-filter": "strategy profileName encodedEndpointHeaderConfig sessionIdConfig headerName",
         "slo-headroom-tier-filter": "epsilonExploreNeg latencyPredictionInfoProducerName",
         "topology-affinity-filter": "minAffinity topologyProducerName peerTopologyHeader",
@@ -46,18 +48,23 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         "endpoint-attribute-scorer": "attributeKey algorithm source metadataNamespace metadataField",
         "header-label-affinity-scorer": "headerName labelKey stampResponseHeader",
         "kv-cache-utilization-scorer": _NONE,
-        "latency-scorer": "ttftWeight tpotWeight headroomSelectionStrategy compositeKVWeight compositeQueueWeight"
-        " compositePrefixWeight latencyPredictionInfoProducerName prefixMatchInfoProducerName",
+        "latency-scorer": (
+            "ttftWeight tpotWeight headroomSelectionStrategy compositeKVWeight compositeQueueWeight"
+            " compositePrefixWeight latencyPredictionInfoProducerName prefixMatchInfoProducerName"
+        ),
         "lmetric-scorer": "prefixMatchInfoProducerName inFlightLoadProducerName",
         "load-aware-scorer": "threshold",
         "lora-affinity-scorer": _NONE,
         "mm-embeddings-cache-scorer": _NONE,
         "no-hit-lru-scorer": "lruSize prefixPluginType prefixPluginName prefixMatchInfoProducerName",
-        "precise-prefix-cache-scorer": "tokenProcessorConfig indexerConfig kvEventsConfig speculativeIndexing"
-        " speculativeTTL",
-        "prefix-cache-scorer": "matchLengthWeight matchLengthScaleTokens prefixLengthWeight maxModelLen"
-        " prefixMatchInfoProducerName hashBlockSize blockSize blockSizeTokens autoTune maxPrefixBlocksToMatch"
-        " maxPrefixTokensToMatch lruCapacityPerServer mode indexerConfig kvEventsConfig",
+        "precise-prefix-cache-scorer": (
+            "tokenProcessorConfig indexerConfig kvEventsConfig speculativeIndexing speculativeTTL"
+        ),
+        "prefix-cache-scorer": (
+            "matchLengthWeight matchLengthScaleTokens prefixLengthWeight maxModelLen"
+            " prefixMatchInfoProducerName hashBlockSize blockSize blockSizeTokens autoTune maxPrefixBlocksToMatch"
+            " maxPrefixTokensToMatch lruCapacityPerServer mode indexerConfig kvEventsConfig"
+        ),
         "queue-scorer": _NONE,
         "running-requests-size-scorer": _NONE,
         "session-affinity-scorer": "strategy profileName encodedEndpointHeaderConfig sessionIdConfig headerName",
@@ -72,9 +79,11 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         "always-disagg-pd-decider": _NONE,
         "data-parallel-profile-handler": "primaryPort",
         "disagg-headers-handler": "prefillProfile encodeProfile",
-        "disagg-profile-handler": "profiles deciders stageOrder decodeProfile prefillProfile encodeProfile"
-        " deciderPluginName prefillDeciderPluginName encodeDeciderPluginName primaryPort prefixPluginType"
-        " prefixPluginName prefixMatchInfoProducerName",
+        "disagg-profile-handler": (
+            "profiles deciders stageOrder decodeProfile prefillProfile encodeProfile"
+            " deciderPluginName prefillDeciderPluginName encodeDeciderPluginName primaryPort prefixPluginType"
+            " prefixPluginName prefixMatchInfoProducerName"
+        ),
         "header-profile-handler": "headerName defaultProfile",
         "prefix-based-pd-decider": "nonCachedTokens promptTokens prefixMatchInfoProducerName",
         "single-profile-handler": _NONE,
@@ -85,8 +94,10 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         "fcfs-ordering-policy": _NONE,
         "global-strict-fairness-policy": _NONE,
         "priority-holdback-policy": "shape domain minCeiling maxCeiling ceilings",
-        "program-aware-fairness": "strategy lasWeightService lasWeightHeadWait lasDecayFactor lasHalfLifeSeconds"
-        " evictionTtlSeconds evictionSweepSeconds",
+        "program-aware-fairness": (
+            "strategy lasWeightService lasWeightHeadWait lasDecayFactor lasHalfLifeSeconds"
+            " evictionTtlSeconds evictionSweepSeconds"
+        ),
         "round-robin-fairness-policy": _NONE,
         "slo-deadline-ordering-policy": _NONE,
         "soft-reflective-ceiling-policy": _NONE,
@@ -97,16 +108,21 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         "latency-slo-admitter": "latencyPredictionInfoProducerName",
         "probabilistic-admitter": "queueDepthThreshold kvCacheUtilThreshold power k",
         # producers
-        "approx-prefix-cache-producer": "autoTune blockSizeTokens blockSize maxPrefixBlocksToMatch"
-        " maxPrefixTokensToMatch lruCapacityPerServer prefixHashSource",
+        "approx-prefix-cache-producer": (
+            "autoTune blockSizeTokens blockSize maxPrefixBlocksToMatch"
+            " maxPrefixTokensToMatch lruCapacityPerServer prefixHashSource"
+        ),
         "burst-prefix-cache-producer": "windowDurationMs maxPerReplica minColocateBlocks",
         "inflight-load-producer": "addEstimatedOutputTokens maxEstimatedOutputTokens prefixMatchInfoProducerName",
         "mm-embeddings-cache-producer": "cacheSizeInMBPerServer",
         "p2p-source-producer": "prefixMatchInfoProducerName minCachedTokenDelta prefillProfileName",
-        "precise-prefix-cache-producer": "sessionManager tokenProcessorConfig indexerConfig kvEventsConfig"
-        " speculativeIndexing speculativeTTL",
-        "predicted-latency-producer": "samplingMean maxDecodeTokenSamplesForPrediction sloBufferFactor contextTTL"
-        " streamingMode endpointRoleLabel predictInProduce prefixMatchInfoProducerName inFlightLoadProducerName",
+        "precise-prefix-cache-producer": (
+            "sessionManager tokenProcessorConfig indexerConfig kvEventsConfig speculativeIndexing speculativeTTL"
+        ),
+        "predicted-latency-producer": (
+            "samplingMean maxDecodeTokenSamplesForPrediction sloBufferFactor contextTTL"
+            " streamingMode endpointRoleLabel predictInProduce prefixMatchInfoProducerName inFlightLoadProducerName"
+        ),
         "session-id-producer": "headerName cookieName lruSize ttl",
         "token-producer": "backend modelName vllm estimate",
         "tokenizer": "modelName udsTokenizerConfig",
@@ -116,7 +132,9 @@ LLM_D: Final[Mapping[str, str]] = MappingProxyType(
         "dcgm-extractor": _NONE,
         "endpoint-notification-source": _NONE,
         "file-discovery": "path watchFile",
-        "metrics-data-source": "scheme path insecureSkipVerify caCertPath clientCertPath clientKeyPath interval families",
+        "metrics-data-source": (
+            "scheme path insecureSkipVerify caCertPath clientCertPath clientKeyPath interval families"
+        ),
         "models-data-extractor": _NONE,
         "models-data-source": "scheme path insecureSkipVerify caCertPath clientCertPath clientKeyPath",
         "models-responder": _NONE,

@@ -30,7 +30,8 @@ HOST_LABEL: Final = "kubernetes.io/hostname"
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
     """What counts of a pod. ``ip``: empty until it has one. ``is_leaving``: it is being deleted, its annotation
-    ``attache.dev/drain`` says ``true``, or it has the annotation ``attache.dev/draining``. ``price``: that of its annotation ``attache.dev/price``, if it is one.
+    ``attache.dev/drain`` says ``true``, or it has the annotation ``attache.dev/draining``. ``price``: that of its
+    annotation ``attache.dev/price``, if it is one.
     ``wrong_price``: what that annotation says instead; empty if nothing is wrong.
     """
 
@@ -89,7 +90,9 @@ def pod_of(thing: Mapping[str, Any]) -> Pod:
 
 
 def pod_endpoints(ports: Sequence[int], pods: Iterable[Pod]) -> list[Mapping[str, Any]]:
-    """Sorted, so that equal pods give equal files. Pods in a node's own network may share an address: one of them counts."""
+    """Sorted, so that equal pods give equal files. Pods in a node's own network may share an address: one of them
+    counts.
+    """
     found = {
         one["address"]: one
         for pod in sorted(pods, key=lambda pod: pod.name, reverse=True)

@@ -101,8 +101,8 @@ USAGE_FILTERS: Final = (_USAGE_FILTER, _RESPONSES_FILTER, _STREAMED_RESPONSES_FI
 # The last event of the responses API repeats the whole answer beside its usage.
 _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 
-# The responses API, the Messages API, and the others: answers of the first two have JSON in them that a client or a model has
-# written, where anybody may write ``usage``, and they have other names for it.
+# The responses API, the Messages API, and the others: answers of the first two have JSON in them that a client or a
+# model has written, where anybody may write ``usage``, and they have other names for it.
 _NESTED_PATHS: Final = f"({RESPONSES_PATH}|{MESSAGES_PATH}(/[^?]*)?)(\\?.*)?"
 _OTHER_PATHS: Final = f"({CHAT_PATH}|{COMPLETIONS_PATH}|{EMBEDDINGS_PATH}|{GENERATE_PATH})(\\?.*)?"
 # Where an HTTPRoute may cut a prefix off.
@@ -112,8 +112,8 @@ _USAGE_PATHS: Final = (
     (PROMPT_TOKENS, ("response", "usage", "input_tokens")),
     (COMPLETION_TOKENS, ("response", "usage", "output_tokens")),
     (CACHED_TOKENS, ("response", "usage", "input_tokens_details", "cached_tokens")),
-    # the Messages API: message_start has usage in its message, message_delta beside it. Nothing is written at the start: whoever
-    # hangs up after it would pay for nothing.
+    # the Messages API: message_start has usage in its message, message_delta beside it. Nothing is written at the
+    # start: whoever hangs up after it would pay for nothing.
     *(
         (key, (*place, "usage", name))
         for place in (("message",), ())
@@ -129,8 +129,8 @@ _USAGE_PATHS: Final = (
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """What routes need of the filters. ``cors``: some have policies for other origins. ``prefixes``: paths of inference may
-    have something in front of them, which a route cuts off.
+    """What routes need of the filters. ``cors``: some have policies for other origins. ``prefixes``: paths of inference
+    may have something in front of them, which a route cuts off.
     """
 
     cors: bool = False
@@ -206,7 +206,9 @@ def _read_usage(name: str, other_paths: str, script: Lua) -> HttpFilter:
 
 
 def _read_usage_of_streamed_responses(prefix: str) -> ExtensionWithMatcher:
-    """Usage of streams of the responses and the Messages API: only a parser finds it where others may write the same name."""
+    """Usage of streams of the responses and the Messages API: only a parser finds it where others may write the same
+    name.
+    """
     parser = JsonContentParser(rules=[JsonContentParserRuleConfig(rule=rule) for rule in _usage_rules()])
     reads = SseToMetadata(
         response_rules=SseToMetadataProcessingRules(

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps from clients how many tokens of their prompts were cached, in the filters that read answers.
 
-A count becomes 0. In the Messages API what was cached is no part of ``input_tokens``: it is added there, and the counts of caches
-go. Engines leave ``prompt_tokens_details`` out, or write null, where nothing was cached: so it goes altogether. No
-byte of an answer, nor their number, depends on what was cached; so answers come without ``content-length``.
+A count becomes 0. In the Messages API what was cached is no part of ``input_tokens``: it is added there, and the counts
+of caches go. Engines leave ``prompt_tokens_details`` out, or write null, where nothing was cached: so it goes
+altogether. No byte of an answer, nor their number, depends on what was cached; so answers come without
+``content-length``.
 
-What is hidden may be cut in two by the pieces of an answer: the beginning of it is held back until the next piece has come, at
-most 512 bytes.
+What is hidden may be cut in two by the pieces of an answer: the beginning of it is held back until the next piece has
+come, at most 512 bytes.
 
 In text of a model the names stand behind escaped quotes, and do not match.
 """
@@ -22,7 +23,9 @@ _SCRIPT: Final = """
 local HIDES_COUNTS, HIDDEN, DETAILS = @HIDES@, {@NAMES@}, '"prompt_tokens_details"'
 -- The end of a piece that may be the beginning of what is hidden.
 local USAGE = '("usage"%s*:%s*{)([^{}]*)'
-local BEGINNINGS = {'"usage"%s*:%s*{[^{}]*$', ',%s*$', ',?%s*"[%w_]*"?%s*:?%s*[%w.+-]*$', ',?%s*' .. DETAILS .. '%s*:%s*{[^{}]*$'}
+local BEGINNINGS = {
+  '"usage"%s*:%s*{[^{}]*$', ',%s*$', ',?%s*"[%w_]*"?%s*:?%s*[%w.+-]*$', ',?%s*' .. DETAILS .. '%s*:%s*{[^{}]*$'
+}
 
 -- The inside of a usage object of the Messages API, with all of the prompt as its input.
 local function whole_input(opening, usage)

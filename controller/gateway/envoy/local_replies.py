@@ -51,8 +51,8 @@ _NO_TENANT: Final = "The client certificate has no name by which this gateway kn
 
 
 class _Error(msgspec.Struct, frozen=True):
-    """Of Envoy's own. ``condition``: in CEL. ``kind`` and ``code``: of OpenAI's object. ``status``: what it has, or gets if it
-    ``changes_status``.
+    """Of Envoy's own. ``condition``: in CEL. ``kind`` and ``code``: of OpenAI's object. ``status``: what it has, or
+    gets if it ``changes_status``.
     """
 
     condition: str

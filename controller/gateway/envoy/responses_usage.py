@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The filter that reads usage from plain answers of the responses and the Messages API, on their way.
 
-Such an answer repeats what its client sent, tools and their schemas included, or has the input of tools as the model wrote it:
-there may be a ``usage`` as well. Only the
-object of that name in the outermost object counts. So the filter follows strings and brackets through the pieces of the answer, and
-keeps that object alone: nothing is held back, and no buffer bounds the answer.
+Such an answer repeats what its client sent, tools and their schemas included, or has the input of tools as the model
+wrote it: there may be a ``usage`` as well. Only the object of that name in the outermost object counts. So the filter
+follows strings and brackets through the pieces of the answer, and keeps that object alone: nothing is held back, and no
+buffer bounds the answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ local function count_of(usage, names)
   end
 end
 
--- word: the last string in the outermost object, as far as it may be "usage"; kept: of the object with usage, while in it
+-- word: the last string in the outermost object, as far as it may be "usage"
+-- kept: of the object with usage, while in it
 local function new_reader()
   return {depth = 0, in_string = false, is_escaped = false, word = "", kept = nil}
 end

@@ -176,7 +176,9 @@ def _refusal(status: int, message: str, code: str) -> dict[str, object]:
 
 
 def _no_model() -> dict[str, object]:
-    """The same refusal by a route that leads nowhere: for one that answers by itself, Envoy has no policy of other origins."""
+    """The same refusal by a route that leads nowhere: for one that answers by itself, Envoy has no policy of other
+    origins.
+    """
     nowhere = RouteAction(
         cluster=_NOWHERE, cluster_not_found_response_code=RouteActionClusterNotFoundResponseCode.NOT_FOUND
     )

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The filters for requests that extproc did not decide: one reads bodies, one changes them.
 
-Without extproc Envoy routes by the ``model`` of the body. What it reads must be what an engine reads, so the first filter finds
-the members by itself and refuses what two readers may understand differently (``json_members.py``). It leaves the model's name
-in metadata, on which routes match, and where each member stands.
+Without extproc Envoy routes by the ``model`` of the body. What it reads must be what an engine reads, so the first
+filter finds the members by itself and refuses what two readers may understand differently (``json_members.py``). It
+leaves the model's name in metadata, on which routes match, and where each member stands.
 
-The second filter runs on the route that was found. It writes the name that the engines know, and removes or refuses the fields by
-which gateways steer engines, as extproc does. All other values are copied byte for byte, so numbers keep their digits.
+The second filter runs on the route that was found. It writes the name that the engines know, and removes or refuses the
+fields by which gateways steer engines, as extproc does. All other values are copied byte for byte, so numbers keep
+their digits.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ local function refuse(handle, status, kind, code, param, message)
     local error = '{"error":{"type":"' .. ANTHROPIC_TYPES[status] .. '","message":"' .. message .. '"},"type":"error"}'
     return handle:respond({[":status"] = status, ["content-type"] = "application/json"}, error)
   end
-  local error = '{"error":{"message":"' .. message .. '","type":"' .. kind .. '","param":' .. param .. ',"code":' .. code .. '}}'
+  local error = '{"error":{"message":"' .. message .. '","type":"' .. kind .. '","param":' .. param
+  error = error .. ',"code":' .. code .. '}}'
   handle:respond({[":status"] = status, ["content-type"] = "application/json"}, error)
 end
 
@@ -83,7 +85,8 @@ local KNOWN = {@KNOWN@}
 local function check_sampling(json, sampling)
   local text = sampling and sub(json, sampling.value, sampling.stop) or ""
   if find(text, "extra_args", 1, true) or find(text, "\\u", 1, true) then
-    error({message = "Only requests without extra_args can be served at the moment; try again soon.", is_too_much = true})
+    local message = "Only requests without extra_args can be served at the moment; try again soon."
+    error({message = message, is_too_much = true})
   end
 end
 
@@ -134,7 +137,8 @@ end
 """
 
 _CHANGE: Final = r"""
--- The object without some members and with another model; nil if nothing changes; or the name of a field that is refused.
+-- The object without some members and with another model; nil if nothing changes; or the name of a field that is
+-- refused.
 local function changes(members, context)
   local model, fields = context:get("model"), context:get("fields") or {}
   local kept, is_changed = {}, false
@@ -158,7 +162,8 @@ local function change(handle)
   if not read then return end
   local kept, refused = changes(read["@MEMBERS@"], handle:filterContext())
   if refused then
-    return refuse_request(handle, refused, "The field '" .. refused .. "' is for gateways, not for clients; leave it out.")
+    local message = "The field '" .. refused .. "' is for gateways, not for clients; leave it out."
+    return refuse_request(handle, refused, message)
   end
   if not kept then return end
   local body = handle:body()

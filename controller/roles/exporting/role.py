@@ -27,8 +27,9 @@ _METADATA: Final = ("name", "namespace", "uid", "resourceVersion")
 
 
 class ExportSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``external_metrics`` and ``keda``: addresses to listen on; empty: not served. ``keda_tls``: files for KEDA's port;
-    None: without TLS. ``keda_readers``: who may read what there. ``keda_streams``: that may be open there at a time.
+    """``external_metrics`` and ``keda``: addresses to listen on; empty: not served. ``keda_tls``: files for KEDA's
+    port; None: without TLS. ``keda_readers``: who may read what there. ``keda_streams``: that may be open there at a
+    time.
     ``namespace``: whose bindings; None: all.
     """
 

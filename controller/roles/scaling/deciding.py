@@ -52,8 +52,8 @@ class Still(Protocol):
         told_at_s: float,
         /,
     ) -> tuple[Decision, Memory] | None:
-        """It, and what to remember until the next; None if it has to be looked whether it stands. ``told_at_s``: no data are
-        older.
+        """It, and what to remember until the next; None if it has to be looked whether it stands. ``told_at_s``: no
+        data are older.
         """
         ...
 
@@ -70,8 +70,8 @@ class Deciding(NamedTuple):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do about one target. ``replicas``: that it should have; None: nothing is to be done. ``held``: why that is
-    not written; empty if it is. ``hold``: whose change is honoured, if that is why.
+    """What to do about one target. ``replicas``: that it should have; None: nothing is to be done. ``held``: why that
+    is not written; empty if it is. ``hold``: whose change is honoured, if that is why.
     """
 
     target: Resolved

@@ -20,8 +20,8 @@ Urgent = Callable[[str], None]
 
 
 class DemandView(msgspec.Struct, frozen=True):
-    """Of some ModelServers together. ``reports``: of engines, by the IP address of their pod; those of several ports of it
-    as one. ``learned``: the speeds of these engines.
+    """Of some ModelServers together. ``reports``: of engines, by the IP address of their pod; those of several ports of
+    it as one. ``learned``: the speeds of these engines.
     """
 
     traffic: Traffic = Traffic()

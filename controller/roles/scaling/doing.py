@@ -31,9 +31,9 @@ _SERVER_FAULTS: Final = 500
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """``looked``: with what drains and what was refused. ``scaled``: what was written. ``again_s``: in how many seconds more
-    is to be done. ``is_stale``: a target is not what was decided about any more. ``error``: why something could not be
-    written; the look has failed then.
+    """``looked``: with what drains and what was refused. ``scaled``: what was written. ``again_s``: in how many seconds
+    more is to be done. ``is_stale``: a target is not what was decided about any more. ``error``: why something could
+    not be written; the look has failed then.
     """
 
     looked: Looked
@@ -127,7 +127,9 @@ class Doer:
 
 
 def _is_refusal(error: ClusterError) -> bool:
-    """Whether it comes again whenever this is tried: people have to hear of it. Busy servers are no news for a status."""
+    """Whether it comes again whenever this is tried: people have to hear of it. Busy servers are no news for a
+    status.
+    """
     return (
         isinstance(error, ApiError)
         and error.status < _SERVER_FAULTS

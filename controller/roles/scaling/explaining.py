@@ -43,8 +43,8 @@ def _stage(stage: StageDecision) -> Iterator[str]:
         yield "  targets: not proven the cheapest; a slightly cheaper set may exist"
     waiting, freshness = stage.waiting, stage.freshness
     yield (
-        f"  waiting: {waiting.requests} requests with {waiting.tokens:.0f} tokens, the first for {waiting.oldest_s:.1f} s; "
-        f"{waiting.at_zero} without any engine"
+        f"  waiting: {waiting.requests} requests with {waiting.tokens:.0f} tokens, the first for {waiting.oldest_s:.1f}"
+        f" s; {waiting.at_zero} without any engine"
     )
     yield (
         f"  data: {freshness.age_s:.1f} s old, of {freshness.gateways} gateways; silent: {_names(freshness.silent)}; "

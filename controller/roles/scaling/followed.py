@@ -64,7 +64,8 @@ class Followed:
         # what ModelServers say, by key, and those with a selector by its namespace and first label
         self._served: dict[str, tuple[object, ...]] = {}
         self._selectors: dict[tuple[str, str, str], list[tuple[str, Mapping[str, str]]]] | None = None
-        # grows with each change of what a ModelServer says, of what a binding asks for, and of what other autoscalers scale
+        # grows with each change of what a ModelServer says, of what a binding asks for, and of what other autoscalers
+        # scale
         self.servers_version = 0
         self.owners_version = 0
         self._scalables_version = 0

@@ -52,8 +52,8 @@ class BindingSeries(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingMetrics(Collector):
-    """In a manager's registry. Series of targets and bindings come from what ``follow`` was given at the scrape, so they end
-    with their object.
+    """In a manager's registry. Series of targets and bindings come from what ``follow`` was given at the scrape, so
+    they end with their object.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -66,8 +66,8 @@ class ScalingMetrics(Collector):
         )
         self._looks = Counter(
             "attache_scaling_looks_total",
-            "Looks at bindings: decided, unchanged (the last decision stands), waiting (not all is known yet), invalid, "
-            "paused, again (a target had changed meanwhile), gone, error",
+            "Looks at bindings: decided, unchanged (the last decision stands), waiting (not all is known yet), invalid,"
+            " paused, again (a target had changed meanwhile), gone, error",
             ("outcome",),
             registry=registry,
         )

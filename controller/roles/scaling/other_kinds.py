@@ -124,7 +124,9 @@ class OtherKinds:
         return [one for one, at_s in self._due_at_s.items() if at_s <= now_s and one not in self._reading]
 
     def _next_s(self) -> float:
-        """In how many seconds to look again for what is due. What is overdue is being read, and tells when it has been."""
+        """In how many seconds to look again for what is due. What is overdue is being read, and tells when it has
+        been.
+        """
         now_s = _loop_s()
         return min((at_s - now_s for at_s in self._due_at_s.values() if at_s > now_s), default=float("inf"))
 

@@ -57,7 +57,9 @@ def read_of(kind: ScalableKind, place: Place, thing: Object, scale: Mapping[str,
 
 
 def misnamed(place: Place, version: str) -> Lacks | None:
-    """What would lead to another path of the API server: servers resolve dots, and some read an escaped slash as one."""
+    """What would lead to another path of the API server: servers resolve dots, and some read an escaped slash as
+    one.
+    """
     if _VERSION.fullmatch(version) is None:
         said = f"{version} {place[2]} cannot be scaled here: {version!r} is no apiVersion, such as apps/v1"
         return Lacks("UnknownKind", said)

@@ -41,8 +41,8 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """One target. ``found`` and ``kind``: None if it is not there, or not known. ``server``: the key of its ModelServer;
-    empty if none is known.
+    """One target. ``found`` and ``kind``: None if it is not there, or not known. ``server``: the key of its
+    ModelServer; empty if none is known.
     """
 
     spec: ScaleTarget

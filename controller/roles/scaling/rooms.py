@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 # All pods of a cluster are added up at most so often.
 _EACH_S: Final = 2.0
-# Replicas without pods are promised room for so long after they were ordered: a quota may refuse their pods, and somebody
-# who only exports numbers may never have any. Nobody else is kept from nodes by them.
+# Replicas without pods are promised room for so long after they were ordered: a quota may refuse their pods, and
+# somebody who only exports numbers may never have any. Nobody else is kept from nodes by them.
 _PROMISED_S: Final = 60.0
 # Kinds of accelerators that are told of.
 _MOST_KINDS: Final = 8
 
 
 class Allowed(msgspec.Struct, frozen=True):
-    """``rooms``: replicas beyond those that were asked for, by target. ``free``: accelerators for them, by pool. What is
-    not named is not limited. ``pools``: of which of these each target takes its own. ``homeless``: why no node counts
-    for a target that is limited.
+    """``rooms``: replicas beyond those that were asked for, by target. ``free``: accelerators for them, by pool. What
+    is not named is not limited. ``pools``: of which of these each target takes its own. ``homeless``: why no node
+    counts for a target that is limited.
     """
 
     rooms: Mapping[str, int] = {}
@@ -46,7 +46,9 @@ class Allowed(msgspec.Struct, frozen=True):
 
 
 class _Ordered(NamedTuple):
-    """What a binding decided last. ``replicas`` and ``lacks``: by target. ``grown_at_s``: when it last asked for more."""
+    """What a binding decided last. ``replicas`` and ``lacks``: by target. ``grown_at_s``: when it last asked for
+    more.
+    """
 
     view: BindingView
     resolved: Sequence[Resolved]

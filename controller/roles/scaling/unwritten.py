@@ -28,7 +28,9 @@ class Unwritten:
         self._waits: dict[str, tuple[Backoff, float]] = {}
 
     async def tried(self, key: str, write: Callable[[], Awaitable[object]]) -> bool:
-        """Whether it is written. After a failure it is not tried before the back-off, or the server's Retry-After, ends."""
+        """Whether it is written. After a failure it is not tried before the back-off, or the server's Retry-After,
+        ends.
+        """
         now_s = asyncio.get_running_loop().time()
         backoff, until_s = self._waits.get(key, (None, 0.0))
         if now_s < until_s:

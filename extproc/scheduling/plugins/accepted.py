@@ -21,8 +21,8 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 _CLUSTERS: Final = (
-    "it picks among whole clusters, which is not done here; let routes send to each cluster's own picker, by weights, and "
-    "remove the multicluster plugins"
+    "it picks among whole clusters, which is not done here; let routes send to each cluster's own picker, by weights,"
+    " and remove the multicluster plugins"
 )
 # Types that a file cannot do without if it names them, and what to write in their place.
 REFUSED: Final[Mapping[str, str]] = MappingProxyType(
@@ -74,7 +74,9 @@ ACCEPTED: Final[Mapping[str, str]] = MappingProxyType(
         "vllmhttp-parser": "extproc's own parser",
         "sglanghttp-parser": "extproc's own parser",
         "passthrough-parser": "extproc's own parser",
-        "always-disagg-multimodal-decider": "nothing: there is no encode stage; engines of the other stages encode media themselves",
+        "always-disagg-multimodal-decider": (
+            "nothing: there is no encode stage; engines of the other stages encode media themselves"
+        ),
         "vllmgrpc-parser": "nothing: gRPC requests of --pool go by load, without a look at their prompts",
         "vertexai-parser": "nothing: gRPC requests of --pool go by load, without a look at their prompts",
         "dcgm-data-source": "nothing: GPU metrics are not read; load is what engines say and what was sent to them",

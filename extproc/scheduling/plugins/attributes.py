@@ -42,7 +42,8 @@ class EngineConfig(msgspec.Struct, frozen=True, rename="camel"):
 class MetricsExtractor(msgspec.Struct, frozen=True, rename="camel"):
     """llm-d's ``core-metrics-extractor``: ``customMetrics`` of ``engineConfigs`` are attributes of endpoints.
 
-    They are looked for on the metrics page of every engine. The usual metrics are those of the ModelServer's ``engine``.
+    They are looked for on the metrics page of every engine. The usual metrics are those of the ModelServer's
+    ``engine``.
     """
 
     WITHOUT_EFFECT: ClassVar = MappingProxyType({"defaultEngine": "engines are of the ModelServer's kind"})

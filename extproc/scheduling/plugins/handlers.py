@@ -112,8 +112,8 @@ class AlwaysDecider(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
 class DataParallel(SingleProfile, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``data-parallel-profile-handler``: runs the only profile.
 
-    Each port of a pod is an endpoint of its own, so a data-parallel rank is picked like any other endpoint and is itself
-    the destination. llm-d sends to the pod's primary port and names the rank in ``x-data-parallel-host-port``.
+    Each port of a pod is an endpoint of its own, so a data-parallel rank is picked like any other endpoint and is
+    itself the destination. llm-d sends to the pod's primary port and names the rank in ``x-data-parallel-host-port``.
     """
 
     TOLD: ClassVar = (

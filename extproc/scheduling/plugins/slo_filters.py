@@ -23,8 +23,8 @@ _STREAM: Final = 1
 class SloHeadroomTier(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``slo-headroom-tier-filter``: the endpoints expected to meet the request's objectives, or the others.
 
-    Two tiers: those that meet every objective that the request has, and those that miss one. If both have endpoints, the
-    first is kept, but the second with the probability ``epsilonExploreNeg``, so that what is expected of its
+    Two tiers: those that meet every objective that the request has, and those that miss one. If both have endpoints,
+    the first is kept, but the second with the probability ``epsilonExploreNeg``, so that what is expected of its
     endpoints is put to the test again. The draw is a hash of the request's time.
     """
 

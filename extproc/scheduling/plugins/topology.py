@@ -24,7 +24,8 @@ _APART: Final = len(_LEVELS)
 
 
 class TopologyExtractor(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``topology-extractor``: the labels of endpoints that say where they are. ``host``: the same as ``hostname``.
+    """llm-d's ``topology-extractor``: the labels of endpoints that say where they are. ``host``: the same as
+    ``hostname``.
 
     The gateway role gives a pod without the label ``kubernetes.io/hostname`` its node's name there.
     """
@@ -64,7 +65,8 @@ class TopologyAffinityFilter(msgspec.Struct, frozen=True, rename="camel", forbid
 
 
 class TopologyAffinityScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """llm-d's ``topology-affinity-scorer``: 1 on the peer's host, 0.2 in its rack, 0.05 in its zone, 0.02 in its region.
+    """llm-d's ``topology-affinity-scorer``: 1 on the peer's host, 0.2 in its rack, 0.05 in its zone, 0.02 in its
+    region.
 
     The peer is that of ``topology-affinity-filter``. Elsewhere, and without a peer, the score is 0.
     """

@@ -202,8 +202,8 @@ class _Parser:
     def _problem(self, *, back: int = 0) -> ValueError:
         _, word, column = self._tokens[self._at - back]
         return ValueError(
-            f"cannot be read at '{word}' (character {column + 1}); there are usage and its fields, numbers, has(), int(), "
-            "double(), and CEL's signs"
+            f"cannot be read at '{word}' (character {column + 1}); there are usage and its fields, numbers, has(),"
+            " int(), double(), and CEL's signs"
         )
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line as people use it: a replay, a comparison, what goes on after a stop, and what is said of nonsense."""
+"""The command line as people use it: a replay, a comparison, what goes on after a stop, and what is said of
+nonsense.
+"""
 
 from __future__ import annotations
 

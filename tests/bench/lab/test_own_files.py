@@ -162,12 +162,24 @@ def test_installed_plugins_make_the_key_of_what_may_use_them(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("source", "name", "messages"),
     [
-        ("import nothing_of_that_name\n", "my.py:Mine", ["my.py: cannot be loaded", 'File "my.py", line 1', "No module named"]),
+        (
+            "import nothing_of_that_name\n",
+            "my.py:Mine",
+            ["my.py: cannot be loaded", 'File "my.py", line 1', "No module named"],
+        ),
         ("class Mine\n", "my.py:Mine", ["cannot be loaded", "line 1", "expected ':'"]),
         ("class Mine:\n    pass\n", "my.py:Mine", ["has no method pick; write def pick(self, view: View, *, rng"]),
-        ("class Mine:\n    def pick(self, view):\n        pass\n", "my.py:Mine", ["its pick is pick(view)", "*, rng: random.Random"]),
+        (
+            "class Mine:\n    def pick(self, view):\n        pass\n",
+            "my.py:Mine",
+            ["its pick is pick(view)", "*, rng: random.Random"],
+        ),
         ("class Mine:\n    def __init__(self, alpha):\n        pass\n", "my.py:Mine", ["takes alpha", "tracker"]),
-        ("class Mine:\n    def __init__(self):\n        1 / 0\n", "my.py:Mine", ["cannot be made", "line 3", "ZeroDivisionError"]),
+        (
+            "class Mine:\n    def __init__(self):\n        1 / 0\n",
+            "my.py:Mine",
+            ["cannot be made", "line 3", "ZeroDivisionError"],
+        ),
         (FIRST.format(row=0), "my.py:Mine", ["has no class or function 'Mine'", "write my.py:First"]),
         ("A = 1\n", "my.py", ["does not say which policy", "my.py:Mine"]),
         (FIRST.format(row="'x'"), "my.py", ["its pick failed at", 'File "my.py", line 7, in pick', "IndexError"]),

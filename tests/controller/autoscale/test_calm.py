@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where signals say that nothing goes on, a whole look at them finds the same, whatever gateways say or do in between."""
+"""Where signals say that nothing goes on, a whole look at them finds the same, whatever gateways say or do in
+between.
+"""
 
 from __future__ import annotations
 

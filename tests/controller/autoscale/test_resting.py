@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decision that stands while nothing changes says the same as one made anew each time, whatever happens in between."""
+"""A decision that stands while nothing changes says the same as one made anew each time, whatever happens in
+between.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,8 @@ HISTORY_S = 5400.0
 
 
 class Scene(Fluid):
-    """Bursts, long calm, silent gateways, and replicas that somebody sets; the same with and without rests. ``skips``: where
-    nothing but time has changed, no situation is made.
+    """Bursts, long calm, silent gateways, and replicas that somebody sets; the same with and without rests. ``skips``:
+    where nothing but time has changed, no situation is made.
     """
 
     def __init__(self, policy: AutoscalingPolicySpec, seed: int, *, rests: bool, skips: bool = False) -> None:
@@ -196,7 +198,9 @@ def test_another_spec_or_more_room_ends_the_rest() -> None:
 
 
 def stands(told_s: float = 5.0, after_s: float = 5.0, **changes: Any) -> bool:  # noqa: ANN401 - of any field
-    """Whether a decision stands so long after it, with data that were told so long after it. ``changes``: of the policy."""
+    """Whether a decision stands so long after it, with data that were told so long after it. ``changes``: of the
+    policy.
+    """
     policy = POLICIES["default"]
     decision, memory = resting(policy)
     assert memory.rest is not None

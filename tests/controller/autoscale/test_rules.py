@@ -144,7 +144,8 @@ def test_a_schedule_raises_and_lowers() -> None:
 
 def test_a_panic_keeps_the_largest_answer() -> None:
     stage = Stage(AutoscalingPolicySpec(panic=Panic()), target=target_of(ready=2), traffic=20.0)
-    # 20 * 0.21 s, and what the two that are ready leave for others in a minute, done in half of one: 4.2 + 2 * (4.2 - 2 * 0.9)
+    # 20 * 0.21 s, and what the two that are ready leave for others in a minute, done in half of one: 4.2 + 2 * (4.2 - 2
+    # * 0.9)
     assert stage.look()[0] == 9
     assert stage.look(5.0, traffic=2.0, target=target_of(ready=2, starting=7))[0] == 9
 
@@ -162,7 +163,8 @@ def test_what_somebody_else_has_set_stays_for_a_while() -> None:
     held = msgspec.structs.replace(target_of(ready=2), set_by="kubectl-scale", set_at_s=NOW_S)
     stage = Stage(target=held, traffic=40.0)
     assert stage.look(599.0)[0] == 2
-    # 40 * 0.21 s, and what the two that are ready leave for others in a minute, done in half of one: 8.4 + 2 * (8.4 - 2 * 0.9)
+    # 40 * 0.21 s, and what the two that are ready leave for others in a minute, done in half of one: 8.4 + 2 * (8.4 - 2
+    # * 0.9)
     assert stage.look(1.0)[0] == 22
 
 

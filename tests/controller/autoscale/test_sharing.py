@@ -66,7 +66,8 @@ def test_the_cheapest_kind_carries_the_work() -> None:
 def test_replicas_move_to_another_target_for_a_tenth_of_the_cost_not_for_less(
     price: float, expected: dict[str, int]
 ) -> None:
-    # 15% of room: 3.62 large ones carry it, so one of five goes, or eight small ones carry it, for 8 instead of 4 * price
+    # 15% of room: 3.62 large ones carry it, so one of five goes, or eight small ones carry it, for 8 instead of 4 *
+    # price
     large, small = pair(large=5)
     large = msgspec.structs.replace(large, spec=msgspec.structs.replace(large.spec, cost=price))
     assert after_minutes((large, small), 12.0, binding=binding_of(large.spec, small.spec)) == expected

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that nobody sane writes: they are converted or refused in words, in bounded time, and nothing else happens."""
+"""Objects that nobody sane writes: they are converted or refused in words, in bounded time, and nothing else
+happens.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What may happen to the requests of a core, and what must hold after each event.
 
-``Life`` is the core's shell, the gateway, the store of global limits and two other workers in one. It knows which streams are
-open and what each request was granted, and holds the core's records, loads, queues and accounts against that.
+``Life`` is the core's shell, the gateway, the store of global limits and two other workers in one. It knows which
+streams are open and what each request was granted, and holds the core's records, loads, queues and accounts against
+that.
 """
 
 from __future__ import annotations

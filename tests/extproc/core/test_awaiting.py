@@ -505,7 +505,9 @@ STEPS = ["ask", "ask", "ask", "engines", "engines", "leave", "finish", "finish",
 @pytest.mark.parametrize("gate", ["", GATE])
 @pytest.mark.parametrize("seed", range(25))
 def test_whatever_comes_and_goes_each_request_gets_one_answer_and_none_is_lost(seed: int, gate: str) -> None:
-    """Arrivals, engines that come, drain and leave, clients that leave, deadlines and new configurations, in any order."""
+    """Arrivals, engines that come, drain and leave, clients that leave, deadlines and new configurations, in any
+    order.
+    """
     pick = random.Random(seed)
     zero = Zero(more=f"{ACTIVATION}\n{gate}", weights=BOTH)
     asked: list[str] = []

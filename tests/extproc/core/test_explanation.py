@@ -44,7 +44,10 @@ plugins:
   - type: prefix-cache-scorer
 schedulingProfiles:
   - name: default
-    plugins: [{pluginRef: least-request-filter}, {pluginRef: queue-scorer, weight: 2}, {pluginRef: prefix-cache-scorer, weight: 3}]
+    plugins:
+      - {pluginRef: least-request-filter}
+      - {pluginRef: queue-scorer, weight: 2}
+      - {pluginRef: prefix-cache-scorer, weight: 3}
 """
 
 

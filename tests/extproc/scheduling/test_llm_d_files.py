@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small files with what llm-d's, KServe's and the Inference Extension's own have: loaded, and told what has no effect."""
+"""Small files with what llm-d's, KServe's and the Inference Extension's own have: loaded, and told what has no
+effect.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ schedulingProfiles: [{name: default, plugins: [{pluginRef: sticky}, {pluginRef: 
         """
 plugins:
   - {type: predicted-latency-producer, parameters: {streamingMode: true}}
-  - {type: prefix-cache-affinity-filter, name: strict, parameters: {affinityThreshold: 0.99, ttftSource: latencyPredictor}}
+  - type: prefix-cache-affinity-filter
+    name: strict
+    parameters: {affinityThreshold: 0.99, ttftSource: latencyPredictor}
   - {type: prefix-cache-affinity-filter, name: loose, parameters: {explorationProbability: 0.01}}
   - {type: latency-scorer, parameters: {ttftWeight: 1, tpotWeight: 0, compositeKVWeight: 2}}
   - {type: weighted-random-picker}

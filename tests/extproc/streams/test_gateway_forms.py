@@ -167,7 +167,9 @@ async def next_of(stream: Stream) -> ProcessingResponse:
 async def ask(
     stream: Stream, *, mode: int | None, more: Mapping[str, str] | None = None
 ) -> tuple[ProcessingResponse, bytes]:
-    """An Envoy that streams: the headers, then the body in pieces without waiting. The headers' answer, and the body."""
+    """An Envoy that streams: the headers, then the body in pieces without waiting. The headers' answer, and the
+    body.
+    """
     await stream.write(headers({**ENVOYS, **(more or {})}, body_mode=mode))
     for start in range(0, len(CHAT), 1000):
         await stream.write(body(CHAT[start : start + 1000], end=start + 1000 >= len(CHAT)))
@@ -297,8 +299,8 @@ GOS = {
 
 
 async def nginx(server: Server, given: Mapping[str, str], content: bytes) -> tuple[str, ProcessingResponse | None]:
-    """NGINX Gateway Fabric: names as Go writes them, no path and no method, one body message, the end. What it then reads:
-    the endpoint in the headers' answer, or an immediate response.
+    """NGINX Gateway Fabric: names as Go writes them, no path and no method, one body message, the end. What it then
+    reads: the endpoint in the headers' answer, or an immediate response.
     """
     stream = server.stream()
     await stream.write(headers({**GOS, **given}, raw=False))

@@ -28,8 +28,8 @@ STREAM = (
     + b"data: [DONE]\n\n"
 )
 RESPONSES = (
-    b'data: {"type": "response.completed", "response": {"output": "%s", "usage": {"input_tokens": 5, "input_tokens_details": {"cached_tokens": 2}, "output_tokens": 7, "total_tokens": 12}}}\n\n'
-    % (b"y" * 100_000)
+    b'data: {"type": "response.completed", "response": {"output": "%s", "usage": {"input_tokens": 5,'
+    b' "input_tokens_details": {"cached_tokens": 2}, "output_tokens": 7, "total_tokens": 12}}}\n\n' % (b"y" * 100_000)
 )
 
 
@@ -90,7 +90,8 @@ def test_usage_that_is_no_count_is_ignored(number: str) -> None:
 def test_a_stream_of_the_messages_api_tells_usage_at_both_ends() -> None:
     reader = UsageReader()
     reader.feed(
-        b'event: message_start\ndata: {"type": "message_start", "message": {"usage": {"input_tokens": 31, "output_tokens": 0}}}\n\n'
+        b'event: message_start\ndata: {"type": "message_start", "message": {"usage": {"input_tokens": 31,'
+        b' "output_tokens": 0}}}\n\n'
     )
     # who leaves now has written something, nobody knows how much
     assert reader.finish() == ReportedUsage(31, None, None)

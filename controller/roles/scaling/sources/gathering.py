@@ -43,8 +43,8 @@ _LONGEST: Final = 300
 
 class SourceSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``timeout_s``: of one question. ``secrets_s``: how often a Secret in use is read. ``most_bytes``: of an answer of
-    Prometheus, and of an engine's page. ``side_by_side``: pages of engines that are read at once, of which each namespace
-    has a share.
+    Prometheus, and of an engine's page. ``side_by_side``: pages of engines that are read at once, of which each
+    namespace has a share.
     """
 
     prometheus_allow: tuple[str, ...] = ()

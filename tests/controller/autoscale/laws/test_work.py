@@ -171,9 +171,9 @@ class TestCorrection:
 
     @pytest.mark.parametrize(("tpot_s", "correction"), [(0.0125, 0.5), (0.0155, 0.707), (0.022, 1.0), (0.035, 1.714)])
     def test_in_a_steady_minute_it_follows_measured_tpot(self, tpot_s: float, correction: float) -> None:
-        # The median of values in one bucket is its middle: 11.3, 14.22, 22.54 and 35.72 ms. Where an idle step takes 10 ms,
-        # they show an engine that is 0.115, 0.297, 0.556 and 0.72 busy; 2 * 0.21 s are expected. Half of that is the least
-        # that is believed, and more only near the objective.
+        # The median of values in one bucket is its middle: 11.3, 14.22, 22.54 and 35.72 ms. Where an idle step takes 10
+        # ms, they show an engine that is 0.115, 0.297, 0.556 and 0.72 busy; 2 * 0.21 s are expected. Half of that is
+        # the least that is believed, and more only near the objective.
         law, memory = WorkLaw(), None
         for look in range(240):
             now_s = NOW_S + 5 * look

@@ -26,8 +26,8 @@ SLOW = "slow.com/v1"
 
 
 class FakeClient:
-    """Serves Fleets with a scale. ``objects``: by name. ``asked``: of which versions the kinds were asked for. What is in
-    the group ``slow.com`` is answered once ``gate`` is set; ``begun``: names that were asked for there.
+    """Serves Fleets with a scale. ``objects``: by name. ``asked``: of which versions the kinds were asked for. What is
+    in the group ``slow.com`` is answered once ``gate`` is set; ``begun``: names that were asked for there.
     """
 
     def __init__(self, **objects: Object) -> None:

@@ -95,8 +95,8 @@ def test_prompts_go_to_engines_made_for_their_length() -> None:
     key = "llm-d.ai/context-length-range"
     view = labelled({key: "0-2000"}, {key: "0-10000"}, {key: "2000-3000"}, {key: "1000-1000"}, {}, {key: "long"})
     found = ContextLength().score(view, view.table.is_active)[:6]
-    # 1000 tokens. Width 2000, headroom 1000: 0.3 + 0.7 (0.7 / 1.2 + 0.3 / 2); width 10000, headroom 9000: 0.3 + 0.7 (0.35 + 0.27);
-    # 1000 too short: 0.3 / 2; a range of exactly that: 1; no label: 0.5; one that cannot be read: 0
+    # 1000 tokens. Width 2000, headroom 1000: 0.3 + 0.7 (0.7 / 1.2 + 0.3 / 2); width 10000, headroom 9000: 0.3 + 0.7
+    # (0.35 + 0.27); 1000 too short: 0.3 / 2; a range of exactly that: 1; no label: 0.5; one that cannot be read: 0
     expected = [0.3 + 0.7 * (0.7 / 1.2 + 0.15), 0.3 + 0.7 * (0.35 + 0.27), 0.15, 1.0, 0.5, 0.0]
     assert found.tolist() == pytest.approx(expected)
     assert kept(ContextLength(), view) == [0, 1, 2, 3, 4, 5]

@@ -153,7 +153,8 @@ def view_from(endpoints: list[dict[str, float]]) -> View:
 
 
 def test_a_latency_objective_is_met_closely_or_missed_least() -> None:
-    # TTFT: (backlog + 1025) / 10000 s = 102.5, 602.5, 1602.5 ms; objective 1000: headroom 0.8 times 897.5, 397.5, -602.5
+    # TTFT: (backlog + 1025) / 10000 s = 102.5, 602.5, 1602.5 ms; objective 1000: headroom 0.8 times 897.5, 397.5,
+    # -602.5
     backlogs = [0, 5000, 15000]
     headers = {"x-llm-d-slo-ttft-ms": "1000", "x-llm-d-slo-tpot-ms": "0"}
     assert scores(LatencyScorer(), view_of(3, backlog_tokens=backlogs, headers=headers)) == pytest.approx(
