@@ -108,7 +108,6 @@ def _key(text: str) -> str:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of decisions; write 1 or more")
+    return int(text)

@@ -56,13 +56,14 @@ def main(words: list[str], prog: str = "extproc top") -> int:
     made = parser(prog)
     options = made.parse_args(words)
     try:
-        for one in options.metrics:
-            parse_endpoint(one)
+        pages = [_address(one) for one in options.metrics]
+        if options.tenants < 0:
+            raise ValueError(f"--tenants {options.tenants}: write 0 or more")
         interval_s = max(0.1, Duration(options.interval))
     except ValueError as error:
         made.error(str(error))
     try:
-        for text in _pictures(options.metrics, interval_s, options.tenants, is_live=not options.once):
+        for text in _pictures(pages, interval_s, options.tenants, is_live=not options.once):
             print(_CLEAR + _cropped(text) if not options.once else text, flush=True)
             if options.once:
                 break
@@ -72,6 +73,13 @@ def main(words: list[str], prog: str = "extproc top") -> int:
     except KeyboardInterrupt:
         return 0
     return 0
+
+
+def _address(text: str) -> str:
+    """Host and port, which may be written as the URL of the page; raises ValueError."""
+    address = text.removeprefix("http://").removesuffix("/").removesuffix("/metrics")
+    parse_endpoint(address)
+    return address
 
 
 class _Unread(Exception):

@@ -162,6 +162,18 @@ def test_a_page_of_something_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"the page at {page} is not of extproc" in capsys.readouterr().err
 
 
+def test_the_pages_url_is_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(b"# TYPE attache_open_streams gauge\nattache_open_streams 5\n") as page:
+        assert main(["top", "--once", "--interval", "100ms", f"http://{page}/metrics"]) == 0
+    assert "5 requests open" in capsys.readouterr().out
+
+
+def test_fewer_tenants_than_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["top", "--tenants", "-3"])
+    assert "--tenants -3: write 0 or more" in capsys.readouterr().err
+
+
 def test_a_host_name_is_an_address(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(b"# TYPE attache_open_streams gauge\nattache_open_streams 5\n") as page:
         assert main(["top", "--once", "--interval", "100ms", page.replace("127.0.0.1", "localhost")]) == 0
