@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gzip
+import tracemalloc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +14,7 @@ from prometheus_client.registry import Collector
 from controller.cluster.exposition import Family, labels_of, page_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from prometheus_client.core import Metric
 
@@ -52,6 +54,32 @@ def test_the_page_is_what_the_client_library_writes() -> None:
     page = page_of(registry)
     assert page == generate_latest(registry)
     assert page.count(b"\n") > len(VALUES) * 2
+    assert gzip.decompress(page_of(registry, gzipped=True)) == page
+
+
+class Many(Collector):
+    def collect(self) -> Iterator[Metric]:
+        rows = [(labels_of(NAMES, (f"b{at}", "default")), float(at)) for at in range(20_000)]
+        for at in range(5):
+            yield Family(f"family{at}", "One of several", "gauge", rows)
+
+
+def test_a_compressed_page_is_never_whole_in_memory() -> None:
+    registry = CollectorRegistry()
+    registry.register(Many())
+    rows_alone = peak_of(lambda: sum(1 for _ in registry.collect()))
+    plain = peak_of(lambda: page_of(registry)) - rows_alone
+    compressed = peak_of(lambda: page_of(registry, gzipped=True)) - rows_alone
+    assert compressed < plain / 4
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(("name", "value"), [("some_gauge", 0.1), ("some_writes_total", 0.1)])
