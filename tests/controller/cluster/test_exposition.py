@@ -7,11 +7,14 @@ import gzip
 import tracemalloc
 from typing import TYPE_CHECKING
 
+import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
+from bench.processes import free_ports
 from controller.cluster.exposition import Family, labels_of, page_of
+from controller.cluster.pages import pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,3 +90,17 @@ def test_who_knows_no_families_finds_samples(name: str, value: float) -> None:
     registry = CollectorRegistry()
     registry.register(Families())
     assert registry.get_sample_value(name, {"variant_name": "b3", "namespace": "default"}) == value
+
+
+async def test_who_accepts_gzip_gets_the_same_page_compressed() -> None:
+    registry = CollectorRegistry()
+    registry.register(Families())
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    async with (
+        pages(address, registry, lambda: True),
+        aiohttp.ClientSession(f"http://{address}") as http,
+        http.get("/metrics", headers={"accept-encoding": "gzip"}) as compressed,
+        http.get("/metrics", headers={"accept-encoding": "identity"}) as plain,
+    ):
+        assert [one.headers.get("content-encoding") for one in (compressed, plain)] == ["gzip", None]
+        assert await compressed.read() == await plain.read() == generate_latest(registry)
