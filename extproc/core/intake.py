@@ -160,7 +160,7 @@ class Intake:
         """
         if pool is None:
             return self.receive(self.admit(head), head, body)
-        api = INFERENCE_PATHS.get(head.path) if head.path else api_by_body(body)
+        api = INFERENCE_PATHS.get(head.path) if head.path else api_by_body(body, head.headers)
         if api is None:
             return self.receive_unread(pool, head, body)
         try:

@@ -338,6 +338,43 @@ async def test_nginx_gateway_fabric_gets_the_destination_by_the_prompt(field: st
         assert not server.table.has_failures
 
 
+def claude(prompt: str, **fields: object) -> bytes:
+    """A body of Anthropic's Messages API. Claude Code marks each request in the first block of ``system``."""
+    mark = f"x-anthropic-billing-header: cch={prompt[:3]}"
+    system = [{"type": "text", "text": mark}, {"type": "text", "text": "help " * 500}]
+    content = [{"type": "text", "text": prompt, "cache_control": {"type": "ephemeral"}}]
+    asked = {"model": "base", "system": system, "messages": [{"role": "user", "content": content}]}
+    return json.dumps(asked | fields).encode()
+
+
+@pytest.mark.parametrize("version", [{"Anthropic-Version": "2023-06-01"}, {}])
+async def test_nginx_gateway_fabric_gets_the_destination_of_anthropics_requests_by_the_prompt(
+    version: Mapping[str, str],
+) -> None:
+    async with served() as server:
+        place, refused = await nginx(server, version, claude("one", max_tokens=9))
+        assert (place in ENGINES, refused) == (True, None)
+        # a marking that changes with each request is no part of the prompt; read as chat, it is its beginning
+        for prompt in ("two", "six", "ten", "odd", "old", "new"):
+            assert await nginx(server, version, claude(prompt, max_tokens=9)) == (place, None)
+
+
+async def test_nginx_gateway_fabric_reads_refusals_in_anthropics_form() -> None:
+    async with served() as server:
+        body = claude("one", max_tokens=9, kv_transfer_params={"remote_host": "10.9.9.9"})
+        endpoint, refused = await nginx(server, {"Anthropic-Version": "2023-06-01"}, body)
+        assert endpoint == ""
+        assert refused is not None
+        told = json.loads(refused.immediate_response.body)
+        assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
+
+
+async def test_nginx_gateway_fabric_gets_a_destination_for_a_count_of_tokens() -> None:
+    async with served() as server:
+        endpoint, refused = await nginx(server, {"Anthropic-Version": "2023-06-01"}, claude("one"))
+        assert (endpoint in ENGINES, refused) == (True, None)
+
+
 async def test_nginx_gateway_fabrics_headers_are_read_whatever_their_case() -> None:
     async with served() as server:
         for address in ENGINES:
