@@ -45,11 +45,12 @@ def api_by_body(body: bytes, headers: Mapping[str, str]) -> Api | None:
         return Api.COMPLETIONS
     if shape.token_ids and shape.sampling_params:
         return Api.GENERATE
-    if not shape.input:
-        return None
-    if shape.dimensions or shape.encoding_format or _is_list_of_texts(shape.input):
-        return Api.EMBEDDINGS
-    return Api.RESPONSES
+    return _api_of_input(shape) if shape.input else None
+
+
+def _api_of_input(shape: _Shape) -> Api:
+    is_embedded = shape.dimensions or shape.encoding_format or _is_list_of_texts(shape.input)
+    return Api.EMBEDDINGS if is_embedded else Api.RESPONSES
 
 
 def _is_list_of_texts(field: msgspec.Raw) -> bool:

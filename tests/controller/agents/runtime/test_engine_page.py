@@ -15,7 +15,7 @@ from controller.agents.runtime.counters import Counters
 from controller.agents.runtime.dialects import DIALECTS, FAMILIES
 from controller.agents.runtime.engine_page import EnginePage, read_page
 from controller.agents.runtime.exposition import AgentState, write_page
-from extproc.endpoints.metrics_text import NAMES
+from extproc.endpoints.metric_names import NAMES
 
 STATE = AgentState(
     dialect="vLLM",
