@@ -25,6 +25,17 @@ _SIZE: Final = re.compile(r"(\d+\.?\d*|\.\d+)(?:([KMGTPE]i)|([kMGTPE])|[eE]\+?(\
 _BINARY: Final = {f"{letter}i": 1024**power for power, letter in enumerate("KMGTPE", start=1)}
 _DECIMAL: Final = {letter: 1000**power for power, letter in enumerate("kMGTPE", start=1)}
 _LARGEST_SIZE: Final = 2**63 - 1
+_BARE_NUMBER: Final = re.compile(r"\d+(\.\d+)?", re.ASCII)
+# How people write a unit that is refused, and how it is written here.
+_SPOKEN: Final = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", re.ASCII)
+_MEANT: Final = {
+    **dict.fromkeys(("ms", "msec", "msecs", "millisecond", "milliseconds", "millis"), "ms"),
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), "s"),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), "m"),
+    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), "h"),
+    **dict.fromkeys(("d", "day", "days"), "d"),
+}
+_SIZE_UNITS: Final = frozenset("kmgtpe")
 
 
 class Duration(float):
@@ -42,8 +53,7 @@ class Duration(float):
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
         is_whole = text == "0" or "".join(number + unit for number, unit in parts) == text != ""
         if not is_whole or seconds > _LONGEST_S:
-            msg = f"'{text}' is not a duration; write a number with a unit, such as 250ms, 30s, 5m or 1h30m"
-            raise ValueError(msg)
+            raise ValueError(_no_duration(text))
         duration = super().__new__(cls, seconds)
         duration._text = str(text)
         return duration
@@ -73,10 +83,7 @@ class ByteSize(int):
         match = None if isinstance(given, bool) else _SIZE.fullmatch(text)
         size = None if match is None else _bytes_of(match)
         if size is None:
-            msg = (
-                f"'{text}' is not a size; write a whole number of bytes, or one with a unit, such as 512Ki, 64Mi or 1G"
-            )
-            raise ValueError(msg)
+            raise ValueError(_no_size(given))
         found = super().__new__(cls, size)
         found._text = text
         return found
@@ -108,6 +115,36 @@ def decode_quantity_leniently(kind: type, value: object) -> object:
         return decode_quantity(kind, value)
     except ValueError:
         return Duration("1s") if kind is Duration else ByteSize(1)
+
+
+def _no_duration(given: object) -> str:
+    """Why it is none, and how it may have been meant."""
+    if given is None:
+        return "has no value; write a duration, such as 30s, or leave the field out"
+    text = _as_written(given)
+    if _BARE_NUMBER.fullmatch(text):
+        return f"{text} has no unit; write {text}s if it is seconds, {text}ms if milliseconds"
+    spoken = _SPOKEN.fullmatch(text)
+    meant = spoken and _MEANT.get(spoken[2].lower())
+    if spoken and meant:
+        return f"'{text}' is not a duration; write {spoken[1]}{meant}"
+    return f"'{text}' is not a duration; write a number with a unit, such as 250ms, 30s, 5m or 1h30m"
+
+
+def _no_size(given: object) -> str:
+    if given is None:
+        return "has no value; write a size, such as 64Mi, or leave the field out"
+    text = _as_written(given)
+    spoken = _SPOKEN.fullmatch(text)
+    unit = spoken[2].lower().removesuffix("b").removesuffix("i") if spoken else ""
+    if spoken and unit in _SIZE_UNITS and spoken[2] != "m":
+        binary, decimal = f"{spoken[1]}{unit.upper()}i", f"{spoken[1]}{'k' if unit == 'k' else unit.upper()}"
+        return f"'{text}' is not a size; write {binary} for powers of 1024, or {decimal} for powers of 1000"
+    return f"'{text}' is not a size; write a whole number of bytes, or one with a unit, such as 512Ki, 64Mi or 1G"
+
+
+def _as_written(given: object) -> str:
+    return str(given).lower() if isinstance(given, bool) else str(given)
 
 
 def _bytes_of(match: re.Match[str]) -> int | None:
