@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import yaml
+if TYPE_CHECKING:
+    import yaml
 
 # Where a line's indentation, or what stands for it, ends; with list items' dashes.
 _TAB_IN_INDENT: Final = re.compile(r"[ ]*(?:-[ ]*)*\t")
@@ -45,7 +46,7 @@ def unreadable(text: str, error: yaml.reader.ReaderError) -> tuple[int, str]:
     return line, f"the control character U+{code:04X}, which YAML forbids{more}"
 
 
-def _usual(line: str, said: str, *, is_reported: bool) -> str:
+def _usual(line: str, said: str, *, is_reported: bool) -> str:  # noqa: PLR0911 - one return a mistake, a table of predicates says no more
     if _TAB_IN_INDENT.match(line):
         return "a tab in the indentation, where YAML takes spaces alone; replace each tab by spaces"
     if line.startswith(_MARKS):
