@@ -100,7 +100,7 @@ def decode(document: Document, *, listeners_may_come: bool = False) -> tuple[Obj
         findings.extend(more)
         if decoded is not None and repeats:
             # which of two values is meant is not known, so nothing is said of either
-            return (None if isinstance(decoded, EndpointPickerConfig) else decoded), document.mistakes(findings)
+            return None, document.mistakes(findings)
     if decoded is None:
         return None, document.mistakes(findings)
     findings.extend(_check(decoded, listeners_may_come=listeners_may_come))
