@@ -126,7 +126,7 @@ def _no_duration(given: object) -> str:
         return f"{text} has no unit; write {text}s if it is seconds, {text}ms if milliseconds"
     spoken = _SPOKEN.fullmatch(text)
     meant = spoken and _MEANT.get(spoken[2].lower())
-    if spoken and meant:
+    if spoken and meant and f"{spoken[1]}{meant}" != text:
         return f"'{text}' is not a duration; write {spoken[1]}{meant}"
     return f"'{text}' is not a duration; write a number with a unit, such as 250ms, 30s, 5m or 1h30m"
 
@@ -137,7 +137,7 @@ def _no_size(given: object) -> str:
     text = _as_written(given)
     spoken = _SPOKEN.fullmatch(text)
     unit = spoken[2].lower().removesuffix("b").removesuffix("i") if spoken else ""
-    if spoken and unit in _SIZE_UNITS and spoken[2] != "m":
+    if spoken and unit in _SIZE_UNITS and not text.endswith(("m", "i")):
         binary, decimal = f"{spoken[1]}{unit.upper()}i", f"{spoken[1]}{'k' if unit == 'k' else unit.upper()}"
         return f"'{text}' is not a size; write {binary} for powers of 1024, or {decimal} for powers of 1000"
     return f"'{text}' is not a size; write a whole number of bytes, or one with a unit, such as 512Ki, 64Mi or 1G"
